@@ -1,0 +1,3 @@
+//! The nursery's program; see `elasticrs_core::nursery`.
+
+fn main() {}

@@ -1,0 +1,74 @@
+//! How a worker ended.
+
+use serde::{Deserialize, Serialize};
+
+/// The end of one process, as the kernel told it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum WorkerExit {
+    /// It returned or called `exit`.
+    Exited {
+        /// The exit code, 0 to 255.
+        code: i32,
+    },
+    /// A signal ended it.
+    Signaled {
+        /// The number of the signal.
+        signal: i32,
+        /// Whether the kernel wrote a core dump.
+        core_dumped: bool,
+    },
+    /// It is gone, and nobody can tell how: its parent (the nursery) was lost, or somebody else took the status.
+    Unknown,
+}
+
+impl WorkerExit {
+    /// Decodes a status of `wait4`; `None` for a status that is no end (stopped, continued).
+    pub fn from_wait_status(status: i32) -> Option<Self> {
+        if libc::WIFEXITED(status) {
+            Some(Self::Exited { code: libc::WEXITSTATUS(status) })
+        } else if libc::WIFSIGNALED(status) {
+            Some(Self::Signaled { signal: libc::WTERMSIG(status), core_dumped: libc::WCOREDUMP(status) })
+        } else {
+            None
+        }
+    }
+
+    /// Exit code 0. An unknown end is never a success.
+    pub fn is_success(self) -> bool {
+        self == Self::Exited { code: 0 }
+    }
+}
+
+/// What the process used, from its parent's `wait4`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Usage {
+    /// Largest resident set, KiB.
+    pub max_rss_kib: u64,
+    /// CPU time in user mode, microseconds.
+    pub user_us: u64,
+    /// CPU time in the kernel, microseconds.
+    pub system_us: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wait_statuses_are_decoded() {
+        assert_eq!(WorkerExit::from_wait_status(7 << 8), Some(WorkerExit::Exited { code: 7 }));
+        assert_eq!(WorkerExit::from_wait_status(9), Some(WorkerExit::Signaled { signal: 9, core_dumped: false }));
+        assert_eq!(
+            WorkerExit::from_wait_status(11 | 0x80),
+            Some(WorkerExit::Signaled { signal: 11, core_dumped: true })
+        );
+        assert_eq!(WorkerExit::from_wait_status(0x137f), None, "stopped by SIGSTOP");
+        assert_eq!(WorkerExit::from_wait_status(0xffff), None, "continued");
+    }
+
+    #[test]
+    fn an_unknown_end_is_no_success() {
+        assert!(!WorkerExit::Unknown.is_success());
+        assert!(WorkerExit::Exited { code: 0 }.is_success());
+    }
+}

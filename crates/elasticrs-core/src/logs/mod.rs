@@ -1,0 +1,1 @@
+//! Following the files that workers write to, and the console.

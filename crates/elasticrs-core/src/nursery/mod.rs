@@ -1,0 +1,3 @@
+//! The small process between agent and workers that leaves nothing behind.
+
+pub mod protocol;

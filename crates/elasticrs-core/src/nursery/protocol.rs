@@ -1,0 +1,157 @@
+//! What agent and nursery say to each other over a Unix stream socket.
+//!
+//! Both ends are always of one build, so there is no versioning beyond [`PROTOCOL`], which guards against an image of
+//! another build being run by mistake. A frame is a little-endian `u32` length and that many bytes of postcard.
+//! Descriptors travel as `SCM_RIGHTS` with the first byte of the frame that announces them.
+
+use serde::{Deserialize, Serialize};
+
+use crate::clock::Stamp;
+use crate::exit::{Usage, WorkerExit};
+use crate::spec::ProcessSpec;
+
+/// Changes with every change of this file.
+pub const PROTOCOL: u32 = 1;
+
+/// The largest frame that is accepted; environments of 1024 workers stay far below it.
+pub const MAX_FRAME: usize = 256 * 1024 * 1024;
+
+/// From the agent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Start one worker. The descriptors of `pass_fds` come with the frame, in their order; `source` is then the
+    /// index among them.
+    Spawn {
+        /// What to start.
+        process: ProcessSpec,
+        /// See [`crate::spec::GroupSpec::keep_ignored`].
+        keep_ignored: Vec<i32>,
+    },
+    /// Signal the process group of a worker that has not been reaped; kernels before 6.9 need it, because there a
+    /// pidfd cannot name a group. Unknown and reaped pids are passed over.
+    SignalGroup {
+        /// The worker, which leads its group.
+        pid: i32,
+        /// The signal's number.
+        signal: i32,
+    },
+    /// End all descendants until none is left. Answered by [`Reply::Swept`].
+    Sweep {
+        /// How long descendants may go on before the first signal, milliseconds.
+        linger_ms: u64,
+        /// Time from SIGTERM to SIGKILL, milliseconds; 0 sends SIGKILL at once.
+        grace_ms: u64,
+        /// After this long, what cannot be killed is reported instead of waited for, milliseconds.
+        give_up_ms: u64,
+    },
+    /// Exit at once and leave every descendant alone (`--keep-descendants`).
+    Leave,
+}
+
+/// From the nursery.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// The first frame.
+    Ready {
+        /// [`PROTOCOL`] of the nursery's build.
+        protocol: u32,
+        /// Its pid.
+        pid: i32,
+    },
+    /// A worker runs its program. Its pidfd comes with the frame.
+    Spawned {
+        /// The worker.
+        local_rank: u32,
+        /// Its pid, which is also its session and process group.
+        pid: i32,
+    },
+    /// A worker could not be started; nothing of it is left.
+    SpawnFailed {
+        /// The worker.
+        local_rank: u32,
+        /// Where it failed.
+        stage: Stage,
+        /// The kernel's error number.
+        errno: i32,
+        /// The path or program that the stage was about; empty when there is none.
+        subject: String,
+    },
+    /// A worker has ended and was reaped. Told once.
+    Exited {
+        /// Its pid.
+        pid: i32,
+        /// How.
+        exit: WorkerExit,
+        /// What it used.
+        usage: Usage,
+        /// When the nursery saw it. Exits that were seen in one wake-up share a stamp.
+        seen: Stamp,
+    },
+    /// A worker was stopped by a signal (SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU).
+    Stopped {
+        /// Its pid.
+        pid: i32,
+        /// The signal's number.
+        signal: i32,
+    },
+    /// A stopped worker goes on.
+    Continued {
+        /// Its pid.
+        pid: i32,
+    },
+    /// The sweep is over.
+    Swept {
+        /// Descendants that had to be signalled.
+        ended: Vec<Descendant>,
+        /// Descendants that could not be killed in time (state D).
+        stuck: Vec<Descendant>,
+        /// Descendants that were spared: in a session of their own, with the token reset.
+        spared: Vec<Descendant>,
+    },
+}
+
+/// A descendant that a worker left behind.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Descendant {
+    /// Its pid.
+    pub pid: i32,
+    /// Its command line, arguments joined by blanks, at most 200 bytes; the kernel's short name when it has none.
+    pub command: String,
+}
+
+/// The steps of a start, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[repr(u8)]
+pub enum Stage {
+    /// `clone`.
+    Clone = 1,
+    /// `setsid`.
+    NewSession = 2,
+    /// `prctl(PR_SET_PDEATHSIG)`, or the parent was gone already.
+    ParentDeathSignal = 3,
+    /// Opening the file of a standard descriptor.
+    OpenLog = 4,
+    /// Putting descriptors in place.
+    Descriptors = 5,
+    /// `chdir`.
+    ChangeDir = 6,
+    /// `execve`.
+    Exec = 7,
+    /// The agent could not receive the pidfd (its own descriptor limit).
+    Receive = 8,
+}
+
+impl std::fmt::Display for Stage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Clone => "create the process",
+            Self::NewSession => "create the session",
+            Self::ParentDeathSignal => "arm the parent-death signal",
+            Self::OpenLog => "open the log file",
+            Self::Descriptors => "place the descriptors",
+            Self::ChangeDir => "change to the working directory",
+            Self::Exec => "execute",
+            Self::Receive => "receive the process descriptor",
+        })
+    }
+}

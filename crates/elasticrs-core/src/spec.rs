@@ -1,0 +1,97 @@
+//! What to start: plain data, handed from Python to the agent's runtime and from there to the nursery.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::signal::Signal;
+
+/// Where one of the three standard descriptors of a worker goes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Stdio {
+    /// The agent's own descriptor of that number: a terminal stays a terminal.
+    Inherit,
+    /// `/dev/null`.
+    Null,
+    /// A file, opened in the child for appending, created with mode 0644 when it is not there.
+    File(PathBuf),
+}
+
+/// One descriptor that a worker gets under a given number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassedFd {
+    /// The number in the process that holds the spec.
+    pub source: i32,
+    /// The number in the worker.
+    pub target: i32,
+}
+
+/// One worker process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessSpec {
+    /// Its index in the group, from 0.
+    pub local_rank: u32,
+    /// Program and arguments; a program without a slash is searched for in `PATH` of `env`.
+    #[serde(with = "os_strings")]
+    pub argv: Vec<OsString>,
+    /// The whole environment, `NAME=value` each.
+    #[serde(with = "os_strings")]
+    pub env: Vec<OsString>,
+    /// Working directory; the agent's when `None`.
+    pub cwd: Option<PathBuf>,
+    /// Standard input, output and error.
+    pub stdio: [Stdio; 3],
+    /// Further descriptors; all others are closed.
+    pub pass_fds: Vec<PassedFd>,
+}
+
+/// How a group is stopped: signal, grace, then SIGKILL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StopPolicy {
+    /// The first signal. SIGKILL skips the grace.
+    pub signal: Signal,
+    /// Time between the signal and SIGKILL, one deadline for all ranks.
+    pub grace: Duration,
+}
+
+/// What happens to descendants that are still there when every worker has exited 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Descendants {
+    /// They get this long to end by themselves, then SIGTERM, one second, SIGKILL.
+    Linger(Duration),
+    /// They are left alone.
+    Keep,
+}
+
+/// All workers of one attempt on this node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupSpec {
+    /// The workers; local ranks are `0..n` in order.
+    pub processes: Vec<ProcessSpec>,
+    /// Executed in Rust when the first worker fails.
+    pub on_failure: StopPolicy,
+    /// Applied when all have exited 0; failed and stopped groups are swept at once.
+    pub on_success: Descendants,
+    /// Starting all of them must not take longer: exec on a dead network file system blocks for ever.
+    pub start_deadline: Duration,
+    /// Signals that stay ignored in the workers because they were ignored when the agent was started (`nohup`).
+    pub keep_ignored: Vec<Signal>,
+}
+
+/// `OsString` as bytes: postcard's own form carries an enum tag and a platform's encoding.
+mod os_strings {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<S: Serializer>(strings: &[OsString], serializer: S) -> Result<S::Ok, S::Error> {
+        strings.iter().map(|s| s.as_bytes()).collect::<Vec<_>>().serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<OsString>, D::Error> {
+        Ok(Vec::<Vec<u8>>::deserialize(deserializer)?.into_iter().map(OsString::from_vec).collect())
+    }
+}

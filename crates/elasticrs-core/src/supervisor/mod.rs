@@ -1,0 +1,1 @@
+//! The workers of an attempt as one unit.

@@ -1,0 +1,11 @@
+//! `elasticrs._core`: the seam between Python and `elasticrs-core`.
+
+use pyo3::prelude::*;
+
+/// The native part of elasticrs; private.
+#[pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}

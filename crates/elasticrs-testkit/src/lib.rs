@@ -1,0 +1,1 @@
+//! Helpers for tests: who is alive, who leaks.

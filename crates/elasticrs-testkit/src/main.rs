@@ -1,0 +1,3 @@
+//! A worker that misbehaves on request.
+
+fn main() {}

@@ -1,0 +1,3 @@
+"""Elastic, fault-tolerant launcher and supervisor for PyTorch distributed jobs."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,314 @@
+"""The native part of elasticrs. Private: the public names are in the Python modules beside it.
+
+Every call that can block releases the GIL. Rust threads never call into Python: what happens is put into a queue, and
+:meth:`Supervisor.next_event` hands it out. Times called ``*_ns`` are on the clock of :func:`time.monotonic_ns`; all
+other times are seconds.
+"""
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Literal, TypeAlias, final
+
+__version__: str
+
+# --- what to start -----------------------------------------------------------------------------------------------
+
+@final
+class ProcessSpec:
+    """One worker process.
+
+    Args:
+        local_rank: its index in the group.
+        argv: program and arguments; a program without a slash is searched for in ``PATH`` of ``env``.
+        env: the whole environment.
+        cwd: working directory; the agent's when ``None``.
+        stdin, stdout, stderr: the path of a file (opened for appending in the child, created with mode 0644), or
+            ``None`` for the agent's own descriptor.
+        pass_fds: descriptors that the worker gets under the same numbers; all others are closed.
+
+    Raises:
+        ValueError: empty ``argv``, a NUL byte, or ``=`` in a variable's name.
+    """
+
+    def __new__(
+        cls,
+        local_rank: int,
+        argv: Sequence[str | bytes],
+        *,
+        env: Mapping[str, str],
+        cwd: str | PathLike[str] | None = None,
+        stdin: str | PathLike[str] | None = None,
+        stdout: str | PathLike[str] | None = None,
+        stderr: str | PathLike[str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> ProcessSpec: ...
+    @property
+    def local_rank(self) -> int: ...
+
+@final
+class StopPolicy:
+    """Signal, grace in seconds, then SIGKILL; one deadline for all ranks.
+
+    Raises:
+        ValueError: not a signal number; a grace that is negative or not finite.
+    """
+
+    def __new__(cls, signal: int, grace: float) -> StopPolicy: ...
+    @property
+    def signal(self) -> int: ...
+    @property
+    def grace(self) -> float: ...
+
+@final
+class GroupSpec:
+    """All workers of one attempt on this node.
+
+    Args:
+        processes: local ranks ``0..n-1`` in order.
+        on_failure: carried out in Rust the moment the first worker fails.
+        linger: seconds that descendants may go on when all workers have exited 0, before SIGTERM, one second, SIGKILL;
+            ``None`` leaves them alone. Failed and stopped groups are swept at once.
+        start_deadline: seconds within which all must run.
+        keep_ignored: signals that stay ignored in the workers (``nohup``).
+    """
+
+    def __new__(
+        cls,
+        processes: Sequence[ProcessSpec],
+        *,
+        on_failure: StopPolicy,
+        linger: float | None = 5.0,
+        start_deadline: float = 30.0,
+        keep_ignored: Sequence[int] = (),
+    ) -> GroupSpec: ...
+
+# --- what happens ------------------------------------------------------------------------------------------------
+
+@final
+class WorkerExited:
+    """A worker has ended; told once for each."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code, or the negative number of the signal; ``None`` when nobody can tell (lost parent)."""
+    @property
+    def core_dumped(self) -> bool: ...
+    @property
+    def sent_signal(self) -> int | None:
+        """The last signal that we had sent to it; ``None`` when it ended by itself."""
+    @property
+    def seen_ns(self) -> int:
+        """When its death was seen; deaths seen in one wake-up share a stamp."""
+    @property
+    def max_rss_kib(self) -> int | None:
+        """``None`` for adopted pids."""
+    @property
+    def user_us(self) -> int | None: ...
+    @property
+    def system_us(self) -> int | None: ...
+
+@final
+class FailureSeen:
+    """The first failure of the group: its siblings have been signalled already."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def seen_ns(self) -> int: ...
+    @property
+    def signalled_ns(self) -> int:
+        """When the last of the siblings had been signalled."""
+    @property
+    def siblings(self) -> int:
+        """How many were signalled."""
+
+@final
+class WorkerPaused:
+    """A worker has been stopped (SIGSTOP, SIGTSTP, …) for one second, and not by us."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def signal(self) -> int: ...
+
+@final
+class WorkerResumed:
+    """A worker reported by :class:`WorkerPaused` goes on."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+
+@final
+class Descendant:
+    """A process that a worker left behind."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def command(self) -> str: ...
+
+@final
+class GroupEnded:
+    """Nothing of the group is left; another one may be started.
+
+    ``outcome`` is ``"succeeded"`` (all exited 0), ``"failed"`` (a worker failed first), ``"stopped"`` (by
+    :meth:`Supervisor.stop`), or ``"lost"`` (the nursery died, and the workers with it).
+    """
+
+    @property
+    def outcome(self) -> Literal["succeeded", "failed", "stopped", "lost"]: ...
+    @property
+    def nursery_exitcode(self) -> int | None:
+        """With ``"lost"``: how the nursery ended, as in :attr:`WorkerExited.exitcode`."""
+    @property
+    def stuck_ranks(self) -> list[int]:
+        """Workers that did not end after SIGKILL (state D); the node is not fit for a restart."""
+    @property
+    def wait_channels(self) -> list[str]:
+        """For each of ``stuck_ranks``: the kernel function it waits in, as far as readable."""
+    @property
+    def ended(self) -> list[Descendant]:
+        """Descendants that had to be signalled."""
+    @property
+    def stuck(self) -> list[Descendant]:
+        """Descendants that could not be killed."""
+    @property
+    def spared(self) -> list[Descendant]:
+        """Descendants that were left alone."""
+    @property
+    def ended_ns(self) -> int: ...
+
+@final
+class LogTrouble:
+    """A log file cannot be read, or its file system is full; told once for each file."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def errno(self) -> int: ...
+
+@final
+class FdReady:
+    """A descriptor given to :meth:`Supervisor.watch_fd` is readable."""
+
+    @property
+    def fd(self) -> int: ...
+
+Event: TypeAlias = (
+    WorkerExited | FailureSeen | WorkerPaused | WorkerResumed | GroupEnded | LogTrouble | FdReady
+)
+
+# --- who does it -------------------------------------------------------------------------------------------------
+
+class SupervisorError(Exception):
+    """The supervisor cannot go on: its runtime panicked, it was closed, or the process was forked."""
+
+class SpawnError(OSError):
+    """A worker could not be started; none of its siblings is left.
+
+    An :class:`OSError`: ``errno``, ``strerror`` and ``filename`` (the program, directory or log file) are set.
+    """
+
+    local_rank: int
+    stage: str
+    """What failed, as it fits after "could not": ``"execute"``, ``"open the log file"``, …"""
+
+@final
+class LogStream:
+    """One log file to follow.
+
+    Args:
+        local_rank: whose.
+        path: the file; it need not exist yet.
+        to: 1 or 2: the descriptor of the agent that gets the lines, ``None`` for none.
+        prefix: put before every line, colour codes included.
+    """
+
+    def __new__(cls, local_rank: int, path: str, to: Literal[1, 2] | None, prefix: bytes) -> LogStream: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def path(self) -> str: ...
+
+@final
+class Supervisor:
+    """Starts, watches and stops the workers of one agent, one group at a time.
+
+    Args:
+        owns_process: the process is ours (the command line): make it a child subreaper, so that even the loss of the
+            nursery leaves nothing behind. Inside a host application its other children are never touched.
+
+    Raises:
+        SupervisorError: no nursery could be started.
+        OSError: the kernel is too old (below 5.4), or descriptors ran out.
+    """
+
+    def __new__(cls, *, owns_process: bool = False) -> Supervisor: ...
+    @property
+    def nursery_pid(self) -> int | None: ...
+    def start(self, group: GroupSpec) -> list[int]:
+        """Start all workers, or none. Blocks until all of them run their programs.
+
+        Returns:
+            The pids by local rank.
+
+        Raises:
+            SpawnError: one could not be started; the others are gone again.
+            SupervisorError: a group is running; or see the class.
+        """
+    def adopt(self, local_rank: int, pid: int) -> None:
+        """Supervise a process that Python started, as a member of the running group.
+
+        Raises:
+            ProcessLookupError: no such process.
+            SupervisorError: no group is running (an empty one may be started for this).
+        """
+    def stop(self, policy: StopPolicy) -> None:
+        """Stop the group; :class:`GroupEnded` tells when that is done. A later, harder call overrides."""
+    def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to the process groups of these workers, or of all."""
+    def suspend(self) -> None:
+        """SIGSTOP to all groups; deadlines stand still until :meth:`resume`."""
+    def resume(self) -> None: ...
+    def next_event(self, timeout: float | None = None) -> Event | None:
+        """The next event, or ``None`` after ``timeout`` seconds. One thread at a time.
+
+        Python's signal handlers run as soon as a signal arrives in the main thread; what they raise is raised here.
+
+        Raises:
+            SupervisorError: see the class.
+        """
+    def watch_fd(self, fd: int) -> None:
+        """From now on :meth:`next_event` returns :class:`FdReady` while ``fd`` is readable."""
+    def unwatch_fd(self, fd: int) -> None: ...
+    def follow(self, streams: Sequence[LogStream]) -> None:
+        """Copy what is written to these files to the console, as whole lines, until their group has ended."""
+    def drain(self, timeout: float) -> list[LogStream]:
+        """Wait until every followed file of ended groups is on the console; returns those that are not."""
+    def close(self, keep_descendants: bool = False) -> None:
+        """Kill what is left (unless ``keep_descendants``), end the nursery and the runtime thread. Idempotent."""
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:
+    """The last ``count`` lines of a file, without their newlines, from its last ``max_bytes`` bytes."""
+
+def check_limits(processes: int) -> None:
+    """Compare with ``pids.max``, ``pid_max``, ``RLIMIT_NPROC`` and ``RLIMIT_NOFILE`` before anything is started.
+
+    Raises:
+        ValueError: names the limit and its value.
+    """
+
+def kernel_features() -> dict[str, bool]:
+    """What the running kernel offers: ``close_range``, ``pidfd_group_signal``, ``memfd_exec``, ``proc_children``."""
