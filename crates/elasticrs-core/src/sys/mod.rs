@@ -3,9 +3,15 @@
 //! Everything `unsafe` of the project is in this module. Each wrapper names the kernel that it needs; the floor of the
 //! project is Linux 5.4, what is newer is probed by [`features`].
 
+#[cfg(feature = "agent")]
+pub mod duplicate;
 pub mod fds;
 pub mod features;
 pub mod pidfd;
+#[cfg(feature = "agent")]
+pub mod poll;
+#[cfg(feature = "agent")]
+pub mod readiness;
 pub mod signals;
 pub mod socket;
 pub mod spawn;
