@@ -321,8 +321,8 @@ def test_a_python_program_behind_a_shell_is_recorded(worker: Worker) -> None:
 
 
 def test_without_an_error_file_nothing_is_installed(worker: Worker) -> None:
-    env = {"TORCHELASTIC_ERROR_FILE": ""}
-    done = worker.run("import sys; print(sys.excepthook is sys.__excepthook__, sys.path)", **env)
+    source = "import sys; print(sys.excepthook is sys.__excepthook__, sys.path)"
+    done = worker.run(source, TORCHELASTIC_ERROR_FILE="")
     assert done.stdout.startswith("True")
     assert HOOK not in done.stdout
 
@@ -389,10 +389,10 @@ def test_a_fault_leaves_the_python_stack(worker: Worker, name: str) -> None:
     assert "in deep" in (worker.directory / "error.json.fault").read_text()
 
 
-@pytest.mark.parametrize("how", [("-X", "faulthandler"), ("-X", "dev"), ()])
+@pytest.mark.parametrize("how", [("-X", "faulthandler"), ("-X", "dev"), ("PYTHONFAULTHANDLER=1",)])
 def test_a_fault_handler_of_the_users_is_left_alone(worker: Worker, how: tuple[str, ...]) -> None:
-    env = {} if how else {"PYTHONFAULTHANDLER": "1"}
-    done = worker.run(CRASH.format("SIGSEGV"), *how, **env)
+    program = [sys.executable, *how] if how[0].startswith("-") else ["/usr/bin/env", *how, sys.executable]
+    done = worker.command([*program, "-c", CRASH.format("SIGSEGV")])
     assert "in deep" in done.stderr
     assert not (worker.directory / "error.json.fault").exists()
 

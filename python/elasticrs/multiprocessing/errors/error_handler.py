@@ -7,6 +7,7 @@ an error file that cannot be read never hides the failure that it belongs to.
 from __future__ import annotations
 
 import os
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ def __getattr__(name: str) -> Any:
 def _logger() -> logging.Logger:
     found: logging.Logger = globals().get("logger") or __getattr__("logger")
     return found
+
+
+def _debug(text: str, *args: object) -> None:
+    # Where nothing has imported `logging`, nobody has asked for this level.
+    if "logging" in sys.modules:
+        _logger().debug(text, *args)
 
 
 class ErrorHandler:
@@ -61,7 +68,7 @@ class ErrorHandler:
             OSError: the file cannot be written.
         """
         if self._fn_name:
-            _logger().debug("recording an exception of %s", self._fn_name)
+            _debug("recording an exception of %s", self._fn_name)
         path = self._get_error_file_path()
         if path:
             from elasticrs._worker.error_file import error_document, write_whole
@@ -71,7 +78,7 @@ class ErrorHandler:
     def record_success(self) -> None:
         """Called after the function has returned; logs at level DEBUG."""
         if self._fn_name:
-            _logger().debug("%s has returned", self._fn_name)
+            _debug("%s has returned", self._fn_name)
 
     def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:  # noqa: ARG002
         """What the report shall say of a worker that a signal ended; here ``message`` itself.
