@@ -85,6 +85,35 @@ class GroupSpec:
 # --- what happens ------------------------------------------------------------------------------------------------
 
 @final
+class GroupStarted:
+    """Every worker of the group runs its program."""
+
+    @property
+    def pids(self) -> list[int]:
+        """By local rank."""
+    @property
+    def started_ns(self) -> int: ...
+
+@final
+class StartFailed:
+    """The group could not be started; nothing of it is left, and another one may be started."""
+
+    @property
+    def message(self) -> str:
+        """One line: what failed, for which local rank, and why."""
+    @property
+    def local_rank(self) -> int | None: ...
+    @property
+    def stage(self) -> str | None:
+        """What failed, as it fits after "could not": ``"execute"``, ``"open the log file"``, …"""
+    @property
+    def errno(self) -> int | None:
+        """``None`` when the start hung until its deadline."""
+    @property
+    def subject(self) -> str | None:
+        """The program, directory or file that the stage was about."""
+
+@final
 class WorkerExited:
     """A worker has ended; told once for each."""
 
@@ -176,7 +205,10 @@ class GroupEnded:
         """For each of ``stuck_ranks``: the kernel function it waits in, as far as readable."""
     @property
     def ended(self) -> list[Descendant]:
-        """Descendants that had to be signalled."""
+        """Descendants that had to be signalled: the first of them."""
+    @property
+    def more_ended(self) -> int:
+        """How many more had to be signalled."""
     @property
     def stuck(self) -> list[Descendant]:
         """Descendants that could not be killed."""
@@ -205,23 +237,22 @@ class FdReady:
     def fd(self) -> int: ...
 
 Event: TypeAlias = (
-    WorkerExited | FailureSeen | WorkerPaused | WorkerResumed | GroupEnded | LogTrouble | FdReady
+    GroupStarted
+    | StartFailed
+    | WorkerExited
+    | FailureSeen
+    | WorkerPaused
+    | WorkerResumed
+    | GroupEnded
+    | LogTrouble
+    | FdReady
 )
 
 # --- who does it -------------------------------------------------------------------------------------------------
 
 class SupervisorError(Exception):
-    """The supervisor cannot go on: its runtime panicked, it was closed, or the process was forked."""
-
-class SpawnError(OSError):
-    """A worker could not be started; none of its siblings is left.
-
-    An :class:`OSError`: ``errno``, ``strerror`` and ``filename`` (the program, directory or log file) are set.
-    """
-
-    local_rank: int
-    stage: str
-    """What failed, as it fits after "could not": ``"execute"``, ``"open the log file"``, …"""
+    """The supervisor cannot do what was asked: it was closed, its runtime panicked (the workers are gone then), a group
+    is running already, none is, or the process was forked."""
 
 @final
 class LogStream:
@@ -247,24 +278,24 @@ class Supervisor:
     Args:
         owns_process: the process is ours (the command line): make it a child subreaper, so that even the loss of the
             nursery leaves nothing behind. Inside a host application its other children are never touched.
+        nursery_program: how to start the nursery, instead of from the image that the extension carries.
 
     Raises:
         SupervisorError: no nursery could be started.
         OSError: the kernel is too old (below 5.4), or descriptors ran out.
     """
 
-    def __new__(cls, *, owns_process: bool = False) -> Supervisor: ...
+    def __new__(cls, *, owns_process: bool = False, nursery_program: Sequence[str] | None = None) -> Supervisor: ...
     @property
     def nursery_pid(self) -> int | None: ...
-    def start(self, group: GroupSpec) -> list[int]:
-        """Start all workers, or none. Blocks until all of them run their programs.
+    def start(self, group: GroupSpec) -> None:
+        """Begin to start all workers, or none; :class:`GroupStarted` or :class:`StartFailed` tells.
 
-        Returns:
-            The pids by local rank.
+        A :class:`GroupEnded` without either means that it was stopped, or its nursery was lost, before all ran.
 
         Raises:
-            SpawnError: one could not be started; the others are gone again.
             SupervisorError: a group is running; or see the class.
+            OSError: descriptors ran out, or one of ``pass_fds`` is not open.
         """
     def adopt(self, local_rank: int, pid: int) -> None:
         """Supervise a process that Python started, as a member of the running group.
