@@ -1,0 +1,1 @@
+"""The agent: one per node, decides what happens to the workers."""

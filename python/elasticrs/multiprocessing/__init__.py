@@ -1,0 +1,1 @@
+"""Starting and watching the worker processes of one node."""
