@@ -85,12 +85,11 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         result = agent.run()
     except (_core.SupervisorError, OSError) as error:
         return _fail(f"the job was stopped: {error}", 1)
-    if result.exit_code == 0:
-        logs.remove_if_empty()
-    elif result.signum is None:
+    if result.exit_code != 0 and result.signum is None:
         from elasticrs.agent.report import print_report
 
         print_report(launch.job, result)
+    logs.remove_if_empty()
     return result.exit_code
 
 

@@ -160,6 +160,7 @@ class Agent:
         elif isinstance(action, machine.Start):
             self._start(supervisor, action)
         elif isinstance(action, machine.Stop):
+            self._console.say(texts.stop_line(self._state.signum, action.signum, action.grace))
             supervisor.stop(_core.StopPolicy(action.signum, action.grace))
         elif isinstance(action, machine.CollectEvidence):
             self._release_plan()

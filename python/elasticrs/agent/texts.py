@@ -41,6 +41,19 @@ def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int
     return f"{cause}{siblings}; restarting ({restarts_left} of {max_restarts} restarts left)"
 
 
+def stop_line(asked: int | None, signum: int, grace: float) -> str:
+    """That the job is being stopped.
+
+    Args:
+        asked: the first signal that the agent got.
+        signum: what the workers get now.
+        grace: seconds until SIGKILL.
+    """
+    if asked != signum:
+        return f"asked again: {signal_name(signum)} to all workers"
+    return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s"
+
+
 def milliseconds(span_ns: int) -> str:
     """A span for people."""
     return f"{span_ns / 1e6:.1f} ms"
