@@ -3,7 +3,6 @@
 import os
 
 import pytest
-
 from elasticrs.config import LogSettings, UsageError
 from elasticrs.logs import RunLogs, coloured, layout, line_prefix, parse_streams, wants_colour
 
