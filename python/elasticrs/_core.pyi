@@ -230,6 +230,13 @@ class LogTrouble:
     def errno(self) -> int: ...
 
 @final
+class Warning:
+    """Something works less well than it should (the console is lost, files must be polled); the job goes on."""
+
+    @property
+    def message(self) -> str: ...
+
+@final
 class FdReady:
     """A descriptor given to :meth:`Supervisor.watch_fd` is readable."""
 
@@ -245,6 +252,7 @@ Event: TypeAlias = (
     | WorkerResumed
     | GroupEnded
     | LogTrouble
+    | Warning
     | FdReady
 )
 

@@ -1,0 +1,94 @@
+# Everything a developer runs. Each target is quick when nothing has changed.
+#
+#   make setup PYTHON=python3.12     choose the interpreter of .venv
+#   make test ALL=1                  also what is slow or needs root; nothing may be skipped (but for want of a GPU)
+#   make test PYTEST="-k logs -x"    arguments for pytest
+#   make bench BENCH="--only launch --quick"
+
+SHELL := /bin/sh
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+SETUP := $(VENV)/setup.stamp
+BUILT := $(VENV)/build.stamp
+EXTENSION := python/elasticrs/_core.abi3.so
+
+# Nothing of an activated environment or a conda shell may decide where things go.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX
+export PYTHON
+
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -type f \( -name '*.rs' -o -name Cargo.toml \))
+PYTHON_SOURCES := $(shell find python -name '*.py')
+PYTHON_TREES := python tests benchmarks examples tools
+
+BENCH ?=
+PYTEST ?=
+ifdef ALL
+PYTEST_SELECT :=
+CARGO_IGNORED := --include-ignored
+NEXTEST_IGNORED := --run-ignored all
+export ELASTICRS_REQUIRE_ALL := 1
+export ELASTICRS_HYPOTHESIS_PROFILE ?= thorough
+else
+PYTEST_SELECT := -m "not slow"
+endif
+
+# The extension is not under version control: without it, the stamp is worth nothing.
+ifeq ($(wildcard $(EXTENSION)),)
+REBUILD := force
+endif
+
+.PHONY: help setup build demo test test-rust test-python lint bench wheel clean force
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(SETUP) ## make .venv with the tools and torch (once; needs Python >= 3.10, Rust, a C linker)
+
+$(SETUP): pyproject.toml tools/setup.sh tools/install.py
+	@tools/setup.sh
+
+build: $(BUILT) ## compile the extension into python/ and install the project into .venv, editable
+	@$(PY) -m compileall -q python
+
+$(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(PY) -m maturin develop --release --locked --quiet
+	@touch $@
+
+demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers
+	@$(PY) examples/ddp_digits/demo.py
+
+test: test-rust test-python ## all tests but the slow ones; ALL=1: every test
+
+test-rust:
+	@if cargo nextest --version >/dev/null 2>&1; then \
+	    cargo nextest run --locked $(NEXTEST_IGNORED); \
+	else \
+	    cargo test --locked --lib --bins --tests -- $(CARGO_IGNORED); \
+	fi
+	@cargo test --locked --doc --quiet
+
+test-python: build
+	@$(PY) -m pytest $(PYTEST_SELECT) $(PYTEST)
+
+lint: build ## formatters, linters, types, the stub of the extension, rules of the tree
+	@cargo fmt --all --check
+	@cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+	@$(PY) -m ruff check --quiet $(PYTHON_TREES)
+	@$(PY) -m ruff format --quiet --check $(PYTHON_TREES)
+	@$(PY) -m mypy python tools tests/helpers tests/conftest.py benchmarks
+	@$(PY) -m mypy.stubtest --concise elasticrs._core
+	@$(PY) tools/check_tree.py
+
+bench: build ## measure side by side with torchrun; results go to benchmarks/results
+	@$(PY) -m benchmarks $(BENCH)
+
+wheel: $(SETUP) ## build sdist and wheel, install the wheel into a fresh environment, launch two workers
+	@$(PY) tools/wheel.py
+
+clean: ## remove what was built (not .venv: `rm -r .venv` for that)
+	@cargo clean --quiet
+	@rm -rf dist $(BUILT) $(EXTENSION) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find python tests benchmarks examples tools -name __pycache__ -prune -exec rm -rf {} +

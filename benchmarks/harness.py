@@ -1,0 +1,225 @@
+"""Launchers, a channel from the workers, and figures.
+
+Workers report through a FIFO, never through the launcher: what is measured must not depend on how logs are
+carried. A report is one line, ``<event> <rank> <attempt> <pid> <nanoseconds>``, written at once (shorter
+than PIPE_BUF).
+"""
+
+import os
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+WORKERS = Path(__file__).resolve().parent / "workers"
+HANG = 120.0
+
+
+class Launcher(NamedTuple):
+    """A program under measurement."""
+
+    name: str
+    command: tuple[str, ...]
+
+    def is_there(self) -> bool:
+        """Whether it can be run at all."""
+        command = (*self.command, "--help")
+        return subprocess.run(command, env=environment(), capture_output=True, check=False).returncode == 0
+
+
+LAUNCHERS = (
+    Launcher("torchrun", (str(Path(sys.executable).parent / "torchrun"),)),
+    Launcher("elasticrs", (sys.executable, "-m", "elasticrs.launch")),
+)
+
+
+class Options(NamedTuple):
+    """What was asked for on the command line."""
+
+    launchers: tuple[Launcher, ...]
+    is_quick: bool
+
+    def repeats(self, usual: int, quick: int) -> int:
+        """How often to repeat."""
+        return quick if self.is_quick else usual
+
+
+class Row(NamedTuple):
+    """One figure of one launcher."""
+
+    name: str
+    launcher: str
+    value: float
+    unit: str
+    conditions: str
+    """N, load, number of samples, end point: without these a figure says nothing."""
+
+
+class Report(NamedTuple):
+    """A line that a worker wrote."""
+
+    event: str
+    rank: int
+    attempt: int
+    pid: int
+    at_ns: int
+
+
+class Reports:
+    """The reading end of the workers' channel."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        # Open for writing as well: the FIFO must not report its end between two attempts.
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._rest = b""
+        self._seen: list[Report] = []
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def take(self, event: str, count: int, attempt: int | None = None) -> list[Report]:
+        """Wait for ``count`` reports of this event (and attempt), and remove them."""
+        found = self.peek(event, count, attempt)
+        self._seen = [each for each in self._seen if each not in found]
+        return found
+
+    def peek(self, event: str, count: int, attempt: int | None = None) -> list[Report]:
+        """As :meth:`take`, but they stay to be taken."""
+        deadline = time.monotonic() + HANG
+        while len(found := [each for each in self._seen if _matches(each, event, attempt)][:count]) < count:
+            if not wait_readable(self._fd, deadline - time.monotonic()):
+                raise TimeoutError(f"{len(found)} of {count} workers reported {event!r} (attempt {attempt})")
+            *lines, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")
+            self._seen += map(_parse, lines)
+        return found
+
+
+def _parse(line: bytes) -> Report:
+    event, *numbers = line.split()
+    rank, attempt, pid, at_ns = map(int, numbers)
+    return Report(event.decode(), rank, attempt, pid, at_ns)
+
+
+def _matches(report: Report, event: str, attempt: int | None) -> bool:
+    return report.event == event and attempt in {None, report.attempt}
+
+
+class Run:
+    """A launcher at work."""
+
+    def __init__(self, launcher: Launcher, arguments: Sequence[str], stdout: int, folder: Path) -> None:
+        self.reports = Reports(folder / "reports")
+        env = environment() | {"BENCH_REPORTS": str(folder / "reports")}
+        self.started_ns = time.monotonic_ns()
+        self.process = subprocess.Popen(
+            (*launcher.command, *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.DEVNULL,
+            env=env,
+            cwd=folder,
+            start_new_session=True,
+        )
+        self.pidfd = os.pidfd_open(self.process.pid)
+        self.usage_s = 0.0
+
+    def wait(self) -> int:
+        """Wait until it is gone; returns the moment, and keeps the CPU time of it and all it waited for."""
+        if not wait_readable(self.pidfd, HANG):
+            raise TimeoutError("the launcher does not end")
+        gone_ns = time.monotonic_ns()
+        _, status, usage = os.wait4(self.process.pid, 0)
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        self.usage_s = usage.ru_utime + usage.ru_stime
+        return gone_ns
+
+    def stop(self) -> None:
+        """End it, whatever it does."""
+        if self.process.returncode is None:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+            self.wait()
+
+    def close(self) -> None:
+        self.reports.close()
+        os.close(self.pidfd)
+
+
+@contextmanager
+def run(launcher: Launcher, *arguments: str, stdout: int = subprocess.DEVNULL) -> Iterator[Run]:
+    """Start a launcher on one node; it is gone at the end of the block."""
+    with TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        started = Run(
+            launcher, ("--standalone", "--log-dir", str(folder / "logs"), *arguments), stdout, folder
+        )
+        try:
+            yield started
+        finally:
+            started.stop()
+            started.close()
+
+
+def environment() -> dict[str, str]:
+    """The surrounding environment, without what would burden one launcher more than the other."""
+    # The warning about OMP_NUM_THREADS and the missing .pyc files are no part of what is compared.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def wait_readable(fd: int, timeout: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout) * 1000))
+
+
+def worker(name: str) -> str:
+    """The path of a worker's script."""
+    return str(WORKERS / name)
+
+
+def take_turns(options: Options, rounds: int, measure: Callable[[Launcher], None]) -> None:
+    """A B A B …: so many times each."""
+    for number in range(rounds):
+        for launcher in options.launchers:
+            print(f"  {launcher.name} {number + 1}/{rounds}", end="\r", file=sys.stderr, flush=True)
+            measure(launcher)
+    print(" " * 40, end="\r", file=sys.stderr)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least ``percent`` of all do not exceed."""
+    ordered = sorted(values)
+    rank = -(-len(ordered) * percent // 100)
+    return ordered[max(0, int(rank) - 1)]
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+class Samples:
+    """Values by launcher."""
+
+    def __init__(self, options: Options) -> None:
+        self._values: dict[str, list[float]] = {launcher.name: [] for launcher in options.launchers}
+
+    def add(self, launcher: Launcher, *values: float) -> None:
+        self._values[launcher.name] += values
+
+    def rows(
+        self, name: str, unit: str, conditions: str, pick: Callable[[Sequence[float]], float] = median
+    ) -> list[Row]:
+        """A row for each launcher."""
+        return [
+            Row(name, launcher, pick(values), unit, f"{conditions}; {len(values)} samples")
+            for launcher, values in self._values.items()
+            if values
+        ]

@@ -1,0 +1,84 @@
+"""Facts of the machine, the table, the JSON."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.harness import Row
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on."""
+    load = "/".join(f"{value:.2f}" for value in os.getloadavg())
+    return {
+        "cores": str(len(os.sched_getaffinity(0))),
+        "processor": _processor(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "elasticrs": metadata.version("elasticrs"),
+        "rustc": _output("rustc", "--version"),
+        "load before (1/5/15 min)": load,
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return "not found"
+
+
+def table(rows: Sequence[Row], launchers: Sequence[str]) -> str:
+    """A Markdown table: a line for each figure, a column for each launcher, their ratio."""
+    by_name: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_name.setdefault(row.name, {})[row.launcher] = row
+    header = ["figure", *launchers, *([" / ".join(launchers)] if len(launchers) > 1 else []), "conditions"]
+    lines = [header, ["---", *(["---:"] * (len(header) - 2)), "---"]]
+    for name, found in by_name.items():
+        any_row = next(iter(found.values()))
+        values = [
+            f"{_short(found[each].value)} {any_row.unit}".strip() if each in found else "-"
+            for each in launchers
+        ]
+        ratio = [_ratio(found, launchers)] if len(launchers) > 1 else []
+        lines.append([name, *values, *ratio, any_row.conditions])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _ratio(found: dict[str, Row], launchers: Sequence[str]) -> str:
+    first, last = found.get(launchers[0]), found.get(launchers[-1])
+    if first is None or last is None or last.value <= 0:
+        return "-"
+    return f"{_short(first.value / last.value)}"
+
+
+def _short(value: float) -> str:
+    """Three digits that mean something."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def write(rows: Sequence[Row], facts: dict[str, str], name: str) -> Path:
+    """Keep everything as JSON; returns the path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {"command": sys.argv[1:], "machine": facts, "figures": [row._asdict() for row in rows]}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path

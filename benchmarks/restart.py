@@ -1,0 +1,57 @@
+"""SIGKILL of a worker → the restarted workers' first lines, plain and with torch imported."""
+
+import os
+import random
+import signal
+import time
+
+from benchmarks.harness import Launcher, Options, Row, Samples, run, take_turns, worker
+from benchmarks.siblings import kill_one
+
+N = 4
+
+
+def measure_plain(options: Options) -> list[Row]:
+    first, last = Samples(options), Samples(options)
+    rng = random.Random(2)
+    kills = options.repeats(20, 5)
+
+    def one(launcher: Launcher) -> None:
+        arguments = ("--nproc-per-node", str(N), "--max-restarts", str(kills), worker("first_line.py"))
+        with run(launcher, *arguments) as running:
+            for attempt in range(kills):
+                killed_ns = kill_one(running, rng, attempt, N)
+                # Left in place: the next round waits for the same reports.
+                reports = running.reports.peek("first-line", N, attempt + 1)
+                stamps = [report.at_ns for report in reports]
+                first.add(launcher, (min(stamps) - killed_ns) / 1e6)
+                last.add(launcher, (max(stamps) - killed_ns) / 1e6)
+
+    take_turns(options, options.repeats(3, 1), one)
+    conditions = f"N = {N}, plain Python worker, idle machine"
+    return [
+        *first.rows("restart: first worker's first line", "ms", conditions),
+        *last.rows("restart: last worker's first line", "ms", conditions),
+    ]
+
+
+def measure_torch(options: Options) -> list[Row]:
+    lines, imported = Samples(options), Samples(options)
+
+    def one(launcher: Launcher) -> None:
+        arguments = ("--nproc-per-node", str(N), "--max-restarts", "1", worker("with_torch.py"))
+        with run(launcher, *arguments) as running:
+            victim = running.reports.take("torch-imported", N, 0)[0].pid
+            killed_ns = time.monotonic_ns()
+            os.kill(victim, signal.SIGKILL)
+            usable = [report.at_ns for report in running.reports.take("torch-imported", N, 1)]
+            stamps = [report.at_ns for report in running.reports.take("first-line", N, 1)]
+            lines.add(launcher, (max(stamps) - killed_ns) / 1e6)
+            imported.add(launcher, (max(usable) - killed_ns) / 1e6)
+
+    take_turns(options, options.repeats(5, 1), one)
+    conditions = f"N = {N}, worker that imports torch, idle machine"
+    return [
+        *lines.rows("restart with torch: last worker's first line", "ms", conditions),
+        *imported.rows("restart with torch: torch imported in all", "ms", conditions),
+    ]

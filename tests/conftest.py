@@ -1,0 +1,88 @@
+"""Fixtures and rules for all tests.
+
+``ELASTICRS_REQUIRE_ALL=1`` (set by ``make test ALL=1``) makes every skip a failure, but for want of a GPU.
+``ELASTICRS_HYPOTHESIS_PROFILE`` is ``fast`` (the default) or ``thorough``.
+"""
+
+import importlib.util
+import os
+import textwrap
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import hypothesis
+import pytest
+from helpers.launcher import Launched, clean_environment, launcher_command
+from helpers.leaks import no_leaks
+
+__all__ = ["no_leaks"]
+
+pytest_plugins = ["pytester"]
+
+hypothesis.settings.register_profile("fast", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("thorough", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("ELASTICRS_HYPOTHESIS_PROFILE", "fast"))
+
+REQUIRE_ALL = os.environ.get("ELASTICRS_REQUIRE_ALL") == "1"
+
+NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
+    "privileged": (lambda: os.geteuid() == 0, "needs root"),
+    "gpu": (lambda: Path("/dev/nvidiactl").exists(), "needs a CUDA device"),
+    "torch": (lambda: importlib.util.find_spec("torch") is not None, "needs torch"),
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, (is_met, reason) in NEEDS.items():
+        if item.get_closest_marker(marker) and not is_met():
+            pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    is_excused = hasattr(report, "wasxfail") or item.get_closest_marker("gpu")
+    if REQUIRE_ALL and report.skipped and not is_excused:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, but all is required here: {call.excinfo and call.excinfo.value}"
+    return report
+
+
+class Launch(Protocol):
+    """Starts the launcher with these arguments."""
+
+    def __call__(
+        self, *args: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, **how: Any
+    ) -> Launched: ...
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts ``python -m elasticrs.launch`` with these arguments; see :class:`helpers.launcher.Launched`."""
+    started: list[Launched] = []
+
+    def start(
+        *args: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, **how: Any
+    ) -> Launched:
+        command = launcher_command(*args)
+        started.append(Launched(command, env=clean_environment(env), cwd=cwd or tmp_path, **how))
+        return started[-1]
+
+    yield start
+    running = [each for each in started if not each.close()]
+    assert not running, f"the test ended before its launcher: {[each.pid for each in running]}"
+
+
+@pytest.fixture
+def worker_script(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a worker's source, dedented, to a file of its own, and returns the path."""
+
+    def write(source: str, name: str = "worker.py") -> Path:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        return path
+
+    return write

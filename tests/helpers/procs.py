@@ -1,0 +1,148 @@
+"""Processes, as the kernel tells of them.
+
+Waiting is always for an event (a pidfd that becomes readable). Deadlines are hang guards: none of them is
+ever what a test measures.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+HANG = 30.0
+"""Seconds after which a wait has hung; less than a test may take, so that the message says what hung."""
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process(NamedTuple):
+    """A row of the process table. Pid and start time together are never reused."""
+
+    pid: int
+    started: int
+    """Clock ticks since boot."""
+    ppid: int
+    state: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.state}) {self.command}"
+
+
+def become_subreaper() -> None:
+    """From now on, whoever loses its parent below this process becomes its child."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def process(pid: int) -> Process | None:
+    """The process with this pid, dead and unreaped ones too; ``None`` when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name stands in parentheses and may hold any character, these included.
+    name, _, rest = stat.partition("(")[2].rpartition(")")
+    fields = rest.split()
+    command = cmdline.replace(b"\0", b" ").decode(errors="replace").strip() or f"[{name}]"
+    return Process(pid, int(fields[19]), int(fields[1]), fields[0], command)
+
+
+def processes() -> list[Process]:
+    """All processes of the machine."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [found for pid in pids if (found := process(pid)) is not None]
+
+
+def descendants(pid: int) -> list[Process]:
+    """Everything below ``pid``, parents before their children."""
+    by_parent: dict[int, list[Process]] = {}
+    for each in processes():
+        by_parent.setdefault(each.ppid, []).append(each)
+    found: list[Process] = []
+    pending = [pid]
+    while pending:
+        below = by_parent.get(pending.pop(), [])
+        found += below
+        pending += [each.pid for each in below]
+    return found
+
+
+def children(pid: int | None = None) -> list[Process]:
+    """The children of ``pid``, or of this process, zombies and adopted ones included."""
+    parent = os.getpid() if pid is None else pid
+    return [each for each in processes() if each.ppid == parent]
+
+
+def wait_readable(fd: int, timeout: float = HANG) -> bool:
+    """Wait until ``fd`` is readable (a pidfd: its process has ended); false after ``timeout`` seconds."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout) * 1000))
+
+
+def wait_gone(pid: int, timeout: float = HANG) -> bool:
+    """Wait until ``pid`` has ended, reaped or not; false after ``timeout`` seconds."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return wait_readable(pidfd, timeout)
+    finally:
+        os.close(pidfd)
+
+
+def assert_gone(pids: Iterable[int], timeout: float = HANG) -> None:
+    """All of them end by themselves, within one deadline."""
+    deadline = time.monotonic() + timeout
+    alive = [pid for pid in pids if not wait_gone(pid, deadline - time.monotonic())]
+    assert not alive, f"still there after {timeout} s: {[str(process(pid)) for pid in alive]}"
+
+
+def kill_and_reap(child: Process) -> None:
+    """SIGKILL a child of this process, and collect it.
+
+    Raises:
+        TimeoutError: it does not end (state D).
+    """
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        if child.state != "Z":
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        if not wait_readable(pidfd):
+            raise TimeoutError(f"does not end after SIGKILL: {child}")
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    finally:
+        os.close(pidfd)
+
+
+def reap_adopted(keep: Iterable[int] = (), timeout: float = HANG) -> list[Process]:
+    """Wait until all children but ``keep`` have ended by themselves, and collect them.
+
+    For tests that kill an agent: its nursery, and whatever else it leaves for a moment, becomes a child of
+    this process.
+    A child that belongs to a :class:`subprocess.Popen` must be in ``keep``.
+
+    Returns:
+        Those that were collected.
+    """
+    kept = set(keep)
+    deadline = time.monotonic() + timeout
+    reaped: list[Process] = []
+    while orphans := [child for child in children() if child.pid not in kept]:
+        for orphan in orphans:
+            pidfd = os.pidfd_open(orphan.pid)
+            try:
+                assert wait_readable(pidfd, deadline - time.monotonic()), f"an orphan lives on: {orphan}"
+                os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+            finally:
+                os.close(pidfd)
+            reaped.append(orphan)
+    return reaped

@@ -1,0 +1,87 @@
+"""Rules of the tree that no linter knows. Prints breaches as ``path:line: rule``; exits 1 if there is one."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 600
+SOURCES = {".py", ".pyi", ".rs", ".sh", ".toml", ".yml"}
+
+UNSAFE_HOME = "crates/elasticrs-core/src/sys/"
+"""The one folder with `unsafe` code: thin wrappers of system calls."""
+
+
+class LineRule(NamedTuple):
+    """A pattern that no line may hold."""
+
+    name: str
+    pattern: re.Pattern[str]
+    where: str = ""
+    """Only paths that match this regular expression."""
+
+
+# The patterns are written so that they do not match their own source.
+LINE_RULES = (
+    LineRule("path of a machine", re.compile(r"(?<![\w.:/])/(?:home|root|work|Users)/\w")),
+    LineRule("unfinished", re.compile(r"\b(?:TO[D]O|FIX[M]E|X{3}|HAC[K])\b|\b(?:todo|unimplemented)!")),
+    LineRule("name of a package host", re.compile(r"(?:pypi|crates)[.](?:org|io)\b|download[.]pytorch")),
+    LineRule("swallowed error", re.compile(r"except[^:]*:\s*pass\b"), r"\.py$"),
+    LineRule(
+        "a test that sleeps",
+        re.compile(r"\b(?:time|thread)(?:[.]|::)sleep\("),
+        r"^(?:tests|crates/[^/]+/tests)/",
+    ),
+)
+# Package managers write these, hosts and all.
+GENERATED = {"Cargo.lock"}
+
+
+def tracked() -> list[str]:
+    """Files under version control, and those that could be added."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return sorted({name for name in out.split("\0") if name and (ROOT / name).is_file()} - GENERATED)
+
+
+def breaches_of_text(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Line rules, and the length of a source file."""
+    for number, line in enumerate(lines, 1):
+        for rule in LINE_RULES:
+            if re.search(rule.where, name) and rule.pattern.search(line):
+                yield number, rule.name
+    if Path(name).suffix in SOURCES and len(lines) > MAX_LINES:
+        yield len(lines), f"more than {MAX_LINES} lines"
+
+
+def breaches_of_rust(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
+    """`unsafe` outside its home; PyO3 outside the seam."""
+    for number, line in enumerate(lines, 1):
+        code = line.split("//", 1)[0]
+        if re.search(r"\bunsafe\b", code) and not name.startswith(UNSAFE_HOME):
+            yield number, f"unsafe outside {UNSAFE_HOME}"
+        if re.search(r"\bpyo3\b", code) and not name.startswith("crates/elasticrs-python/"):
+            yield number, "pyo3 outside the seam"
+
+
+def main() -> int:
+    found = []
+    for name in tracked():
+        try:
+            lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            found.append(f"{name}:1: not a text file")
+            continue
+        rules = [breaches_of_text(name, lines)]
+        if name.endswith(".rs"):
+            rules.append(breaches_of_rust(name, lines))
+        found.extend(f"{name}:{number}: {breach}" for rule in rules for number, breach in rule)
+    print("\n".join(found), end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+#!/bin/sh
+# Makes .venv at the root and installs the tools of development and torch into it. Called by `make setup`, which skips it
+# when nothing has changed. The environment's own settings (PIP_*, cargo's, CC) decide where things come from.
+set -eu
+cd "$(dirname "$0")/.."
+unset PYTHONHOME PYTHONPATH
+
+venv=.venv
+missing=0
+
+say_missing() {
+    printf 'setup: %s\n' "$1" >&2
+    missing=1
+}
+
+# Running a candidate is the only proof: version managers put names on PATH that only print an error.
+is_suitable() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        is_suitable "$PYTHON" && command -v "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
+        if is_suitable "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+check_python() {
+    if ! python=$(find_python); then
+        say_missing "no Python 3.10 or newer (${PYTHON:-python3} will not do): install one, or name it with 'make setup PYTHON=/path/to/python3'"
+    elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        say_missing "$python cannot make virtual environments: install its venv package (on Debian and Ubuntu: python3-venv)"
+    fi
+}
+
+check_rust() {
+    wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+    if ! command -v cargo >/dev/null 2>&1 || ! found=$(rustc --version 2>/dev/null); then
+        say_missing "no Rust toolchain: install Rust $wanted or newer with rustup (or your distribution's rustc and cargo), and see that cargo is on PATH"
+        return
+    fi
+    found=$(printf '%s' "$found" | cut -d' ' -f2)
+    if [ "$(printf '%s\n%s\n' "$wanted" "${found%%-*}" | sort -V | head -n 1)" != "$wanted" ]; then
+        say_missing "Rust $found is too old: $wanted or newer is needed (rustup update)"
+    fi
+}
+
+check_linker() {
+    if ! command -v cc >/dev/null 2>&1 && ! env | grep -q '^CARGO_TARGET_.*_LINKER='; then
+        say_missing "no C linker (cc): install gcc or clang (on Debian and Ubuntu: build-essential)"
+    fi
+}
+
+has_working_venv() {
+    is_suitable "$venv/bin/python" && "$venv/bin/python" -c 'import pip' 2>/dev/null
+}
+
+check_rust
+check_linker
+has_working_venv || check_python
+[ "$missing" -eq 0 ] || exit 1
+
+has_working_venv || "$python" -m venv --clear "$venv"
+exec "$venv/bin/python" tools/install.py
