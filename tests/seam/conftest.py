@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
-from elasticrs import _core
 from helpers.procs import HANG
+
+from elasticrs import _core
 
 
 class Group:

@@ -10,8 +10,9 @@ import textwrap
 import threading
 
 import pytest
-from elasticrs import _core
 from helpers.procs import HANG, assert_gone, descendants
+
+from elasticrs import _core
 
 
 def test_exits_carry_code_signal_and_usage(group):
@@ -81,7 +82,8 @@ def test_kept_descendants_live_on_and_belong_to_init(tmp_path):
         import os
         from elasticrs import _core
         s = _core.Supervisor(owns_process=True)
-        spec = _core.ProcessSpec(0, ["sh", "-c", "setsid sleep 1234 >/dev/null & echo $!"], env=dict(os.environ))
+        code = "setsid sleep 1234 >/dev/null & echo $!"
+        spec = _core.ProcessSpec(0, ["sh", "-c", code], env=dict(os.environ))
         s.start(_core.GroupSpec([spec], on_failure=_core.StopPolicy(15, 1.0), linger=None))
         while not isinstance(s.next_event(), _core.GroupEnded):
             pass

@@ -22,7 +22,7 @@ mod _core {
     use crate::error::SupervisorError;
     #[pymodule_export]
     use crate::event::{
-        Descendant, FailureSeen, FdReady, GroupEnded, GroupStarted, LogTrouble, StartFailed, Warning, WorkerExited,
+        Degraded, Descendant, FailureSeen, FdReady, GroupEnded, GroupStarted, LogTrouble, StartFailed, WorkerExited,
         WorkerPaused, WorkerResumed,
     };
     #[pymodule_export]
