@@ -312,3 +312,10 @@ def check_limits(processes: int) -> None:
 
 def kernel_features() -> dict[str, bool]:
     """What the running kernel offers: ``close_range``, ``pidfd_group_signal``, ``memfd_exec``, ``proc_children``."""
+
+def nursery_main(token: str) -> int:
+    """Be a nursery: for an interpreter that was started for this alone, where the embedded program cannot be executed.
+
+    Returns:
+        The exit code: 0, or an error number.
+    """
