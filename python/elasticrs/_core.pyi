@@ -27,7 +27,8 @@ class ProcessSpec:
         stdin, stdout, stderr: the path of a file (opened for appending in the child, created with mode
         0644), or
             ``None`` for the agent's own descriptor.
-        pass_fds: descriptors that the worker gets under the same numbers; all others are closed. Default: none.
+        pass_fds: descriptors that the worker gets under the same numbers; all others are closed.
+            Default: none.
 
     Raises:
         ValueError: empty ``argv``, a NUL byte, or ``=`` in a variable's name.
@@ -293,7 +294,9 @@ class Supervisor:
         owns_process: the process is ours (the command line): make it a child subreaper, so that even the
         loss of the
             nursery leaves nothing behind. Inside a host application its other children are never touched.
-        nursery_program: how to start the nursery, instead of from the image that the extension carries.
+        nursery: where its program comes from: ``"embedded"`` (the image that the extension carries, run from a
+            memory file), ``"interpreter"`` (this Python, which loads the extension), or ``"auto"``: the first of
+            them that can be executed.
 
     Raises:
         SupervisorError: no nursery could be started.
@@ -301,7 +304,7 @@ class Supervisor:
     """
 
     def __new__(
-        cls, *, owns_process: bool = False, nursery_program: Sequence[str] | None = None
+        cls, *, owns_process: bool = False, nursery: Literal["auto", "embedded", "interpreter"] = "auto"
     ) -> Supervisor: ...
     @property
     def nursery_pid(self) -> int | None: ...
@@ -366,4 +369,12 @@ def check_limits(processes: int) -> None:
 def kernel_features() -> dict[str, bool]:
     """What the running kernel offers: ``close_range``, ``pidfd_group_signal``, ``memfd_exec``,
     ``proc_children``.
+    """
+
+def nursery_main(token: str) -> int:
+    """Be a nursery: for an interpreter that was started for this alone, where the embedded program cannot be
+    executed.
+
+    Returns:
+        The exit code: 0, or an error number.
     """

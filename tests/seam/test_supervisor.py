@@ -10,6 +10,7 @@ import textwrap
 import threading
 
 import pytest
+from helpers.groups import Group
 from helpers.procs import HANG, assert_gone, descendants
 
 from elasticrs import _core
@@ -164,9 +165,19 @@ def test_nothing_can_be_asked_of_a_closed_supervisor(group):
         group.supervisor.stop(_core.StopPolicy(15, 1.0))
 
 
-def test_a_nursery_that_cannot_be_started_is_an_error():
+def test_a_nursery_that_cannot_be_started_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(_core.SupervisorError, match="could not start the nursery: could not execute"):
-        _core.Supervisor(nursery_program=["/nonexistent/nursery"])
+        _core.Supervisor(nursery="interpreter")
+
+
+def test_an_interpreter_serves_as_nursery_where_memory_files_cannot_be_executed():
+    group = Group(_core.Supervisor(nursery="interpreter"))
+    group.start(["sh", "-c", "setsid sleep 1234 & exit 3"], ["sleep", "100"])
+    ended = group.end()
+    assert ended.outcome == "failed"
+    assert len(ended.ended) == 1
+    group.supervisor.close()
 
 
 def run_python(program: str, *, expect: int = 0) -> str:

@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 mod error;
 mod event;
 mod helpers;
+mod nursery;
 mod spec;
 mod supervisor;
 
@@ -27,6 +28,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::helpers::{check_limits, kernel_features, last_lines};
+    #[pymodule_export]
+    use crate::nursery::nursery_main;
     #[pymodule_export]
     use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy};
     #[pymodule_export]
