@@ -30,7 +30,7 @@ fn main() {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args[..] {
         ["write", path, kind] => write_lines(Path::new(path), kind),
-        ["stamp", path] => write_stamps(Path::new(path)),
+        ["stamp", path, lines, pause] => write_stamps(Path::new(path), lines.parse().unwrap(), pause.parse().unwrap()),
         [] => {
             throughput();
             latency();
@@ -53,11 +53,11 @@ fn write_lines(path: &Path, kind: &str) {
     }
 }
 
-/// One line per millisecond, holding the time of its writing.
-fn write_stamps(path: &Path) {
+/// Lines that hold the time of their writing.
+fn write_stamps(path: &Path, lines: u32, pause_ms: u64) {
     let mut file = OpenOptions::new().append(true).create(true).open(path).unwrap();
-    for _ in 0..1500 {
-        std::thread::sleep(Duration::from_millis(1));
+    for _ in 0..lines {
+        std::thread::sleep(Duration::from_millis(pause_ms));
         file.write_all(format!("{}\n", Stamp::now().0).as_bytes()).unwrap();
     }
 }
@@ -149,10 +149,16 @@ fn follow_flood(kind: &str, to: &str) {
 }
 
 fn latency() {
+    latency_of(RANKS, 1500, 1);
+    latency_of(1, 100, 20);
+}
+
+fn latency_of(ranks: u32, lines: u32, pause_ms: u32) {
     let dir = tempfile::tempdir().unwrap();
     let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
     let logs = Logs::new(Console::new(write, null()), |notice| panic!("{notice:?}")).unwrap();
-    let paths = follow(&logs, dir.path(), RANKS);
+    let paths = follow(&logs, dir.path(), ranks);
+    let (lines, pause_ms) = (lines.to_string(), pause_ms.to_string());
     let reader = std::thread::spawn(move || {
         let mut micros = Vec::new();
         for line in BufReader::new(File::from(read)).lines() {
@@ -165,7 +171,7 @@ fn latency() {
         micros
     });
     let cpu_before = cpu(UsageWho::RUSAGE_SELF);
-    for mut child in paths.iter().map(|path| start(&["stamp", path])).collect::<Vec<_>>() {
+    for mut child in paths.iter().map(|path| start(&["stamp", path, &lines, &pause_ms])).collect::<Vec<_>>() {
         assert!(child.wait().unwrap().success());
     }
     drain(&logs);
@@ -174,7 +180,7 @@ fn latency() {
     let micros = reader.join().unwrap();
     let at = |share: f64| micros[((micros.len() - 1) as f64 * share) as usize];
     println!(
-        "latency: {} lines of {RANKS} ranks, one per ms each: p50 {:.0} us, p99 {:.0} us, max {:.0} us, CPU {} ms",
+        "latency: {} lines of {ranks} ranks, one per {pause_ms} ms each: p50 {:.0} us, p99 {:.0} us, max {:.0} us, CPU {} ms",
         micros.len(),
         at(0.5),
         at(0.99),

@@ -209,6 +209,22 @@ fn a_stuck_console_stops_nobody_and_gets_everything_later() {
 }
 
 #[test]
+fn a_terminal_stopped_by_ctrl_s_stops_nobody() {
+    let pty = nix::pty::openpty(None, None).unwrap();
+    let stop = |how| nix::sys::termios::tcflow(&pty.slave, how).unwrap();
+    stop(nix::sys::termios::FlowArg::TCOOFF);
+    let slave = pty.slave.try_clone().unwrap();
+    let fixture = Fixture::on(Console::new(slave.try_clone().unwrap(), slave), pty.master);
+    let id = fixture.follow(0);
+    append(&fixture.path(0), b"one\ntwo\n");
+    fixture.logs.finish(&[id]);
+    assert_eq!(fixture.drained(Instant::now()).len(), 1);
+    stop(nix::sys::termios::FlowArg::TCOON);
+    assert_eq!(fixture.drained(Instant::now() + GUARD), []);
+    assert_eq!(fixture.read_until("[0]:two"), ["[0]:one", "[0]:two"]);
+}
+
+#[test]
 fn a_stuck_standard_output_does_not_hold_up_standard_error() {
     let (_unread, full) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
     let (read, stderr) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();

@@ -78,6 +78,8 @@ struct Followed {
     splitter: LineSplitter,
     /// In the file.
     offset: u64,
+    /// Bytes behind the offset, when last counted.
+    unread: u64,
     /// Bytes read, and how many of them are on the console.
     taken: u64,
     shown: u64,
@@ -164,6 +166,7 @@ impl Follower {
             watch: None,
             splitter: LineSplitter::default(),
             offset,
+            unread: 0,
             taken: 0,
             shown: 0,
             put_until: 0,
@@ -211,6 +214,7 @@ impl Follower {
         }
         file.quiet_rounds = None;
         file.check_space(&self.notify);
+        file.count_unread();
         self.enqueue(id);
     }
 
@@ -425,8 +429,14 @@ impl Followed {
                 self.offset += n as u64;
                 self.taken += n as u64;
                 self.mark(output);
+                let is_full_block = n == block.len();
+                if is_full_block {
+                    self.count_unread();
+                } else {
+                    self.unread = 0;
+                }
                 // A short read is the end of the file, and what comes later is told by a later event.
-                n == block.len() || self.phase == Phase::Finishing
+                is_full_block || self.phase == Phase::Finishing
             }
             Err(Errno::EINTR) => true,
             Err(errno) => {
@@ -437,7 +447,7 @@ impl Followed {
                 false
             }
         };
-        self.info.behind.store(self.behind(), Ordering::Relaxed);
+        self.publish_behind();
         more
     }
 
@@ -479,15 +489,18 @@ impl Followed {
     }
 
     fn is_through(&mut self, outputs: &[Output]) -> bool {
-        self.info.behind.store(self.behind(), Ordering::Relaxed);
+        self.publish_behind();
         let Some(output) = self.output.map(|index| &outputs[index]) else { return true };
         self.phase == Phase::Ended && output.written() >= self.put_until
     }
 
-    /// Bytes of the file that are not on the console.
-    fn behind(&self) -> u64 {
-        let size = self.file.metadata().map_or(self.offset, |stat| stat.len());
-        size.saturating_sub(self.offset) + (self.taken - self.shown)
+    /// Tells the handle how many bytes of the file are not on the console.
+    fn publish_behind(&self) {
+        self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
+    }
+
+    fn count_unread(&mut self) {
+        self.unread = self.file.metadata().map_or(0, |stat| stat.len().saturating_sub(self.offset));
     }
 }
 
