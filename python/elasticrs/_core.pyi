@@ -260,7 +260,8 @@ Event: TypeAlias = (
 
 class SupervisorError(Exception):
     """The supervisor cannot do what was asked: it was closed, its runtime panicked (the workers are gone then), a group
-    is running already, none is, or the process was forked."""
+    is running already, none is, or the process was forked.
+    """
 
 @final
 class LogStream:
@@ -293,7 +294,9 @@ class Supervisor:
         OSError: the kernel is too old (below 5.4), or descriptors ran out.
     """
 
-    def __new__(cls, *, owns_process: bool = False, nursery_program: Sequence[str] | None = None) -> Supervisor: ...
+    def __new__(
+        cls, *, owns_process: bool = False, nursery_program: Sequence[str] | None = None
+    ) -> Supervisor: ...
     @property
     def nursery_pid(self) -> int | None: ...
     def start(self, group: GroupSpec) -> None:

@@ -1,1 +1,5 @@
-"""The agent: one per node, decides what happens to the workers."""
+"""The agent of one node: it starts the workers, watches them, and decides what follows.
+
+:mod:`~elasticrs.agent.state` decides, :mod:`~elasticrs.agent.loop` carries out. The classes that users
+subclass are in :mod:`elasticrs.agent.server`.
+"""
