@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from helpers.procs import assert_gone, process
+from helpers.procs import assert_gone, process, reap_adopted
 
 WAITS = """
     import os, signal
@@ -235,3 +235,68 @@ def test_console_lines_have_their_prefix(launch, worker_script):
     job = launch("--nproc-per-node=2", "-t", "1", "--role=r", "--local-ranks-filter=1", script)
     assert job.wait() == 0
     assert job.stdout == "[r1]:hello 1\n"
+
+
+def test_the_death_of_the_nursery_costs_one_restart(launch, worker_script):
+    job = launch("--nproc-per-node=2", "--max-restarts=1", worker_script(WAITS))
+    first = ready(job, 2)
+    (nursery,) = {process(pid).ppid for pid in first}
+    assert nursery != job.pid
+    os.kill(nursery, signal.SIGKILL)
+    second = [int(match[1]) for match in job.wait_for_lines(r"^READY \d+ (\d+)$", 4)][2:]
+    assert_gone(first)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
+    assert_gone(second)
+    assert "nursery died by SIGKILL" in job.stderr
+    assert "restarting (0 of 1 restarts left)" in job.stderr
+
+
+def test_a_console_that_nobody_reads_holds_up_no_restart(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os, signal, sys
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if not first:
+            open(sys.argv[1], "w").close()
+            sys.exit()
+        for _ in range(20_000):
+            sys.stdout.write("a line that nobody reads\\n" * 10)
+        sys.stdout.flush()
+        os._exit(1)
+    """)
+    reached = tmp_path / "reached"
+    os.mkfifo(reached)
+    job = launch("--max-restarts=1", "-t", "1", script, reached)
+    # Opening waits for the restarted worker; until then nobody reads the launcher's pipes.
+    with open(reached):
+        pass
+    assert job.wait() == 0
+    assert job.stdout.count("a line that nobody reads\n") == 200_000
+
+
+def test_sigkill_of_the_launcher_leaves_nothing(launch, worker_script):
+    script = worker_script("""
+        import os, signal, subprocess
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        os.write(1, b"READY 0 %d\\nREADY 1 %d\\n" % (os.getpid(), child.pid))
+        signal.pause()
+    """)
+    job = launch(script)
+    processes = ready(job, 2)
+    job.signal(signal.SIGKILL)
+    assert_gone(processes)
+    reap_adopted(keep=[job.pid])
+    assert job.wait() == -signal.SIGKILL
+
+
+def test_what_successful_workers_leave_is_ended_and_named(launch, worker_script):
+    script = worker_script("""
+        import os, subprocess
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        os.write(1, b"READY 0 %d\\n" % child.pid)
+    """)
+    job = launch("--linger=0.1", script)
+    left = ready(job, 1)
+    assert job.wait() == 0
+    assert_gone(left)
+    assert f"ended what the workers left behind: {left[0]} (sleep 300)" in job.stderr

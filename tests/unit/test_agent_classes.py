@@ -1,6 +1,7 @@
 """Torch's agent classes, and the configuration of a launch."""
 
 import pytest
+
 from elasticrs.agent.server import (
     LocalElasticAgent,
     RunResult,

@@ -1,6 +1,9 @@
 """The agent's decisions: examples, and the invariants AGENT-1 to AGENT-6 over random sequences of events."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from elasticrs.agent.state import (
     MAX_PORT_RETRIES,
     SIGKILL,
@@ -25,8 +28,6 @@ from elasticrs.agent.state import (
     WorkerExited,
     step,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 SIGTERM = 15
 SIGINT = 2

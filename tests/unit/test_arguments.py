@@ -5,11 +5,12 @@ import signal
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from elasticrs.config import UsageError
 from elasticrs.launcher.arguments import HelpRequested, parse, parse_endpoint, resolve
 from elasticrs.launcher.options import NOT_YET, OPTIONS, help_text
-from hypothesis import given
-from hypothesis import strategies as st
 
 ENV = {"PATH": "/usr/bin:/bin"}
 

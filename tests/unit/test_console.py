@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from elasticrs.agent.console import Console
 
 

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from elasticrs.config import LogSettings, UsageError
 from elasticrs.logs import RunLogs, coloured, layout, line_prefix, parse_streams, wants_colour
 

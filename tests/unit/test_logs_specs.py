@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std, to_map
 
 

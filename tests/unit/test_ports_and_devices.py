@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+
 from elasticrs.devices import cuda_device_count
 from elasticrs.ports import ReservedPort
 

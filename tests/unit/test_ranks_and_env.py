@@ -1,9 +1,10 @@
 """Ranks and the environment that workers see."""
 
-from elasticrs.ranks import NodeShare, assign
-from elasticrs.worker_env import worker_env
 from hypothesis import given
 from hypothesis import strategies as st
+
+from elasticrs.ranks import NodeShare, assign
+from elasticrs.worker_env import worker_env
 
 nodes = st.lists(
     st.builds(NodeShare, st.sampled_from(["trainer", "reader"]), st.integers(1, 5)), min_size=1, max_size=6

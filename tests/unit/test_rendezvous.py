@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+
 from elasticrs.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
