@@ -300,3 +300,47 @@ def test_what_successful_workers_leave_is_ended_and_named(launch, worker_script)
     assert job.wait() == 0
     assert_gone(left)
     assert f"ended what the workers left behind: {left[0]} (sleep 300)" in job.stderr
+
+
+def test_a_port_that_was_taken_is_replaced_without_a_charge(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        if os.environ["ELASTICRS_ROUND"] == "0":
+            if os.environ["RANK"] == "0":
+                raise OSError(f"port: {os.environ['MASTER_PORT']}, name: EADDRINUSE: address already in use")
+            signal.pause()
+        os.write(1, b"AGAIN %s\\n" % os.environb[b"TORCHELASTIC_RESTART_COUNT"])
+    """)
+    job = launch("--nproc-per-node=2", script)
+    assert job.wait() == 0
+    assert job.stdout == "AGAIN 0\n" * 2
+    assert "was taken; trying another one (no restart charged)" in job.stderr
+
+
+def test_a_port_that_the_user_chose_is_not_replaced(launch, worker_script):
+    script = worker_script("import os; raise OSError(os.environ['MASTER_PORT'] + ': address already in use')")
+    job = launch("--master-port=29517", script)
+    assert job.wait() == 1
+    assert "29517: address already in use" in job.stderr
+
+
+def test_captured_stderr_is_in_the_report(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        os.write(2, b"the last words\\n")
+        os._exit(3)
+    """)
+    job = launch("--capture-stderr", f"--log-dir={tmp_path}/logs", script)
+    assert job.wait() == 1
+    assert "[default0]:the last words\n" in job.stderr
+    assert job.stderr.count("the last words") == 2
+
+
+def test_modules_and_other_programs_are_run(launch, tmp_path):
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:], flush=True)")
+    module = launch("-m", "train", "x", env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    assert module.wait() == 0
+    assert module.stdout == "['x']\n"
+    program = launch("--no-python", "echo", "${local_rank}", "$$")
+    assert program.wait() == 0
+    assert program.stdout == "0 $$\n"

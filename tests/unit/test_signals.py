@@ -7,7 +7,7 @@ import pytest
 
 PRELUDE = """
 import os, select, signal, sys, threading
-from elasticrs.agent.signals import SignalPipe, ignored_signals, in_main_thread
+from elasticrs.agent.signals import SignalPipe, catch_signals, ignored_signals
 def wait(pipe):
     assert select.select([pipe.fd], [], [], 10)[0], "no signal came"
     return pipe.take()
@@ -59,12 +59,13 @@ CASES = {
         assert signal.set_wakeup_fd(-1) == writer
     """,
     "only_the_main_thread_catches": """
-        assert in_main_thread()
-        found = []
-        thread = threading.Thread(target=lambda: found.append(in_main_thread()))
+        found, before = [], os.listdir("/proc/self/fd")
+        thread = threading.Thread(target=lambda: found.append(catch_signals([signal.SIGTERM])))
         thread.start()
         thread.join()
-        assert found == [False]
+        assert found == [None]
+        assert os.listdir("/proc/self/fd") == before
+        assert catch_signals([signal.SIGTERM]).caught == {15}
     """,
 }
 
