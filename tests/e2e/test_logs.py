@@ -75,6 +75,7 @@ def test_every_attempt_keeps_its_logs(launch, worker_script, tmp_path):
         assert logs_of(tmp_path / "logs", attempt)[0, "stdout.log"] == b"attempt %d\n" % attempt
 
 
+@pytest.mark.beyond_torchrun
 def test_lines_of_several_writers_stay_whole(launch, worker_script, tmp_path):
     script = worker_script("""
         import os

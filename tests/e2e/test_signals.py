@@ -65,7 +65,7 @@ def test_a_signal_costs_no_restart(running):
 
 
 def test_workers_that_ignore_the_signal_are_killed_when_their_grace_is_over(running):
-    launched, _ = running(STUBBORN, "--shutdown-timeout", "0.2")
+    launched, _ = running(STUBBORN, "--shutdown-timeout", "1")
     launched.signal(signal.SIGTERM)
     assert launched.wait() == 1
     launched.wait_for_lines("IGNORED", N)
