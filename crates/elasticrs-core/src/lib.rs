@@ -17,6 +17,8 @@
 pub mod clock;
 pub mod exit;
 #[cfg(feature = "agent")]
+pub mod limits;
+#[cfg(feature = "agent")]
 pub mod logs;
 pub mod nursery;
 pub mod signal;

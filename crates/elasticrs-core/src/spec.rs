@@ -1,6 +1,7 @@
 //! What to start: plain data, handed from Python to the agent's runtime and from there to the nursery.
 
 use std::ffi::OsString;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -22,8 +23,8 @@ pub enum Stdio {
 /// One descriptor that a worker gets under a given number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PassedFd {
-    /// The number in the process that holds the spec.
-    pub source: i32,
+    /// Its index among the descriptors that come with the spec ([`GroupSpec::descriptors`]).
+    pub source: u32,
     /// The number in the worker.
     pub target: i32,
 }
@@ -66,10 +67,12 @@ pub enum Descendants {
 }
 
 /// All workers of one attempt on this node.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct GroupSpec {
     /// The workers; local ranks are `0..n` in order.
     pub processes: Vec<ProcessSpec>,
+    /// What [`ProcessSpec::pass_fds`] of the workers point into.
+    pub descriptors: Vec<OwnedFd>,
     /// Executed in Rust when the first worker fails.
     pub on_failure: StopPolicy,
     /// Applied when all have exited 0; failed and stopped groups are swept at once.

@@ -1,6 +1,16 @@
 //! `elasticrs._core`: the seam between Python and `elasticrs-core`.
+//!
+//! Thin on purpose: frozen classes, no decisions, no call into Python from a Rust thread. Whatever can block releases
+//! the GIL. The documentation of every name is in `python/elasticrs/_core.pyi`.
 
 use pyo3::prelude::*;
+
+mod error;
+mod event;
+mod helpers;
+mod nursery;
+mod spec;
+mod supervisor;
 
 /// The native part of elasticrs; private.
 #[pymodule(gil_used = false)]
@@ -8,4 +18,20 @@ mod _core {
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "Python's name for it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_export]
+    use crate::error::SupervisorError;
+    #[pymodule_export]
+    use crate::event::{
+        Degraded, Descendant, FailureSeen, FdReady, GroupEnded, GroupStarted, LogTrouble, StartFailed, WorkerExited,
+        WorkerPaused, WorkerResumed,
+    };
+    #[pymodule_export]
+    use crate::helpers::{check_limits, kernel_features, last_lines};
+    #[pymodule_export]
+    use crate::nursery::nursery_main;
+    #[pymodule_export]
+    use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy};
+    #[pymodule_export]
+    use crate::supervisor::Supervisor;
 }

@@ -1,1 +1,115 @@
 //! Helpers for tests: who is alive, who leaks.
+//!
+//! Deadlines in here are guards against hanging, never what is measured.
+
+use std::fs;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+/// No test waits longer than this for anything.
+pub const HANG_GUARD: Duration = Duration::from_secs(10);
+
+/// The program `testkit-worker`, built beside the running test.
+///
+/// # Panics
+/// When it has not been built: tests of one package do not build the programs of another.
+pub fn worker_program() -> PathBuf {
+    let test = std::env::current_exe().expect("a running program has a path");
+    let built = test.ancestors().map(|folder| folder.join("testkit-worker")).find(|path| path.is_file());
+    built.expect("testkit-worker is built by `cargo build -p elasticrs-testkit`")
+}
+
+/// Waits until a descriptor is readable; for a pidfd, until the process has ended.
+///
+/// # Panics
+/// After [`HANG_GUARD`], with the name of what was waited for.
+pub fn wait_readable(fd: impl AsFd, what: &str) {
+    let mut polled = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
+    let timeout = PollTimeout::try_from(HANG_GUARD).expect("ten seconds fit");
+    loop {
+        match poll(&mut polled, timeout) {
+            Ok(0) => panic!("waited {HANG_GUARD:?} for {what}"),
+            Ok(_) => return,
+            Err(Errno::EINTR) => {}
+            Err(error) => panic!("poll for {what}: {error}"),
+        }
+    }
+}
+
+/// A descriptor of any process; `None` when there is none of this pid.
+///
+/// # Panics
+/// For any other error than that.
+pub fn pidfd(pid: i32) -> Option<OwnedFd> {
+    // SAFETY: integers only.
+    match Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) }) {
+        // SAFETY: the kernel has just made it for us.
+        Ok(fd) => Some(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("descriptors fit an int")) }),
+        Err(Errno::ESRCH) => None,
+        Err(error) => panic!("pidfd_open({pid}): {error}"),
+    }
+}
+
+/// Waits until the process has ended; it may still be a zombie then.
+///
+/// # Panics
+/// After [`HANG_GUARD`].
+pub fn wait_for_end(pid: i32) {
+    if let Some(pidfd) = pidfd(pid) {
+        wait_readable(pidfd, &format!("the end of process {pid}"));
+    }
+}
+
+/// Whether the process runs (is there, and no zombie).
+pub fn is_running(pid: i32) -> bool {
+    state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
+}
+
+/// The state letter of `/proc/PID/stat`.
+pub fn state(pid: i32) -> Option<char> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.trim_start().chars().next()
+}
+
+/// The children of this process, zombies included.
+///
+/// # Panics
+/// Without `/proc`.
+pub fn children() -> Vec<i32> {
+    let tasks = fs::read_dir("/proc/self/task").expect("/proc is mounted");
+    let lists = tasks.flatten().map(|task| fs::read_to_string(task.path().join("children")).unwrap_or_default());
+    lists
+        .flat_map(|list| list.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+        .filter_map(|pid| pid.parse().ok())
+        .collect()
+}
+
+/// The open descriptors of this process, sorted, without the one that lists them.
+///
+/// # Panics
+/// Without `/proc`.
+pub fn open_fds() -> Vec<RawFd> {
+    let folder = nix::dir::Dir::open("/proc/self/fd", nix::fcntl::OFlag::O_RDONLY, nix::sys::stat::Mode::empty());
+    let mut folder = folder.expect("/proc is mounted");
+    let own = folder.as_raw_fd();
+    let names = folder.iter().flatten().filter_map(|entry| entry.file_name().to_str().ok()?.parse().ok());
+    let mut fds: Vec<RawFd> = names.filter(|&fd| fd != own).collect();
+    fds.sort_unstable();
+    fds
+}
+
+/// Asserts that this process has no child, not even a zombie. Exact in a child subreaper.
+///
+/// # Panics
+/// When it has.
+pub fn assert_no_children() {
+    // SAFETY: null pointers are allowed: nothing is asked for but the return value.
+    let waited = Errno::result(unsafe {
+        libc::wait4(-1, std::ptr::null_mut(), libc::WNOHANG | libc::__WALL, std::ptr::null_mut())
+    });
+    assert_eq!(waited, Err(Errno::ECHILD), "children are left: {:?}", children());
+}

@@ -1,3 +1,7 @@
 //! The nursery's program; see `elasticrs_core::nursery`.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    elasticrs_core::nursery::server::run(std::env::args().nth(1).as_deref()).into()
+}

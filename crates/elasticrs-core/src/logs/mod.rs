@@ -1,1 +1,333 @@
 //! Following the files that workers write to, and the console.
+//!
+//! A worker's output goes straight to its file, opened for appending. The file is the buffer: the worker never waits
+//! for the console or for us, and nothing is lost when the agent dies. One thread of the agent, named `elasticrs-logs`,
+//! follows the files and writes to the console; it starts with the first followed stream.
+//!
+//! Who calls what, from where:
+//!
+//! - [`Logs::follow`] creates and opens files, which can block on a dead network mount: call it from the thread that
+//!   may wait (Python's), before the workers are started. Nothing written after it is missed.
+//! - [`Logs::finish`] only puts a command into a queue: call it from anywhere when all writers of the streams are gone
+//!   (the group has ended and was swept).
+//! - [`Logs::drained`] waits for finished streams, on any runtime with a clock; streams of a running group are not
+//!   waited for. The notices of a stream have been given before it counts as drained.
+//! - The closure given to [`Logs::new`] is called from the caller of [`Logs::follow`] and from the logs thread; it must
+//!   neither block nor call back.
+//!
+//! What they hold to, beside the invariants of the modules:
+//!
+//! - **LOGS-1** no call but [`Logs::follow`] touches a file, and none touches the console: they cannot be blocked by
+//!   either.
+//! - **LOGS-2** every byte that was in a file when its stream was finished is written to the console, or its stream is
+//!   in the list that [`Logs::drained`] returns, or its destination was reported as lost.
+//! - **LOGS-3** what is wrong is told once for each file, and never ends the agent.
+
+mod console;
+mod follow;
+mod lines;
+mod pump;
+mod tail;
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+pub use console::Console;
+pub use tail::last_lines;
+
+use console::{Output, errno_of};
+use follow::Opened;
+use pump::{Command, Pump};
+
+/// How long [`Logs::close`] waits for a thread that is not stuck.
+const CLOSE_GRACE: Duration = Duration::from_millis(200);
+
+/// A descriptor of the agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dest {
+    /// Descriptor 1.
+    Stdout,
+    /// Descriptor 2.
+    Stderr,
+}
+
+/// One log file to follow.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogStream {
+    /// Whose.
+    pub local_rank: u32,
+    /// The file; created with mode 0644 when it is not there.
+    pub path: PathBuf,
+    /// Where its lines go; `None`: the file is only looked after.
+    pub to: Option<Dest>,
+    /// Put before every line, colour codes included.
+    pub prefix: Vec<u8>,
+}
+
+/// A followed stream. Numbers are never used again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StreamId(u64);
+
+/// Something is wrong; told once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Notice {
+    /// A log file cannot be opened or read, or (`ENOSPC`) its file system is full.
+    LogTrouble {
+        /// Whose.
+        local_rank: u32,
+        /// The file.
+        path: PathBuf,
+        /// The kernel's error number.
+        errno: Errno,
+    },
+    /// No inotify instance or watch could be had: files are polled, at intervals from 20 ms (busy) to 1 s (idle).
+    Polling {
+        /// The kernel's error number.
+        errno: Errno,
+    },
+    /// The console cannot be written to any more; the files go on.
+    ConsoleLost {
+        /// The descriptor; standard output when both are one open file.
+        to: Dest,
+        /// The kernel's error number.
+        errno: Errno,
+    },
+    /// The logs thread panicked: the files go on, the console does not.
+    Panicked {
+        /// What it said.
+        message: String,
+    },
+}
+
+/// A finished stream that is not all on the console.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NotDrained {
+    /// The stream.
+    pub stream: LogStream,
+    /// Bytes of the file that are missing there, as of the thread's last look; of what was read in one block (64 KiB)
+    /// and is written in part, all count.
+    pub bytes: u64,
+}
+
+type Notify = Arc<dyn Fn(Notice) + Send + Sync>;
+
+/// Follows log files on a thread of its own; see the module.
+pub struct Logs {
+    shared: Arc<Shared>,
+    notify: Notify,
+    thread: Mutex<Thread>,
+}
+
+enum Thread {
+    NotStarted(Option<Console>),
+    Started { output_of: [usize; 2], ended: mpsc::Receiver<()>, handle: JoinHandle<()> },
+    Closed,
+}
+
+/// Between the handle and the thread.
+#[derive(Debug)]
+struct Shared {
+    next_id: AtomicU64,
+    wake: EventFd,
+    commands: Mutex<Vec<Command>>,
+    /// All streams that are followed; finished ones leave when they are through.
+    streams: Mutex<BTreeMap<StreamId, Arc<StreamInfo>>>,
+    /// A finished stream is through, or the thread is gone.
+    changed: tokio::sync::Notify,
+    is_gone: AtomicBool,
+}
+
+#[derive(Debug)]
+struct StreamInfo {
+    id: StreamId,
+    stream: LogStream,
+    is_finishing: AtomicBool,
+    /// Bytes that are not on the console, as of the thread's last look.
+    behind: AtomicU64,
+}
+
+impl Logs {
+    /// Nothing is started or opened yet.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new(console: Console, notify: impl Fn(Notice) + Send + Sync + 'static) -> io::Result<Self> {
+        let shared = Shared {
+            next_id: AtomicU64::new(0),
+            wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
+            commands: Mutex::default(),
+            streams: Mutex::default(),
+            changed: tokio::sync::Notify::new(),
+            is_gone: AtomicBool::new(false),
+        };
+        let thread = Mutex::new(Thread::NotStarted(Some(console)));
+        Ok(Self { shared: Arc::new(shared), notify: Arc::new(notify), thread })
+    }
+
+    /// Shows what is written to these files from now on. A file that cannot be opened is reported as
+    /// [`Notice::LogTrouble`], and the others are followed.
+    ///
+    /// # Errors
+    /// The thread cannot be started, or was closed.
+    pub fn follow(&self, streams: Vec<LogStream>) -> io::Result<Vec<StreamId>> {
+        let output_of = self.start_thread()?;
+        let mut ids = Vec::with_capacity(streams.len());
+        let mut opened = Vec::with_capacity(streams.len());
+        for stream in streams {
+            let id = StreamId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
+            ids.push(id);
+            let output = stream.to.map(|dest| output_of[dest as usize]);
+            let info =
+                Arc::new(StreamInfo { id, stream, is_finishing: AtomicBool::new(false), behind: AtomicU64::new(0) });
+            match open(&info.stream) {
+                Ok((file, offset)) => opened.push(Opened { info, file, offset, output }),
+                Err(error) => (self.notify)(info.trouble(errno_of(&error))),
+            }
+        }
+        lock(&self.shared.streams).extend(opened.iter().map(|file| (file.info.id, Arc::clone(&file.info))));
+        self.shared.send(Command::Follow(opened));
+        Ok(ids)
+    }
+
+    /// The writers of these streams are gone: they end where their files end.
+    pub fn finish(&self, streams: &[StreamId]) {
+        let all = lock(&self.shared.streams);
+        streams.iter().filter_map(|id| all.get(id)).for_each(|info| info.is_finishing.store(true, Ordering::Relaxed));
+        drop(all);
+        self.shared.send(Command::Finish(streams.to_vec()));
+    }
+
+    /// The same for every stream that was followed so far. Returns how many there were.
+    pub fn finish_all(&self) -> usize {
+        let all: Vec<StreamId> = lock(&self.shared.streams).keys().copied().collect();
+        self.finish(&all);
+        all.len()
+    }
+
+    /// Waits until all finished streams are on the console; returns those that are not at the deadline. They go on
+    /// draining all the same.
+    pub async fn drained(&self, deadline: Instant) -> Vec<NotDrained> {
+        loop {
+            let changed = self.shared.changed.notified();
+            let mut changed = std::pin::pin!(changed);
+            // From here on no change is missed, also one that comes before the await.
+            changed.as_mut().enable();
+            let missing = self.shared.not_drained();
+            if missing.is_empty() || self.shared.is_gone.load(Ordering::Acquire) {
+                return missing;
+            }
+            if tokio::time::timeout_at(deadline.into(), changed).await.is_err() {
+                return self.shared.not_drained();
+            }
+        }
+    }
+
+    /// Ends the thread and lets go of all files. What is not on the console by now stays away from it. A thread that
+    /// is stuck in a write is left behind; it ends when the write does. Idempotent.
+    pub fn close(&self) {
+        let thread = std::mem::replace(&mut *lock(&self.thread), Thread::Closed);
+        let Thread::Started { ended, handle, .. } = thread else { return };
+        self.shared.send(Command::Stop);
+        // The sender is dropped at the thread's end, whatever ended it.
+        if ended.recv_timeout(CLOSE_GRACE) == Err(mpsc::RecvTimeoutError::Disconnected) {
+            // A panic was caught inside, and reported.
+            let _reported = handle.join();
+        }
+    }
+
+    /// Returns which output each destination is.
+    fn start_thread(&self) -> io::Result<[usize; 2]> {
+        let mut thread = lock(&self.thread);
+        let console = match &mut *thread {
+            Thread::Started { output_of, .. } => return Ok(*output_of),
+            Thread::NotStarted(console) => console.take(),
+            Thread::Closed => None,
+        };
+        let console = console.ok_or_else(|| io::Error::other("the logs were closed"))?;
+        let (outputs, output_of) = Output::pair(console);
+        let (shared, notify) = (Arc::clone(&self.shared), Arc::clone(&self.notify));
+        let (alive, ended) = mpsc::channel::<()>();
+        let handle = std::thread::Builder::new().name("elasticrs-logs".to_owned()).spawn(move || {
+            let _alive = alive;
+            run_guarded(&shared, outputs, &notify);
+        })?;
+        *thread = Thread::Started { output_of, ended, handle };
+        Ok(output_of)
+    }
+}
+
+impl Drop for Logs {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Shared {
+    fn send(&self, command: Command) {
+        lock(&self.commands).push(command);
+        // The only error is a full counter, and then the thread is about to wake anyway.
+        let _full = self.wake.write(1);
+    }
+
+    fn forget(&self, through: &[StreamId]) {
+        let mut streams = lock(&self.streams);
+        streams.retain(|id, _| !through.contains(id));
+        drop(streams);
+        self.changed.notify_waiters();
+    }
+
+    fn not_drained(&self) -> Vec<NotDrained> {
+        let streams = lock(&self.streams);
+        let finished = streams.values().filter(|info| info.is_finishing.load(Ordering::Relaxed));
+        finished
+            .map(|info| NotDrained { stream: info.stream.clone(), bytes: info.behind.load(Ordering::Relaxed) })
+            .collect()
+    }
+}
+
+impl StreamInfo {
+    fn trouble(&self, errno: Errno) -> Notice {
+        Notice::LogTrouble { local_rank: self.stream.local_rank, path: self.stream.path.clone(), errno }
+    }
+}
+
+/// A panic must not leave [`Logs::drained`] waiting.
+fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
+    let pump = Pump::new(Arc::clone(shared), outputs, Arc::clone(notify));
+    let result = catch_unwind(AssertUnwindSafe(|| pump.run()));
+    shared.is_gone.store(true, Ordering::Release);
+    shared.changed.notify_waiters();
+    if let Err(panic) = result {
+        let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+        let message = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        notify(Notice::Panicked { message });
+    }
+}
+
+/// The file and its size. It is created here so that following starts before the worker does.
+fn open(stream: &LogStream) -> io::Result<(File, u64)> {
+    // O_CREAT needs a writable mode in std. Opening a FIFO for both never waits.
+    let options = &mut OpenOptions::new();
+    let file = options.read(true).append(true).create(true).mode(0o644).open(&stream.path)?;
+    let stat = file.metadata()?;
+    if stat.file_type().is_fifo() || stat.file_type().is_socket() || stat.file_type().is_char_device() {
+        return Err(io::Error::from_raw_os_error(libc::ESPIPE));
+    }
+    Ok((file, stat.len()))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What a panicked thread left is still whole: all changes under these locks are single steps.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,3 +1,38 @@
 //! The small process between agent and workers that leaves nothing behind.
+//!
+//! ```text
+//! agent ──(socket: requests, replies, descriptors)── nursery ── worker 0 … worker N-1 ── their descendants
+//! ```
+//!
+//! The nursery is single-threaded, the parent of all workers, and a child subreaper: what a worker leaves behind
+//! becomes its child, and `wait4` = `ECHILD` proves that nothing is left. It watches the agent by a pidfd; when the
+//! agent dies, it ends everything and itself.
+//!
+//! 1. A worker dies with the nursery (`PR_SET_PDEATHSIG`), the nursery's descendants with the agent.
+//! 2. Only the nursery reaps workers, so a pid that it has not reaped is the process that it means.
+//! 3. Every exit of a worker is told once, after its `Spawned`.
+//! 4. A sweep that ends without `stuck` and `spared` has seen `ECHILD`.
+//! 5. A nursery that is told nothing does nothing: no timer runs while no sweep does.
+//! 6. An agent that does not read stops neither the reaping nor the killing.
+//!
+//! | module | side |
+//! | --- | --- |
+//! | [`protocol`], [`link`] | both: messages, frames, descriptors |
+//! | [`server`] | the nursery's program |
+//! | [`launch`] | the agent: starting a nursery |
+//! | [`sweep`] | the agent: what to do when the nursery itself was lost |
+//! | [`token`], [`tree`] | both: who descends from whom |
 
+#[cfg(feature = "agent")]
+pub mod launch;
+pub mod link;
 pub mod protocol;
+pub mod server;
+#[cfg(feature = "agent")]
+pub mod sweep;
+pub mod token;
+pub mod tree;
+
+/// The name of the nursery's process. Nothing in it says what it belongs to, so that killing the agent "by name" does
+/// not take the nursery with it.
+pub const NAME: &str = "worker-nursery";

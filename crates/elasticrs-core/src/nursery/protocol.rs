@@ -11,10 +11,34 @@ use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 
 /// Changes with every change of this file.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
+
+/// The descriptors that the nursery is started with: the socket, the agent's pidfd, the stage pipe.
+pub const FIXED_FDS: [i32; 3] = [3, 4, 5];
+
+/// Something that is sent as one frame.
+pub trait Message {
+    /// How many descriptors come with it.
+    fn descriptors(&self) -> usize;
+}
+
+impl Message for Request {
+    fn descriptors(&self) -> usize {
+        match self {
+            Self::Spawn { process, .. } => process.pass_fds.len(),
+            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::Leave => 0,
+        }
+    }
+}
+
+impl Message for Reply {
+    fn descriptors(&self) -> usize {
+        usize::from(matches!(self, Self::Spawned { .. }))
+    }
+}
 
 /// From the agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,7 +59,8 @@ pub enum Request {
         /// The signal's number.
         signal: i32,
     },
-    /// End all descendants until none is left. Answered by [`Reply::Swept`].
+    /// End all descendants, workers included, until none is left. Answered by [`Reply::Swept`]. A further request
+    /// while a sweep runs only brings its deadlines forward, and shares its answer.
     Sweep {
         /// How long descendants may go on before the first signal, milliseconds.
         linger_ms: u64,
@@ -58,7 +83,8 @@ pub enum Reply {
         /// Its pid.
         pid: i32,
     },
-    /// A worker runs its program. Its pidfd comes with the frame.
+    /// A worker runs its program. Its pidfd comes with the frame; when it does not, the agent's descriptor limit is
+    /// reached: [`Stage::Receive`].
     Spawned {
         /// The worker.
         local_rank: u32,
@@ -101,9 +127,11 @@ pub enum Reply {
     },
     /// The sweep is over.
     Swept {
-        /// Descendants that had to be signalled.
+        /// Descendants, workers not counted, that had to be signalled; the first 64 of them.
         ended: Vec<Descendant>,
-        /// Descendants that could not be killed in time (state D).
+        /// How many more there were.
+        more: u32,
+        /// Descendants, workers included, that could not be killed in time (state D).
         stuck: Vec<Descendant>,
         /// Descendants that were spared: in a session of their own, with the token reset.
         spared: Vec<Descendant>,

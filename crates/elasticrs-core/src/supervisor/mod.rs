@@ -1,1 +1,27 @@
 //! The workers of an attempt as one unit.
+//!
+//! [`Supervisor`] is a handle: its commands go to the one runtime thread ([`task`]), which owns the nursery's link, the
+//! pidfds, and the deadlines. [`state`] decides, as a pure function over inputs; [`task`] carries the effects out.
+//! What happens comes back through a [`queue::Queue`] of [`Event`]s.
+//!
+//! Invariants, cited by the tests:
+//!
+//! - **SUP-1** a group starts whole or not at all;
+//! - **SUP-2** every exit is told exactly once, and before the end of its group;
+//! - **SUP-3** the siblings of the first failure are signalled before anybody is told of it;
+//! - **SUP-4** after a stop began, SIGKILL follows at the deadline for whatever has not ended;
+//! - **SUP-5** the end of a group is told once, after its descendants were swept, however the group ended;
+//! - **SUP-6** no pid is signalled by number after its exit.
+
+mod deadlines;
+mod event;
+mod handle;
+mod nursery_io;
+pub mod queue;
+mod start;
+pub mod state;
+mod task;
+mod watch;
+
+pub use event::{Event, Outcome, StartFailure, Swept};
+pub use handle::{Config, Supervisor, SupervisorError};

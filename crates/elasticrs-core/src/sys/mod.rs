@@ -1,1 +1,18 @@
-//! System calls that neither `std` nor `nix` offers, wrapped thinly. Each names its kernel floor.
+//! Thin wrappers of system calls that nix does not have, or not in the form that is needed here.
+//!
+//! Everything `unsafe` of the project is in this module. Each wrapper names the kernel that it needs; the floor of the
+//! project is Linux 5.4, what is newer is probed by [`features`].
+
+#[cfg(feature = "agent")]
+pub mod duplicate;
+pub mod fds;
+pub mod features;
+pub mod pidfd;
+#[cfg(feature = "agent")]
+pub mod poll;
+#[cfg(feature = "agent")]
+pub mod readiness;
+pub mod signals;
+pub mod socket;
+pub mod spawn;
+pub mod wait;

@@ -1,0 +1,129 @@
+//! Whether the machine lets us start as many processes as somebody wants, asked before the first one is started.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nix::sys::resource::{Resource, getrlimit};
+use nix::unistd::geteuid;
+
+/// Descriptors that the agent needs beside one for each worker.
+const OWN_DESCRIPTORS: u64 = 64;
+
+/// A limit that the wanted number of processes exceeds.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{wanted} processes are more than {limit} allows ({allowed})")]
+pub struct TooMany {
+    /// How many are wanted.
+    pub wanted: u64,
+    /// The limit, in words that can be looked up.
+    pub limit: String,
+    /// How many it allows.
+    pub allowed: u64,
+}
+
+/// Compares with `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE` and the `pids.max` of all control groups above this process.
+///
+/// Limits that cannot be read do not count: the start itself will tell.
+///
+/// # Errors
+/// The first limit that is exceeded.
+pub fn check(processes: u64) -> Result<(), TooMany> {
+    let soft = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
+    let nofile = soft(Resource::RLIMIT_NOFILE).map(|n| n.saturating_sub(OWN_DESCRIPTORS));
+    // Root is not held to it.
+    let nproc = soft(Resource::RLIMIT_NPROC).filter(|_| !geteuid().is_root());
+    let known = [
+        ("kernel.pid_max", read_number(Path::new("/proc/sys/kernel/pid_max"))),
+        ("RLIMIT_NPROC", nproc),
+        ("RLIMIT_NOFILE", nofile),
+    ];
+    let known = known.into_iter().filter_map(|(name, allowed)| Some((name.to_owned(), allowed?)));
+    let groups = pids_files().into_iter().filter_map(|path| Some((path.display().to_string(), read_number(&path)?)));
+    known.chain(groups).try_for_each(|(limit, allowed)| {
+        if processes > allowed { Err(TooMany { wanted: processes, limit, allowed }) } else { Ok(()) }
+    })
+}
+
+/// A file that holds one number; `max` and anything else is no limit.
+fn read_number(path: &Path) -> Option<u64> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+fn pids_files() -> Vec<PathBuf> {
+    let read = |path| fs::read_to_string(path).unwrap_or_default();
+    pids_files_of(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))
+}
+
+/// `pids.max` of the group that `cgroup` names and of all above it, as far as `mountinfo` shows them.
+fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
+    // v1: `8:pids:/path`; v2: `0::/path`.
+    let path_of = |controller: &str| {
+        cgroup.lines().find_map(|line| {
+            let mut fields = line.splitn(3, ':').skip(1);
+            let names = fields.next()?;
+            (names.split(',').any(|name| name == controller)).then(|| fields.next())?
+        })
+    };
+    let (path, kind) = match path_of("pids") {
+        Some(path) => (path, "cgroup"),
+        None => match path_of("") {
+            Some(path) => (path, "cgroup2"),
+            None => return Vec::new(),
+        },
+    };
+    mountinfo.lines().find_map(|line| below_mount(line, path, kind)).unwrap_or_default()
+}
+
+/// `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE SUPER`: the files for `path` if this is the mount that shows it.
+fn below_mount(line: &str, path: &str, kind: &str) -> Option<Vec<PathBuf>> {
+    let (before, after) = line.split_once(" - ")?;
+    let mut after = after.split(' ');
+    let (mount_kind, options) = (after.next()?, after.nth(1)?);
+    if mount_kind != kind || (kind == "cgroup" && !options.split(',').any(|o| o == "pids")) {
+        return None;
+    }
+    let mut before = before.split(' ').skip(3);
+    let (root, point) = (before.next()?, before.next()?);
+    let inside = Path::new(path).strip_prefix(root).ok()?;
+    Some(inside.ancestors().map(|dir| Path::new(point).join(dir).join("pids.max")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOUNTS: &str = "\
+30 23 0:26 / /sys/fs/cgroup ro,nosuid - tmpfs tmpfs ro,mode=755
+31 30 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu
+32 30 0:28 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids
+33 30 0:29 /box /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw
+";
+
+    #[test]
+    fn a_v1_group_and_all_above_it_count() {
+        let files = pids_files_of("8:pids:/a/b\n0::/box/c\n", MOUNTS);
+        let expected = ["a/b/", "a/", ""].map(|dir| PathBuf::from(format!("/sys/fs/cgroup/pids/{dir}pids.max")));
+        assert_eq!(files, expected);
+    }
+
+    #[test]
+    fn a_v2_group_is_seen_from_the_root_of_its_mount() {
+        let files = pids_files_of("0::/box/c\n", MOUNTS);
+        let expected = ["c/", ""].map(|dir| PathBuf::from(format!("/sys/fs/cgroup/unified/{dir}pids.max")));
+        assert_eq!(files, expected);
+    }
+
+    #[test]
+    fn a_group_outside_of_every_mount_is_no_limit() {
+        assert_eq!(pids_files_of("0::/elsewhere\n", MOUNTS), Vec::<PathBuf>::new());
+        assert_eq!(pids_files_of("", ""), Vec::<PathBuf>::new());
+    }
+
+    #[test]
+    fn a_million_processes_are_too_many_everywhere() {
+        // RLIMIT_NOFILE is at most fs.nr_open, and a pid_max of 4 million needs no more than that.
+        let error = check(5_000_000).unwrap_err();
+        assert!(error.to_string().starts_with("5000000 processes are more than "), "{error}");
+        assert_eq!(check(1), Ok(()));
+    }
+}

@@ -1,0 +1,251 @@
+//! The two destinations: whole lines into descriptors that may be stuck or gone.
+//!
+//! - **CONSOLE-1** a descriptor's flags are never changed: it is shared with the shell and with the workers. So writes
+//!   may block; a write is therefore made only after `poll` said that there is room, and to pipes, terminals and
+//!   sockets of at most `PIPE_BUF` bytes, for which that room suffices (unless another process fills it in between:
+//!   then this thread, and nothing else, waits).
+//! - **CONSOLE-2** a piece ends at a line's end wherever one is within reach, so that lines up to `PIPE_BUF` bytes are
+//!   written whole and do not mix with those of other processes on the same pipe.
+//! - **CONSOLE-3** at most [`HIGH_WATER`] bytes and one block's lines wait; who brings more is told that there is no
+//!   room, and leaves it in the file.
+//! - **CONSOLE-4** a destination that fails is given up for good; that is told once.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::stat::{SFlag, fstat};
+use nix::unistd::write;
+
+use super::lines::{Screen, Unit};
+use super::{Dest, StreamId};
+
+/// With this many bytes waiting, no more is taken.
+pub(super) const HIGH_WATER: usize = 256 * 1024;
+
+/// POSIX's bound for a write that a pipe takes whole; on Linux also the room that `POLLOUT` promises.
+const PIECE: usize = libc::PIPE_BUF;
+
+/// The descriptors that the lines go to.
+#[derive(Debug)]
+pub struct Console {
+    given: Option<[OwnedFd; 2]>,
+}
+
+impl Console {
+    /// These two in place of the process's own.
+    pub fn new(stdout: OwnedFd, stderr: OwnedFd) -> Self {
+        Self { given: Some([stdout, stderr]) }
+    }
+
+    /// Duplicates of descriptors 1 and 2 as they are when the first stream is followed. One that is closed then is
+    /// reported as lost.
+    pub fn inherited() -> Self {
+        Self { given: None }
+    }
+
+    fn open(self) -> [Result<OwnedFd, Errno>; 2] {
+        let duplicate = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().map_err(|error| errno_of(&error));
+        match self.given {
+            Some(fds) => fds.map(Ok),
+            None => [duplicate(std::io::stdout().as_fd()), duplicate(std::io::stderr().as_fd())],
+        }
+    }
+}
+
+/// Errors of `std` that come from a system call always carry its number.
+pub(super) fn errno_of(error: &std::io::Error) -> Errno {
+    error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
+}
+
+/// One open file that lines go to; standard output and error are one when they share it.
+#[derive(Debug)]
+pub(super) struct Output {
+    dest: Dest,
+    fd: Result<OwnedFd, Errno>,
+    never_waits: bool,
+    screen: Screen<StreamId>,
+    /// Bytes up to `sent` are written already.
+    buffer: Vec<u8>,
+    sent: usize,
+    accepted: u64,
+    marks: VecDeque<Mark>,
+    is_used: bool,
+    loss_told: bool,
+}
+
+/// When everything up to `end` is written, this much of the stream is on the console.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mark {
+    end: u64,
+    pub(super) stream: StreamId,
+    pub(super) taken: u64,
+}
+
+impl Output {
+    fn new(dest: Dest, fd: Result<OwnedFd, Errno>) -> Self {
+        let kind = fd.as_ref().ok().and_then(|fd| fstat(fd).ok());
+        let never_waits = kind.is_some_and(|stat| {
+            let format = stat.st_mode & SFlag::S_IFMT.bits();
+            format == SFlag::S_IFREG.bits() || (format == SFlag::S_IFCHR.bits() && is_null(stat.st_rdev))
+        });
+        Self {
+            dest,
+            fd,
+            never_waits,
+            screen: Screen::default(),
+            buffer: Vec::new(),
+            sent: 0,
+            accepted: 0,
+            marks: VecDeque::new(),
+            is_used: false,
+            loss_told: false,
+        }
+    }
+
+    /// Standard output and error, and which of them each destination is: the same when they share an open file.
+    pub(super) fn pair(console: Console) -> (Vec<Self>, [usize; 2]) {
+        let [stdout, stderr] = console.open();
+        let shared = match (&stdout, &stderr) {
+            (Ok(a), Ok(b)) => matches!((fstat(a), fstat(b)), (Ok(a), Ok(b)) if is_same_file(&a, &b)),
+            _ => false,
+        };
+        let mut outputs = vec![Self::new(Dest::Stdout, stdout)];
+        if shared {
+            return (outputs, [0, 0]);
+        }
+        outputs.push(Self::new(Dest::Stderr, stderr));
+        (outputs, [0, 1])
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.fd.is_err()
+    }
+
+    /// A stream goes here. Before, the loss of this destination concerns nobody.
+    pub(super) fn mark_used(&mut self) {
+        self.is_used = true;
+    }
+
+    /// The loss of this destination, the first time that it is asked for.
+    pub(super) fn take_loss(&mut self) -> Option<(Dest, Errno)> {
+        let errno = *self.fd.as_ref().err()?;
+        (self.is_used && !std::mem::replace(&mut self.loss_told, true)).then_some((self.dest, errno))
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        self.pending() < HIGH_WATER
+    }
+
+    pub(super) fn pending(&self) -> usize {
+        self.buffer.len() - self.sent
+    }
+
+    /// Sequence numbers of bytes: accepted and written so far.
+    pub(super) fn accepted(&self) -> u64 {
+        self.accepted
+    }
+
+    pub(super) fn written(&self) -> u64 {
+        self.accepted - self.pending() as u64
+    }
+
+    pub(super) fn put(&mut self, stream: StreamId, prefix: &[u8], unit: Unit<'_>) {
+        if self.fd.is_ok() {
+            let before = self.buffer.len();
+            self.screen.put(stream, prefix, unit, &mut self.buffer);
+            self.accepted += (self.buffer.len() - before) as u64;
+        }
+    }
+
+    /// All that was put so far means that `taken` bytes of the stream are shown.
+    pub(super) fn mark(&mut self, stream: StreamId, taken: u64) {
+        self.marks.push_back(Mark { end: self.accepted, stream, taken });
+    }
+
+    /// The next mark that has been reached.
+    pub(super) fn pop_reached(&mut self) -> Option<Mark> {
+        let reached = self.marks.front()?.end <= self.written();
+        if reached { self.marks.pop_front() } else { None }
+    }
+
+    /// The descriptor to wait for, when there is something to write.
+    pub(super) fn waits_for_room(&self) -> Option<BorrowedFd<'_>> {
+        let fd = self.fd.as_ref().ok()?;
+        (self.pending() > 0).then(|| fd.as_fd())
+    }
+
+    /// Writes as long as there is room.
+    pub(super) fn flush(&mut self) {
+        while self.pending() > 0 {
+            let Ok(fd) = &self.fd else { break };
+            if !self.never_waits && !has_room(fd.as_fd()) {
+                return;
+            }
+            let waiting = &self.buffer[self.sent..];
+            let piece = if self.never_waits { waiting } else { first_lines(waiting) };
+            match write(fd, piece) {
+                Ok(0) => self.lose(Errno::EIO),
+                Ok(n) => self.sent += n,
+                Err(Errno::EINTR) => {}
+                // Somebody else made the descriptor non-blocking, and its room was taken after the poll.
+                Err(Errno::EAGAIN) => return,
+                Err(errno) => self.lose(errno),
+            }
+        }
+        self.buffer.clear();
+        self.sent = 0;
+    }
+
+    /// Makes the room of what is written usable again; called before more is put.
+    pub(super) fn compact(&mut self) {
+        if self.sent > HIGH_WATER / 2 {
+            self.buffer.drain(..self.sent);
+            self.sent = 0;
+        }
+    }
+
+    fn lose(&mut self, errno: Errno) {
+        self.fd = Err(errno);
+        self.sent = self.buffer.len();
+    }
+}
+
+fn has_room(fd: BorrowedFd<'_>) -> bool {
+    let mut fds = [PollFd::new(fd, PollFlags::POLLOUT)];
+    // An error condition (POLLERR, POLLNVAL) is also an answer: the write will tell which.
+    poll(&mut fds, PollTimeout::ZERO).is_ok_and(|n| n > 0)
+}
+
+/// Whole lines, as many as a pipe takes at once; the beginning of a line that is longer.
+fn first_lines(waiting: &[u8]) -> &[u8] {
+    if waiting.len() <= PIECE {
+        return waiting;
+    }
+    let piece = &waiting[..PIECE];
+    memchr::memrchr(b'\n', piece).map_or(piece, |last| &piece[..=last])
+}
+
+fn is_same_file(a: &nix::sys::stat::FileStat, b: &nix::sys::stat::FileStat) -> bool {
+    (a.st_dev, a.st_ino, a.st_rdev) == (b.st_dev, b.st_ino, b.st_rdev)
+}
+
+fn is_null(device: libc::dev_t) -> bool {
+    device == libc::makedev(1, 3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_end_at_line_ends() {
+        let mut text = vec![b'a'; 4000];
+        text.push(b'\n');
+        text.extend([b'b'; 4000]);
+        assert_eq!(first_lines(&text).len(), 4001);
+        assert_eq!(first_lines(&[b'a'; 5000]).len(), PIECE);
+        assert_eq!(first_lines(b"a\nb"), b"a\nb");
+    }
+}

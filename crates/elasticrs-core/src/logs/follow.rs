@@ -1,0 +1,522 @@
+//! The followed files: what is new in them, and what is wrong with them.
+//!
+//! - **FOLLOW-1** a file is read only while its destination has room: the file is the buffer.
+//! - **FOLLOW-2** files take turns, one block each, so that a rank that floods starves nobody.
+//! - **FOLLOW-3** a stream ends at the end of its file, and only after [`Follower::finish`]; everything before it has
+//!   then been put on its output.
+//! - **FOLLOW-4** a file that shrinks below what was read of it was truncated (copy and truncate): it is read from its
+//!   beginning.
+//! - **FOLLOW-5** nothing is polled where the kernel tells: a time-out exists only for file systems that can change
+//!   behind the kernel's back, without inotify, and while something waits to be shown or checked.
+//! - **FOLLOW-6** a watch fires once. A notification per write would cost a writer half as much again as the write
+//!   itself, so the file is then read every round instead, until it has been quiet for [`QUIET_ROUNDS`]; then it is
+//!   watched again, and read once more. Nothing that is written before or after the new watch is missed.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use nix::sys::statfs::fstatfs;
+use nix::sys::statvfs::fstatvfs;
+use nix::sys::uio::pread;
+use nix::unistd::geteuid;
+
+use super::console::Output;
+use super::lines::LineSplitter;
+use super::{Notice, Notify, StreamId, StreamInfo};
+
+/// One turn of one file.
+const BLOCK: usize = 64 * 1024;
+
+/// After so many rounds without news the kernel is to tell of the next.
+const QUIET_ROUNDS: u8 = 4;
+
+/// While data arrives, and once after it, the file system is asked this often whether it is full.
+const SPACE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Bounds of the polling interval: from the first data to an idle file.
+const POLL: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
+
+/// Network file systems and FUSE by the magic number of `statfs`: NFS, SMB, SMB2, CIFS, FUSE, AFS, Coda, Ceph, 9P,
+/// Lustre, GPFS, `BeeGFS`.
+const CHANGES_UNSEEN: [u32; 12] = [
+    0x6969,
+    0x517b,
+    0xfe53_4d42,
+    0xff53_4d42,
+    0x6573_5546,
+    0x5346_414f,
+    0x7375_7245,
+    0x00c3_6400,
+    0x0102_1997,
+    0x0bd0_0bd0,
+    0x4750_4653,
+    0x1983_0326,
+];
+
+/// A file that was opened before its writer started.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) info: Arc<StreamInfo>,
+    pub(super) file: File,
+    /// What is before it was written by somebody else, earlier.
+    pub(super) offset: u64,
+    pub(super) output: Option<usize>,
+}
+
+#[derive(Debug)]
+struct Followed {
+    info: Arc<StreamInfo>,
+    file: File,
+    output: Option<usize>,
+    watch: Option<WatchDescriptor>,
+    splitter: LineSplitter,
+    /// In the file.
+    offset: u64,
+    /// Bytes behind the offset, when last counted.
+    unread: u64,
+    /// Bytes read, and how many of them are on the console.
+    taken: u64,
+    shown: u64,
+    /// The output's sequence number behind the last byte that was put there.
+    put_until: u64,
+    is_queued: bool,
+    is_polled: bool,
+    /// Active: read every round, and so many times in vain by now.
+    quiet_rounds: Option<u8>,
+    phase: Phase,
+    told: Told,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Open,
+    /// Its writers are gone: the end of the file is the end of the stream.
+    Finishing,
+    /// Its last byte was put on the output, or there is none to put it on.
+    Ended,
+}
+
+/// What has been reported of a file.
+#[derive(Debug, Default)]
+struct Told {
+    trouble: bool,
+    full: bool,
+}
+
+/// All followed files.
+pub(super) struct Follower {
+    files: BTreeMap<StreamId, Followed>,
+    queue: VecDeque<StreamId>,
+    inotify: Option<Inotify>,
+    watches: HashMap<WatchDescriptor, Vec<StreamId>>,
+    block: Box<[u8]>,
+    space_check: Option<Instant>,
+    poll_at: Option<Instant>,
+    poll_interval: Duration,
+    polling_told: bool,
+    notify: Notify,
+}
+
+impl Follower {
+    pub(super) fn new(notify: Notify) -> Self {
+        let mut follower = Self {
+            files: BTreeMap::new(),
+            queue: VecDeque::new(),
+            inotify: None,
+            watches: HashMap::new(),
+            block: vec![0; BLOCK].into_boxed_slice(),
+            space_check: None,
+            poll_at: None,
+            poll_interval: POLL.0,
+            polling_told: false,
+            notify,
+        };
+        match Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK) {
+            Ok(inotify) => follower.inotify = Some(inotify),
+            Err(errno) => follower.tell_polling(errno),
+        }
+        follower
+    }
+
+    /// No more instances or watches for this user.
+    fn tell_polling(&mut self, errno: Errno) {
+        if !std::mem::replace(&mut self.polling_told, true) {
+            (self.notify)(Notice::Polling { errno });
+        }
+    }
+
+    pub(super) fn inotify_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inotify.as_ref().map(AsFd::as_fd)
+    }
+
+    pub(super) fn add(&mut self, opened: Opened, now: Instant) {
+        let Opened { info, file, offset, output } = opened;
+        let id = info.id;
+        let is_polled = output.is_some() && changes_unseen(&file);
+        let followed = Followed {
+            info,
+            file,
+            output,
+            watch: None,
+            splitter: LineSplitter::default(),
+            offset,
+            unread: 0,
+            taken: 0,
+            shown: 0,
+            put_until: 0,
+            is_queued: false,
+            is_polled,
+            quiet_rounds: None,
+            phase: Phase::Open,
+            told: Told::default(),
+        };
+        self.files.insert(id, followed);
+        if output.is_some() {
+            self.watch(id);
+        }
+        if self.files.values().any(|file| file.is_polled) {
+            self.poll_at.get_or_insert(now + self.poll_interval);
+        }
+        // Something may have been written before the watch was there.
+        self.enqueue(id);
+    }
+
+    /// Sets a watch, or has the file polled.
+    fn watch(&mut self, id: StreamId) {
+        let Some(file) = self.files.get_mut(&id) else { return };
+        // The path may name another file by now: a log that was moved away is followed all the same.
+        let path = format!("/proc/self/fd/{}", file.file.as_raw_fd());
+        let flags = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ONESHOT;
+        match self.inotify.as_ref().map(|inotify| inotify.add_watch(path.as_str(), flags)) {
+            Some(Ok(watch)) => {
+                file.watch = Some(watch);
+                self.watches.entry(watch).or_default().push(id);
+            }
+            Some(Err(errno)) => {
+                (file.watch, file.is_polled) = (None, true);
+                self.tell_polling(errno);
+            }
+            None => file.is_polled = true,
+        }
+    }
+
+    /// The writers of this stream are gone.
+    pub(super) fn finish(&mut self, id: StreamId) {
+        let Some(file) = self.files.get_mut(&id) else { return };
+        if file.phase == Phase::Open {
+            file.phase = Phase::Finishing;
+        }
+        file.quiet_rounds = None;
+        file.check_space(&self.notify);
+        file.count_unread();
+        self.enqueue(id);
+    }
+
+    fn enqueue(&mut self, id: StreamId) {
+        if let Some(file) = self.files.get_mut(&id)
+            && !file.is_queued
+        {
+            file.is_queued = true;
+            self.queue.push_back(id);
+        }
+    }
+
+    /// Returns how many are wanted.
+    fn enqueue_all(&mut self, is_wanted: impl Fn(&Followed) -> bool) -> usize {
+        let wanted: Vec<StreamId> = self.files.iter().filter(|(_, f)| is_wanted(f)).map(|(id, _)| *id).collect();
+        for id in &wanted {
+            self.enqueue(*id);
+        }
+        wanted.len()
+    }
+
+    /// Takes what inotify has to say; one buffer of events at a time.
+    pub(super) fn take_events(&mut self) {
+        let Some(Ok(events)) = self.inotify.as_ref().map(Inotify::read_events) else { return };
+        for event in events {
+            if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
+                let all: Vec<StreamId> = self.files.keys().copied().collect();
+                for id in all {
+                    self.activate(id, true);
+                }
+                self.watches.clear();
+                continue;
+            }
+            // It comes a moment after IN_MODIFY. Before, a new watch could get hold of the old one, and vanish with it.
+            let is_over = event.mask.contains(AddWatchFlags::IN_IGNORED);
+            let streams = if is_over { self.watches.remove(&event.wd) } else { self.watches.get(&event.wd).cloned() };
+            for id in streams.unwrap_or_default() {
+                self.activate(id, is_over);
+            }
+        }
+    }
+
+    fn activate(&mut self, id: StreamId, is_watch_over: bool) {
+        let Some(file) = self.files.get_mut(&id) else { return };
+        file.quiet_rounds.get_or_insert(0);
+        if is_watch_over {
+            file.watch = None;
+        }
+        self.enqueue(id);
+    }
+
+    /// The active files are to be read again.
+    pub(super) fn begin_round(&mut self) {
+        self.enqueue_all(|file| file.quiet_rounds.is_some());
+    }
+
+    /// Whether there is to be another round: not for a console that takes nothing.
+    pub(super) fn has_active(&self, outputs: &mut [Output]) -> bool {
+        self.files.values().any(|file| file.quiet_rounds.is_some() && file.ready_output(outputs).is_some())
+    }
+
+    /// A destination is lost: its streams are only looked after from now on.
+    pub(super) fn drop_output(&mut self, lost: usize) {
+        let streams: Vec<StreamId> =
+            self.files.iter().filter(|(_, file)| file.output == Some(lost)).map(|(id, _)| *id).collect();
+        for id in streams {
+            self.unwatch(id);
+            if let Some(file) = self.files.get_mut(&id) {
+                (file.output, file.is_polled, file.quiet_rounds) = (None, false, None);
+            }
+        }
+    }
+
+    /// Gives every file whose destination has room one turn.
+    pub(super) fn read(&mut self, outputs: &mut [Output], now: Instant) {
+        for _ in 0..self.queue.len() {
+            let Some(id) = self.queue.pop_front() else { break };
+            let Some(file) = self.files.get_mut(&id) else { continue };
+            let output = file.output.map(|index| &mut outputs[index]);
+            if output.as_ref().is_some_and(|output| !output.has_room()) {
+                self.queue.push_back(id);
+                continue;
+            }
+            file.is_queued = false;
+            let before = file.taken;
+            let more = file.take_turn(output, &mut self.block, now, &self.notify);
+            let taken = file.taken - before;
+            self.on_taken(id, taken);
+            if taken > 0 {
+                self.space_check.get_or_insert(now + SPACE_INTERVAL);
+                self.poll_interval = POLL.0;
+            }
+            if more {
+                self.enqueue(id);
+            }
+        }
+    }
+
+    /// Changes between watching a file and reading it every round.
+    fn on_taken(&mut self, id: StreamId, taken: u64) {
+        let Some(file) = self.files.get_mut(&id).filter(|file| file.phase == Phase::Open) else { return };
+        match file.quiet_rounds {
+            None if taken > 0 && file.watch.is_none() => file.quiet_rounds = Some(0),
+            Some(_) if taken > 0 => file.quiet_rounds = Some(0),
+            Some(rounds) if rounds < QUIET_ROUNDS || file.watch.is_some() => {
+                file.quiet_rounds = Some(rounds.saturating_add(1));
+            }
+            Some(_) => {
+                file.quiet_rounds = None;
+                self.watch(id);
+                self.enqueue(id);
+            }
+            None => {}
+        }
+    }
+
+    /// Whether [`Self::read`] would do something.
+    pub(super) fn can_read(&self, outputs: &[Output]) -> bool {
+        let outputs_of = self.queue.iter().filter_map(|id| self.files.get(id)).map(|file| file.output);
+        outputs_of.into_iter().any(|output| output.is_none_or(|index| outputs[index].has_room()))
+    }
+
+    /// Does what is due now, in those files whose destination has room.
+    pub(super) fn tick(&mut self, outputs: &mut [Output], now: Instant) {
+        for file in self.files.values_mut() {
+            if let Some(output) = file.ready_output(outputs) {
+                file.tick(output, now);
+            }
+        }
+        if self.space_check.is_some_and(|at| at <= now) {
+            self.space_check = None;
+            self.files.values_mut().for_each(|file| file.check_space(&self.notify));
+        }
+        if self.poll_at.is_some_and(|at| at <= now) {
+            self.poll_interval = (self.poll_interval * 2).min(POLL.1);
+            let polled = self.enqueue_all(|file| file.is_polled);
+            self.poll_at = (polled > 0).then_some(now + self.poll_interval);
+        }
+    }
+
+    /// When [`Self::tick`] has something to do.
+    pub(super) fn deadline(&self, outputs: &mut [Output]) -> Option<Instant> {
+        let lines = self.files.values().filter(|file| file.ready_output(outputs).is_some());
+        lines.filter_map(|file| file.splitter.deadline()).chain(self.space_check).chain(self.poll_at).min()
+    }
+
+    /// Accounts for what has been written, and lets go of the streams that are through. Returns those.
+    pub(super) fn settle(&mut self, outputs: &mut [Output]) -> Vec<StreamId> {
+        for output in outputs.iter_mut() {
+            while let Some(mark) = output.pop_reached() {
+                if let Some(file) = self.files.get_mut(&mark.stream) {
+                    file.shown = mark.taken;
+                }
+            }
+        }
+        let mut through = Vec::new();
+        for (id, file) in &mut self.files {
+            if file.phase != Phase::Open && file.is_through(outputs) {
+                through.push(*id);
+            }
+        }
+        for id in &through {
+            self.unwatch(*id);
+            self.files.remove(id);
+        }
+        through
+    }
+
+    fn unwatch(&mut self, id: StreamId) {
+        let Some(watch) = self.files.get_mut(&id).and_then(|file| file.watch.take()) else { return };
+        let Some(streams) = self.watches.get_mut(&watch) else { return };
+        streams.retain(|other| *other != id);
+        if streams.is_empty() {
+            self.watches.remove(&watch);
+            if let Some(inotify) = &self.inotify {
+                // It can only fail when the kernel has removed the watch already, together with the file.
+                let _gone_already = inotify.rm_watch(watch);
+            }
+        }
+    }
+}
+
+impl Followed {
+    /// The destination, when it takes bytes now.
+    fn ready_output<'a>(&self, outputs: &'a mut [Output]) -> Option<&'a mut Output> {
+        let output = &mut outputs[self.output?];
+        (self.phase != Phase::Ended && output.has_room()).then_some(output)
+    }
+
+    /// Reads one block. Returns whether there may be more.
+    fn take_turn(&mut self, output: Option<&mut Output>, block: &mut [u8], now: Instant, notify: &Notify) -> bool {
+        let Some(output) = output else {
+            if self.phase == Phase::Finishing {
+                self.phase = Phase::Ended;
+            }
+            return false;
+        };
+        let more = match pread(&self.file, block, self.offset.cast_signed()) {
+            Ok(0) if self.was_truncated() => {
+                self.offset = 0;
+                self.end_line(output);
+                true
+            }
+            Ok(0) => {
+                self.end(output);
+                false
+            }
+            Ok(n) => {
+                output.compact();
+                let (id, prefix) = (self.info.id, &self.info.stream.prefix);
+                self.splitter.push(&block[..n], now, |unit| output.put(id, prefix, unit));
+                self.offset += n as u64;
+                self.taken += n as u64;
+                self.mark(output);
+                let is_full_block = n == block.len();
+                if is_full_block {
+                    self.count_unread();
+                } else {
+                    self.unread = 0;
+                }
+                // A short read is the end of the file, and what comes later is told by a later event.
+                is_full_block || self.phase == Phase::Finishing
+            }
+            Err(Errno::EINTR) => true,
+            Err(errno) => {
+                if !std::mem::replace(&mut self.told.trouble, true) {
+                    notify(self.info.trouble(errno));
+                }
+                self.end(output);
+                false
+            }
+        };
+        self.publish_behind();
+        more
+    }
+
+    fn tick(&mut self, output: &mut Output, now: Instant) {
+        if self.splitter.deadline().is_some_and(|at| at <= now) {
+            let (id, prefix) = (self.info.id, &self.info.stream.prefix);
+            self.splitter.tick(now, |unit| output.put(id, prefix, unit));
+            self.mark(output);
+        }
+    }
+
+    fn end(&mut self, output: &mut Output) {
+        if self.phase == Phase::Finishing {
+            self.end_line(output);
+            self.phase = Phase::Ended;
+        }
+    }
+
+    fn end_line(&mut self, output: &mut Output) {
+        let (id, prefix) = (self.info.id, &self.info.stream.prefix);
+        self.splitter.finish(|unit| output.put(id, prefix, unit));
+        self.mark(output);
+    }
+
+    fn mark(&mut self, output: &mut Output) {
+        self.put_until = output.accepted();
+        output.mark(self.info.id, self.taken - self.splitter.held() as u64);
+    }
+
+    fn check_space(&mut self, notify: &Notify) {
+        if !self.told.full && is_full(&self.file) {
+            self.told.full = true;
+            notify(self.info.trouble(Errno::ENOSPC));
+        }
+    }
+
+    fn was_truncated(&self) -> bool {
+        self.file.metadata().is_ok_and(|stat| stat.len() < self.offset)
+    }
+
+    fn is_through(&mut self, outputs: &[Output]) -> bool {
+        self.publish_behind();
+        let Some(output) = self.output.map(|index| &outputs[index]) else { return true };
+        self.phase == Phase::Ended && output.written() >= self.put_until
+    }
+
+    /// Tells the handle how many bytes of the file are not on the console.
+    fn publish_behind(&self) {
+        self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
+    }
+
+    fn count_unread(&mut self) {
+        self.unread = self.file.metadata().map_or(0, |stat| stat.len().saturating_sub(self.offset));
+    }
+}
+
+fn changes_unseen(file: &File) -> bool {
+    // An unknown file system is asked again, too: that costs one wake-up per second.
+    let Ok(fs) = fstatfs(file) else { return true };
+    // The type's width depends on the platform; the magic numbers have 32 bits.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the magic number has 32 bits")]
+    let magic = fs.filesystem_type().0 as u32;
+    CHANGES_UNSEEN.contains(&magic)
+}
+
+/// No block is left for us. File systems without a size (0 blocks) are never full.
+fn is_full(file: &File) -> bool {
+    fstatvfs(file).is_ok_and(|fs| {
+        let left = if geteuid().is_root() { fs.blocks_free() } else { fs.blocks_available() };
+        fs.blocks() > 0 && left == 0
+    })
+}

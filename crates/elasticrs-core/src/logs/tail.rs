@@ -1,0 +1,102 @@
+//! The last lines of a log file, for the failure report.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::lines::is_blank;
+
+/// The last `count` lines of a file, without their line ends, from its last `max_bytes` bytes.
+///
+/// Of a line that was overwritten by `\r` the last visible state counts. A line of which the window holds only the
+/// end counts when it is the only one. What is not a regular file has no lines.
+///
+/// # Errors
+/// The file cannot be opened or read.
+pub fn last_lines(path: &Path, count: usize, max_bytes: u64) -> io::Result<Vec<Vec<u8>>> {
+    let file = File::open(path)?;
+    let size = file.metadata()?.len();
+    let start = size.saturating_sub(max_bytes);
+    let mut bytes = vec![0; usize::try_from(size - start).unwrap_or(usize::MAX)];
+    let read = read_up_to(&file, &mut bytes, start)?;
+    bytes.truncate(read);
+    Ok(last_of(&bytes, count, start > 0))
+}
+
+/// The file may shrink meanwhile.
+fn read_up_to(file: &File, bytes: &mut [u8], start: u64) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < bytes.len() {
+        match file.read_at(&mut bytes[filled..], start + filled as u64) {
+            Ok(0) => break,
+            Ok(n) => filled += n,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}
+
+fn last_of(bytes: &[u8], count: usize, is_cut: bool) -> Vec<Vec<u8>> {
+    let body = bytes.strip_suffix(b"\n").unwrap_or(bytes);
+    if bytes.is_empty() {
+        return Vec::new();
+    }
+    let mut lines: Vec<&[u8]> = body.split(|b| *b == b'\n').collect();
+    if is_cut && lines.len() > 1 {
+        lines.remove(0);
+    }
+    let first = lines.len().saturating_sub(count);
+    lines[first..].iter().map(|line| last_state(line).to_vec()).collect()
+}
+
+/// What a terminal would show of the line, in the same sense as on the console.
+fn last_state(line: &[u8]) -> &[u8] {
+    let end = line.iter().rposition(|b| *b != b'\r').map_or(0, |last| last + 1);
+    let line = &line[..end];
+    let mut states = line.rsplit(|b| *b == b'\r');
+    if line.contains(&b'\r') { states.find(|state| !is_blank(state)).unwrap_or_default() } else { line }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failure is a failed test")]
+
+    use std::io::Write;
+
+    use super::*;
+
+    fn lines_of(text: &[u8], count: usize, max_bytes: u64) -> Vec<String> {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(text).unwrap();
+        let lines = last_lines(file.path(), count, max_bytes).unwrap();
+        lines.iter().map(|line| String::from_utf8_lossy(line).into_owned()).collect()
+    }
+
+    #[test]
+    fn the_last_lines_come_in_order() {
+        assert_eq!(lines_of(b"a\nb\nc\n", 2, 100), ["b", "c"]);
+        assert_eq!(lines_of(b"a\nb\nc", 2, 100), ["b", "c"]);
+        assert_eq!(lines_of(b"a\n\n", 5, 100), ["a", ""]);
+        assert_eq!(lines_of(b"", 5, 100), [""; 0]);
+        assert_eq!(lines_of(b"a\n", 0, 100), [""; 0]);
+    }
+
+    #[test]
+    fn a_line_that_the_window_cuts_is_left_out_unless_it_is_alone() {
+        assert_eq!(lines_of(b"abcdef\nxyz\n", 5, 6), ["xyz"]);
+        assert_eq!(lines_of(b"abcdef\n", 5, 4), ["def"]);
+    }
+
+    #[test]
+    fn progress_bars_collapse_to_their_last_state() {
+        assert_eq!(lines_of(b"\r 10%\r 99%\rend\nx\r\n\r 50%\r    \r", 9, 100), ["end", "x", " 50%"]);
+    }
+
+    #[test]
+    fn a_missing_file_is_an_error() {
+        let error = last_lines(Path::new("/nonexistent/log"), 1, 1).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    }
+}

@@ -1,0 +1,140 @@
+//! Starting a nursery from the agent.
+
+use std::ffi::{CString, OsString};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
+
+use super::NAME;
+use super::link::AgentLink;
+use super::protocol::{FIXED_FDS, Stage};
+use super::token::Token;
+use crate::sys::features::{UnsupportedKernel, check_floor};
+use crate::sys::spawn::{self, Command, Failure, Program, Stack, Standard};
+use crate::sys::{fds, pidfd};
+
+/// Where the nursery's program is.
+#[derive(Debug, Clone)]
+pub enum NurseryImage {
+    /// An executable file in memory: part of the extension.
+    Embedded(&'static [u8]),
+    /// Another program that calls [`super::server::run`] with its last argument, which is appended to these.
+    /// It gets the agent's environment.
+    Program {
+        /// The program's file.
+        path: PathBuf,
+        /// Its arguments, the first (its own name) included.
+        args: Vec<OsString>,
+    },
+}
+
+/// A nursery that executes its program; its first reply is `Ready`.
+#[derive(Debug)]
+pub struct Launched {
+    /// Its pid; a child of this process, to be reaped by the owner of this value once the pidfd is readable.
+    pub pid: i32,
+    /// Its descriptor.
+    pub pidfd: OwnedFd,
+    /// The connection. Closing it ends the nursery and everything below it.
+    pub link: AgentLink,
+    /// The reading end, non-blocking: the last byte is the [`Stage`] that the worker being started has reached.
+    pub stages: OwnedFd,
+    /// What its descendants carry.
+    pub token: Token,
+}
+
+/// No nursery could be started.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// See [`UnsupportedKernel`].
+    #[error(transparent)]
+    Unsupported(#[from] UnsupportedKernel),
+    /// The program did not start; the error of the last image that was tried.
+    #[error("could not start the nursery: could not {stage}: {}", .errno.desc())]
+    Start {
+        /// Where it failed.
+        stage: Stage,
+        /// How.
+        errno: Errno,
+    },
+    /// Descriptors or memory ran out.
+    #[error("could not prepare the nursery: {0}")]
+    Prepare(#[from] io::Error),
+}
+
+impl From<Errno> for LaunchError {
+    fn from(errno: Errno) -> Self {
+        Self::Prepare(errno.into())
+    }
+}
+
+/// Starts a nursery from the first of these images that can be executed.
+///
+/// Safe in a process with threads. The nursery does not depend on the calling thread: it watches this process.
+/// It inherits descriptors 0 to 2, the working directory, the limits and the umask of this moment, and workers inherit
+/// them from it. Images are tried in order, since an embedded one cannot be executed everywhere (`vm.memfd_noexec`,
+/// security modules).
+pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
+    check_floor()?;
+    let token = Token::random()?;
+    let (ours, theirs) = UnixStream::pair()?;
+    let (stages, stages_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
+    let agent = pidfd::open(nix::unistd::getpid().as_raw())?;
+    let [socket_number, agent_number, stages_number] = FIXED_FDS;
+    let passed = [(theirs.as_fd(), socket_number), (agent.as_fd(), agent_number), (stages_end.as_fd(), stages_number)];
+    let mut failure = Failure { stage: Stage::Exec, errno: Errno::ENOENT, descriptor: 0 };
+    for image in images {
+        let memory_file;
+        let (program, argv, env) = match image {
+            NurseryImage::Embedded(content) => {
+                memory_file = match fds::executable_memory_file(c"worker-nursery", content) {
+                    Ok(file) => file,
+                    Err(error) => {
+                        failure.errno = Errno::from_raw(error.raw_os_error().unwrap_or(libc::EACCES));
+                        continue;
+                    }
+                };
+                (Program::File(memory_file.as_fd()), vec![OsString::from(NAME)], Vec::new())
+            }
+            NurseryImage::Program { path, args } => {
+                let path = c_string(path.as_os_str().as_bytes().to_vec())?;
+                (Program::Paths(vec![path]), args.clone(), environment())
+            }
+        };
+        let argv = argv.into_iter().chain([token.to_string().into()]);
+        let command = Command {
+            program,
+            argv: argv.map(|arg| c_string(arg.into_vec())).collect::<Result<_, _>>()?,
+            env: env.into_iter().map(c_string).collect::<Result<_, _>>()?,
+            cwd: None,
+            stdio: [const { Standard::Inherit }; 3],
+            fds: passed.to_vec(),
+            ignored: Vec::new(),
+            dies_with_parent: false,
+            oom_score_adj: None,
+            stages: None,
+        };
+        match spawn::spawn(&command, &mut Stack::new()?) {
+            Ok(child) => {
+                let link = AgentLink::new(ours)?;
+                return Ok(Launched { pid: child.pid, pidfd: child.pidfd, link, stages, token });
+            }
+            Err(error) => failure = error,
+        }
+    }
+    Err(LaunchError::Start { stage: failure.stage, errno: failure.errno })
+}
+
+fn environment() -> Vec<Vec<u8>> {
+    let join = |(name, value): (OsString, OsString)| [name.as_bytes(), b"=", value.as_bytes()].concat();
+    std::env::vars_os().map(join).collect()
+}
+
+fn c_string(bytes: Vec<u8>) -> Result<CString, Errno> {
+    CString::new(bytes).map_err(|_| Errno::EINVAL)
+}

@@ -1,0 +1,307 @@
+//! One end of the socket between agent and nursery: frames, descriptors, and no blocking.
+//!
+//! Bytes are queued here, not in the kernel: neither end ever waits for the other one to read. The owner of the end
+//! drives it: [`Link::receive`] when the socket is readable, [`Link::flush`] when it is writable and
+//! [`Link::has_unsent`].
+//!
+//! How descriptors find their frame: a sender gives a frame's descriptors to the `sendmsg` that carries the frame's
+//! first byte, and the kernel ends a `recvmsg` behind the segment that carries descriptors. So each frame with
+//! descriptors makes exactly one batch (possibly cut off) on the receiver's side, in order.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice};
+use std::marker::PhantomData;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::protocol::{MAX_FRAME, Message, Reply, Request};
+use crate::sys::socket;
+
+const HEADER: usize = size_of::<u32>();
+const CHUNK: usize = 64 * 1024;
+
+/// The agent's end.
+pub type AgentLink = Link<Request, Reply>;
+/// The nursery's end.
+pub type NurseryLink = Link<Reply, Request>;
+
+/// One end: sends `Out`, receives `In`.
+#[derive(Debug)]
+pub struct Link<Out, In> {
+    socket: OwnedFd,
+    unsent: VecDeque<Frame>,
+    received: Received,
+    kinds: PhantomData<fn(&Out) -> In>,
+}
+
+#[derive(Debug)]
+struct Frame {
+    bytes: Vec<u8>,
+    sent: usize,
+    fds: Vec<OwnedFd>,
+}
+
+impl<Out: Message + Serialize, In: Message + DeserializeOwned> Link<Out, In> {
+    /// Takes over a connected Unix stream socket and makes it non-blocking.
+    pub fn new(socket: impl Into<OwnedFd>) -> io::Result<Self> {
+        let socket = socket.into();
+        let flags = OFlag::from_bits_retain(fcntl(&socket, FcntlArg::F_GETFL)?);
+        fcntl(&socket, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+        Ok(Self { socket, unsent: VecDeque::new(), received: Received::default(), kinds: PhantomData })
+    }
+
+    /// Queues a message, and sends what the socket takes.
+    ///
+    /// `fds` are closed here once they are sent. `InvalidInput` when there are not as many as the message announces,
+    /// more than the kernel carries, or the frame is too large; other errors are those of the socket.
+    pub fn send(&mut self, message: &Out, fds: Vec<OwnedFd>) -> io::Result<()> {
+        if fds.len() != message.descriptors() || fds.len() > socket::MAX_DESCRIPTORS {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        self.unsent.push_back(Frame { bytes: encode(message)?, sent: 0, fds });
+        self.flush()
+    }
+
+    /// Sends what the socket takes.
+    pub fn flush(&mut self) -> io::Result<()> {
+        while let Some(frame) = self.unsent.front_mut() {
+            match frame.send(&self.socket) {
+                Ok(()) if frame.sent == frame.bytes.len() => drop(self.unsent.pop_front()),
+                Ok(()) | Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether [`Link::flush`] is due once the socket is writable.
+    pub fn has_unsent(&self) -> bool {
+        !self.unsent.is_empty()
+    }
+
+    /// The next message and its descriptors; `None` when there is no whole one yet.
+    ///
+    /// There are fewer descriptors than [`Message::descriptors`] when this process may not open more.
+    /// `UnexpectedEof` when the other end is closed, `InvalidData` for what is no message.
+    pub fn receive(&mut self) -> io::Result<Option<(In, Vec<OwnedFd>)>> {
+        loop {
+            if let Some(message) = self.received.next()? {
+                return Ok(Some(message));
+            }
+            match self.received.read(&self.socket) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+impl<Out, In> AsFd for Link<Out, In> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl<Out, In> AsRawFd for Link<Out, In> {
+    fn as_raw_fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+impl Frame {
+    fn send(&mut self, socket: &OwnedFd) -> Result<(), Errno> {
+        let raw: Vec<RawFd> = self.fds.iter().map(AsRawFd::as_raw_fd).collect();
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let control: &[ControlMessage<'_>] = if raw.is_empty() { &[] } else { &rights };
+        let bytes = [IoSlice::new(&self.bytes[self.sent..])];
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        self.sent += sendmsg::<()>(socket.as_raw_fd(), &bytes, control, flags, None)?;
+        // They went with the first byte.
+        self.fds.clear();
+        Ok(())
+    }
+}
+
+fn encode<M: Serialize>(message: &M) -> io::Result<Vec<u8>> {
+    let mut bytes = postcard::to_extend(message, vec![0; HEADER]).map_err(invalid)?;
+    let length = bytes.len() - HEADER;
+    if length > MAX_FRAME {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too large"));
+    }
+    let header = u32::try_from(length).expect("below MAX_FRAME").to_le_bytes();
+    bytes[..HEADER].copy_from_slice(&header);
+    Ok(bytes)
+}
+
+fn invalid(error: postcard::Error) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+/// Bytes and descriptors that have come and are not yet a message.
+#[derive(Debug, Default)]
+struct Received {
+    bytes: Vec<u8>,
+    used: usize,
+    batches: VecDeque<Vec<OwnedFd>>,
+}
+
+impl Received {
+    fn read(&mut self, socket: &OwnedFd) -> io::Result<()> {
+        self.bytes.drain(..self.used);
+        self.used = 0;
+        let filled = self.bytes.len();
+        // A large frame is read in few calls, a small one leaves no large buffer behind.
+        self.bytes.resize(filled + CHUNK.max(filled), 0);
+        let chunk = socket::receive(socket, &mut self.bytes[filled..]);
+        self.bytes.truncate(filled + chunk.as_ref().map_or(0, |chunk| chunk.bytes));
+        self.bytes.shrink_to(CHUNK);
+        let chunk = chunk?;
+        if chunk.truncated || !chunk.fds.is_empty() {
+            self.batches.push_back(chunk.fds);
+        }
+        if chunk.bytes == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
+    }
+
+    fn next<M: Message + DeserializeOwned>(&mut self) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
+        let unused = &self.bytes[self.used..];
+        let Some((header, rest)) = unused.split_first_chunk::<HEADER>() else { return Ok(None) };
+        let length = u32::from_le_bytes(*header) as usize;
+        if length > MAX_FRAME {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the frame is too large"));
+        }
+        let Some(body) = rest.get(..length) else { return Ok(None) };
+        let message: M = postcard::from_bytes(body).map_err(invalid)?;
+        self.used += HEADER + length;
+        let fds = if message.descriptors() > 0 { self.batches.pop_front().unwrap_or_default() } else { Vec::new() };
+        Ok(Some((message, fds)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::spec::{PassedFd, ProcessSpec, Stdio};
+
+    fn ends() -> (AgentLink, NurseryLink) {
+        let (a, b) = UnixStream::pair().unwrap();
+        (AgentLink::new(a).unwrap(), NurseryLink::new(b).unwrap())
+    }
+
+    fn spawn(descriptors: i32, argument: usize) -> Request {
+        let pass_fds = (0..descriptors).map(|source| PassedFd { source, target: source + 3 }).collect();
+        let stdio = [Stdio::Null, Stdio::Null, Stdio::Null];
+        let argv = vec!["x".repeat(argument).into()];
+        let process = ProcessSpec { local_rank: 0, argv, env: Vec::new(), cwd: None, stdio, pass_fds };
+        Request::Spawn { process, keep_ignored: Vec::new() }
+    }
+
+    fn nulls(count: usize) -> Vec<OwnedFd> {
+        (0..count).map(|_| File::open("/dev/null").unwrap().into()).collect()
+    }
+
+    fn arbitrary_request() -> impl Strategy<Value = Request> {
+        prop_oneof![
+            // Larger than a socket buffer now and then, so that frames are sent and received in parts.
+            (0..5_i32, prop_oneof![4 => 0..200_usize, 1 => 200_000..600_000_usize])
+                .prop_map(|(n, size)| spawn(n, size)),
+            (any::<i32>(), any::<i32>()).prop_map(|(pid, signal)| Request::SignalGroup { pid, signal }),
+            Just(Request::Leave),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn requests_arrive_in_order_each_with_its_descriptors(
+            requests in prop::collection::vec((arbitrary_request(), any::<bool>()), 1..20)
+        ) {
+            let (mut agent, mut nursery) = ends();
+            let mut arrived = Vec::new();
+            let mut receive = |nursery: &mut NurseryLink| while let Some((request, fds)) = nursery.receive().unwrap() {
+                assert_eq!(fds.len(), request.descriptors());
+                arrived.push(request);
+            };
+            for (request, read_now) in &requests {
+                agent.send(request, nulls(request.descriptors())).unwrap();
+                if *read_now {
+                    receive(&mut nursery);
+                }
+            }
+            while agent.has_unsent() {
+                receive(&mut nursery);
+                agent.flush().unwrap();
+            }
+            receive(&mut nursery);
+            let sent: Vec<_> = requests.into_iter().map(|(request, _)| request).collect();
+            assert_eq!(arrived, sent);
+        }
+
+        #[test]
+        fn bytes_that_are_no_message_are_an_error_or_wait_for_more(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+            let (mut a, b) = UnixStream::pair().unwrap();
+            let mut nursery = NurseryLink::new(b).unwrap();
+            a.write_all(&bytes).unwrap();
+            while let Ok(Some(_)) = nursery.receive() {}
+        }
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_does_not_block() {
+        let (mut agent, _nursery) = ends();
+        while !agent.has_unsent() {
+            agent.send(&spawn(1, 10_000), nulls(1)).unwrap();
+        }
+        agent.send(&Request::Leave, Vec::new()).unwrap();
+    }
+
+    #[test]
+    fn the_end_of_the_stream_is_an_error_after_the_last_message() {
+        let (mut agent, mut nursery) = ends();
+        agent.send(&Request::Leave, Vec::new()).unwrap();
+        drop(agent);
+        assert_eq!(nursery.receive().unwrap().unwrap().0, Request::Leave);
+        assert_eq!(nursery.receive().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert!(nursery.send(&Reply::Continued { pid: 1 }, Vec::new()).is_err());
+    }
+
+    #[test]
+    fn a_message_with_the_wrong_number_of_descriptors_is_not_sent() {
+        let (mut agent, mut nursery) = ends();
+        for (request, fds) in [(spawn(2, 0), 1), (Request::Leave, 1), (spawn(254, 0), 254)] {
+            assert_eq!(agent.send(&request, nulls(fds)).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        }
+        assert!(nursery.receive().unwrap().is_none());
+    }
+
+    #[test]
+    fn descriptors_that_do_not_fit_are_missing_and_the_next_frame_has_its_own() {
+        let (mut agent, mut nursery) = ends();
+        agent.send(&spawn(3, 0), nulls(3)).unwrap();
+        agent.send(&spawn(2, 0), nulls(2)).unwrap();
+        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        // Free for one more descriptor: the lowest free number is the limit's last one.
+        let free = OwnedFd::from(File::open("/dev/null").unwrap()).as_raw_fd();
+        let limit = libc::rlim_t::try_from(free).unwrap() + 1;
+        let (soft, _) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, limit, hard).unwrap();
+        let (_, cut_off) = nursery.receive().unwrap().unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+        assert_eq!(cut_off.len(), 1);
+        assert_eq!(nursery.receive().unwrap().unwrap().1.len(), 2);
+    }
+}

@@ -1,0 +1,264 @@
+//! The nursery's program.
+//!
+//! One loop over the agent's socket, the agent's pidfd and SIGCHLD; see the invariants in [`super`].
+
+mod spawn;
+mod sweep;
+
+use std::collections::BTreeSet;
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::prctl;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::time::TimeSpec;
+use nix::unistd::{getpid, getsid, setsid};
+
+use self::sweep::{Deadlines, Sweep, Verdict};
+use super::link::NurseryLink;
+use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
+use super::token::Token;
+use super::tree::Ended;
+use crate::clock::Stamp;
+use crate::exit::WorkerExit;
+use crate::sys::spawn::Stack;
+use crate::sys::wait::{self, Waited};
+use crate::sys::{fds, signals};
+
+/// When the agent is gone, this long is tried; then what does not die has its SIGKILL pending and needs nobody.
+const LAST_SWEEP: Duration = Duration::from_secs(10);
+
+/// Runs the nursery on the descriptors [`FIXED_FDS`], marked by the token in decimal; returns when it is over.
+///
+/// The process must be single-threaded and made for this alone.
+/// The result is the exit code: 0, or an error number (255 where there is none). The agent sees it together with the
+/// closed socket; there is nobody else to tell.
+pub fn run(token: Option<&str>) -> u8 {
+    match Nursery::new(token.and_then(Token::parse)).and_then(Nursery::serve) {
+        Ok(()) => 0,
+        Err(error) => error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255),
+    }
+}
+
+struct Nursery {
+    pid: i32,
+    link: NurseryLink,
+    agent: OwnedFd,
+    stages: OwnedFd,
+    child_signals: SignalFd,
+    stack: Stack,
+    /// This process carries a token, so that the lack of one means something.
+    marked: bool,
+    /// The value that workers get back, when ours was lowered.
+    oom_score_adj: Option<CString>,
+    /// Workers that have not been reaped.
+    workers: BTreeSet<i32>,
+    /// The sessions of all workers since the last sweep, those that have ended included.
+    sessions: BTreeSet<i32>,
+    sweep: Option<Sweep>,
+    /// The agent is gone: nobody is to be told anything, and the sweep that runs is the last.
+    orphaned: bool,
+}
+
+impl Nursery {
+    fn new(token: Option<Token>) -> io::Result<Self> {
+        let [socket, agent, stages] = fds::take_inherited(FIXED_FDS)?;
+        fds::close_from(FIXED_FDS.into_iter().fold(2, i32::max) + 1)?;
+        if getsid(None)? != getpid() {
+            setsid()?;
+        }
+        prctl::set_child_subreaper(true)?;
+        prctl::set_name(c"worker-nursery")?;
+        // Ignored, it would make the kernel reap in our place.
+        signals::set_default(Signal::SIGCHLD)?;
+        sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None)?;
+        let mut child_signal = SigSet::empty();
+        child_signal.add(Signal::SIGCHLD);
+        let child_signals = SignalFd::with_flags(&child_signal, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+        let mut nursery = Self {
+            pid: getpid().as_raw(),
+            link: NurseryLink::new(socket)?,
+            agent,
+            stages,
+            child_signals,
+            stack: Stack::new()?,
+            marked: token.is_some_and(|token| token.apply().is_ok()),
+            oom_score_adj: lower_oom_score(),
+            workers: BTreeSet::new(),
+            sessions: BTreeSet::new(),
+            sweep: None,
+            orphaned: false,
+        };
+        nursery.tell(&Reply::Ready { protocol: PROTOCOL, pid: nursery.pid }, Vec::new());
+        Ok(nursery)
+    }
+}
+
+impl Nursery {
+    fn serve(mut self) -> io::Result<()> {
+        loop {
+            let ready = self.wait()?;
+            if ready.child {
+                while self.child_signals.read_signal()?.is_some() {}
+                self.reap();
+            }
+            if ready.agent_gone {
+                self.lose_agent();
+            }
+            if ready.socket && !self.orphaned && self.serve_requests() == Served::Leave {
+                return Ok(());
+            }
+            if self.step_sweep() == Served::Leave {
+                return Ok(());
+            }
+        }
+    }
+
+    fn wait(&self) -> io::Result<Ready> {
+        let timeout = self.sweep.as_ref().map(|sweep| TimeSpec::from(sweep.wait(Instant::now())));
+        let mut wanted = PollFlags::POLLIN;
+        wanted.set(PollFlags::POLLOUT, self.link.has_unsent());
+        let mut polled = [
+            PollFd::new(self.child_signals.as_fd(), PollFlags::POLLIN),
+            PollFd::new(self.agent.as_fd(), PollFlags::POLLIN),
+            PollFd::new(self.link.as_fd(), wanted),
+        ];
+        // An orphan has no use for the other two, which would be ready for ever.
+        let count = if self.orphaned { 1 } else { polled.len() };
+        match ppoll(&mut polled[..count], timeout, None) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let [child, agent_gone, socket] = polled.map(|fd| fd.any().unwrap_or(true));
+        Ok(Ready { child, agent_gone, socket })
+    }
+
+    /// Collects whatever has happened to children; says whether there are any left.
+    fn reap(&mut self) -> bool {
+        let seen = Stamp::now();
+        loop {
+            match wait::any_child() {
+                Waited::Changed { pid, status, usage } => {
+                    let exit = WorkerExit::from_wait_status(status);
+                    let is_worker =
+                        if exit.is_some() { self.workers.remove(&pid) } else { self.workers.contains(&pid) };
+                    if !is_worker {
+                        continue;
+                    }
+                    let reply = match exit {
+                        Some(exit) => Reply::Exited { pid, exit, usage, seen },
+                        None if libc::WIFSTOPPED(status) => Reply::Stopped { pid, signal: libc::WSTOPSIG(status) },
+                        None => Reply::Continued { pid },
+                    };
+                    self.tell(&reply, Vec::new());
+                }
+                Waited::Pending => return true,
+                Waited::NoChildren => return false,
+            }
+        }
+    }
+
+    fn serve_requests(&mut self) -> Served {
+        loop {
+            match self.link.receive() {
+                Ok(Some((request, fds))) => {
+                    if self.serve_request(request, &fds) == Served::Leave {
+                        return Served::Leave;
+                    }
+                }
+                Ok(None) => break,
+                Err(_) => {
+                    self.lose_agent();
+                    return Served::GoOn;
+                }
+            }
+        }
+        if self.link.flush().is_err() {
+            self.lose_agent();
+        }
+        Served::GoOn
+    }
+
+    fn serve_request(&mut self, request: Request, fds: &[OwnedFd]) -> Served {
+        match request {
+            Request::Spawn { process, keep_ignored } => self.spawn(&process, &keep_ignored, fds),
+            Request::SignalGroup { pid, signal } => {
+                // The group may be gone, or have changed its user: the agent sees who does not end.
+                if self.workers.contains(&pid) {
+                    let _ = signals::kill_group(pid, signal);
+                }
+            }
+            Request::Sweep { linger_ms, grace_ms, give_up_ms } => {
+                let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
+                self.begin_sweep(Deadlines::new(Instant::now(), linger, grace, give_up));
+            }
+            Request::Leave => return Served::Leave,
+        }
+        Served::GoOn
+    }
+
+    fn begin_sweep(&mut self, deadlines: Deadlines) {
+        match &mut self.sweep {
+            Some(sweep) => sweep.bring_forward(deadlines),
+            none => *none = Some(Sweep::new(deadlines)),
+        }
+    }
+
+    fn step_sweep(&mut self) -> Served {
+        let Some(mut sweep) = self.sweep.take() else { return Served::GoOn };
+        let has_children = self.reap();
+        match sweep.step(self, has_children) {
+            Verdict::GoOn => self.sweep = Some(sweep),
+            Verdict::Over { stuck, spared } => {
+                if self.orphaned {
+                    return Served::Leave;
+                }
+                self.sessions.clone_from(&self.workers);
+                let Ended { named: ended, more } = sweep.into_ended();
+                self.tell(&Reply::Swept { ended, more, stuck, spared }, Vec::new());
+            }
+        }
+        Served::GoOn
+    }
+
+    /// The agent is dead or has closed its end: end everything, then ourselves.
+    fn lose_agent(&mut self) {
+        if !self.orphaned {
+            self.orphaned = true;
+            self.begin_sweep(Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP));
+        }
+    }
+
+    fn tell(&mut self, reply: &Reply, fds: Vec<OwnedFd>) {
+        if !self.orphaned && self.link.send(reply, fds).is_err() {
+            self.lose_agent();
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Served {
+    GoOn,
+    Leave,
+}
+
+#[derive(Debug)]
+struct Ready {
+    child: bool,
+    agent_gone: bool,
+    socket: bool,
+}
+
+/// Makes this process the last that the kernel picks when memory runs out, where that is permitted, and returns what
+/// it was before.
+fn lower_oom_score() -> Option<CString> {
+    const PATH: &str = "/proc/self/oom_score_adj";
+    let before = std::fs::read_to_string(PATH).ok()?;
+    std::fs::write(PATH, "-1000").ok()?;
+    CString::new(before.trim_end()).ok()
+}

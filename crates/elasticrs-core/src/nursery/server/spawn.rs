@@ -1,0 +1,171 @@
+//! From a [`ProcessSpec`] to a running worker.
+
+use std::ffi::{CString, OsString};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use nix::errno::Errno;
+
+use super::Nursery;
+use crate::nursery::protocol::{Reply, Stage};
+use crate::spec::{ProcessSpec, Stdio};
+use crate::sys::spawn::{self, Command, Failure, Program, Standard};
+
+/// Where programs are searched for without a `PATH`.
+const DEFAULT_PATH: &[u8] = b"/bin:/usr/bin";
+
+impl Nursery {
+    pub(super) fn spawn(&mut self, process: &ProcessSpec, keep_ignored: &[i32], fds: &[OwnedFd]) {
+        let local_rank = process.local_rank;
+        // What was told before must not wait for a start that hangs.
+        if self.link.flush().is_err() {
+            return self.lose_agent();
+        }
+        // Marks the start of this worker's stages in the pipe. A full pipe is nobody's harm.
+        let _ = nix::unistd::write(&self.stages, &[Stage::Clone as u8]);
+        let started = command(process, keep_ignored, fds).and_then(|mut command| {
+            command.stages = Some(self.stages.as_fd());
+            command.oom_score_adj.clone_from(&self.oom_score_adj);
+            spawn::spawn(&command, &mut self.stack)
+        });
+        match started {
+            Ok(child) => {
+                self.workers.insert(child.pid);
+                self.sessions.insert(child.pid);
+                self.tell(&Reply::Spawned { local_rank, pid: child.pid }, vec![child.pidfd]);
+            }
+            Err(failure) => {
+                let Failure { stage, errno, .. } = failure;
+                let subject = subject(process, failure);
+                self.tell(&Reply::SpawnFailed { local_rank, stage, errno: errno as i32, subject }, Vec::new());
+            }
+        }
+    }
+}
+
+fn command<'fd>(process: &ProcessSpec, keep_ignored: &[i32], fds: &'fd [OwnedFd]) -> Result<Command<'fd>, Failure> {
+    let failed = |stage, descriptor| move |errno| Failure { stage, errno, descriptor };
+    let mut stdio = [const { Standard::Inherit }; 3];
+    for (descriptor, (standard, spec)) in stdio.iter_mut().zip(&process.stdio).enumerate() {
+        *standard = self::standard(descriptor, spec).map_err(failed(Stage::OpenLog, descriptor))?;
+    }
+    let passed = process.pass_fds.iter().map(|passed| {
+        // Fewer came than were announced: our own limit of descriptors.
+        let index = usize::try_from(passed.source).map_err(|_| Errno::EBADF)?;
+        let fd = fds.get(index).ok_or(Errno::EMFILE)?;
+        if passed.target < 0 { Err(Errno::EBADF) } else { Ok((fd.as_fd(), passed.target)) }
+    });
+    let fds = passed.collect::<Result<_, _>>().map_err(failed(Stage::Descriptors, 0))?;
+    let exec = failed(Stage::Exec, 0);
+    let cwd = process.cwd.as_deref().map(|cwd| c_string(cwd.as_os_str().as_bytes()));
+    Ok(Command {
+        program: Program::Paths(candidates(process).map_err(exec)?),
+        argv: c_strings(&process.argv).map_err(exec)?,
+        env: c_strings(&process.env).map_err(exec)?,
+        cwd: cwd.transpose().map_err(failed(Stage::ChangeDir, 0))?,
+        stdio,
+        fds,
+        ignored: keep_ignored.to_vec(),
+        dies_with_parent: true,
+        oom_score_adj: None,
+        stages: None,
+    })
+}
+
+fn standard(descriptor: usize, spec: &Stdio) -> Result<Standard, Errno> {
+    let (path, is_file) = match spec {
+        Stdio::Inherit => return Ok(Standard::Inherit),
+        Stdio::Null => (Path::new("/dev/null"), false),
+        Stdio::File(path) => (path.as_path(), true),
+    };
+    let flags = match (descriptor, is_file) {
+        (0, _) => libc::O_RDONLY,
+        (_, false) => libc::O_WRONLY,
+        (_, true) => libc::O_WRONLY | libc::O_CREAT | libc::O_APPEND,
+    };
+    Ok(Standard::Open { path: c_string(path.as_os_str().as_bytes())?, flags })
+}
+
+/// The paths to try, in order, as `execvpe` and Python's `subprocess` do.
+fn candidates(process: &ProcessSpec) -> Result<Vec<CString>, Errno> {
+    let program = process.argv.first().ok_or(Errno::EINVAL)?.as_bytes();
+    if program.is_empty() {
+        return Err(Errno::ENOENT);
+    }
+    if program.contains(&b'/') {
+        return Ok(vec![c_string(program)?]);
+    }
+    let path = process.env.iter().find_map(|entry| entry.as_bytes().strip_prefix(b"PATH="));
+    let directories = path.unwrap_or(DEFAULT_PATH).split(|&byte| byte == b':');
+    directories
+        .map(|directory| match directory {
+            // An empty entry is the working directory.
+            b"" => c_string(program),
+            _ => c_string(&[directory, b"/", program].concat()),
+        })
+        .collect()
+}
+
+fn c_strings(strings: &[OsString]) -> Result<Vec<CString>, Errno> {
+    strings.iter().map(|string| c_string(string.as_bytes())).collect()
+}
+
+fn c_string(bytes: &[u8]) -> Result<CString, Errno> {
+    CString::new(bytes).map_err(|_| Errno::EINVAL)
+}
+
+/// What the failure is about, for people.
+fn subject(process: &ProcessSpec, failure: Failure) -> String {
+    let lossy = |path: &Path| path.to_string_lossy().into_owned();
+    match failure.stage {
+        Stage::OpenLog => match process.stdio.get(failure.descriptor) {
+            Some(Stdio::File(path)) => lossy(path),
+            Some(Stdio::Null) => "/dev/null".to_owned(),
+            Some(Stdio::Inherit) | None => String::new(),
+        },
+        Stage::ChangeDir => process.cwd.as_deref().map(lossy).unwrap_or_default(),
+        Stage::Exec => process.argv.first().map(|program| lossy(Path::new(program))).unwrap_or_default(),
+        Stage::Clone | Stage::NewSession | Stage::ParentDeathSignal | Stage::Descriptors | Stage::Receive => {
+            String::new()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(program: &str, env: &[&str]) -> ProcessSpec {
+        ProcessSpec {
+            local_rank: 0,
+            argv: vec![program.into()],
+            env: env.iter().map(OsString::from).collect(),
+            cwd: None,
+            stdio: [Stdio::Inherit, Stdio::Inherit, Stdio::Inherit],
+            pass_fds: Vec::new(),
+        }
+    }
+
+    fn paths(program: &str, env: &[&str]) -> Vec<String> {
+        let found = candidates(&process(program, env)).unwrap();
+        found.into_iter().map(|path| path.into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_program_with_a_slash_is_not_searched_for() {
+        assert_eq!(paths("./a", &["PATH=/x"]), ["./a"]);
+    }
+
+    #[test]
+    fn the_path_is_that_of_the_workers_environment() {
+        assert_eq!(paths("a", &["HOME=/h", "PATH=/x::/y"]), ["/x/a", "a", "/y/a"]);
+        assert_eq!(paths("a", &[]), ["/bin/a", "/usr/bin/a"]);
+    }
+
+    #[test]
+    fn what_cannot_be_a_program_is_refused() {
+        assert_eq!(candidates(&process("", &[])), Err(Errno::ENOENT));
+        assert_eq!(candidates(&process("a\0b", &[])), Err(Errno::EINVAL));
+    }
+}

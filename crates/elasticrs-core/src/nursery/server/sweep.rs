@@ -1,0 +1,180 @@
+//! Ending all descendants until none is left.
+//!
+//! Each step reaps, looks at who is there, and signals by the phase: nobody while lingering, SIGTERM once to each
+//! during the grace, SIGKILL after it. The only proof of the end is `ECHILD`. Where exempt processes keep it away, two
+//! looks in a row that find nobody else take its place.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use super::Nursery;
+use crate::nursery::protocol::Descendant;
+use crate::nursery::token::Token;
+use crate::nursery::tree::{self, Ended, Listed, Status, Target};
+
+/// A process that descends from a child, not from us, ends without a signal to us; this often we look.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+const FIRST_LOOK: Duration = Duration::from_micros(200);
+
+/// When what happens.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Deadlines {
+    term: Instant,
+    kill: Instant,
+    give_up: Instant,
+}
+
+impl Deadlines {
+    pub(super) fn new(now: Instant, linger: Duration, grace: Duration, give_up: Duration) -> Self {
+        // A span beyond the clock's range is as good as a year.
+        let after = |start: Instant, span| start.checked_add(span).unwrap_or(start + Duration::from_secs(31_536_000));
+        let term = after(now, linger);
+        let kill = after(term, grace);
+        Self { term, kill, give_up: after(now, give_up).max(kill) }
+    }
+
+    fn next(&self, now: Instant) -> Option<Instant> {
+        [self.term, self.kill, self.give_up].into_iter().find(|&at| at > now)
+    }
+}
+
+#[derive(Debug)]
+pub(super) enum Verdict {
+    GoOn,
+    Over { stuck: Vec<Descendant>, spared: Vec<Descendant> },
+}
+
+#[derive(Debug)]
+pub(super) struct Sweep {
+    deadlines: Deadlines,
+    /// Who got SIGTERM, and who SIGKILL, so far.
+    termed: BTreeSet<i32>,
+    killed: BTreeSet<i32>,
+    ended: Ended,
+    looks_without_others: u8,
+    pause: Duration,
+}
+
+/// What a look has found.
+#[derive(Debug, Default)]
+struct Look {
+    others: Vec<Listed>,
+    exempt: Vec<i32>,
+    /// Somebody ended meanwhile, and may have left children to us that were not seen. A zombie that waits for another
+    /// parent than us left them already.
+    unsure: bool,
+    /// Somebody was signalled for the first time.
+    new: bool,
+}
+
+impl Sweep {
+    pub(super) fn new(deadlines: Deadlines) -> Self {
+        Self {
+            deadlines,
+            termed: BTreeSet::new(),
+            killed: BTreeSet::new(),
+            ended: Ended::default(),
+            looks_without_others: 0,
+            pause: Duration::ZERO,
+        }
+    }
+
+    /// Takes the earlier one of each deadline.
+    pub(super) fn bring_forward(&mut self, by: Deadlines) {
+        let now = &mut self.deadlines;
+        now.term = now.term.min(by.term);
+        now.kill = now.kill.min(by.kill);
+        now.give_up = now.give_up.min(by.give_up).max(now.kill);
+        self.pause = Duration::ZERO;
+    }
+
+    /// How long nothing needs to be done unless a child changes.
+    pub(super) fn wait(&self, now: Instant) -> Duration {
+        let until = self.deadlines.next(now).map_or(Duration::ZERO, |at| at - now);
+        until.min(self.pause)
+    }
+
+    pub(super) fn into_ended(self) -> Ended {
+        self.ended
+    }
+
+    pub(super) fn step(&mut self, nursery: &Nursery, has_children: bool) -> Verdict {
+        if !has_children {
+            return Verdict::Over { stuck: Vec::new(), spared: Vec::new() };
+        }
+        let now = Instant::now();
+        let signal = match now {
+            now if now < self.deadlines.term => None,
+            now if now < self.deadlines.kill => Some(Signal::SIGTERM),
+            _ => Some(Signal::SIGKILL),
+        };
+        let look = self.look(nursery, signal);
+        let only_exempt = look.others.is_empty() && !look.unsure && !look.exempt.is_empty();
+        self.looks_without_others = if only_exempt { self.looks_without_others + 1 } else { 0 };
+        if self.looks_without_others >= 2 || now >= self.deadlines.give_up {
+            let describe = |pids: Vec<i32>| pids.into_iter().map(tree::describe).collect();
+            let stuck = look.others.iter().map(|listed| listed.pid).collect();
+            return Verdict::Over { stuck: describe(stuck), spared: describe(look.exempt) };
+        }
+        // Whoever forks faster than we look must be looked at again at once; otherwise their ends wake us.
+        self.pause = match (look.new, self.pause) {
+            (true, _) => Duration::ZERO,
+            (false, pause) if pause.is_zero() => FIRST_LOOK,
+            (false, pause) => (2 * pause).min(LOOK_AGAIN),
+        };
+        Verdict::GoOn
+    }
+
+    /// Looks at all descendants, and signals those that are due.
+    fn look(&mut self, nursery: &Nursery, signal: Option<Signal>) -> Look {
+        let mut look = Look::default();
+        for listed in tree::descendants(nursery.pid, &[]) {
+            let Some(target) = Target::open(nursery.pid, listed) else {
+                look.unsure = true;
+                continue;
+            };
+            if target.status.has_ended() {
+                look.unsure |= listed.parent == nursery.pid;
+                continue;
+            }
+            if nursery.is_exempt(listed.pid, target.status) {
+                look.exempt.push(listed.pid);
+                continue;
+            }
+            look.others.push(listed);
+            if let Some(signal) = signal {
+                look.new |= self.signal(nursery, listed.pid, &target, signal);
+            }
+        }
+        look
+    }
+
+    /// Says whether the process is one that had not got this signal before.
+    fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
+        let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
+        let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
+        if is_new && !was_named && !nursery.workers.contains(&pid) && !nursery.orphaned {
+            self.ended.add(pid);
+        }
+        if signal == Signal::SIGKILL {
+            // Every time: the pid may be another process by now, and a second SIGKILL does no harm.
+            target.signal(signal);
+        } else if is_new {
+            target.signal(signal);
+            // A stopped process does not see the signal before it goes on.
+            target.signal(Signal::SIGCONT);
+        }
+        is_new
+    }
+}
+
+impl Nursery {
+    /// It left its worker's session and reset the token: it is meant to stay.
+    fn is_exempt(&self, pid: i32, status: Status) -> bool {
+        self.marked && !self.sessions.contains(&status.session) && Token::of(pid).is_none()
+            // The limits of a process that has ended meanwhile are unreadable, which looks the same.
+            && Status::of(pid).is_some_and(|status| !status.has_ended())
+    }
+}

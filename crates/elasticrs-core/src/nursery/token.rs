@@ -1,0 +1,90 @@
+//! The token: a second identity of everything that descends from a nursery.
+//!
+//! It is the soft limit of `RLIMIT_RTTIME`, set to 2⁶² plus a random number of microseconds (146,000 years of unbroken
+//! real-time computing, so that it limits nothing). Every descendant inherits it; it is readable by everybody in
+//! `/proc/PID/limits`, and neither `env -i` nor a process that is not dumpable hides it.
+//!
+//! A process that means to outlive its job leaves its session and resets the limit to `unlimited` (`ulimit -S -R
+//! unlimited` in a shell).
+
+use std::fs;
+use std::io::{self, Read};
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+const BASE: u64 = 1 << 62;
+
+/// A value that no other nursery of this machine has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Token(u64);
+
+impl Token {
+    /// A new one.
+    pub fn random() -> io::Result<Self> {
+        let mut bytes = [0; 8];
+        fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+        // The highest values are left out: all bits set means "unlimited".
+        Ok(Self(BASE + (u64::from_le_bytes(bytes) >> 3)))
+    }
+
+    /// Reads what `Display` wrote; `None` for what is no token.
+    pub fn parse(text: &str) -> Option<Self> {
+        text.parse().ok().and_then(Self::from_limit)
+    }
+
+    /// `None` for a limit that is no token's.
+    fn from_limit(limit: u64) -> Option<Self> {
+        (BASE..BASE + (1 << 61)).contains(&limit).then_some(Self(limit))
+    }
+
+    /// Marks this process, and with it all that will descend from it. `EINVAL` under a finite hard limit.
+    pub fn apply(self) -> nix::Result<()> {
+        let (_, hard) = getrlimit(Resource::RLIMIT_RTTIME)?;
+        setrlimit(Resource::RLIMIT_RTTIME, self.0, hard)
+    }
+
+    /// The token that a process carries, whichever nursery's. `None` as well when the process is gone.
+    pub fn of(pid: i32) -> Option<Self> {
+        let limits = fs::read_to_string(format!("/proc/{pid}/limits")).ok()?;
+        Self::in_limits(&limits)
+    }
+
+    fn in_limits(limits: &str) -> Option<Self> {
+        let line = limits.lines().find_map(|line| line.strip_prefix("Max realtime timeout"))?;
+        line.split_whitespace().next()?.parse().ok().and_then(Self::from_limit)
+    }
+}
+
+impl std::fmt::Display for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_differ_and_are_read_back() {
+        let (a, b) = (Token::random().unwrap(), Token::random().unwrap());
+        assert_ne!(a, b);
+        assert_eq!(Token::parse(&a.to_string()), Some(a));
+    }
+
+    #[test]
+    fn a_limit_that_somebody_else_has_set_is_no_token() {
+        let line = |soft: &str| format!("Limit  Soft\nMax realtime timeout      {soft}  unlimited   us        \n");
+        assert_eq!(Token::in_limits(&line("unlimited")), None);
+        assert_eq!(Token::in_limits(&line("200000")), None);
+        assert_eq!(Token::in_limits(&line("4611686018427387911")), Some(Token(BASE + 7)));
+        assert_eq!(Token::in_limits("Max cpu time  unlimited"), None);
+    }
+
+    #[test]
+    fn an_applied_token_is_seen_from_outside() {
+        let token = Token::random().unwrap();
+        token.apply().unwrap();
+        assert_eq!(Token::of(std::process::id().cast_signed()), Some(token));
+    }
+}

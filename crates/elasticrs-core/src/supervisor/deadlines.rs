@@ -1,0 +1,154 @@
+//! The group's deadlines: a handful of named points in time that stand still while the group is suspended.
+
+use std::time::{Duration, Instant};
+
+/// What a deadline is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Timer {
+    /// All workers must run by then.
+    Start,
+    /// SIGKILL follows the first signal.
+    Kill,
+    /// Workers that outlive SIGKILL for so long are given up.
+    GiveUp,
+    /// The nursery must have answered a sweep by then.
+    Sweep,
+    /// Time to compare what was told with what the kernel says.
+    Check,
+    /// The worker of this local rank is reported as paused.
+    Paused(u32),
+}
+
+/// At most one deadline for each [`Timer`].
+#[derive(Debug, Default)]
+pub struct Deadlines {
+    armed: Vec<(Timer, Instant)>,
+    frozen_at: Option<Instant>,
+}
+
+impl Deadlines {
+    /// Sets the deadline of `timer` to `delay` after `now`, in place of an earlier one.
+    pub fn arm(&mut self, timer: Timer, delay: Duration, now: Instant) {
+        self.disarm(timer);
+        // An `Instant` cannot hold "in 300 years"; a year is for ever here.
+        let at = now + delay.min(Duration::from_secs(365 * 24 * 3600));
+        self.armed.push((timer, at));
+    }
+
+    /// As [`Self::arm`], but never later than it was.
+    pub fn hasten(&mut self, timer: Timer, delay: Duration, now: Instant) {
+        let sooner = self.armed.iter().all(|(t, at)| *t != timer || now + delay < *at);
+        if sooner {
+            self.arm(timer, delay, now);
+        }
+    }
+
+    /// Forgets the deadline of `timer`.
+    pub fn disarm(&mut self, timer: Timer) {
+        self.armed.retain(|(t, _)| *t != timer);
+    }
+
+    /// Forgets all.
+    pub fn clear(&mut self) {
+        self.armed.clear();
+    }
+
+    /// When to look again; `None` while frozen or when nothing is armed.
+    pub fn next(&self) -> Option<Instant> {
+        if self.frozen_at.is_some() {
+            return None;
+        }
+        self.armed.iter().map(|(_, at)| *at).min()
+    }
+
+    /// Takes the earliest deadline that has passed.
+    pub fn expired(&mut self, now: Instant) -> Option<Timer> {
+        if self.frozen_at.is_some() {
+            return None;
+        }
+        let (index, (timer, _)) =
+            self.armed.iter().copied().enumerate().filter(|(_, (_, at))| *at <= now).min_by_key(|(_, (_, at))| *at)?;
+        self.armed.swap_remove(index);
+        Some(timer)
+    }
+
+    /// Time stands still from `now` on.
+    pub fn freeze(&mut self, now: Instant) {
+        self.frozen_at.get_or_insert(now);
+    }
+
+    /// Time goes on; every deadline moves by the pause.
+    pub fn thaw(&mut self, now: Instant) {
+        if let Some(since) = self.frozen_at.take() {
+            let pause = now.saturating_duration_since(since);
+            for (_, at) in &mut self.armed {
+                *at += pause;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ms(n: u64) -> Duration {
+        Duration::from_millis(n)
+    }
+
+    #[test]
+    fn the_earliest_passed_deadline_comes_first() {
+        let t0 = Instant::now();
+        let mut deadlines = Deadlines::default();
+        deadlines.arm(Timer::GiveUp, ms(20), t0);
+        deadlines.arm(Timer::Kill, ms(10), t0);
+        assert_eq!(deadlines.next(), Some(t0 + ms(10)));
+        assert_eq!(deadlines.expired(t0 + ms(9)), None);
+        assert_eq!(deadlines.expired(t0 + ms(30)), Some(Timer::Kill));
+        assert_eq!(deadlines.expired(t0 + ms(30)), Some(Timer::GiveUp));
+        assert_eq!(deadlines.expired(t0 + ms(30)), None);
+    }
+
+    #[test]
+    fn a_frozen_deadline_moves_by_the_pause() {
+        let t0 = Instant::now();
+        let mut deadlines = Deadlines::default();
+        deadlines.arm(Timer::Kill, ms(10), t0);
+        deadlines.freeze(t0 + ms(4));
+        assert_eq!(deadlines.next(), None);
+        assert_eq!(deadlines.expired(t0 + ms(100)), None);
+        deadlines.thaw(t0 + ms(100));
+        assert_eq!(deadlines.next(), Some(t0 + ms(106)));
+    }
+
+    #[test]
+    fn a_hastened_deadline_never_moves_away() {
+        let t0 = Instant::now();
+        let mut deadlines = Deadlines::default();
+        deadlines.hasten(Timer::Kill, ms(30), t0);
+        deadlines.hasten(Timer::Kill, ms(30), t0 + ms(10));
+        assert_eq!(deadlines.next(), Some(t0 + ms(30)));
+        deadlines.hasten(Timer::Kill, ms(5), t0 + ms(10));
+        assert_eq!(deadlines.next(), Some(t0 + ms(15)));
+    }
+
+    proptest! {
+        #[test]
+        fn deadlines_expire_in_order(delays in proptest::collection::vec(0_u64..1000, 0..20)) {
+            let t0 = Instant::now();
+            let mut deadlines = Deadlines::default();
+            for (rank, delay) in (0_u32..).zip(&delays) {
+                deadlines.arm(Timer::Paused(rank), ms(*delay), t0);
+            }
+            let mut seen = Vec::new();
+            while let Some(Timer::Paused(rank)) = deadlines.expired(t0 + ms(1000)) {
+                seen.push(delays[rank as usize]);
+            }
+            let mut sorted = delays.clone();
+            sorted.sort_unstable();
+            prop_assert_eq!(seen, sorted);
+        }
+    }
+}

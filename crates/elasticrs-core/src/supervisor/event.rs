@@ -1,0 +1,178 @@
+//! What the supervisor tells.
+
+use std::path::PathBuf;
+
+use crate::clock::Stamp;
+use crate::exit::{Usage, WorkerExit};
+use crate::logs::{Dest, Notice};
+use crate::nursery::protocol::{Descendant, Stage};
+use crate::signal::Signal;
+
+/// One thing that happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// Every worker of the group runs its program.
+    GroupStarted {
+        /// Pids by local rank.
+        pids: Vec<i32>,
+        /// When the last of them ran.
+        started: Stamp,
+    },
+    /// The group could not be started; nothing of it is left.
+    StartFailed(StartFailure),
+    /// A worker has ended. Told once for each.
+    WorkerExited {
+        /// The worker.
+        local_rank: u32,
+        /// Its pid.
+        pid: i32,
+        /// How it ended.
+        exit: WorkerExit,
+        /// The last signal that we had sent to it.
+        sent: Option<Signal>,
+        /// When it was seen; deaths seen in one wake-up share a stamp.
+        seen: Stamp,
+        /// What it used; unknown for adopted pids and lost parents.
+        usage: Option<Usage>,
+    },
+    /// The first failure of the group; the siblings have been signalled already.
+    FailureSeen {
+        /// The worker that failed.
+        local_rank: u32,
+        /// When its death was seen.
+        seen: Stamp,
+        /// When the last sibling had been signalled.
+        signalled: Stamp,
+        /// How many siblings were signalled.
+        siblings: u32,
+    },
+    /// A worker has been stopped for a second, and not by us.
+    WorkerPaused {
+        /// The worker.
+        local_rank: u32,
+        /// Its pid.
+        pid: i32,
+        /// The signal that stopped it.
+        signal: i32,
+    },
+    /// A worker that was told of as paused goes on.
+    WorkerResumed {
+        /// The worker.
+        local_rank: u32,
+        /// Its pid.
+        pid: i32,
+    },
+    /// Nothing of the group is left, apart from what is named here.
+    GroupEnded {
+        /// Why it ended.
+        outcome: Outcome,
+        /// How the nursery ended, when it was lost.
+        nursery: Option<WorkerExit>,
+        /// Workers that SIGKILL did not end, with the kernel function that each waits in (empty when unreadable).
+        stuck_workers: Vec<(u32, String)>,
+        /// What became of the descendants.
+        swept: Swept,
+        /// When.
+        at: Stamp,
+    },
+    /// A log file cannot be read, or its file system is full. Told once for each file.
+    LogTrouble {
+        /// Whose.
+        local_rank: u32,
+        /// Which.
+        path: PathBuf,
+        /// The kernel's error number.
+        errno: i32,
+    },
+    /// Something works less well than it should, and the job goes on.
+    Degraded {
+        /// One line.
+        message: String,
+    },
+    /// A task of the runtime panicked: the workers are being killed, and nothing further will be told.
+    Panicked {
+        /// What the panic said.
+        message: String,
+    },
+}
+
+impl From<Notice> for Event {
+    fn from(notice: Notice) -> Self {
+        match notice {
+            Notice::LogTrouble { local_rank, path, errno } => {
+                Self::LogTrouble { local_rank, path, errno: errno as i32 }
+            }
+            Notice::Polling { errno } => {
+                Self::Degraded { message: format!("log files are polled, because inotify failed: {}", errno.desc()) }
+            }
+            Notice::ConsoleLost { to, errno } => Self::Degraded {
+                message: format!("{} is lost ({}); the log files go on", console_name(to), errno.desc()),
+            },
+            Notice::Panicked { message } => Self::Panicked { message },
+        }
+    }
+}
+
+fn console_name(dest: Dest) -> &'static str {
+    match dest {
+        Dest::Stdout => "standard output",
+        Dest::Stderr => "standard error",
+    }
+}
+
+/// What became of the processes that workers left behind.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Swept {
+    /// Those that had to be signalled, the first of them.
+    pub ended: Vec<Descendant>,
+    /// How many more had to be.
+    pub more: u32,
+    /// Those that could not be killed.
+    pub stuck: Vec<Descendant>,
+    /// Those that were left alone.
+    pub spared: Vec<Descendant>,
+}
+
+/// Why a group ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// All workers exited 0.
+    Succeeded,
+    /// A worker failed first.
+    Failed,
+    /// It was stopped on request.
+    Stopped,
+    /// The nursery died, and the workers with it.
+    Lost,
+}
+
+/// Why a group could not be started.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum StartFailure {
+    /// One worker could not be started.
+    #[error("could not {stage} `{subject}` for local rank {local_rank}: {}", nix::errno::Errno::from_raw(*errno).desc())]
+    Worker {
+        /// The worker.
+        local_rank: u32,
+        /// Where it failed.
+        stage: Stage,
+        /// The kernel's error number.
+        errno: i32,
+        /// The path or program that it was about.
+        subject: String,
+    },
+    /// The start took longer than its deadline; the nursery was killed.
+    #[error("local rank {local_rank} did not start within {deadline:?}: it hangs while it tries to {}{}",
+        stage.map_or_else(|| "begin".to_owned(), |s| s.to_string()),
+        if wait_channel.is_empty() { String::new() } else { format!(" (in {wait_channel})") })]
+    Hung {
+        /// The worker whose start hangs.
+        local_rank: u32,
+        /// The last stage that it reported.
+        stage: Option<Stage>,
+        /// The kernel function that it waits in; empty when unreadable.
+        wait_channel: String,
+        /// See [`crate::spec::GroupSpec::start_deadline`].
+        deadline: std::time::Duration,
+    },
+}

@@ -1,0 +1,258 @@
+//! The handle that the agent holds.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+
+use super::queue::{Next, Queue};
+use super::task;
+use crate::logs::{Console, LogStream, Logs, NotDrained};
+use crate::nursery::launch::{LaunchError, NurseryImage};
+use crate::signal::Signal;
+use crate::spec::{GroupSpec, StopPolicy};
+use crate::sys::pidfd;
+
+/// How a supervisor works.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Where the nursery's program comes from; the first image that can be executed is taken.
+    pub nursery: Vec<NurseryImage>,
+    /// The process is ours: it becomes a child subreaper, and after the loss of a nursery whatever it inherits is ended.
+    pub owns_process: bool,
+}
+
+/// Why the supervisor cannot do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum SupervisorError {
+    /// The kernel refused what the runtime needs: descriptors, threads.
+    #[error("the supervisor ran out of resources")]
+    Resources(#[from] io::Error),
+    /// There is no nursery, and none could be started.
+    #[error(transparent)]
+    Nursery(#[from] LaunchError),
+    /// One group at a time.
+    #[error("a group is running already")]
+    Busy,
+    /// The call needs a running group.
+    #[error("no group is running")]
+    Idle,
+    /// No such process.
+    #[error("could not open pid {pid}")]
+    Adopt {
+        /// The pid that was given.
+        pid: i32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// [`Supervisor::close`] was called, or the runtime panicked; the workers are gone.
+    #[error("the supervisor has ended")]
+    Ended,
+    /// A child made by `fork` must not use its parent's supervisor.
+    #[error("the process was forked: the supervisor belongs to pid {owner}")]
+    Forked {
+        /// Whose it is.
+        owner: u32,
+    },
+}
+
+pub(super) type Reply<T> = SyncSender<T>;
+
+pub(super) enum Command {
+    Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
+    Adopt { local_rank: u32, pid: i32, pidfd: OwnedFd, reply: Reply<Result<(), SupervisorError>> },
+    Stop(StopPolicy),
+    Signal(Signal, Option<Vec<u32>>),
+    Suspend(Reply<()>),
+    Resume,
+    Drain(Duration, Reply<Vec<NotDrained>>),
+    Close { keep_descendants: bool },
+}
+
+/// What the handle and the runtime thread both use.
+pub(super) struct Shared {
+    pub(super) queue: Arc<Queue>,
+    pub(super) logs: Arc<Logs>,
+    pub(super) nursery_pid: Arc<AtomicI32>,
+}
+
+/// Starts, watches and stops the workers of one agent, one group at a time.
+///
+/// All methods return at once, except [`Self::next`], [`Self::drain`] and [`Self::close`].
+pub struct Supervisor {
+    commands: UnboundedSender<Command>,
+    queue: Arc<Queue>,
+    logs: Arc<Logs>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    nursery_pid: Arc<AtomicI32>,
+    owner: u32,
+}
+
+impl Supervisor {
+    /// Starts the runtime thread and the nursery.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Resources`], [`SupervisorError::Nursery`].
+    pub fn new(config: Config) -> Result<Self, SupervisorError> {
+        let queue = Arc::new(Queue::new()?);
+        let logs = {
+            let queue = Arc::clone(&queue);
+            Arc::new(Logs::new(Console::inherited(), move |notice| queue.push(notice.into()))?)
+        };
+        let nursery_pid = Arc::new(AtomicI32::new(0));
+        let (commands, inbox) = unbounded_channel();
+        let (ready, started) = sync_channel(1);
+        let thread = {
+            let shared =
+                Shared { queue: Arc::clone(&queue), logs: Arc::clone(&logs), nursery_pid: Arc::clone(&nursery_pid) };
+            std::thread::Builder::new()
+                .name("elasticrs".into())
+                .stack_size(512 * 1024)
+                .spawn(move || task::run(config, inbox, shared, &ready))?
+        };
+        match started.recv() {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return Err(error),
+            Err(_) => return Err(SupervisorError::Ended),
+        }
+        Ok(Self { commands, queue, logs, thread: Mutex::new(Some(thread)), nursery_pid, owner: std::process::id() })
+    }
+
+    /// The pid of the nursery, while there is one.
+    pub fn nursery_pid(&self) -> Option<i32> {
+        Some(self.nursery_pid.load(Ordering::Relaxed)).filter(|pid| *pid != 0)
+    }
+
+    /// Begins to start a group. [`super::Event::GroupStarted`] or [`super::Event::StartFailed`] follows.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Busy`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn start(&self, group: GroupSpec) -> Result<(), SupervisorError> {
+        self.ask(|reply| Command::Start(Box::new(group), reply))?
+    }
+
+    /// Makes a process that this process started a member of the running group.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Adopt`], [`SupervisorError::Idle`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn adopt(&self, local_rank: u32, pid: i32) -> Result<(), SupervisorError> {
+        let pidfd = pidfd::open(pid).map_err(|errno| SupervisorError::Adopt { pid, source: errno.into() })?;
+        self.ask(|reply| Command::Adopt { local_rank, pid, pidfd, reply })?
+    }
+
+    /// Stops the group; a harder call overrides. [`super::Event::GroupEnded`] follows.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn stop(&self, policy: StopPolicy) -> Result<(), SupervisorError> {
+        self.tell(Command::Stop(policy))
+    }
+
+    /// Sends a signal to the groups of these workers, or of all.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn signal(&self, signal: Signal, local_ranks: Option<Vec<u32>>) -> Result<(), SupervisorError> {
+        self.tell(Command::Signal(signal, local_ranks))
+    }
+
+    /// Stops all groups with SIGSTOP, and the deadlines; returns when the signals are sent.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn suspend(&self) -> Result<(), SupervisorError> {
+        self.ask(Command::Suspend)
+    }
+
+    /// Undoes [`Self::suspend`].
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn resume(&self) -> Result<(), SupervisorError> {
+        self.tell(Command::Resume)
+    }
+
+    /// Copies what is written to these files to the console, until their group has ended and all is copied. Opens the
+    /// files, so it may block on a dead network file system.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Resources`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn follow(&self, streams: Vec<LogStream>) -> Result<(), SupervisorError> {
+        self.check_owner()?;
+        self.logs.follow(streams)?;
+        Ok(())
+    }
+
+    /// Blocks until the files of ended groups are on the console, at most for `timeout`; returns those that are not.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn drain(&self, timeout: Duration) -> Result<Vec<NotDrained>, SupervisorError> {
+        self.ask(|reply| Command::Drain(timeout, reply))
+    }
+
+    /// The queue of events.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Forked`].
+    pub fn queue(&self) -> Result<&Queue, SupervisorError> {
+        self.check_owner()?;
+        Ok(&self.queue)
+    }
+
+    /// Waits for the next thing; see [`Queue::next`].
+    ///
+    /// # Errors
+    /// [`SupervisorError::Forked`]; [`SupervisorError::Resources`] when `ppoll` fails.
+    pub fn next(&self, timeout: Option<Duration>) -> Result<Next, SupervisorError> {
+        Ok(self.queue()?.next(timeout)?)
+    }
+
+    /// Kills what is left (unless `keep_descendants`), ends the nursery and the runtime thread. Idempotent.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Forked`].
+    pub fn close(&self, keep_descendants: bool) -> Result<(), SupervisorError> {
+        self.check_owner()?;
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            // A runtime that has ended by itself has nothing left to close.
+            let _ = self.commands.send(Command::Close { keep_descendants });
+            // Its panics were told as an event.
+            let _ = thread.join();
+            self.logs.close();
+        }
+        Ok(())
+    }
+
+    fn check_owner(&self) -> Result<(), SupervisorError> {
+        if std::process::id() == self.owner { Ok(()) } else { Err(SupervisorError::Forked { owner: self.owner }) }
+    }
+
+    fn tell(&self, command: Command) -> Result<(), SupervisorError> {
+        self.check_owner()?;
+        self.commands.send(command).map_err(|_| SupervisorError::Ended)
+    }
+
+    fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, SupervisorError> {
+        let (reply, answer) = sync_channel(1);
+        self.tell(command(reply))?;
+        answer.recv().map_err(|_| SupervisorError::Ended)
+    }
+}
+
+impl Drop for Supervisor {
+    /// As `close(false)`: a supervisor that is forgotten leaves nothing behind. In a forked child it does nothing.
+    fn drop(&mut self) {
+        if self.close(false).is_err() {
+            // The logs' thread is the parent's; closing them would wait for it.
+            std::mem::forget(Arc::clone(&self.logs));
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! The agent's end of the link to its nursery, as a source of events for the runtime.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use crate::exit::WorkerExit;
+use crate::nursery::launch::{LaunchError, Launched, NurseryImage, launch};
+use crate::nursery::link::AgentLink;
+use crate::nursery::protocol::{Reply, Request, Stage};
+use crate::nursery::token::Token;
+use crate::sys::pidfd;
+use crate::sys::readiness::register;
+
+/// The stages that a start reports before it may hang in them.
+const STAGES: [Stage; 3] = [Stage::OpenLog, Stage::ChangeDir, Stage::Exec];
+
+/// What came from the nursery.
+#[derive(Debug)]
+pub(super) enum FromNursery {
+    /// It said something; descriptors that came with it.
+    Reply(Reply, Vec<OwnedFd>),
+    /// It has ended, and all that it had said before was handed out.
+    Died(WorkerExit),
+}
+
+/// A running nursery.
+#[derive(Debug)]
+pub(super) struct Nursery {
+    pub(super) pid: i32,
+    pub(super) token: Token,
+    link: AsyncFd<AgentLink>,
+    pidfd: AsyncFd<OwnedFd>,
+    stages: OwnedFd,
+    link_is_open: bool,
+    has_died: bool,
+}
+
+impl Nursery {
+    pub(super) fn launch(images: &[NurseryImage]) -> Result<Self, LaunchError> {
+        let Launched { pid, pidfd, link, stages, token } = launch(images)?;
+        Ok(Self {
+            pid,
+            token,
+            link: register(link, Interest::READABLE | Interest::WRITABLE)?,
+            pidfd: register(pidfd, Interest::READABLE)?,
+            stages,
+            link_is_open: true,
+            has_died: false,
+        })
+    }
+
+    /// Sends as much as goes; the rest follows from [`Self::next`].
+    pub(super) fn send(&mut self, request: &Request, fds: Vec<OwnedFd>) {
+        // An error means that it is dying; its pidfd tells the rest.
+        if self.link_is_open && self.link.get_mut().send(request, fds).is_err() {
+            self.link_is_open = false;
+        }
+    }
+
+    pub(super) fn kill(&self) {
+        // The only error is ESRCH: it has ended already, which is what was wanted.
+        let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
+    }
+
+    /// The last stage that a start has reported since the last call.
+    pub(super) fn last_stage(&self) -> Option<Stage> {
+        let mut buffer = [0; 4096];
+        let mut last = None;
+        while let Ok(n @ 1..) = nix::unistd::read(&self.stages, &mut buffer) {
+            last = STAGES.into_iter().find(|stage| *stage as u8 == buffer[n - 1]);
+        }
+        last
+    }
+
+    /// The next thing from the nursery. Cancel-safe: nothing is held across an await.
+    pub(super) async fn next(&mut self) -> FromNursery {
+        loop {
+            match self.link.get_mut().receive() {
+                Ok(Some((reply, fds))) => return FromNursery::Reply(reply, fds),
+                // The stream of a dead nursery may stay open in a child that hangs in its exec.
+                Ok(None) if self.link_is_open && !self.has_died => {}
+                Ok(None) | Err(_) => {
+                    self.link_is_open = false;
+                    return FromNursery::Died(self.wait_for_end().await);
+                }
+            }
+            let wants_to_write = self.link.get_ref().has_unsent();
+            // Readiness is cleared before the next read: a frame that comes in between sets it anew.
+            // An error of it means that the runtime shuts down, and then nobody waits for this future either.
+            tokio::select! {
+                biased;
+                Ok(mut guard) = self.link.readable() => guard.clear_ready(),
+                Ok(mut guard) = self.link.writable(), if wants_to_write => {
+                    guard.clear_ready();
+                    self.link_is_open = self.link.get_mut().flush().is_ok();
+                }
+                _ = self.pidfd.readable() => self.has_died = true,
+            }
+        }
+    }
+
+    /// Tells it to leave what is there alone, or hangs up, which makes it end everything; waits until it is gone.
+    pub(super) async fn end(mut self, leave: bool, limit: Duration) {
+        if leave {
+            self.send(&Request::Leave, Vec::new());
+        }
+        let Self { link, pidfd, .. } = self;
+        // A request to leave that is still unsent is one that nobody reads: the nursery hangs, or is dead.
+        drop(link);
+        if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
+            let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);
+            let _ = pidfd.readable().await;
+        }
+        exit_of(pidfd.get_ref());
+    }
+
+    async fn wait_for_end(&mut self) -> WorkerExit {
+        // The stream ends a moment before the process does.
+        let _ = self.pidfd.readable().await;
+        exit_of(self.pidfd.get_ref())
+    }
+}
+
+/// Reaps a child of ours; unknown when somebody else has.
+fn exit_of(pidfd: &OwnedFd) -> WorkerExit {
+    match waitid(Id::PIDFd(pidfd.as_fd()), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {
+        Ok(WaitStatus::Exited(_, code)) => WorkerExit::Exited { code },
+        Ok(WaitStatus::Signaled(_, signal, core_dumped)) => WorkerExit::Signaled { signal: signal as i32, core_dumped },
+        Ok(_) | Err(_) => WorkerExit::Unknown,
+    }
+}

@@ -1,0 +1,146 @@
+//! The one place where everything arrives that an agent waits for.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use super::event::Event;
+use crate::sys::poll::{Polled, poll_readable};
+
+/// Events from the runtime thread, and descriptors that the agent itself wants to hear of.
+#[derive(Debug)]
+pub struct Queue {
+    events: Mutex<VecDeque<Event>>,
+    watched: Mutex<Vec<RawFd>>,
+    wake: EventFd,
+}
+
+/// Why a wait came back.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Something happened.
+    Event(Event),
+    /// A watched descriptor is readable.
+    FdReady(RawFd),
+    /// The time is over.
+    TimedOut,
+    /// A signal handler ran in this thread.
+    Interrupted,
+}
+
+impl Queue {
+    /// An empty queue.
+    ///
+    /// # Errors
+    /// No descriptor left for the eventfd.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
+            events: Mutex::default(),
+            watched: Mutex::default(),
+            wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
+        })
+    }
+
+    /// Adds an event and wakes the waiter. Called by the runtime thread.
+    pub fn push(&self, event: Event) {
+        lock(&self.events).push_back(event);
+        // EAGAIN would mean 2^64 - 2 unread wake-ups: the waiter is awake anyway.
+        let _ = self.wake.write(1);
+    }
+
+    /// From now on [`Self::next`] returns while `fd` is readable.
+    pub fn watch(&self, fd: RawFd) {
+        let mut watched = lock(&self.watched);
+        if !watched.contains(&fd) {
+            watched.push(fd);
+        }
+    }
+
+    /// Undoes [`Self::watch`].
+    pub fn unwatch(&self, fd: RawFd) {
+        lock(&self.watched).retain(|w| *w != fd);
+    }
+
+    /// Waits for the next thing, at most for `timeout`. Blocks; one thread at a time.
+    ///
+    /// Watched descriptors come first: they carry signals and are drained by their owner, while the events wait safely.
+    ///
+    /// # Errors
+    /// What `ppoll` returns.
+    pub fn next(&self, timeout: Option<Duration>) -> io::Result<Next> {
+        let mut fds = lock(&self.watched).clone();
+        fds.push(self.wake.as_raw_fd());
+        match poll_readable(&fds, timeout)? {
+            Polled::Ready(index) if index + 1 < fds.len() => Ok(Next::FdReady(fds[index])),
+            Polled::Ready(_) => Ok(self.take()),
+            Polled::TimedOut => Ok(Next::TimedOut),
+            Polled::Interrupted => Ok(Next::Interrupted),
+        }
+    }
+
+    fn take(&self) -> Next {
+        let mut events = lock(&self.events);
+        let event = events.pop_front();
+        if events.is_empty() {
+            // Under the lock, so that no push can come between: its wake-up would be lost. EAGAIN: it was read before.
+            let _ = self.wake.read();
+        }
+        event.map_or(Next::Interrupted, Next::Event)
+    }
+}
+
+/// A queue is plain data: a panic elsewhere does not make it wrong.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::sync::Arc;
+
+    use super::*;
+
+    fn event(message: &str) -> Event {
+        Event::Panicked { message: message.into() }
+    }
+
+    #[test]
+    fn events_come_out_in_order_and_each_once() {
+        let queue = Queue::new().unwrap();
+        for message in ["a", "b", "c"] {
+            queue.push(event(message));
+        }
+        for message in ["a", "b", "c"] {
+            assert_eq!(queue.next(None).unwrap(), Next::Event(event(message)));
+        }
+        assert_eq!(queue.next(Some(Duration::ZERO)).unwrap(), Next::TimedOut);
+    }
+
+    #[test]
+    fn a_waiter_is_woken_by_a_push_from_another_thread() {
+        let queue = Arc::new(Queue::new().unwrap());
+        let pusher = std::thread::spawn({
+            let queue = Arc::clone(&queue);
+            move || queue.push(event("late"))
+        });
+        assert_eq!(queue.next(Some(Duration::from_secs(10))).unwrap(), Next::Event(event("late")));
+        pusher.join().unwrap();
+    }
+
+    #[test]
+    fn watched_descriptors_come_before_events() {
+        let queue = Queue::new().unwrap();
+        let (reader, mut writer) = io::pipe().unwrap();
+        queue.watch(reader.as_raw_fd());
+        queue.push(event("waits"));
+        writer.write_all(b"x").unwrap();
+        assert_eq!(queue.next(None).unwrap(), Next::FdReady(reader.as_raw_fd()));
+        queue.unwatch(reader.as_raw_fd());
+        assert_eq!(queue.next(None).unwrap(), Next::Event(event("waits")));
+    }
+}

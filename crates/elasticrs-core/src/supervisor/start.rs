@@ -1,0 +1,131 @@
+//! The time between the request to start a group and the moment when all of it runs, or none.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use super::event::{Outcome, StartFailure};
+use super::state::{Group, Input};
+use crate::exit::WorkerExit;
+use crate::nursery::protocol::{Request, Stage};
+use crate::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy};
+
+/// One request for each worker, with the descriptors that go with it.
+pub(super) fn spawn_requests(spec: &GroupSpec) -> io::Result<Vec<(Request, Vec<OwnedFd>)>> {
+    let keep_ignored: Vec<i32> = spec.keep_ignored.iter().map(|s| s.number()).collect();
+    let request_for = |process: &ProcessSpec| {
+        let fds = process.pass_fds.iter().map(|passed| spec.descriptors[passed.source as usize].try_clone());
+        let pass_fds = (0..).zip(&process.pass_fds).map(|(source, passed)| PassedFd { source, target: passed.target });
+        let process = ProcessSpec { pass_fds: pass_fds.collect(), ..process.clone() };
+        Ok((Request::Spawn { process, keep_ignored: keep_ignored.clone() }, fds.collect::<io::Result<_>>()?))
+    };
+    spec.processes.iter().map(request_for).collect()
+}
+
+enum Answer {
+    Awaited,
+    Spawned { pid: i32, pidfd: OwnedFd },
+    Failed,
+}
+
+/// What the nursery has answered so far.
+pub(super) struct Starting {
+    answers: Vec<Answer>,
+    on_failure: StopPolicy,
+    on_success: Descendants,
+    deadline: Duration,
+    failure: Option<StartFailure>,
+    nursery: Option<WorkerExit>,
+    stop: Option<StopPolicy>,
+    /// What happened to workers that run already while others are still being started.
+    early: Vec<Input>,
+}
+
+impl Starting {
+    pub(super) fn new(spec: &GroupSpec) -> Self {
+        Self {
+            answers: spec.processes.iter().map(|_| Answer::Awaited).collect(),
+            on_failure: spec.on_failure,
+            on_success: spec.on_success,
+            deadline: spec.start_deadline,
+            failure: None,
+            nursery: None,
+            stop: None,
+            early: Vec::new(),
+        }
+    }
+
+    pub(super) fn spawned(&mut self, local_rank: u32, pid: i32, pidfd: Option<OwnedFd>) {
+        if let Some(pidfd) = pidfd {
+            self.answer(local_rank, Answer::Spawned { pid, pidfd });
+        } else {
+            let subject = format!("/proc/{pid}");
+            self.failed(StartFailure::Worker { local_rank, stage: Stage::Receive, errno: libc::EMFILE, subject });
+        }
+    }
+
+    /// The first failure is the one that is told.
+    pub(super) fn failed(&mut self, failure: StartFailure) {
+        if let StartFailure::Worker { local_rank, .. } = &failure {
+            self.answer(*local_rank, Answer::Failed);
+        }
+        self.failure.get_or_insert(failure);
+    }
+
+    /// The deadline has passed. The nursery starts workers in order: the first one without an answer is the one.
+    pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: &str) {
+        let waiting = (0..).zip(&self.answers).find(|(_, answer)| matches!(answer, Answer::Awaited));
+        let (local_rank, wait_channel) = (waiting.map_or(0, |(rank, _)| rank), wait_channel.to_owned());
+        self.failed(StartFailure::Hung { local_rank, stage, wait_channel, deadline: self.deadline });
+    }
+
+    pub(super) fn nursery_lost(&mut self, exit: WorkerExit) {
+        self.nursery = Some(exit);
+    }
+
+    /// The harder one of several wins.
+    pub(super) fn stop(&mut self, policy: StopPolicy) {
+        if self.stop.is_none_or(|earlier| policy.grace <= earlier.grace) {
+            self.stop = Some(policy);
+        }
+    }
+
+    pub(super) fn early(&mut self, input: Input) {
+        self.early.push(input);
+    }
+
+    pub(super) fn all_answered(&self) -> bool {
+        !self.answers.iter().any(|answer| matches!(answer, Answer::Awaited))
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// After the sweep of a start that came to nothing: its failure, or how the group ended without ever running.
+    pub(super) fn take_end(&mut self) -> Result<StartFailure, (Outcome, Option<WorkerExit>)> {
+        match (self.failure.take(), self.stop) {
+            (Some(failure), _) => Ok(failure),
+            (None, Some(_)) => Err((Outcome::Stopped, None)),
+            (None, None) => Err((Outcome::Lost, self.nursery)),
+        }
+    }
+
+    /// The running group, its pids and pidfds by local rank, and what happened to it already.
+    pub(super) fn into_group(self) -> (Group, Vec<(i32, OwnedFd)>, Vec<Input>) {
+        let spawned = |answer| match answer {
+            Answer::Spawned { pid, pidfd } => Some((pid, pidfd)),
+            Answer::Awaited | Answer::Failed => None,
+        };
+        let members: Vec<_> = self.answers.into_iter().filter_map(spawned).collect();
+        let pids: Vec<i32> = members.iter().map(|(pid, _)| *pid).collect();
+        let early = self.early.into_iter().chain(self.stop.map(Input::Stop)).collect();
+        (Group::new(&pids, self.on_failure, self.on_success), members, early)
+    }
+
+    fn answer(&mut self, local_rank: u32, answer: Answer) {
+        if let Some(slot) = self.answers.get_mut(local_rank as usize) {
+            *slot = answer;
+        }
+    }
+}

@@ -1,0 +1,438 @@
+//! The life of one group of workers, as a pure function: inputs go in, effects come out. No I/O, no clock, no lock.
+
+use std::time::Duration;
+
+pub use super::deadlines::Timer;
+use super::event::{Event, Outcome, Swept};
+use crate::clock::Stamp;
+use crate::exit::{Usage, WorkerExit};
+use crate::signal::Signal;
+use crate::spec::{Descendants, StopPolicy};
+
+/// A worker that is stopped for this long is told of.
+pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);
+/// What SIGKILL has not ended by then (state D) is given up.
+pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
+/// From SIGTERM to SIGKILL for descendants that outstayed `--linger`.
+const LINGERER_GRACE: Duration = Duration::from_secs(1);
+/// The sweep's own limit when workers were given up already: their descendants will not end either.
+const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
+
+/// What happened to the group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Input {
+    /// A member has ended.
+    Exited {
+        /// Its pid.
+        pid: i32,
+        /// How.
+        exit: WorkerExit,
+        /// What it used, when known.
+        usage: Option<Usage>,
+        /// When it was seen.
+        seen: Stamp,
+    },
+    /// A member was stopped by a signal.
+    Paused {
+        /// Its pid.
+        pid: i32,
+        /// The signal's number.
+        signal: i32,
+    },
+    /// A stopped member goes on.
+    Continued {
+        /// Its pid.
+        pid: i32,
+    },
+    /// Somebody wants the group stopped.
+    Stop(StopPolicy),
+    /// Somebody sent this signal to these ranks (`None`: to all).
+    Signal(Signal, Option<Vec<u32>>),
+    /// Stop time for the group.
+    Suspend,
+    /// Let it go on.
+    Resume,
+    /// A deadline has passed.
+    Expired(Timer),
+    /// The sweep is over.
+    Swept(Swept),
+    /// The nursery has died; its workers die by their parent-death signal.
+    NurseryLost(WorkerExit),
+    /// One more member, which Python started.
+    Adopted {
+        /// Its rank.
+        local_rank: u32,
+        /// Its pid.
+        pid: i32,
+    },
+}
+
+/// What is to be done, in this order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Effect {
+    /// Send a signal to the process group of the worker with this pid.
+    Signal {
+        /// The group's leader, dead or alive.
+        pid: i32,
+        /// What to send.
+        signal: Signal,
+    },
+    /// Set a deadline.
+    Arm(Timer, Duration),
+    /// Bring a deadline nearer, if this is nearer.
+    Hasten(Timer, Duration),
+    /// Forget a deadline.
+    Disarm(Timer),
+    /// Deadlines stand still.
+    Freeze,
+    /// Deadlines go on.
+    Thaw,
+    /// End all descendants; answered by [`Input::Swept`]. A later sweep takes the place of one that goes on.
+    Sweep {
+        /// How long they may go on by themselves.
+        linger: Duration,
+        /// From SIGTERM to SIGKILL; zero: SIGKILL at once.
+        grace: Duration,
+        /// What cannot be killed within this is reported.
+        give_up: Duration,
+    },
+    /// Tell Python of a failure; the executor stamps it, after the signals before it in the list.
+    TellFailure {
+        /// The worker that failed.
+        local_rank: u32,
+        /// When it was seen.
+        seen: Stamp,
+        /// How many siblings the effects before this one signal.
+        siblings: u32,
+    },
+    /// Tell Python.
+    Tell(Event),
+    /// Tell Python that the group has ended; the executor adds the time and the wait channels of `stuck_workers`.
+    TellEnd(End),
+}
+
+/// The end of a group; see [`Event::GroupEnded`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct End {
+    /// Why.
+    pub outcome: Outcome,
+    /// How the nursery ended, when it was lost.
+    pub nursery: Option<WorkerExit>,
+    /// Local rank and pid of each worker that was given up.
+    pub stuck_workers: Vec<(u32, i32)>,
+    /// What became of the descendants.
+    pub swept: Swept,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Nothing has failed, nobody has asked for an end.
+    Running,
+    /// The stop signal was sent; SIGKILL follows at [`Timer::Kill`].
+    Stopping,
+    /// SIGKILL was sent; what does not end is given up at [`Timer::GiveUp`].
+    Killing,
+    /// All workers are gone or given up; descendants are being ended. `lingering`: they still may go on.
+    Sweeping { lingering: bool },
+    /// Told.
+    Ended,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pause {
+    Running,
+    /// Stopped, and not told yet.
+    Noticed(i32),
+    Told,
+}
+
+#[derive(Debug)]
+struct Member {
+    local_rank: u32,
+    pid: i32,
+    adopted: bool,
+    ended: bool,
+    sent: Option<Signal>,
+    pause: Pause,
+}
+
+/// One group, from its start to its end.
+#[derive(Debug)]
+pub struct Group {
+    members: Vec<Member>,
+    on_failure: StopPolicy,
+    on_success: Descendants,
+    phase: Phase,
+    /// Decided by the first thing that ends the group; success until then.
+    outcome: Outcome,
+    nursery: Option<WorkerExit>,
+    suspended: bool,
+}
+
+impl Group {
+    /// A group whose workers, by local rank, have these pids.
+    pub fn new(pids: &[i32], on_failure: StopPolicy, on_success: Descendants) -> Self {
+        let members = (0..).zip(pids).map(|(local_rank, &pid)| Member::new(local_rank, pid, false)).collect();
+        Self {
+            members,
+            on_failure,
+            on_success,
+            phase: Phase::Running,
+            outcome: Outcome::Succeeded,
+            nursery: None,
+            suspended: false,
+        }
+    }
+
+    /// Whether the end was told.
+    pub fn has_ended(&self) -> bool {
+        self.phase == Phase::Ended
+    }
+
+    /// Pids of the members that have not ended.
+    pub fn living(&self) -> impl Iterator<Item = i32> {
+        self.members.iter().filter(|m| !m.ended).map(|m| m.pid)
+    }
+
+    /// The one transition function.
+    #[must_use]
+    pub fn on_input(&mut self, input: Input) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        if self.phase == Phase::Ended {
+            return effects;
+        }
+        match input {
+            Input::Exited { pid, exit, usage, seen } => self.on_exit(pid, exit, usage, seen, &mut effects),
+            Input::Paused { pid, signal } => self.on_paused(pid, signal, &mut effects),
+            Input::Continued { pid } => self.on_continued(pid, &mut effects),
+            Input::Stop(policy) => self.on_stop(policy, &mut effects),
+            Input::Signal(signal, ranks) => self.on_signal(signal, ranks.as_deref(), &mut effects),
+            Input::Suspend => self.on_suspend(&mut effects),
+            Input::Resume => self.on_resume(&mut effects),
+            Input::Expired(timer) => self.on_expired(timer, &mut effects),
+            Input::Swept(swept) => self.on_swept(swept, &mut effects),
+            Input::NurseryLost(exit) => self.on_nursery_lost(exit, &mut effects),
+            Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
+        }
+        effects
+    }
+
+    fn on_exit(&mut self, pid: i32, exit: WorkerExit, usage: Option<Usage>, seen: Stamp, effects: &mut Vec<Effect>) {
+        let Some(member) = self.members.iter_mut().find(|m| m.pid == pid && !m.ended) else {
+            return;
+        };
+        member.ended = true;
+        let (local_rank, sent) = (member.local_rank, member.sent);
+        if !matches!(member.pause, Pause::Running) {
+            effects.push(Effect::Disarm(Timer::Paused(local_rank)));
+        }
+        let first_failure = self.phase == Phase::Running && !exit.is_success();
+        if first_failure {
+            self.outcome = Outcome::Failed;
+            let siblings = u32::try_from(self.living().count()).unwrap_or(u32::MAX);
+            self.begin_stop(self.on_failure, effects);
+            effects.push(Effect::TellFailure { local_rank, seen, siblings });
+        }
+        effects.push(Effect::Tell(Event::WorkerExited { local_rank, pid, exit, sent, seen, usage }));
+        self.sweep_when_all_have_ended(effects);
+    }
+
+    fn on_paused(&mut self, pid: i32, signal: i32, effects: &mut Vec<Effect>) {
+        let (stopping, suspended) = (self.phase != Phase::Running, self.suspended);
+        let Some(member) = self.members.iter_mut().find(|m| m.pid == pid && !m.ended) else {
+            return;
+        };
+        if stopping {
+            // The stop signal may have been sent before this; a stopped process never sees it.
+            effects.push(Effect::Signal { pid, signal: Signal::CONT });
+        } else if !suspended && member.pause == Pause::Running {
+            member.pause = Pause::Noticed(signal);
+            effects.push(Effect::Arm(Timer::Paused(member.local_rank), PAUSE_IS_TOLD_AFTER));
+        }
+    }
+
+    fn on_continued(&mut self, pid: i32, effects: &mut Vec<Effect>) {
+        let Some(member) = self.members.iter_mut().find(|m| m.pid == pid && !m.ended) else {
+            return;
+        };
+        let local_rank = member.local_rank;
+        match std::mem::replace(&mut member.pause, Pause::Running) {
+            Pause::Running => {}
+            Pause::Noticed(_) => effects.push(Effect::Disarm(Timer::Paused(local_rank))),
+            Pause::Told => effects.push(Effect::Tell(Event::WorkerResumed { local_rank, pid })),
+        }
+    }
+
+    fn on_stop(&mut self, policy: StopPolicy, effects: &mut Vec<Effect>) {
+        match self.phase {
+            Phase::Running => {
+                self.outcome = Outcome::Stopped;
+                self.begin_stop(policy, effects);
+                self.sweep_when_all_have_ended(effects);
+            }
+            // The harder call wins: a new signal is passed on, and the deadline only ever comes nearer.
+            Phase::Stopping => self.begin_stop(policy, effects),
+            Phase::Sweeping { lingering: true } => {
+                self.outcome = Outcome::Stopped;
+                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects);
+            }
+            Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Ended => {}
+        }
+    }
+
+    fn on_signal(&mut self, signal: Signal, ranks: Option<&[u32]>, effects: &mut Vec<Effect>) {
+        for member in self.members.iter_mut().filter(|m| !m.ended) {
+            if ranks.is_none_or(|ranks| ranks.contains(&member.local_rank)) {
+                member.sent = Some(signal);
+                effects.push(Effect::Signal { pid: member.pid, signal });
+            }
+        }
+    }
+
+    fn on_suspend(&mut self, effects: &mut Vec<Effect>) {
+        if !self.suspended {
+            self.suspended = true;
+            effects.push(Effect::Freeze);
+            effects.extend(self.living().map(|pid| Effect::Signal { pid, signal: Signal::STOP }));
+        }
+    }
+
+    fn on_resume(&mut self, effects: &mut Vec<Effect>) {
+        if self.suspended {
+            self.suspended = false;
+            effects.extend(self.living().map(|pid| Effect::Signal { pid, signal: Signal::CONT }));
+            effects.push(Effect::Thaw);
+        }
+    }
+
+    fn on_expired(&mut self, timer: Timer, effects: &mut Vec<Effect>) {
+        match timer {
+            Timer::Kill if self.phase == Phase::Stopping => self.kill(effects),
+            Timer::GiveUp if self.phase == Phase::Killing => self.sweep_on_end(effects),
+            Timer::Paused(local_rank) => {
+                let paused = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
+                if let Some(member) = paused
+                    && let Pause::Noticed(signal) = member.pause
+                {
+                    member.pause = Pause::Told;
+                    effects.push(Effect::Tell(Event::WorkerPaused { local_rank, pid: member.pid, signal }));
+                }
+            }
+            // A deadline whose reason has passed in the meantime, or those that are the executor's.
+            Timer::Kill | Timer::GiveUp | Timer::Start | Timer::Sweep | Timer::Check => {}
+        }
+    }
+
+    fn on_swept(&mut self, swept: Swept, effects: &mut Vec<Effect>) {
+        if matches!(self.phase, Phase::Sweeping { .. }) {
+            self.tell_end(swept, effects);
+        }
+    }
+
+    fn on_nursery_lost(&mut self, exit: WorkerExit, effects: &mut Vec<Effect>) {
+        self.nursery = Some(exit);
+        match self.phase {
+            Phase::Running => self.outcome = Outcome::Lost,
+            // Nobody will answer the sweep: ask for it again, of whoever sweeps now.
+            Phase::Sweeping { .. } => return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects),
+            Phase::Stopping | Phase::Killing | Phase::Ended => {}
+        }
+        // Its own workers die with it; those that Python started do not.
+        if self.phase != Phase::Killing {
+            self.kill(effects);
+        }
+        self.sweep_when_all_have_ended(effects);
+    }
+
+    fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {
+        self.members.push(Member::new(local_rank, pid, true));
+        match self.phase {
+            Phase::Running => {}
+            // It came too late to be a member of a running group.
+            Phase::Stopping | Phase::Killing | Phase::Sweeping { .. } | Phase::Ended => {
+                effects.push(Effect::Signal { pid, signal: Signal::KILL });
+            }
+        }
+    }
+
+    /// Signals every group, those of ended leaders included: what a dead worker started holds the device as well.
+    fn begin_stop(&mut self, policy: StopPolicy, effects: &mut Vec<Effect>) {
+        self.on_resume(effects);
+        if policy.signal == Signal::KILL || policy.grace.is_zero() {
+            return self.kill(effects);
+        }
+        // Members that live come first: they are what everybody waits for.
+        for ended in [false, true] {
+            for member in self.members.iter_mut().filter(|m| m.ended == ended) {
+                if !ended {
+                    member.sent = Some(policy.signal);
+                }
+                effects.push(Effect::Signal { pid: member.pid, signal: policy.signal });
+            }
+        }
+        for member in self.members.iter().filter(|m| !m.ended && (m.adopted || m.pause != Pause::Running)) {
+            effects.push(Effect::Signal { pid: member.pid, signal: Signal::CONT });
+        }
+        effects.push(match self.phase {
+            Phase::Stopping => Effect::Hasten(Timer::Kill, policy.grace),
+            _ => Effect::Arm(Timer::Kill, policy.grace),
+        });
+        self.phase = Phase::Stopping;
+    }
+
+    fn kill(&mut self, effects: &mut Vec<Effect>) {
+        for member in &mut self.members {
+            if !member.ended {
+                member.sent = Some(Signal::KILL);
+            }
+            effects.push(Effect::Signal { pid: member.pid, signal: Signal::KILL });
+        }
+        self.phase = Phase::Killing;
+        effects.push(Effect::Disarm(Timer::Kill));
+        effects.push(Effect::Arm(Timer::GiveUp, GIVE_UP_AFTER));
+    }
+
+    fn sweep_when_all_have_ended(&mut self, effects: &mut Vec<Effect>) {
+        let working = matches!(self.phase, Phase::Running | Phase::Stopping | Phase::Killing);
+        if working && self.members.iter().all(|m| m.ended) {
+            self.sweep_on_end(effects);
+        }
+    }
+
+    fn sweep_on_end(&mut self, effects: &mut Vec<Effect>) {
+        effects.push(Effect::Disarm(Timer::Kill));
+        effects.push(Effect::Disarm(Timer::GiveUp));
+        match (self.outcome, self.on_success) {
+            (Outcome::Succeeded, Descendants::Keep) => self.tell_end(Swept::default(), effects),
+            (Outcome::Succeeded, Descendants::Linger(linger)) => {
+                self.sweep(linger, LINGERER_GRACE, GIVE_UP_AFTER, effects);
+            }
+            (Outcome::Failed | Outcome::Stopped | Outcome::Lost, _) => {
+                let hopeless = self.members.iter().any(|m| !m.ended);
+                let give_up = if hopeless { HOPELESS_SWEEP } else { GIVE_UP_AFTER };
+                self.sweep(Duration::ZERO, Duration::ZERO, give_up, effects);
+            }
+        }
+    }
+
+    fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration, effects: &mut Vec<Effect>) {
+        self.phase = Phase::Sweeping { lingering: !linger.is_zero() };
+        effects.push(Effect::Sweep { linger, grace, give_up });
+    }
+
+    fn tell_end(&mut self, swept: Swept, effects: &mut Vec<Effect>) {
+        self.phase = Phase::Ended;
+        let stuck_workers = self.members.iter().filter(|m| !m.ended).map(|m| (m.local_rank, m.pid)).collect();
+        let (outcome, nursery) = (self.outcome, self.nursery);
+        effects.push(Effect::TellEnd(End { outcome, nursery, stuck_workers, swept }));
+    }
+}
+
+impl Member {
+    fn new(local_rank: u32, pid: i32, adopted: bool) -> Self {
+        Self { local_rank, pid, adopted, ended: false, sent: None, pause: Pause::Running }
+    }
+}
+
+#[cfg(test)]
+mod tests;

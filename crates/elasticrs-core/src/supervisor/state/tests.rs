@@ -1,0 +1,312 @@
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const PIDS: [i32; 4] = [100, 101, 102, 103];
+const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) };
+const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
+const FAILED: WorkerExit = WorkerExit::Exited { code: 1 };
+const DONE: WorkerExit = WorkerExit::Exited { code: 0 };
+
+fn group(on_success: Descendants) -> Group {
+    Group::new(&PIDS, TERM_30, on_success)
+}
+
+fn lingering() -> Group {
+    group(Descendants::Linger(Duration::from_secs(5)))
+}
+
+fn exited(pid: i32, exit: WorkerExit) -> Input {
+    Input::Exited { pid, exit, usage: None, seen: Stamp(7) }
+}
+
+fn swept() -> Input {
+    Input::Swept(Swept::default())
+}
+
+fn signals(effects: &[Effect]) -> Vec<(i32, Signal)> {
+    effects
+        .iter()
+        .filter_map(|e| match e {
+            Effect::Signal { pid, signal } => Some((*pid, *signal)),
+            _ => None,
+        })
+        .collect()
+}
+
+fn end(effects: &[Effect]) -> Option<&End> {
+    effects.iter().find_map(|e| match e {
+        Effect::TellEnd(end) => Some(end),
+        _ => None,
+    })
+}
+
+#[test]
+fn the_first_failure_signals_the_siblings_before_it_is_told() {
+    let mut group = lingering();
+    let effects = group.on_input(exited(101, FAILED));
+    assert_eq!(
+        signals(&effects),
+        [(100, Signal::TERM), (102, Signal::TERM), (103, Signal::TERM), (101, Signal::TERM)],
+        "living siblings first, then what the failed worker may have left in its group"
+    );
+    let told = effects.iter().position(|e| matches!(e, Effect::TellFailure { siblings: 3, local_rank: 1, .. }));
+    let last_signal = effects.iter().rposition(|e| matches!(e, Effect::Signal { .. }));
+    assert!(told > last_signal, "{effects:?}");
+    assert!(effects.contains(&Effect::Arm(Timer::Kill, TERM_30.grace)));
+}
+
+#[test]
+fn a_second_failure_is_told_as_an_exit_only() {
+    let mut group = lingering();
+    let _ = group.on_input(exited(101, FAILED));
+    let effects = group.on_input(exited(102, FAILED));
+    assert_eq!(signals(&effects), []);
+    let sent: Vec<_> = effects
+        .iter()
+        .filter_map(|e| match e {
+            Effect::Tell(Event::WorkerExited { sent, .. }) => Some(*sent),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(sent, [Some(Signal::TERM)], "it was a victim, and the report must be able to say so");
+}
+
+#[test]
+fn sigkill_follows_the_grace_and_reaches_groups_whose_leader_is_gone() {
+    let mut group = lingering();
+    let _ = group.on_input(exited(101, FAILED));
+    let _ = group.on_input(exited(100, FAILED));
+    let effects = group.on_input(Input::Expired(Timer::Kill));
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
+    assert!(effects.contains(&Effect::Arm(Timer::GiveUp, GIVE_UP_AFTER)));
+}
+
+#[test]
+fn what_sigkill_cannot_end_is_given_up_and_named() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Stop(KILL));
+    for pid in [100, 101, 103] {
+        let _ = group.on_input(exited(pid, WorkerExit::Signaled { signal: 9, core_dumped: false }));
+    }
+    let effects = group.on_input(Input::Expired(Timer::GiveUp));
+    assert!(effects.contains(&Effect::Sweep {
+        linger: Duration::ZERO,
+        grace: Duration::ZERO,
+        give_up: HOPELESS_SWEEP
+    }));
+    let effects = group.on_input(swept());
+    assert_eq!(end(&effects).map(|e| e.stuck_workers.clone()), Some(vec![(2, 102)]));
+}
+
+#[test]
+fn success_lets_descendants_linger_and_failure_does_not() {
+    let mut group = lingering();
+    let mut effects = Vec::new();
+    for pid in PIDS {
+        effects = group.on_input(exited(pid, DONE));
+    }
+    let linger = Duration::from_secs(5);
+    assert!(effects.contains(&Effect::Sweep { linger, grace: LINGERER_GRACE, give_up: GIVE_UP_AFTER }));
+
+    let mut group = lingering();
+    for pid in PIDS {
+        effects = group.on_input(exited(pid, FAILED));
+    }
+    let now = Duration::ZERO;
+    assert!(effects.contains(&Effect::Sweep { linger: now, grace: now, give_up: GIVE_UP_AFTER }));
+}
+
+#[test]
+fn kept_descendants_are_not_swept() {
+    let mut group = group(Descendants::Keep);
+    let mut effects = Vec::new();
+    for pid in PIDS {
+        effects = group.on_input(exited(pid, DONE));
+    }
+    assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep { .. })));
+    assert_eq!(end(&effects).map(|e| e.outcome), Some(Outcome::Succeeded));
+}
+
+#[test]
+fn a_stop_while_descendants_linger_ends_them_at_once() {
+    let mut group = lingering();
+    for pid in PIDS {
+        let _ = group.on_input(exited(pid, DONE));
+    }
+    let effects = group.on_input(Input::Stop(TERM_30));
+    let now = Duration::ZERO;
+    assert_eq!(effects, [Effect::Sweep { linger: now, grace: now, give_up: GIVE_UP_AFTER }]);
+    assert_eq!(end(&group.on_input(swept())).map(|e| e.outcome), Some(Outcome::Stopped));
+}
+
+#[test]
+fn a_harder_stop_overrides_and_a_softer_one_does_not_buy_time() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Stop(TERM_30));
+    let effects = group.on_input(Input::Stop(TERM_30));
+    assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)), "{effects:?}");
+    let effects = group.on_input(Input::Stop(KILL));
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
+    assert_eq!(group.on_input(Input::Stop(TERM_30)), [], "nothing is softer than SIGKILL already sent");
+}
+
+#[test]
+fn a_paused_worker_is_told_after_a_second_and_woken_by_a_stop() {
+    let mut group = lingering();
+    let effects = group.on_input(Input::Paused { pid: 102, signal: 19 });
+    assert_eq!(effects, [Effect::Arm(Timer::Paused(2), PAUSE_IS_TOLD_AFTER)]);
+    let effects = group.on_input(Input::Expired(Timer::Paused(2)));
+    assert_eq!(effects, [Effect::Tell(Event::WorkerPaused { local_rank: 2, pid: 102, signal: 19 })]);
+    let effects = group.on_input(Input::Stop(TERM_30));
+    assert_eq!(signals(&effects).last(), Some(&(102, Signal::CONT)), "after the signal, or it could be missed");
+}
+
+#[test]
+fn a_short_pause_is_not_told() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Paused { pid: 102, signal: 19 });
+    assert_eq!(group.on_input(Input::Continued { pid: 102 }), [Effect::Disarm(Timer::Paused(2))]);
+    assert_eq!(group.on_input(Input::Expired(Timer::Paused(2))), []);
+}
+
+#[test]
+fn a_suspended_group_is_not_told_as_paused() {
+    let mut group = lingering();
+    let effects = group.on_input(Input::Suspend);
+    assert_eq!(effects[0], Effect::Freeze);
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::STOP)));
+    assert_eq!(group.on_input(Input::Paused { pid: 100, signal: 19 }), []);
+    let effects = group.on_input(Input::Resume);
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::CONT)));
+    assert_eq!(effects.last(), Some(&Effect::Thaw));
+}
+
+#[test]
+fn the_loss_of_the_nursery_ends_the_group_once() {
+    let mut group = lingering();
+    let killed = WorkerExit::Signaled { signal: 9, core_dumped: false };
+    let effects = group.on_input(Input::NurseryLost(killed));
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
+    for pid in PIDS {
+        let _ = group.on_input(exited(pid, WorkerExit::Unknown));
+    }
+    let effects = group.on_input(swept());
+    let end = end(&effects).expect("all are gone and swept");
+    assert_eq!((end.outcome, end.nursery), (Outcome::Lost, Some(killed)));
+    assert_eq!(group.on_input(swept()), []);
+}
+
+#[test]
+fn a_worker_adopted_into_a_stopping_group_is_killed() {
+    let mut group = Group::new(&[], TERM_30, Descendants::Keep);
+    let _ = group.on_input(Input::Adopted { local_rank: 0, pid: 50 });
+    let _ = group.on_input(exited(50, FAILED));
+    let effects = group.on_input(Input::Adopted { local_rank: 1, pid: 51 });
+    assert_eq!(signals(&effects), [(51, Signal::KILL)]);
+}
+
+fn any_exit() -> impl Strategy<Value = WorkerExit> {
+    prop_oneof![
+        3 => Just(DONE),
+        1 => Just(FAILED),
+        1 => Just(WorkerExit::Signaled { signal: 9, core_dumped: false }),
+        1 => Just(WorkerExit::Unknown),
+    ]
+}
+
+fn any_input() -> impl Strategy<Value = Input> {
+    let pid = || prop::sample::select(vec![100, 101, 102, 103, 999]);
+    let timer = prop_oneof![Just(Timer::Kill), Just(Timer::GiveUp), (0..4_u32).prop_map(Timer::Paused)];
+    prop_oneof![
+        6 => (pid(), any_exit()).prop_map(|(pid, exit)| exited(pid, exit)),
+        2 => pid().prop_map(|pid| Input::Paused { pid, signal: 19 }),
+        2 => pid().prop_map(|pid| Input::Continued { pid }),
+        1 => Just(Input::Stop(TERM_30)),
+        1 => Just(Input::Stop(KILL)),
+        1 => Just(Input::Suspend),
+        1 => Just(Input::Resume),
+        2 => timer.prop_map(Input::Expired),
+        1 => Just(Input::NurseryLost(WorkerExit::Signaled { signal: 9, core_dumped: false })),
+        2 => Just(swept()),
+    ]
+}
+
+/// What an outsider can see of a group: the executor's view, without the executor.
+#[derive(Default)]
+struct Seen {
+    exits: BTreeSet<u32>,
+    ends: Vec<Outcome>,
+    failures: u32,
+    any_failed_exit: bool,
+    armed: BTreeSet<Timer>,
+    owed_sweeps: u32,
+}
+
+impl Seen {
+    fn take(&mut self, effects: &[Effect]) -> Result<(), TestCaseError> {
+        for effect in effects {
+            prop_assert!(self.ends.is_empty(), "SUP-5: {effect:?} after the end");
+            match effect {
+                Effect::Tell(Event::WorkerExited { local_rank, exit, .. }) => {
+                    prop_assert!(self.exits.insert(*local_rank), "SUP-2: rank {local_rank} told twice");
+                    self.any_failed_exit |= !exit.is_success();
+                }
+                Effect::TellFailure { .. } => self.failures += 1,
+                Effect::TellEnd(end) => self.ends.push(end.outcome),
+                Effect::Arm(timer, _) | Effect::Hasten(timer, _) => {
+                    self.armed.insert(*timer);
+                }
+                Effect::Disarm(timer) => {
+                    self.armed.remove(timer);
+                }
+                Effect::Sweep { .. } => self.owed_sweeps += 1,
+                Effect::Signal { .. } | Effect::Freeze | Effect::Thaw | Effect::Tell(_) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    /// Whatever happened before: once the kernel has told all exits, and each sweep is answered, the group ends, once.
+    #[test]
+    fn every_history_can_be_brought_to_its_end(history in prop::collection::vec(any_input(), 0..40)) {
+        let mut group = lingering();
+        let mut seen = Seen::default();
+        for input in history {
+            if input == swept() && seen.owed_sweeps == 0 {
+                continue;
+            }
+            if let Input::Expired(timer) = &input && !seen.armed.remove(timer) {
+                continue;
+            }
+            seen.take(&group.on_input(input))?;
+        }
+        let stopping = seen.armed.contains(&Timer::Kill);
+        if stopping && seen.ends.is_empty() {
+            let effects = group.on_input(Input::Expired(Timer::Kill));
+            let killed: BTreeSet<_> =
+                signals(&effects).into_iter().filter(|(_, s)| *s == Signal::KILL).map(|(pid, _)| pid).collect();
+            prop_assert_eq!(killed.len(), PIDS.len(), "SUP-4");
+            seen.take(&effects)?;
+        }
+        for pid in PIDS {
+            seen.take(&group.on_input(exited(pid, WorkerExit::Signaled { signal: 9, core_dumped: false })))?;
+        }
+        if seen.ends.is_empty() {
+            prop_assert!(seen.owed_sweeps > 0, "all are gone, and nobody sweeps");
+            seen.take(&group.on_input(swept()))?;
+        }
+        prop_assert_eq!(seen.ends.len(), 1);
+        prop_assert!(group.has_ended());
+        prop_assert!(seen.failures <= 1);
+        if seen.ends[0] == Outcome::Succeeded {
+            prop_assert!(!seen.any_failed_exit && seen.exits.len() == PIDS.len());
+        }
+    }
+}

@@ -1,0 +1,496 @@
+//! The runtime thread: one loop that owns the nursery's link, the pidfds and the deadlines, and carries effects out.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::task::{JoinError, JoinHandle, JoinSet, LocalSet};
+
+use super::deadlines::{Deadlines, Timer};
+use super::event::{Event, StartFailure, Swept};
+use super::handle::{Command, Config, Reply, Shared, SupervisorError};
+use super::nursery_io::{FromNursery, Nursery};
+use super::start::{Starting, spawn_requests};
+use super::state::{Effect, End, Group, Input};
+use super::watch::{self, Watched};
+use crate::clock::Stamp;
+use crate::exit::WorkerExit;
+use crate::nursery::protocol::{PROTOCOL, Reply as FromLink, Request};
+use crate::nursery::token::Token;
+use crate::signal::Signal;
+use crate::spec::{GroupSpec, StopPolicy};
+use crate::sys::features::Features;
+use crate::sys::pidfd;
+
+/// How long `close` waits for a nursery to end what is left.
+const CLOSE_LIMIT: Duration = Duration::from_secs(35);
+/// How much longer than it was told to a sweep may take before the nursery itself counts as hung.
+const SWEEP_SLACK: Duration = Duration::from_secs(5);
+
+/// The body of the runtime thread.
+pub(super) fn run(
+    config: Config,
+    inbox: UnboundedReceiver<Command>,
+    shared: Shared,
+    ready: &Reply<Result<(), SupervisorError>>,
+) {
+    let told = Arc::clone(&shared.queue);
+    // A panic drops the task, and with it the link: the nursery then kills all workers.
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        let local = LocalSet::new();
+        runtime.block_on(local.run_until(async {
+            let task = Task::new(config, shared)?;
+            // Nobody waits for the answer only if the maker has gone, and then the inbox is closed as well.
+            let _ = ready.send(Ok(()));
+            task.serve(inbox).await;
+            Ok::<(), SupervisorError>(())
+        }))?;
+        // A sweep that hangs on a process in state D must not keep the thread.
+        runtime.shutdown_background();
+        Ok(())
+    }));
+    match outcome {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => {
+            let _ = ready.send(Err(error));
+        }
+        Err(panic) => told.push(Event::Panicked { message: panic_message(panic.as_ref()) }),
+    }
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without a text".into())
+}
+
+/// How often what was told is compared with what the kernel says.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
+
+/// A running group and the descriptors through which its members are signalled.
+struct Running {
+    group: Group,
+    members: Vec<Member>,
+    /// Pids that were dead, and not reported so, at the last check.
+    unreported: Vec<i32>,
+}
+
+struct Member {
+    pid: i32,
+    pidfd: Arc<OwnedFd>,
+    adopted: bool,
+    leads_a_group: bool,
+}
+
+enum Current {
+    Idle,
+    Starting(Starting),
+    Running(Running),
+}
+
+struct Task {
+    config: Config,
+    features: Features,
+    shared: Shared,
+    nursery: Option<Nursery>,
+    /// The token of the last nursery: what it left is found by it.
+    token: Token,
+    current: Current,
+    deadlines: Deadlines,
+    watched: JoinSet<Watched>,
+    own_sweep: Option<JoinHandle<Swept>>,
+}
+
+/// What woke the loop.
+enum Wake {
+    Nursery(FromNursery),
+    Member(Watched),
+    Swept(Swept),
+    Command(Command),
+    Deadline,
+    Close { keep_descendants: bool },
+}
+
+impl Task {
+    fn new(config: Config, shared: Shared) -> Result<Self, SupervisorError> {
+        let features = Features::get();
+        if config.owns_process {
+            nix::sys::prctl::set_child_subreaper(true).map_err(io::Error::from)?;
+        }
+        let nursery = Nursery::launch(&config.nursery)?;
+        shared.nursery_pid.store(nursery.pid, Ordering::Relaxed);
+        Ok(Self {
+            config,
+            features,
+            shared,
+            token: nursery.token,
+            nursery: Some(nursery),
+            current: Current::Idle,
+            deadlines: Deadlines::default(),
+            watched: JoinSet::new(),
+            own_sweep: None,
+        })
+    }
+
+    fn launch_nursery(&mut self) -> Result<(), SupervisorError> {
+        let nursery = Nursery::launch(&self.config.nursery)?;
+        self.shared.nursery_pid.store(nursery.pid, Ordering::Relaxed);
+        self.token = nursery.token;
+        self.nursery = Some(nursery);
+        Ok(())
+    }
+
+    async fn serve(mut self, mut inbox: UnboundedReceiver<Command>) {
+        loop {
+            match self.wake(&mut inbox).await {
+                Wake::Nursery(FromNursery::Reply(reply, fds)) => self.on_reply(reply, fds),
+                Wake::Nursery(FromNursery::Died(exit)) => self.on_nursery_death(exit),
+                Wake::Member(Watched { pid, exit, seen }) => self.input(Input::Exited { pid, exit, usage: None, seen }),
+                Wake::Swept(swept) => self.on_swept(swept),
+                Wake::Command(command) => self.on_command(command),
+                Wake::Deadline => self.on_deadline(),
+                Wake::Close { keep_descendants } => return self.close(keep_descendants).await,
+            }
+        }
+    }
+
+    async fn wake(&mut self, inbox: &mut UnboundedReceiver<Command>) -> Wake {
+        let deadline = self.deadlines.next();
+        tokio::select! {
+            biased;
+            from = async { self.nursery.as_mut().expect("guarded below").next().await }, if self.nursery.is_some() => {
+                Wake::Nursery(from)
+            }
+            Some(watched) = self.watched.join_next() => Wake::Member(or_panic(watched)),
+            swept = async { self.own_sweep.as_mut().expect("guarded below").await }, if self.own_sweep.is_some() => {
+                self.own_sweep = None;
+                Wake::Swept(or_panic(swept))
+            }
+            command = inbox.recv() => match command {
+                Some(Command::Close { keep_descendants }) => Wake::Close { keep_descendants },
+                Some(command) => Wake::Command(command),
+                None => Wake::Close { keep_descendants: false },
+            },
+            () = async { tokio::time::sleep_until(deadline.expect("guarded below").into()).await }, if deadline.is_some() => {
+                Wake::Deadline
+            }
+        }
+    }
+
+    fn on_reply(&mut self, reply: FromLink, fds: Vec<OwnedFd>) {
+        match reply {
+            FromLink::Ready { protocol, .. } => assert_eq!(protocol, PROTOCOL, "the nursery is of another build"),
+            FromLink::Spawned { local_rank, pid } => self.on_spawned(local_rank, pid, fds.into_iter().next()),
+            FromLink::SpawnFailed { local_rank, stage, errno, subject } => {
+                if let Current::Starting(starting) = &mut self.current {
+                    starting.failed(StartFailure::Worker { local_rank, stage, errno, subject });
+                    self.start_when_answered();
+                }
+            }
+            FromLink::Exited { pid, exit, usage, seen } => {
+                self.input(Input::Exited { pid, exit, usage: Some(usage), seen });
+            }
+            FromLink::Stopped { pid, signal } => self.input(Input::Paused { pid, signal }),
+            FromLink::Continued { pid } => self.input(Input::Continued { pid }),
+            FromLink::Swept { ended, more, stuck, spared } => self.on_swept(Swept { ended, more, stuck, spared }),
+        }
+    }
+
+    fn on_command(&mut self, command: Command) {
+        match command {
+            Command::Start(group, reply) => answer(&reply, self.begin_start(&group)),
+            Command::Adopt { local_rank, pid, pidfd, reply } => answer(&reply, self.adopt(local_rank, pid, pidfd)),
+            Command::Stop(policy) => self.stop(policy),
+            Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
+            Command::Suspend(reply) => {
+                self.input(Input::Suspend);
+                answer(&reply, ());
+            }
+            Command::Resume => self.input(Input::Resume),
+            Command::Drain(limit, reply) => {
+                let logs = Arc::clone(&self.shared.logs);
+                // A panic in it drops the reply, which its asker sees.
+                tokio::task::spawn_local(async move { answer(&reply, logs.drained(Instant::now() + limit).await) });
+            }
+            Command::Close { .. } => unreachable!("taken by `wake`"),
+        }
+    }
+
+    // --- starting ---------------------------------------------------------------------------------------------
+
+    fn begin_start(&mut self, spec: &GroupSpec) -> Result<(), SupervisorError> {
+        if !matches!(self.current, Current::Idle) {
+            return Err(SupervisorError::Busy);
+        }
+        if self.nursery.is_none() {
+            self.launch_nursery()?;
+        }
+        let nursery = self.nursery.as_mut().expect("launched above");
+        // What earlier starts have reported is of no interest.
+        nursery.last_stage();
+        for (request, fds) in spawn_requests(spec)? {
+            nursery.send(&request, fds);
+        }
+        self.deadlines.arm(Timer::Start, spec.start_deadline, Instant::now());
+        self.current = Current::Starting(Starting::new(spec));
+        self.start_when_answered();
+        Ok(())
+    }
+
+    fn on_spawned(&mut self, local_rank: u32, pid: i32, pidfd: Option<OwnedFd>) {
+        if let Current::Starting(starting) = &mut self.current {
+            starting.spawned(local_rank, pid, pidfd);
+            self.start_when_answered();
+        }
+    }
+
+    fn start_when_answered(&mut self) {
+        let Current::Starting(starting) = &mut self.current else { return };
+        if !starting.all_answered() {
+            return;
+        }
+        self.deadlines.disarm(Timer::Start);
+        if starting.has_failed() {
+            // SUP-1: the others go as well.
+            return self.sweep(Duration::ZERO, Duration::ZERO, super::state::GIVE_UP_AFTER);
+        }
+        let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
+        let (group, workers, early) = starting.into_group();
+        let members = workers
+            .into_iter()
+            .map(|(pid, pidfd)| Member { pid, pidfd: Arc::new(pidfd), adopted: false, leads_a_group: true })
+            .collect::<Vec<_>>();
+        self.shared
+            .queue
+            .push(Event::GroupStarted { pids: members.iter().map(|m| m.pid).collect(), started: Stamp::now() });
+        self.current = Current::Running(Running { group, members, unreported: Vec::new() });
+        self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
+        for input in early {
+            self.input(input);
+        }
+    }
+
+    fn start_has_failed(&mut self, failure: StartFailure) {
+        self.current = Current::Idle;
+        self.deadlines.clear();
+        self.shared.logs.finish_all();
+        self.shared.queue.push(Event::StartFailed(failure));
+    }
+
+    fn on_hung_start(&mut self) {
+        let Current::Starting(starting) = &mut self.current else { return };
+        if let Some(nursery) = &self.nursery {
+            starting.hung(nursery.last_stage(), &watch::wait_channel_of_child(nursery.pid));
+            // The child that hangs dies with it, as far as it can: see `Timer::GiveUp`.
+            nursery.kill();
+        }
+    }
+
+    // --- running ----------------------------------------------------------------------------------------------
+
+    fn adopt(&mut self, local_rank: u32, pid: i32, pidfd: OwnedFd) -> Result<(), SupervisorError> {
+        let Current::Running(running) = &mut self.current else { return Err(SupervisorError::Idle) };
+        let pidfd = Arc::new(pidfd);
+        let leads_a_group =
+            nix::unistd::getpgid(Some(nix::unistd::Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid);
+        running.members.push(Member { pid, pidfd: Arc::clone(&pidfd), adopted: true, leads_a_group });
+        self.watched.spawn(watch::until_exit(pid, pidfd));
+        self.input(Input::Adopted { local_rank, pid });
+        Ok(())
+    }
+
+    fn stop(&mut self, policy: StopPolicy) {
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => {
+                starting.stop(policy);
+                if policy.signal == Signal::KILL
+                    && let Some(nursery) = &self.nursery
+                {
+                    // Its workers die with it, and so does a start that hangs.
+                    nursery.kill();
+                }
+            }
+            Current::Running(_) => self.input(Input::Stop(policy)),
+        }
+    }
+
+    fn on_deadline(&mut self) {
+        while let Some(timer) = self.deadlines.expired(Instant::now()) {
+            match timer {
+                Timer::Start => self.on_hung_start(),
+                Timer::Sweep => {
+                    // A nursery that is stopped, or hangs: its loss is handled, its silence is not.
+                    if let Some(nursery) = &self.nursery {
+                        nursery.kill();
+                    }
+                }
+                Timer::Check => self.check(),
+                Timer::Kill | Timer::GiveUp | Timer::Paused(_) => self.input(Input::Expired(timer)),
+            }
+        }
+    }
+
+    /// A worker that has been dead for a whole interval without a word from the nursery: it is stopped, or hangs.
+    fn check(&mut self) {
+        if self.config.owns_process && std::process::id() == 1 {
+            watch::reap_orphans(self.nursery.as_ref().map(|nursery| nursery.pid));
+        }
+        let Current::Running(running) = &mut self.current else { return };
+        let is_dead = |member: &&Member| watch::has_ended(&member.pidfd);
+        let own = running.members.iter().filter(|m| !m.adopted && running.group.living().any(|pid| pid == m.pid));
+        let dead: Vec<i32> = own.filter(is_dead).map(|m| m.pid).collect();
+        let overdue = dead.iter().any(|pid| running.unreported.contains(pid));
+        running.unreported = dead;
+        if let (true, Some(nursery)) = (overdue, &self.nursery) {
+            nursery.kill();
+        }
+        self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
+    }
+
+    fn on_nursery_death(&mut self, exit: WorkerExit) {
+        self.nursery = None;
+        self.shared.nursery_pid.store(0, Ordering::Relaxed);
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => {
+                starting.nursery_lost(exit);
+                self.deadlines.disarm(Timer::Start);
+                self.sweep(Duration::ZERO, Duration::ZERO, super::state::GIVE_UP_AFTER);
+            }
+            Current::Running(running) => {
+                // Nobody reports their exits any more.
+                for member in &running.members {
+                    if running.group.living().any(|pid| pid == member.pid) {
+                        self.watched.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd)));
+                    }
+                }
+                self.input(Input::NurseryLost(exit));
+            }
+        }
+    }
+
+    fn on_swept(&mut self, swept: Swept) {
+        self.deadlines.disarm(Timer::Sweep);
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => match starting.take_end() {
+                Ok(failure) => self.start_has_failed(failure),
+                Err((outcome, nursery)) => {
+                    self.tell_end(End { outcome, nursery, stuck_workers: Vec::new(), swept });
+                }
+            },
+            Current::Running(_) => self.input(Input::Swept(swept)),
+        }
+    }
+
+    // --- effects ----------------------------------------------------------------------------------------------
+
+    fn input(&mut self, input: Input) {
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => starting.early(input),
+            Current::Running(running) => {
+                let effects: VecDeque<Effect> = running.group.on_input(input).into();
+                for effect in effects {
+                    self.carry_out(effect);
+                }
+            }
+        }
+    }
+
+    fn carry_out(&mut self, effect: Effect) {
+        let now = Instant::now();
+        match effect {
+            Effect::Signal { pid, signal } => self.signal(pid, signal),
+            Effect::Arm(timer, delay) => self.deadlines.arm(timer, delay, now),
+            Effect::Hasten(timer, delay) => self.deadlines.hasten(timer, delay, now),
+            Effect::Disarm(timer) => self.deadlines.disarm(timer),
+            Effect::Freeze => self.deadlines.freeze(now),
+            Effect::Thaw => self.deadlines.thaw(now),
+            Effect::Sweep { linger, grace, give_up } => self.sweep(linger, grace, give_up),
+            Effect::TellFailure { local_rank, seen, siblings } => {
+                self.shared.queue.push(Event::FailureSeen { local_rank, seen, signalled: Stamp::now(), siblings });
+            }
+            Effect::Tell(event) => self.shared.queue.push(event),
+            Effect::TellEnd(end) => self.tell_end(end),
+        }
+    }
+
+    fn signal(&mut self, pid: i32, signal: Signal) {
+        let Current::Running(running) = &self.current else { return };
+        let Some(member) = running.members.iter().find(|m| m.pid == pid) else { return };
+        // ESRCH: the group is gone, which is fine. Any other refusal (a set-uid worker) shows as a worker that does not
+        // end, which is reported by name.
+        let _ = if !member.leads_a_group {
+            pidfd::send_signal(&member.pidfd, signal.number())
+        } else if self.features.pidfd_group_signal {
+            pidfd::send_group_signal(&member.pidfd, signal.number())
+        } else if let Some(nursery) = &mut self.nursery {
+            nursery.send(&Request::SignalGroup { pid, signal: signal.number() }, Vec::new());
+            Ok(())
+        } else {
+            pidfd::send_signal(&member.pidfd, signal.number())
+        };
+    }
+
+    fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
+        let millis = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
+        if let Some(nursery) = &mut self.nursery {
+            let request =
+                Request::Sweep { linger_ms: millis(linger), grace_ms: millis(grace), give_up_ms: millis(give_up) };
+            nursery.send(&request, Vec::new());
+            let limit = linger.saturating_add(grace).saturating_add(give_up).saturating_add(SWEEP_SLACK);
+            self.deadlines.arm(Timer::Sweep, limit, Instant::now());
+        } else {
+            let members: &[Member] = match &self.current {
+                Current::Running(running) => &running.members,
+                Current::Idle | Current::Starting(_) => &[],
+            };
+            let pids = |adopted| members.iter().filter(|m| m.adopted == adopted).map(|m| m.pid).collect::<Vec<_>>();
+            let (adopted, sessions) = (pids(true), pids(false));
+            let (token, owns_process) = (self.token, self.config.owns_process);
+            self.own_sweep = Some(tokio::task::spawn_blocking(move || {
+                watch::sweep_after_loss(token, owns_process, &adopted, &sessions, give_up)
+            }));
+        }
+    }
+
+    fn tell_end(&mut self, end: End) {
+        let End { outcome, nursery, stuck_workers, swept } = end;
+        let stuck_workers =
+            stuck_workers.into_iter().map(|(local_rank, pid)| (local_rank, watch::wait_channel(pid))).collect();
+        self.current = Current::Idle;
+        self.deadlines.clear();
+        self.watched = JoinSet::new();
+        self.shared.logs.finish_all();
+        let at = Stamp::now();
+        self.shared.queue.push(Event::GroupEnded { outcome, nursery, stuck_workers, swept, at });
+    }
+
+    /// Ends the nursery, and with it whatever is left.
+    async fn close(mut self, keep_descendants: bool) {
+        let Some(nursery) = self.nursery.take() else { return };
+        self.shared.nursery_pid.store(0, Ordering::Relaxed);
+        let leave = keep_descendants && matches!(self.current, Current::Idle);
+        nursery.end(leave, CLOSE_LIMIT).await;
+    }
+}
+
+fn answer<T>(reply: &Reply<T>, value: T) {
+    // The asker may have been killed meanwhile, for example by an exception in another thread; then nobody cares.
+    let _ = reply.send(value);
+}
+
+/// A panic of a task is a panic of the runtime: its value must not be swallowed.
+fn or_panic<T>(joined: Result<T, JoinError>) -> T {
+    match joined {
+        Ok(value) => value,
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
+    }
+}

@@ -1,0 +1,104 @@
+//! Watching processes that the nursery cannot report: adopted ones, and the workers of a nursery that was lost.
+
+use std::fs;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::unistd::{Pid, getsid};
+use tokio::io::Interest;
+
+use super::event::Swept;
+use crate::clock::Stamp;
+use crate::exit::WorkerExit;
+use crate::nursery::sweep;
+use crate::nursery::token::Token;
+use crate::sys::readiness::register;
+
+/// The end of a watched process.
+#[derive(Debug)]
+pub(super) struct Watched {
+    pub(super) pid: i32,
+    pub(super) exit: WorkerExit,
+    pub(super) seen: Stamp,
+}
+
+/// Waits for the end of a process. The status of a child of ours is looked at and left for Python, which started it;
+/// that of anybody else's child is unknown.
+pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>) -> Watched {
+    let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {
+        Ok(watched) => watched.readable().await.is_ok(),
+        Err(_) => false,
+    };
+    let seen = Stamp::now();
+    let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
+    let exit = match waitid(Id::PIDFd(pidfd.as_fd()), flags) {
+        Ok(WaitStatus::Exited(_, code)) if seen_by_epoll => WorkerExit::Exited { code },
+        Ok(WaitStatus::Signaled(_, signal, core_dumped)) if seen_by_epoll => {
+            WorkerExit::Signaled { signal: signal as i32, core_dumped }
+        }
+        Ok(_) | Err(_) => WorkerExit::Unknown,
+    };
+    Watched { pid, exit, seen }
+}
+
+/// Whether the process of a pidfd is dead.
+pub(super) fn has_ended(pidfd: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    // An error leaves the question open, and the next check asks again.
+    poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+}
+
+/// Reaps the zombies that came to this process because it is pid 1, apart from the nursery.
+///
+/// Children that Python started are reaped by Python; one that is a zombie at this moment ends the round.
+pub(super) fn reap_orphans(nursery: Option<i32>) {
+    let started_by_us = |pid: Pid| {
+        // An orphan came from below another process: it is in a session or group that is not ours.
+        Some(pid.as_raw()) == nursery || getsid(Some(pid)) == getsid(None)
+    };
+    let peek = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+    while let Ok(status) = waitid(Id::All, peek) {
+        match status.pid() {
+            Some(pid) if !started_by_us(pid) => {
+                // It cannot have gone in between: this is its only parent, and this its only reaper.
+                let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
+            }
+            Some(_) | None => return,
+        }
+    }
+}
+
+/// The kernel function that a process waits in; empty when it runs, is gone, or is not ours to look at.
+pub(super) fn wait_channel(pid: i32) -> String {
+    fs::read_to_string(format!("/proc/{pid}/wchan")).ok().filter(|name| name != "0").unwrap_or_default()
+}
+
+/// As [`wait_channel`], of the first child of `pid` that has not become another program yet.
+pub(super) fn wait_channel_of_child(pid: i32) -> String {
+    let program = |pid: &str| fs::read_link(format!("/proc/{pid}/exe")).ok();
+    let own = program(&pid.to_string());
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let hung = children.split_whitespace().find(|child| program(child) == own);
+    hung.and_then(|child| child.parse().ok()).map(wait_channel).unwrap_or_default()
+}
+
+/// Ends what a lost nursery has left; blocks for at most about `give_up`.
+///
+/// `adopted` are children that Python reaps; `sessions` are the pids of the lost workers, which led their sessions.
+pub(super) fn sweep_after_loss(
+    token: Token,
+    owns_process: bool,
+    adopted: &[i32],
+    sessions: &[i32],
+    give_up: Duration,
+) -> Swept {
+    let sweep::Outcome { ended, stuck } = if owns_process {
+        sweep::sweep_children_of_self(adopted, sessions, give_up)
+    } else {
+        sweep::kill_by_token(token, give_up)
+    };
+    Swept { ended: ended.named, more: ended.more, stuck, spared: Vec::new() }
+}

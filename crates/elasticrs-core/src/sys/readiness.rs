@@ -1,0 +1,32 @@
+//! Descriptors in the runtime's epoll.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use crate::nursery::link::AgentLink;
+
+/// Something that owns one descriptor.
+///
+/// # Safety
+/// `as_raw_fd` must return the same open descriptor for as long as the value lives.
+pub unsafe trait OwnsDescriptor: AsRawFd {}
+
+// SAFETY: an owned descriptor is open until it is dropped, and cannot be replaced.
+unsafe impl OwnsDescriptor for OwnedFd {}
+// SAFETY: as above; the count keeps it alive.
+unsafe impl OwnsDescriptor for Arc<OwnedFd> {}
+// SAFETY: the link owns its socket and never replaces it.
+unsafe impl OwnsDescriptor for AgentLink {}
+
+/// Registers a descriptor with the current runtime.
+///
+/// # Errors
+/// Epoll refuses it, or is out of watches.
+pub fn register<T: OwnsDescriptor>(inner: T, interest: Interest) -> io::Result<AsyncFd<T>> {
+    // SAFETY: the trait promises what is asked for.
+    unsafe { AsyncFd::register_with_interest(inner, interest) }.map_err(io::Error::from)
+}

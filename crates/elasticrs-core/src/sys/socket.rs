@@ -1,0 +1,81 @@
+//! Receiving bytes with descriptors from a Unix socket.
+//!
+//! nix's `recvmsg` refuses to look at the control data once it was cut off, and so leaks the descriptors that did
+//! arrive; here they are always owned.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+use nix::errno::Errno;
+
+/// The most descriptors that the kernel carries with one message (`SCM_MAX_FD`).
+pub const MAX_DESCRIPTORS: usize = 253;
+
+/// One chunk of a stream.
+#[derive(Debug)]
+pub struct Chunk {
+    /// How many bytes; 0 at the end of the stream.
+    pub bytes: usize,
+    /// What came with them, close-on-exec.
+    pub fds: Vec<OwnedFd>,
+    /// Descriptors were dropped, because this process may not open more.
+    pub truncated: bool,
+}
+
+#[repr(C)]
+union Control {
+    _align: libc::cmsghdr,
+    bytes: [u8; 1088],
+}
+
+/// Reads what there is, without blocking (`EAGAIN` when there is nothing). Works on every supported kernel.
+pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Chunk> {
+    let mut control = MaybeUninit::<Control>::zeroed();
+    let mut vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    // SAFETY: `msghdr` is integers and pointers, for which zero is a value.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    header.msg_iov = &raw mut vector;
+    header.msg_iovlen = 1;
+    header.msg_control = control.as_mut_ptr().cast();
+    header.msg_controllen = size_of::<Control>() as _;
+    let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+    let bytes = loop {
+        // SAFETY: the header points to live buffers of the lengths it names.
+        let read = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut header, flags) };
+        match Errno::result(read) {
+            Ok(read) => break read.cast_unsigned(),
+            Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    };
+    // SAFETY: the kernel has filled in the control data, and its length in the header.
+    let fds = unsafe { descriptors(&header) };
+    Ok(Chunk { bytes, fds, truncated: header.msg_flags & libc::MSG_CTRUNC != 0 })
+}
+
+/// # Safety
+/// `header` was filled in by a successful `recvmsg`, and this is the only call for it: it takes the ownership.
+unsafe fn descriptors(header: &libc::msghdr) -> Vec<OwnedFd> {
+    let mut fds = Vec::new();
+    // SAFETY: by the contract the control data is valid for its length.
+    let mut message = unsafe { libc::CMSG_FIRSTHDR(header) };
+    while !message.is_null() {
+        // SAFETY: the iteration gives only whole headers inside the control data.
+        let (level, kind, length) =
+            unsafe { ((*message).cmsg_level, (*message).cmsg_type, (*message).cmsg_len as usize) };
+        if (level, kind) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+            // SAFETY: the arithmetic of the macros on a valid header.
+            let (data, start) = unsafe { (libc::CMSG_DATA(message), libc::CMSG_LEN(0) as usize) };
+            for offset in (0..length.saturating_sub(start)).step_by(size_of::<RawFd>()) {
+                // SAFETY: within the message's data; the kernel installed this descriptor for us alone.
+                fds.push(unsafe {
+                    OwnedFd::from_raw_fd(RawFd::from_ne_bytes(data.add(offset).cast::<[u8; 4]>().read()))
+                });
+            }
+        }
+        // SAFETY: `message` came from the same header.
+        message = unsafe { libc::CMSG_NXTHDR(header, message) };
+    }
+    fds
+}

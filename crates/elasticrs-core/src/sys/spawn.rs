@@ -1,0 +1,390 @@
+//! Creating a process: `clone(CLONE_VM | CLONE_VFORK | CLONE_PIDFD)` and exec (Linux 5.2).
+//!
+//! The child shares the memory of its parent, whose calling thread stands still until the child has exec'd or ended.
+//! Nothing is copied, so the cost does not grow with the parent, and the child's errors come back in plain memory.
+//!
+//! 1. Everything that the child needs (strings, tables, candidates) is built before the clone.
+//! 2. The child makes raw system calls only: no allocation, no lock, no libc state other than `errno`, whose owner
+//!    stands still.
+//! 3. All signals are blocked around the clone, so that no handler of the parent can run in the child.
+//! 4. The child has a stack of its own.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_long, c_void};
+use std::num::NonZeroUsize;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr::{self, NonNull};
+
+use nix::errno::Errno;
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+
+use super::wait;
+use crate::nursery::protocol::Stage;
+
+const STACK: usize = 256 * 1024;
+const GUARD: usize = 64 * 1024;
+const SIGNALS: c_int = 64;
+
+/// What a standard descriptor of the child becomes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Standard {
+    /// What it is in the parent.
+    Inherit,
+    /// A file, opened by the child; the flags are those of `open`.
+    Open {
+        /// Its path, relative to the parent's directory.
+        path: CString,
+        /// Without `O_CLOEXEC`, which is added.
+        flags: c_int,
+    },
+}
+
+/// What the child executes.
+#[derive(Debug)]
+pub enum Program<'fd> {
+    /// The first of these paths that can be executed; the rules are those of `execvpe`.
+    Paths(Vec<CString>),
+    /// An open file (`execveat` with an empty path, Linux 3.19).
+    File(BorrowedFd<'fd>),
+}
+
+/// Everything about a child.
+#[derive(Debug)]
+pub struct Command<'fd> {
+    /// What it executes.
+    pub program: Program<'fd>,
+    /// Its arguments, the program's name included.
+    pub argv: Vec<CString>,
+    /// Its whole environment.
+    pub env: Vec<CString>,
+    /// Its working directory; the parent's when `None`. Paths of [`Program::Paths`] are relative to it.
+    pub cwd: Option<CString>,
+    /// Descriptors 0 to 2.
+    pub stdio: [Standard; 3],
+    /// Descriptors of the parent and their numbers in the child. No other descriptor above 2 survives.
+    pub fds: Vec<(BorrowedFd<'fd>, RawFd)>,
+    /// Signals that are ignored in the child; all others get their default, and none is blocked.
+    pub ignored: Vec<i32>,
+    /// SIGKILL the child when the thread that makes it ends.
+    pub dies_with_parent: bool,
+    /// Written to the child's `oom_score_adj`, as far as permitted.
+    pub oom_score_adj: Option<CString>,
+    /// Gets one byte, the [`Stage`], before each stage that can block for ever.
+    pub stages: Option<BorrowedFd<'fd>>,
+}
+
+/// A running child. It is a leader of its own session and process group.
+#[derive(Debug)]
+pub struct Child {
+    /// Its pid.
+    pub pid: i32,
+    /// Its descriptor, close-on-exec.
+    pub pidfd: OwnedFd,
+}
+
+/// The child could not be started, and nothing of it is left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Failure {
+    /// Where.
+    pub stage: Stage,
+    /// Why.
+    pub errno: Errno,
+    /// With [`Stage::OpenLog`]: which standard descriptor.
+    pub descriptor: usize,
+}
+
+/// The stack that a child runs on until it execs; may be used for one child after the other.
+#[derive(Debug)]
+pub struct Stack {
+    base: NonNull<c_void>,
+}
+
+impl Stack {
+    /// 256 KiB and a guard below it.
+    pub fn new() -> nix::Result<Self> {
+        const LENGTH: NonZeroUsize = NonZeroUsize::new(GUARD + STACK).expect("a constant above zero");
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_STACK | MapFlags::MAP_NORESERVE;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice replaces nothing.
+        let base = unsafe { mmap_anonymous(None, LENGTH, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }?;
+        let stack = Self { base };
+        // SAFETY: the range lies within the mapping that was just made.
+        unsafe { mprotect(base, GUARD, ProtFlags::PROT_NONE) }?;
+        Ok(stack)
+    }
+
+    fn top(&self) -> *mut c_void {
+        // SAFETY: one past the end of the mapping; aligned, since both lengths are multiples of the page size.
+        unsafe { self.base.as_ptr().byte_add(GUARD + STACK) }
+    }
+}
+
+impl Drop for Stack {
+    fn drop(&mut self) {
+        // The only possible error is EINVAL, for an address that is no mapping's.
+        // SAFETY: `new` made the mapping, and no child runs on it: `spawn` borrows it until the child has exec'd.
+        let _ = unsafe { munmap(self.base, GUARD + STACK) };
+    }
+}
+
+/// What parent and child share. All pointers are into memory that the parent keeps while it stands still.
+struct Shared<'a> {
+    command: &'a Command<'a>,
+    argv: Vec<*const c_char>,
+    env: Vec<*const c_char>,
+    parent: c_int,
+    /// Where descriptors are moved to first, so that no target overwrites a source: above all targets.
+    floor: RawFd,
+    moved: Vec<RawFd>,
+    stages: RawFd,
+    file: RawFd,
+    failure: Option<Failure>,
+}
+
+/// Starts a child in a session of its own. Returns when it executes its program, or could not.
+///
+/// Blocks as long as the child does: opening a log, changing the directory and executing can take for ever on a dead
+/// network file system. The calling thread can be killed meanwhile.
+pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
+    let mut shared = Shared {
+        command,
+        argv: pointers(&command.argv),
+        env: pointers(&command.env),
+        parent: nix::unistd::getpid().as_raw(),
+        floor: command.fds.iter().map(|&(_, target)| target).fold(2, RawFd::max).saturating_add(1),
+        moved: vec![-1; command.fds.len()],
+        stages: -1,
+        file: -1,
+        failure: None,
+    };
+    let mut pidfd: c_int = -1;
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+    let before = set_signal_mask(u64::MAX);
+    // SAFETY: the stack is a live mapping that nobody else uses; `shared` and `pidfd` outlive the call, and the child
+    // uses `shared` only while this thread stands still in `clone` (CLONE_VFORK).
+    let pid = unsafe {
+        let argument = (&raw mut shared).cast::<c_void>();
+        Errno::result(libc::clone(child_main, stack.top(), flags, argument, &raw mut pidfd))
+    };
+    set_signal_mask(before);
+    let pid = pid.map_err(|errno| Failure { stage: Stage::Clone, errno, descriptor: 0 })?;
+    // SAFETY: the kernel has made it for this call.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+    match shared.failure {
+        None => Ok(Child { pid, pidfd }),
+        Some(failure) => {
+            wait::reap(pid);
+            Err(failure)
+        }
+    }
+}
+
+fn pointers(strings: &[CString]) -> Vec<*const c_char> {
+    strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect()
+}
+
+/// Sets the mask of this thread, those signals included that libc keeps for itself, and returns the one before.
+fn set_signal_mask(mask: u64) -> u64 {
+    let mut before = 0_u64;
+    // SAFETY: the kernel reads and writes 8 bytes each, from and to live locals.
+    unsafe {
+        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const mask, &raw mut before, size_of::<u64>());
+    }
+    before
+}
+
+extern "C" fn child_main(argument: *mut c_void) -> c_int {
+    // SAFETY: `spawn` passes a pointer to its `Shared` and stands still, so this is the only reference.
+    let shared = unsafe { &mut *argument.cast::<Shared<'_>>() };
+    if let Err(failure) = run(shared) {
+        shared.failure = Some(failure);
+    }
+    127
+}
+
+fn failed(stage: Stage) -> impl Fn(Errno) -> Failure {
+    move |errno| Failure { stage, errno, descriptor: 0 }
+}
+
+/// The child's life. Returns only when it has failed.
+fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
+    let command = shared.command;
+    raw::setsid().map_err(failed(Stage::NewSession))?;
+    if command.dies_with_parent {
+        raw::die_with_parent(shared.parent).map_err(failed(Stage::ParentDeathSignal))?;
+    }
+    if let Some(value) = &command.oom_score_adj {
+        raw::write_file(c"/proc/self/oom_score_adj", value);
+    }
+    move_descriptors(shared).map_err(failed(Stage::Descriptors))?;
+    open_standard(shared)?;
+    for (&(_, target), &source) in command.fds.iter().zip(&shared.moved) {
+        raw::dup_to(source, target).map_err(failed(Stage::Descriptors))?;
+    }
+    if let Some(directory) = &command.cwd {
+        raw::announce(shared.stages, Stage::ChangeDir);
+        raw::chdir(directory).map_err(failed(Stage::ChangeDir))?;
+    }
+    for signal in 1..=SIGNALS {
+        raw::set_disposition(signal, command.ignored.contains(&signal));
+    }
+    set_signal_mask(0);
+    raw::announce(shared.stages, Stage::Exec);
+    Err(failed(Stage::Exec)(execute(shared)))
+}
+
+/// Moves the passed descriptors above all targets and marks every other one for closing.
+fn move_descriptors(shared: &mut Shared<'_>) -> Result<(), Errno> {
+    for (moved, (source, _)) in shared.moved.iter_mut().zip(&shared.command.fds) {
+        *moved = raw::dup_above(source.as_raw_fd(), shared.floor)?;
+    }
+    if let Some(stages) = shared.command.stages {
+        shared.stages = raw::dup_above(stages.as_raw_fd(), shared.floor)?;
+    }
+    if let Program::File(file) = &shared.command.program {
+        shared.file = raw::dup_above(file.as_raw_fd(), shared.floor)?;
+    }
+    // CLOSE_RANGE_CLOEXEC is of Linux 5.11. Before, the parent's own care (everything is opened close-on-exec) holds.
+    raw::close_on_exec_from(3);
+    Ok(())
+}
+
+fn open_standard(shared: &Shared<'_>) -> Result<(), Failure> {
+    for (descriptor, standard) in (0..).zip(&shared.command.stdio) {
+        let Standard::Open { path, flags } = standard else { continue };
+        raw::announce(shared.stages, Stage::OpenLog);
+        raw::open_as(path, *flags, descriptor).map_err(|errno| Failure {
+            stage: Stage::OpenLog,
+            errno,
+            descriptor: descriptor.cast_unsigned() as usize,
+        })?;
+    }
+    Ok(())
+}
+
+/// Executes the program. An error that one candidate cannot help (missing, no permission) moves on to the next.
+fn execute(shared: &Shared<'_>) -> Errno {
+    let paths = match &shared.command.program {
+        Program::File(_) => return raw::exec_file(shared.file, &shared.argv, &shared.env),
+        Program::Paths(paths) => paths,
+    };
+    let mut denied = false;
+    let mut last = Errno::ENOENT;
+    for path in paths {
+        last = raw::exec(path, &shared.argv, &shared.env);
+        match last {
+            Errno::EACCES => denied = true,
+            Errno::ENOENT | Errno::ENOTDIR | Errno::ESTALE | Errno::ENODEV | Errno::ETIMEDOUT => {}
+            _ => return last,
+        }
+    }
+    if denied { Errno::EACCES } else { last }
+}
+
+/// The system calls of the child.
+mod raw {
+    use super::{CStr, Errno, RawFd, Stage, c_char, c_int, c_long};
+
+    /// `struct sigaction` of the kernel; only the handler, its first word, is ever other than zero here.
+    #[repr(C)]
+    struct Disposition {
+        handler: usize,
+        rest: [usize; 3],
+    }
+
+    fn check(result: c_long) -> Result<c_int, Errno> {
+        // No call here returns more than an int: descriptors, pids and zero.
+        #[expect(clippy::cast_possible_truncation, reason = "see above")]
+        Errno::result(result).map(|value| value as c_int)
+    }
+
+    pub(super) fn setsid() -> Result<(), Errno> {
+        // SAFETY: no arguments, no memory.
+        check(unsafe { libc::syscall(libc::SYS_setsid) }).map(drop)
+    }
+
+    pub(super) fn die_with_parent(parent: c_int) -> Result<(), Errno> {
+        // SAFETY: integers only.
+        check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) })?;
+        // The parent may have died before the signal was armed; then it would never come.
+        // SAFETY: no arguments, no memory.
+        let now = check(unsafe { libc::syscall(libc::SYS_getppid) })?;
+        if now == parent { Ok(()) } else { Err(Errno::ESRCH) }
+    }
+
+    /// As far as permitted: for settings that are no reason to fail.
+    pub(super) fn write_file(path: &CStr, value: &CStr) {
+        let value = value.to_bytes();
+        // SAFETY: path and value are live strings, the value of the length given.
+        unsafe {
+            let fd = libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+            if fd >= 0 {
+                libc::syscall(libc::SYS_write, fd, value.as_ptr(), value.len());
+                libc::syscall(libc::SYS_close, fd);
+            }
+        }
+    }
+
+    pub(super) fn dup_above(source: RawFd, floor: RawFd) -> Result<RawFd, Errno> {
+        // SAFETY: integers only; the table of descriptors is the child's own copy.
+        check(unsafe { libc::syscall(libc::SYS_fcntl, source, libc::F_DUPFD_CLOEXEC, floor) })
+    }
+
+    pub(super) fn close_on_exec_from(first: RawFd) {
+        // SAFETY: integers only; nothing is closed before the exec.
+        unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+    }
+
+    /// `source` differs from `target`: it was moved above all targets. The copy survives the exec.
+    pub(super) fn dup_to(source: RawFd, target: RawFd) -> Result<(), Errno> {
+        // SAFETY: integers only.
+        check(unsafe { libc::syscall(libc::SYS_dup3, source, target, 0) }).map(drop)
+    }
+
+    pub(super) fn open_as(path: &CStr, flags: c_int, target: RawFd) -> Result<(), Errno> {
+        let flags = flags | libc::O_CLOEXEC | libc::O_NOCTTY;
+        // SAFETY: the path is a live string; the rest are integers.
+        let fd = check(unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags, 0o644) })?;
+        if fd == target {
+            // The parent had this number closed, and the file got it.
+            // SAFETY: integers only.
+            return check(unsafe { libc::syscall(libc::SYS_fcntl, fd, libc::F_SETFD, 0) }).map(drop);
+        }
+        // `fd` itself goes at the exec.
+        dup_to(fd, target)
+    }
+
+    pub(super) fn announce(pipe: RawFd, stage: Stage) {
+        if pipe >= 0 {
+            let byte = stage as u8;
+            // A full or closed pipe loses the byte, not the start.
+            // SAFETY: one byte from a live local.
+            unsafe { libc::syscall(libc::SYS_write, pipe, &raw const byte, 1) };
+        }
+    }
+
+    pub(super) fn chdir(path: &CStr) -> Result<(), Errno> {
+        // SAFETY: a live string.
+        check(unsafe { libc::syscall(libc::SYS_chdir, path.as_ptr()) }).map(drop)
+    }
+
+    pub(super) fn set_disposition(signal: c_int, ignore: bool) {
+        let new = Disposition { handler: if ignore { libc::SIG_IGN } else { libc::SIG_DFL }, rest: [0; 3] };
+        let none = std::ptr::null_mut::<Disposition>();
+        // SIGKILL and SIGSTOP refuse with EINVAL.
+        // SAFETY: `new` is as large as the kernel's struct; the table of handlers is the child's own copy.
+        unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, &raw const new, none, size_of::<u64>()) };
+    }
+
+    pub(super) fn exec(path: &CStr, argv: &[*const c_char], env: &[*const c_char]) -> Errno {
+        // SAFETY: a live string and two null-terminated tables of live strings.
+        unsafe { libc::syscall(libc::SYS_execve, path.as_ptr(), argv.as_ptr(), env.as_ptr()) };
+        Errno::last()
+    }
+
+    pub(super) fn exec_file(file: RawFd, argv: &[*const c_char], env: &[*const c_char]) -> Errno {
+        // SAFETY: as for `exec`, with an empty path.
+        unsafe {
+            libc::syscall(libc::SYS_execveat, file, c"".as_ptr(), argv.as_ptr(), env.as_ptr(), libc::AT_EMPTY_PATH)
+        };
+        Errno::last()
+    }
+}

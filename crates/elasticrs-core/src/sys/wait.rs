@@ -1,0 +1,65 @@
+//! Reaping.
+
+use nix::errno::Errno;
+
+use crate::exit::Usage;
+
+/// What `wait4` found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Waited {
+    /// A child has ended (and is reaped now), was stopped, or goes on.
+    Changed {
+        /// Its pid.
+        pid: i32,
+        /// The status, as of `wait`.
+        status: i32,
+        /// What it and its waited-for children used.
+        usage: Usage,
+    },
+    /// There are children, and none has changed.
+    Pending,
+    /// `ECHILD`: there is no child at all. In a subreaper the proof that nothing is left.
+    NoChildren,
+}
+
+/// Looks for any child that has changed, without blocking.
+pub fn any_child() -> Waited {
+    wait(-1, libc::WNOHANG | libc::WUNTRACED | libc::WCONTINUED)
+}
+
+/// Reaps one child, blocking until it has ended. For children that are known to be ending.
+pub fn reap(pid: i32) -> Waited {
+    wait(pid, 0)
+}
+
+/// Reaps one child if it has ended.
+pub fn try_reap(pid: i32) -> Waited {
+    wait(pid, libc::WNOHANG)
+}
+
+fn wait(pid: i32, options: i32) -> Waited {
+    let mut status = 0;
+    // SAFETY: `rusage` is integers only, for which zero is a value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    loop {
+        // SAFETY: both pointers are to live locals. `__WALL` covers children whose exit signal is not SIGCHLD.
+        let found = unsafe { libc::wait4(pid, &raw mut status, options | libc::__WALL, &raw mut usage) };
+        return match Errno::result(found) {
+            Ok(0) => Waited::Pending,
+            Ok(pid) => Waited::Changed { pid, status, usage: convert(&usage) },
+            Err(Errno::EINTR) => continue,
+            // The only other error is EINVAL, for options that are constants here.
+            Err(_) => Waited::NoChildren,
+        };
+    }
+}
+
+fn convert(usage: &libc::rusage) -> Usage {
+    let micros =
+        |t: libc::timeval| u64::try_from(t.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(t.tv_usec).unwrap_or(0);
+    Usage {
+        max_rss_kib: u64::try_from(usage.ru_maxrss).unwrap_or(0),
+        user_us: micros(usage.ru_utime),
+        system_us: micros(usage.ru_stime),
+    }
+}

@@ -1,0 +1,255 @@
+//! A small blocking client of the nursery, for tests.
+#![allow(dead_code, reason = "each test uses its part")]
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+
+use elasticrs_core::exit::{Usage, WorkerExit};
+use elasticrs_core::nursery::launch::{Launched, NurseryImage, launch};
+use elasticrs_core::nursery::protocol::{Descendant, PROTOCOL, Reply, Request, Stage};
+use elasticrs_core::spec::{PassedFd, ProcessSpec, Stdio};
+use elasticrs_core::sys::wait;
+use elasticrs_testkit::{assert_no_children, wait_readable, worker_program};
+
+/// A nursery, and an end of the test that leaves nothing.
+pub struct Client {
+    /// What was launched.
+    pub nursery: Launched,
+    /// Replies that came while another one was waited for.
+    early: VecDeque<(Reply, Vec<OwnedFd>)>,
+    reaped: bool,
+}
+
+/// A worker that runs.
+pub struct Worker {
+    pub pid: i32,
+    pub pidfd: OwnedFd,
+}
+
+/// The content of [`Reply::Swept`].
+#[derive(Debug)]
+pub struct Swept {
+    pub ended: Vec<Descendant>,
+    pub more: u32,
+    pub stuck: Vec<Descendant>,
+    pub spared: Vec<Descendant>,
+}
+
+impl Swept {
+    pub fn pids(&self) -> Vec<i32> {
+        self.ended.iter().map(|descendant| descendant.pid).collect()
+    }
+}
+
+pub fn image() -> NurseryImage {
+    NurseryImage::Program {
+        path: PathBuf::from(env!("CARGO_BIN_EXE_worker-nursery")),
+        args: vec!["worker-nursery".into()],
+    }
+}
+
+impl Client {
+    /// Starts a nursery; this process becomes a child subreaper, so that the leak check at the end is exact.
+    pub fn start() -> Self {
+        nix::sys::prctl::set_child_subreaper(true).unwrap();
+        let nursery = launch(&[image()]).unwrap();
+        let mut client = Self { nursery, early: VecDeque::new(), reaped: false };
+        let (ready, _) = client.next();
+        assert_eq!(ready, Reply::Ready { protocol: PROTOCOL, pid: client.nursery.pid });
+        client
+    }
+
+    pub fn send(&mut self, request: &Request) {
+        self.nursery.link.send(request, Vec::new()).unwrap();
+        assert!(!self.nursery.link.has_unsent(), "the socket takes a small request at once");
+    }
+
+    /// The next reply, in the order of the nursery.
+    pub fn next(&mut self) -> (Reply, Vec<OwnedFd>) {
+        if let Some(early) = self.early.pop_front() {
+            return early;
+        }
+        loop {
+            if let Some(reply) = self.nursery.link.receive().unwrap() {
+                return reply;
+            }
+            wait_readable(&self.nursery.link, "a reply of the nursery");
+        }
+    }
+
+    /// The first reply that `pick` picks; the others stay for later.
+    pub fn find<T>(&mut self, mut pick: impl FnMut(&Reply) -> Option<T>) -> (T, Vec<OwnedFd>) {
+        if let Some(at) = self.early.iter().position(|(reply, _)| pick(reply).is_some()) {
+            let (reply, fds) = self.early.remove(at).unwrap();
+            return (pick(&reply).unwrap(), fds);
+        }
+        let mut others = std::mem::take(&mut self.early);
+        loop {
+            let (reply, fds) = self.next();
+            if let Some(picked) = pick(&reply) {
+                self.early = others;
+                return (picked, fds);
+            }
+            others.push_back((reply, fds));
+        }
+    }
+
+    pub fn request_spawn(&mut self, process: &ProcessSpec, keep_ignored: &[i32], fds: Vec<OwnedFd>) {
+        let request = Request::Spawn { process: process.clone(), keep_ignored: keep_ignored.to_vec() };
+        self.nursery.link.send(&request, fds).unwrap();
+    }
+
+    pub fn try_spawn(&mut self, process: &ProcessSpec) -> Result<Worker, (Stage, i32, String)> {
+        self.request_spawn(process, &[], Vec::new());
+        self.spawned()
+    }
+
+    /// The answer to the oldest spawn that was not answered yet.
+    pub fn spawned(&mut self) -> Result<Worker, (Stage, i32, String)> {
+        let (result, mut fds) = self.find(|reply| match reply {
+            Reply::Spawned { pid, .. } => Some(Ok(*pid)),
+            Reply::SpawnFailed { stage, errno, subject, .. } => Some(Err((*stage, *errno, subject.clone()))),
+            _ => None,
+        });
+        result.map(|pid| Worker { pid, pidfd: fds.pop().unwrap() })
+    }
+
+    pub fn spawn(&mut self, process: &ProcessSpec) -> Worker {
+        self.try_spawn(process).unwrap()
+    }
+
+    /// Starts a testkit worker; returns what it said before `READY`.
+    pub fn spawn_ready(&mut self, arguments: &[&str]) -> (Worker, Lines) {
+        let (reader, writer) = pipe();
+        let process = with_stdout(worker(arguments));
+        self.request_spawn(&process, &[], vec![writer]);
+        let worker = self.spawned().unwrap();
+        let mut lines = Lines::new(reader);
+        lines.until_ready();
+        (worker, lines)
+    }
+
+    pub fn exit_of(&mut self, pid: i32) -> (WorkerExit, Usage) {
+        let pick = |reply: &Reply| match reply {
+            Reply::Exited { pid: of, exit, usage, .. } if *of == pid => Some((*exit, *usage)),
+            _ => None,
+        };
+        self.find(pick).0
+    }
+
+    pub fn sweep(&mut self, linger_ms: u64, grace_ms: u64) -> Swept {
+        self.send(&Request::Sweep { linger_ms, grace_ms, give_up_ms: 10_000 });
+        self.swept()
+    }
+
+    pub fn swept(&mut self) -> Swept {
+        let pick = |reply: &Reply| match reply.clone() {
+            Reply::Swept { ended, more, stuck, spared } => Some(Swept { ended, more, stuck, spared }),
+            _ => None,
+        };
+        self.find(pick).0
+    }
+
+    /// Kills the nursery and reaps it.
+    pub fn kill(&mut self) {
+        elasticrs_core::sys::pidfd::send_signal(&self.nursery.pidfd, libc::SIGKILL).unwrap();
+        self.reap();
+    }
+
+    /// Waits for the end of the nursery.
+    pub fn reap(&mut self) -> i32 {
+        wait_readable(&self.nursery.pidfd, "the end of the nursery");
+        self.reaped = true;
+        let wait::Waited::Changed { status, .. } = wait::reap(self.nursery.pid) else { panic!("it is our child") };
+        status
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            return;
+        }
+        if !self.reaped {
+            nix::sys::socket::shutdown(
+                std::os::fd::AsRawFd::as_raw_fd(&self.nursery.link),
+                nix::sys::socket::Shutdown::Both,
+            )
+            .unwrap();
+            assert_eq!(self.reap(), 0, "the nursery ends in order");
+        }
+        assert_no_children();
+    }
+}
+
+/// What a worker writes, line by line.
+pub struct Lines {
+    reader: BufReader<File>,
+    /// What came before `READY`.
+    pub said: Vec<String>,
+}
+
+impl Lines {
+    pub fn new(reader: OwnedFd) -> Self {
+        Self { reader: BufReader::new(File::from(reader)), said: Vec::new() }
+    }
+
+    pub fn until_ready(&mut self) {
+        loop {
+            let line = self.next().expect("READY comes before the end of the output");
+            if line == "READY" {
+                return;
+            }
+            self.said.push(line);
+        }
+    }
+
+    /// `None` at the end.
+    pub fn next(&mut self) -> Option<String> {
+        if self.reader.buffer().is_empty() {
+            wait_readable(self.reader.get_ref().as_fd(), "a line of a worker");
+        }
+        let mut line = String::new();
+        if self.reader.read_line(&mut line).unwrap() == 0 {
+            return None;
+        }
+        Some(line.trim_end().to_owned())
+    }
+
+    /// All that is still to come; blocks until every writer has closed.
+    pub fn rest(&mut self) -> Vec<String> {
+        std::iter::from_fn(|| self.next()).collect()
+    }
+}
+
+pub fn pipe() -> (OwnedFd, OwnedFd) {
+    nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap()
+}
+
+/// A testkit worker with nothing but what it needs.
+pub fn worker(arguments: &[&str]) -> ProcessSpec {
+    let mut argv = vec![worker_program().into_os_string()];
+    argv.extend(arguments.iter().map(OsString::from));
+    process(argv)
+}
+
+pub fn process(argv: Vec<OsString>) -> ProcessSpec {
+    ProcessSpec {
+        local_rank: 0,
+        argv,
+        env: vec!["PATH=/usr/bin:/bin".into()],
+        cwd: None,
+        stdio: [Stdio::Null, Stdio::Null, Stdio::Inherit],
+        pass_fds: Vec::new(),
+    }
+}
+
+/// The first descriptor that is sent becomes standard output.
+pub fn with_stdout(mut process: ProcessSpec) -> ProcessSpec {
+    process.pass_fds = vec![PassedFd { source: 0, target: 1 }];
+    process
+}

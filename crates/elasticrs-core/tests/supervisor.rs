@@ -1,0 +1,326 @@
+//! Groups of real processes under the supervisor.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use common::{Lines, image, pipe, process, worker};
+use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::nursery::protocol::Stage;
+use elasticrs_core::signal::Signal;
+use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, Stdio, StopPolicy};
+use elasticrs_core::supervisor::queue::Next;
+use elasticrs_core::supervisor::{Config, Event, Outcome, StartFailure, Supervisor, SupervisorError};
+use elasticrs_testkit::assert_no_children;
+
+/// A guard against hanging, never what is measured.
+const HANG: Duration = Duration::from_secs(20);
+const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: HANG };
+const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
+const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
+const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
+
+fn supervisor() -> Supervisor {
+    Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap()
+}
+
+/// The workers' standard outputs all go to one pipe, so that the test can wait for as many `READY`s.
+struct Launch {
+    group: GroupSpec,
+    lines: Lines,
+}
+
+fn launch(commands: &[&[&str]]) -> Launch {
+    let (reader, writer) = pipe();
+    let mut group = group(commands.iter().map(|arguments| worker(arguments)).collect());
+    for spec in &mut group.processes {
+        spec.pass_fds = vec![PassedFd { source: 0, target: 1 }];
+    }
+    group.descriptors = vec![writer];
+    Launch { group, lines: Lines::new(reader) }
+}
+
+fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
+    let ranked = (0..).zip(processes).map(|(local_rank, process)| ProcessSpec { local_rank, ..process });
+    GroupSpec {
+        processes: ranked.collect(),
+        descriptors: Vec::<OwnedFd>::new(),
+        on_failure: TERM,
+        on_success: Descendants::Linger(Duration::ZERO),
+        start_deadline: HANG,
+        keep_ignored: Vec::new(),
+    }
+}
+
+/// Starts the group, and waits until all of its workers are ready.
+fn run(supervisor: &Supervisor, launch: Launch) -> Vec<i32> {
+    let Launch { group, mut lines } = launch;
+    let count = group.processes.len();
+    supervisor.start(group).unwrap();
+    let Event::GroupStarted { pids, .. } = event(supervisor) else { panic!("it starts") };
+    for _ in 0..count {
+        lines.until_ready();
+    }
+    pids
+}
+
+fn event(supervisor: &Supervisor) -> Event {
+    loop {
+        match supervisor.next(Some(HANG)).unwrap() {
+            Next::Event(event) => return event,
+            Next::Interrupted => {}
+            other => panic!("hangs: {other:?}"),
+        }
+    }
+}
+
+/// Everything until the end of the group: exits by rank, with the signal that we had sent, and the end.
+fn until_end(supervisor: &Supervisor) -> (Vec<(u32, WorkerExit, Option<Signal>)>, Event) {
+    let mut exits = Vec::new();
+    loop {
+        match event(supervisor) {
+            Event::WorkerExited { local_rank, exit, sent, .. } => exits.push((local_rank, exit, sent)),
+            end @ (Event::GroupEnded { .. } | Event::StartFailed(_)) => {
+                exits.sort_by_key(|(local_rank, ..)| *local_rank);
+                return (exits, end);
+            }
+            _ => {}
+        }
+    }
+}
+
+fn outcome(end: &Event) -> Outcome {
+    let Event::GroupEnded { outcome, .. } = end else { panic!("no end of a group: {end:?}") };
+    *outcome
+}
+
+fn kill(pid: i32, signal: i32) {
+    let pidfd = elasticrs_testkit::pidfd(pid).expect("it lives");
+    elasticrs_core::sys::pidfd::send_signal(pidfd, signal).unwrap();
+}
+
+/// Nothing tells anybody but its parent that a process was stopped.
+fn until_stopped(pid: i32) {
+    let begin = Instant::now();
+    while elasticrs_testkit::state(pid) != Some('T') {
+        assert!(begin.elapsed() < HANG, "pid {pid} is not stopped");
+        std::thread::yield_now();
+    }
+}
+
+fn close(supervisor: Supervisor) {
+    supervisor.close(false).unwrap();
+    drop(supervisor);
+    assert_no_children();
+}
+
+#[test]
+fn a_group_that_exits_0_succeeds() {
+    let supervisor = supervisor();
+    supervisor.start(group(vec![worker(&["exit", "0"]), worker(&["exit", "0"])])).unwrap();
+    let (exits, end) = until_end(&supervisor);
+    let done = WorkerExit::Exited { code: 0 };
+    assert_eq!(exits, [(0, done, None), (1, done, None)]);
+    assert_eq!(outcome(&end), Outcome::Succeeded);
+    close(supervisor);
+}
+
+#[test]
+fn the_first_failure_stops_the_siblings_and_says_who_was_first() {
+    let supervisor = supervisor();
+    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"], &["sleep"]]));
+    kill(pids[1], libc::SIGKILL);
+    let Event::FailureSeen { local_rank: 1, siblings: 2, seen, signalled } = event(&supervisor) else {
+        panic!("the failure is told first");
+    };
+    assert!(seen <= signalled);
+    let (exits, end) = until_end(&supervisor);
+    let term = Some(Signal::TERM);
+    assert_eq!(exits, [(0, TERMINATED, term), (1, KILLED, None), (2, TERMINATED, term)]);
+    assert_eq!(outcome(&end), Outcome::Failed);
+    close(supervisor);
+}
+
+#[test]
+fn sigkill_follows_when_the_grace_is_over() {
+    let supervisor = supervisor();
+    run(&supervisor, launch(&[&["ignore-term"], &["sleep"]]));
+    supervisor.stop(StopPolicy { signal: Signal::TERM, grace: Duration::from_millis(50) }).unwrap();
+    let (exits, end) = until_end(&supervisor);
+    assert_eq!(exits[0], (0, KILLED, Some(Signal::KILL)));
+    assert_eq!(exits[1].1, TERMINATED);
+    assert_eq!(outcome(&end), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_second_harder_stop_does_not_wait_for_the_first() {
+    let supervisor = supervisor();
+    run(&supervisor, launch(&[&["ignore-term"]]));
+    supervisor.stop(StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(3600) }).unwrap();
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(until_end(&supervisor).0, [(0, KILLED, Some(Signal::KILL))]);
+    close(supervisor);
+}
+
+#[test]
+fn a_group_starts_whole_or_not_at_all() {
+    let supervisor = supervisor();
+    let missing = process(vec!["/nonexistent/program".into()]);
+    supervisor.start(group(vec![worker(&["sleep"]), worker(&["sleep"]), missing])).unwrap();
+    let (exits, end) = until_end(&supervisor);
+    let Event::StartFailed(failure) = end else { panic!("{end:?}") };
+    let StartFailure::Worker { local_rank: 2, stage: Stage::Exec, errno: libc::ENOENT, subject } = &failure else {
+        panic!("{failure:?}");
+    };
+    assert_eq!(subject, "/nonexistent/program");
+    let expected = "could not execute `/nonexistent/program` for local rank 2: No such file or directory";
+    assert_eq!(failure.to_string(), expected);
+    assert_eq!(exits, [], "nobody has to know of workers that never were a group");
+
+    supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
+    assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Succeeded, "and the next one starts");
+    close(supervisor);
+}
+
+#[test]
+fn a_start_that_hangs_is_given_up_and_says_where() {
+    let supervisor = supervisor();
+    let dir = tempfile::tempdir().unwrap();
+    // Opening a FIFO for writing waits for a reader for ever, as a dead network mount does.
+    let fifo = dir.path().join("stdout.log");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let mut hangs = worker(&["exit", "0"]);
+    hangs.stdio[1] = Stdio::File(fifo);
+    let start_deadline = Duration::from_millis(100);
+    let mut spec = group(vec![worker(&["sleep"]), hangs]);
+    spec.start_deadline = start_deadline;
+    supervisor.start(spec).unwrap();
+    let (_, end) = until_end(&supervisor);
+    let Event::StartFailed(failure @ StartFailure::Hung { local_rank: 1, stage: Some(Stage::OpenLog), .. }) = end
+    else {
+        panic!("{end:?}");
+    };
+    let said = failure.to_string();
+    assert!(
+        said.starts_with("local rank 1 did not start within 100ms: it hangs while it tries to open the log"),
+        "{said}"
+    );
+
+    supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
+    assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Succeeded, "with a new nursery");
+    close(supervisor);
+}
+
+#[test]
+fn the_loss_of_the_nursery_ends_the_group_and_the_next_one_gets_a_new_one() {
+    let supervisor = supervisor();
+    run(&supervisor, launch(&[&["daemonise"], &["sleep"]]));
+    let first = supervisor.nursery_pid().unwrap();
+    kill(first, libc::SIGKILL);
+    let (exits, end) = until_end(&supervisor);
+    assert_eq!(exits.len(), 2);
+    let Event::GroupEnded { outcome: Outcome::Lost, nursery: Some(KILLED), swept, .. } = end else {
+        panic!("{end:?}");
+    };
+    assert_eq!(swept.ended.len(), 1, "the daemon was found and ended");
+
+    supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
+    assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Succeeded);
+    assert_ne!(supervisor.nursery_pid(), Some(first));
+    close(supervisor);
+}
+
+#[test]
+fn a_nursery_that_is_stopped_is_noticed_by_its_silence() {
+    let supervisor = supervisor();
+    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"]]));
+    kill(supervisor.nursery_pid().unwrap(), libc::SIGSTOP);
+    kill(pids[0], libc::SIGKILL);
+    let (exits, end) = until_end(&supervisor);
+    assert_eq!(exits.len(), 2);
+    assert_eq!(outcome(&end), Outcome::Lost);
+    close(supervisor);
+}
+
+#[test]
+fn a_stopped_worker_is_told_and_a_stop_still_ends_it() {
+    let supervisor = supervisor();
+    let pids = run(&supervisor, launch(&[&["sleep"]]));
+    kill(pids[0], libc::SIGSTOP);
+    let paused = event(&supervisor);
+    assert_eq!(paused, Event::WorkerPaused { local_rank: 0, pid: pids[0], signal: libc::SIGSTOP });
+    supervisor.stop(TERM).unwrap();
+    assert_eq!(until_end(&supervisor).0, [(0, TERMINATED, Some(Signal::TERM))], "it was woken to see the signal");
+    close(supervisor);
+}
+
+#[test]
+fn suspended_workers_are_stopped_and_go_on() {
+    let supervisor = supervisor();
+    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"]]));
+    supervisor.suspend().unwrap();
+    for pid in &pids {
+        until_stopped(*pid);
+    }
+    supervisor.resume().unwrap();
+    supervisor.stop(TERM).unwrap();
+    let (exits, _) = until_end(&supervisor);
+    assert!(exits.iter().all(|(_, exit, _)| *exit == TERMINATED), "{exits:?}");
+    close(supervisor);
+}
+
+#[test]
+fn an_adopted_child_is_a_member_like_the_others() {
+    let supervisor = supervisor();
+    supervisor.start(group(vec![])).unwrap();
+    assert!(matches!(event(&supervisor), Event::GroupStarted { .. }));
+    let spawn = |code: &str| std::process::Command::new("sh").args(["-c", code]).spawn().unwrap();
+    let (mut fails, mut waits) = (spawn("exit 7"), spawn("exec sleep 100"));
+    supervisor.adopt(1, i32::try_from(waits.id()).unwrap()).unwrap();
+    supervisor.adopt(0, i32::try_from(fails.id()).unwrap()).unwrap();
+    let (exits, end) = until_end(&supervisor);
+    assert_eq!(exits, [(0, WorkerExit::Exited { code: 7 }, None), (1, TERMINATED, Some(Signal::TERM))]);
+    assert_eq!(outcome(&end), Outcome::Failed);
+    assert_eq!(fails.wait().unwrap().code(), Some(7), "the status is left for whoever started it");
+    waits.wait().unwrap();
+    close(supervisor);
+}
+
+#[test]
+fn one_group_at_a_time() {
+    let supervisor = supervisor();
+    run(&supervisor, launch(&[&["sleep"]]));
+    assert!(matches!(supervisor.start(group(vec![])), Err(SupervisorError::Busy)));
+    supervisor.stop(KILL).unwrap();
+    until_end(&supervisor);
+    assert!(matches!(supervisor.adopt(0, 1), Err(SupervisorError::Idle)));
+    close(supervisor);
+}
+
+#[test]
+fn closing_ends_whatever_runs() {
+    let supervisor = supervisor();
+    run(&supervisor, launch(&[&["daemonise"], &["ignore-term"]]));
+    close(supervisor);
+}
+
+#[test]
+fn a_forgotten_supervisor_leaves_nothing() {
+    let supervisor = supervisor();
+    run(&supervisor, launch(&[&["sleep"]]));
+    drop(supervisor);
+    assert_no_children();
+}
+
+#[test]
+fn a_stop_before_all_are_started_is_not_lost() {
+    let supervisor = supervisor();
+    let Launch { group, .. } = launch(&[&["sleep"], &["sleep"]]);
+    supervisor.start(group).unwrap();
+    supervisor.stop(TERM).unwrap();
+    assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Stopped);
+    close(supervisor);
+}

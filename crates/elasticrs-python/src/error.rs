@@ -1,0 +1,50 @@
+//! Errors of the core as Python exceptions: the only place that names exception types for them.
+
+use std::error::Error as _;
+
+use elasticrs_core::supervisor::SupervisorError as CoreError;
+use pyo3::exceptions::{PyException, PyOSError, PyProcessLookupError};
+use pyo3::prelude::*;
+
+pyo3::create_exception!(_core, SupervisorError, PyException, "The supervisor cannot do what was asked.");
+
+/// Carries [`CoreError`] through `?`.
+pub struct Error(pub CoreError);
+
+impl From<CoreError> for Error {
+    fn from(error: CoreError) -> Self {
+        Self(error)
+    }
+}
+
+impl From<Error> for PyErr {
+    fn from(Error(error): Error) -> Self {
+        match &error {
+            CoreError::Adopt { source, .. } if source.raw_os_error() == Some(nix::libc::ESRCH) => {
+                PyProcessLookupError::new_err((nix::libc::ESRCH, error.to_string()))
+            }
+            CoreError::Resources(source) | CoreError::Adopt { source, .. } => os_error(source, &error.to_string()),
+            CoreError::Nursery(_) | CoreError::Busy | CoreError::Idle | CoreError::Ended | CoreError::Forked { .. } => {
+                SupervisorError::new_err(chain(&error))
+            }
+        }
+    }
+}
+
+/// Python picks the subclass of `OSError` by the number itself, which `PyErr::from(io::Error)` would lose.
+pub fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
+    match error.raw_os_error() {
+        Some(errno) => PyOSError::new_err((errno, format!("{doing}: {}", nix::errno::Errno::from_raw(errno).desc()))),
+        None => SupervisorError::new_err(format!("{doing}: {error}")),
+    }
+}
+
+fn chain(error: &CoreError) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}

@@ -1,0 +1,192 @@
+//! Events of the core as Python objects.
+
+use std::path::PathBuf;
+
+use elasticrs_core::exit::{Usage, WorkerExit};
+use elasticrs_core::nursery::protocol;
+use elasticrs_core::supervisor::{Event, Outcome, StartFailure};
+use pyo3::prelude::*;
+
+use crate::error::SupervisorError;
+
+/// Exit code, or the negative number of the signal, as Python's `subprocess` has it.
+fn exitcode(exit: WorkerExit) -> Option<i32> {
+    match exit {
+        WorkerExit::Exited { code } => Some(code),
+        WorkerExit::Signaled { signal, .. } => Some(-signal),
+        WorkerExit::Unknown => None,
+    }
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct GroupStarted {
+    pids: Vec<i32>,
+    started_ns: u64,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct StartFailed {
+    message: String,
+    local_rank: Option<u32>,
+    stage: Option<String>,
+    errno: Option<i32>,
+    subject: Option<String>,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct WorkerExited {
+    local_rank: u32,
+    pid: i32,
+    exitcode: Option<i32>,
+    core_dumped: bool,
+    sent_signal: Option<i32>,
+    seen_ns: u64,
+    max_rss_kib: Option<u64>,
+    user_us: Option<u64>,
+    system_us: Option<u64>,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct FailureSeen {
+    local_rank: u32,
+    seen_ns: u64,
+    signalled_ns: u64,
+    siblings: u32,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct WorkerPaused {
+    local_rank: u32,
+    pid: i32,
+    signal: i32,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct WorkerResumed {
+    local_rank: u32,
+    pid: i32,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+#[derive(Clone)]
+pub struct Descendant {
+    pid: i32,
+    command: String,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct GroupEnded {
+    outcome: &'static str,
+    nursery_exitcode: Option<i32>,
+    stuck_ranks: Vec<u32>,
+    wait_channels: Vec<String>,
+    ended: Vec<Descendant>,
+    more_ended: u32,
+    stuck: Vec<Descendant>,
+    spared: Vec<Descendant>,
+    ended_ns: u64,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct LogTrouble {
+    local_rank: u32,
+    path: PathBuf,
+    errno: i32,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct Degraded {
+    message: String,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct FdReady {
+    pub fd: i32,
+}
+
+fn descendants(list: Vec<protocol::Descendant>) -> Vec<Descendant> {
+    list.into_iter().map(|d| Descendant { pid: d.pid, command: d.command }).collect()
+}
+
+fn start_failed(failure: &StartFailure) -> StartFailed {
+    let message = failure.to_string();
+    let blank = StartFailed { message, local_rank: None, stage: None, errno: None, subject: None };
+    match failure {
+        StartFailure::Worker { local_rank, stage, errno, subject } => StartFailed {
+            local_rank: Some(*local_rank),
+            stage: Some(stage.to_string()),
+            errno: Some(*errno),
+            subject: Some(subject.clone()).filter(|s| !s.is_empty()),
+            ..blank
+        },
+        StartFailure::Hung { local_rank, stage, .. } => {
+            StartFailed { local_rank: Some(*local_rank), stage: stage.map(|s| s.to_string()), ..blank }
+        }
+    }
+}
+
+/// The Python object of an event; the end of the runtime is an exception.
+pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
+    match event {
+        Event::GroupStarted { pids, started } => object(py, GroupStarted { pids, started_ns: started.0 }),
+        Event::StartFailed(failure) => object(py, start_failed(&failure)),
+        Event::WorkerExited { local_rank, pid, exit, sent, seen, usage } => {
+            let core_dumped = matches!(exit, WorkerExit::Signaled { core_dumped: true, .. });
+            let used = |value: fn(&Usage) -> u64| usage.as_ref().map(value);
+            let exited = WorkerExited {
+                local_rank,
+                pid,
+                exitcode: exitcode(exit),
+                core_dumped,
+                sent_signal: sent.map(elasticrs_core::signal::Signal::number),
+                seen_ns: seen.0,
+                max_rss_kib: used(|u| u.max_rss_kib),
+                user_us: used(|u| u.user_us),
+                system_us: used(|u| u.system_us),
+            };
+            object(py, exited)
+        }
+        Event::FailureSeen { local_rank, seen, signalled, siblings } => {
+            object(py, FailureSeen { local_rank, seen_ns: seen.0, signalled_ns: signalled.0, siblings })
+        }
+        Event::WorkerPaused { local_rank, pid, signal } => object(py, WorkerPaused { local_rank, pid, signal }),
+        Event::WorkerResumed { local_rank, pid } => object(py, WorkerResumed { local_rank, pid }),
+        Event::GroupEnded { outcome, nursery, stuck_workers, swept, at } => {
+            let (stuck_ranks, wait_channels) = stuck_workers.into_iter().unzip();
+            let group_ended = GroupEnded {
+                outcome: outcome_name(outcome),
+                nursery_exitcode: nursery.and_then(exitcode),
+                stuck_ranks,
+                wait_channels,
+                ended: descendants(swept.ended),
+                more_ended: swept.more,
+                stuck: descendants(swept.stuck),
+                spared: descendants(swept.spared),
+                ended_ns: at.0,
+            };
+            object(py, group_ended)
+        }
+        Event::LogTrouble { local_rank, path, errno } => object(py, LogTrouble { local_rank, path, errno }),
+        Event::Degraded { message } => object(py, Degraded { message }),
+        Event::Panicked { message } => {
+            Err(SupervisorError::new_err(format!("the supervisor's runtime panicked: {message}")))
+        }
+    }
+}
+
+fn outcome_name(outcome: Outcome) -> &'static str {
+    match outcome {
+        Outcome::Succeeded => "succeeded",
+        Outcome::Failed => "failed",
+        Outcome::Stopped => "stopped",
+        Outcome::Lost => "lost",
+    }
+}
+
+/// An instance of one of the classes above, as any object.
+pub fn object<T>(py: Python<'_>, value: T) -> PyResult<Py<PyAny>>
+where
+    T: pyo3::PyClass + Into<PyClassInitializer<T>>,
+{
+    Ok(Py::new(py, value)?.into_any())
+}

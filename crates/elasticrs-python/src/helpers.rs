@@ -1,0 +1,35 @@
+//! Functions beside the supervisor.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use elasticrs_core::sys::features::Features;
+use elasticrs_core::{limits, logs};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::error::os_error;
+
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "PyO3 hands out owned paths")]
+#[pyo3(signature = (path, count, max_bytes=65536))]
+pub fn last_lines(py: Python<'_>, path: PathBuf, count: usize, max_bytes: u64) -> PyResult<Vec<Vec<u8>>> {
+    py.detach(|| logs::last_lines(&path, count, max_bytes))
+        .map_err(|error| os_error(&error, &format!("read {}", path.display())))
+}
+
+#[pyfunction]
+pub fn check_limits(processes: u64) -> PyResult<()> {
+    limits::check(processes).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
+#[pyfunction]
+pub fn kernel_features() -> HashMap<&'static str, bool> {
+    let features = Features::get();
+    HashMap::from([
+        ("close_range", features.close_range),
+        ("pidfd_group_signal", features.pidfd_group_signal),
+        ("memfd_exec", features.memfd_exec),
+        ("proc_children", features.proc_children),
+    ])
+}

@@ -1,0 +1,229 @@
+//! What to start, from Python's values.
+
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use elasticrs_core::logs;
+use elasticrs_core::signal::Signal;
+use elasticrs_core::spec as core;
+use elasticrs_core::sys::duplicate::duplicate;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyMapping};
+
+use crate::error::os_error;
+
+/// Seconds, as a span.
+pub fn duration(seconds: f64, name: &str) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| PyValueError::new_err(format!("{name} must be a finite number of seconds >= 0, got {seconds}")))
+}
+
+/// A signal number.
+pub fn signal(number: i32) -> PyResult<Signal> {
+    Signal::new(number).ok_or_else(|| PyValueError::new_err(format!("{number} is not a signal number")))
+}
+
+fn no_nul(text: OsString, what: &str) -> PyResult<OsString> {
+    if text.as_bytes().contains(&0) {
+        return Err(PyValueError::new_err(format!("{what} contains a NUL byte: {}", text.display())));
+    }
+    Ok(text)
+}
+
+/// An argument: text in the file system's encoding, or bytes.
+#[derive(FromPyObject)]
+pub enum Argument {
+    Text(OsString),
+    Bytes(Vec<u8>),
+}
+
+impl Argument {
+    fn into_os(self) -> OsString {
+        match self {
+            Self::Text(text) => text,
+            Self::Bytes(bytes) => OsString::from_vec(bytes),
+        }
+    }
+}
+
+#[pyclass(frozen, module = "elasticrs._core")]
+pub struct ProcessSpec {
+    inner: core::ProcessSpec,
+    /// By the caller's numbers; turned into descriptors of our own when the group is started.
+    pass_fds: Vec<RawFd>,
+}
+
+#[pymethods]
+impl ProcessSpec {
+    #[new]
+    #[pyo3(signature = (local_rank, argv, *, env, cwd=None, stdin=None, stdout=None, stderr=None, pass_fds=Vec::new()))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
+    fn new(
+        local_rank: u32,
+        argv: Vec<Argument>,
+        env: &Bound<'_, PyMapping>,
+        cwd: Option<PathBuf>,
+        stdin: Option<PathBuf>,
+        stdout: Option<PathBuf>,
+        stderr: Option<PathBuf>,
+        pass_fds: Vec<RawFd>,
+    ) -> PyResult<Self> {
+        if argv.is_empty() {
+            return Err(PyValueError::new_err("argv is empty"));
+        }
+        let argv = argv.into_iter().map(|a| no_nul(a.into_os(), "an argument")).collect::<PyResult<_>>()?;
+        let to = |path: Option<PathBuf>| path.map_or(core::Stdio::Inherit, core::Stdio::File);
+        let inner = core::ProcessSpec {
+            local_rank,
+            argv,
+            env: environment(env)?,
+            cwd,
+            stdio: [to(stdin), to(stdout), to(stderr)],
+            pass_fds: Vec::new(),
+        };
+        Ok(Self { inner, pass_fds })
+    }
+
+    #[getter]
+    fn local_rank(&self) -> u32 {
+        self.inner.local_rank
+    }
+}
+
+fn environment(env: &Bound<'_, PyMapping>) -> PyResult<Vec<OsString>> {
+    let variable = |name: OsString, value: OsString| {
+        if name.is_empty() || name.as_bytes().contains(&b'=') {
+            return Err(PyValueError::new_err(format!("`{}` cannot name a variable", name.display())));
+        }
+        let mut entry = name;
+        entry.push(OsStr::new("="));
+        entry.push(value);
+        no_nul(entry, "a variable")
+    };
+    if let Ok(dict) = env.cast::<PyDict>() {
+        return dict.iter().map(|(name, value)| variable(name.extract()?, value.extract()?)).collect();
+    }
+    env.items()?.iter().map(|item| item.extract().and_then(|(name, value)| variable(name, value))).collect()
+}
+
+#[pyclass(frozen, module = "elasticrs._core")]
+pub struct StopPolicy {
+    pub inner: core::StopPolicy,
+}
+
+#[pymethods]
+impl StopPolicy {
+    #[new]
+    fn new(signal: i32, grace: f64) -> PyResult<Self> {
+        let inner = core::StopPolicy { signal: self::signal(signal)?, grace: duration(grace, "grace")? };
+        Ok(Self { inner })
+    }
+
+    #[getter]
+    fn signal(&self) -> i32 {
+        self.inner.signal.number()
+    }
+
+    #[getter]
+    fn grace(&self) -> f64 {
+        self.inner.grace.as_secs_f64()
+    }
+}
+
+#[pyclass(frozen, module = "elasticrs._core")]
+pub struct GroupSpec {
+    processes: Vec<Py<ProcessSpec>>,
+    on_failure: core::StopPolicy,
+    on_success: core::Descendants,
+    start_deadline: Duration,
+    keep_ignored: Vec<Signal>,
+}
+
+#[pymethods]
+impl GroupSpec {
+    #[new]
+    #[pyo3(signature = (processes, *, on_failure, linger=Some(5.0), start_deadline=30.0, keep_ignored=Vec::new()))]
+    fn new(
+        processes: Vec<Py<ProcessSpec>>,
+        on_failure: &StopPolicy,
+        linger: Option<f64>,
+        start_deadline: f64,
+        keep_ignored: Vec<i32>,
+    ) -> PyResult<Self> {
+        for (expected, process) in (0..).zip(&processes) {
+            let local_rank = process.get().inner.local_rank;
+            if local_rank != expected {
+                let text = format!("local ranks must be 0..n in order, got {local_rank} at place {expected}");
+                return Err(PyValueError::new_err(text));
+            }
+        }
+        let linger = linger.map(|seconds| duration(seconds, "linger")).transpose()?;
+        Ok(Self {
+            processes,
+            on_failure: on_failure.inner,
+            on_success: linger.map_or(core::Descendants::Keep, core::Descendants::Linger),
+            start_deadline: duration(start_deadline, "start_deadline")?,
+            keep_ignored: keep_ignored.into_iter().map(signal).collect::<PyResult<_>>()?,
+        })
+    }
+}
+
+impl GroupSpec {
+    /// The core's form, with descriptors of our own for all that are passed on.
+    pub fn to_core(&self) -> PyResult<core::GroupSpec> {
+        let mut descriptors: Vec<OwnedFd> = Vec::new();
+        let mut processes = Vec::with_capacity(self.processes.len());
+        for process in self.processes.iter().map(Py::get) {
+            let mut spec = process.inner.clone();
+            for &number in &process.pass_fds {
+                let own = duplicate(number).map_err(|error| os_error(&error, &format!("pass descriptor {number}")))?;
+                let source = u32::try_from(descriptors.len()).map_err(PyValueError::new_err)?;
+                spec.pass_fds.push(core::PassedFd { source, target: number });
+                descriptors.push(own);
+            }
+            processes.push(spec);
+        }
+        Ok(core::GroupSpec {
+            processes,
+            descriptors,
+            on_failure: self.on_failure,
+            on_success: self.on_success,
+            start_deadline: self.start_deadline,
+            keep_ignored: self.keep_ignored.clone(),
+        })
+    }
+}
+
+#[pyclass(frozen, from_py_object, module = "elasticrs._core")]
+#[derive(Clone)]
+pub struct LogStream {
+    pub inner: logs::LogStream,
+}
+
+#[pymethods]
+impl LogStream {
+    #[new]
+    fn new(local_rank: u32, path: PathBuf, to: Option<u8>, prefix: Vec<u8>) -> PyResult<Self> {
+        let to = match to {
+            None => None,
+            Some(1) => Some(logs::Dest::Stdout),
+            Some(2) => Some(logs::Dest::Stderr),
+            Some(other) => return Err(PyValueError::new_err(format!("to must be 1, 2 or None, got {other}"))),
+        };
+        Ok(Self { inner: logs::LogStream { local_rank, path, to, prefix } })
+    }
+
+    #[getter]
+    fn local_rank(&self) -> u32 {
+        self.inner.local_rank
+    }
+
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.inner.path.clone()
+    }
+}

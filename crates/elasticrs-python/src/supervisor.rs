@@ -1,0 +1,100 @@
+//! `_core.Supervisor`.
+
+use std::time::Instant;
+
+use elasticrs_core::supervisor::queue::Next;
+use elasticrs_core::supervisor::{self as core, Config};
+use pyo3::prelude::*;
+
+use crate::error::Error;
+use crate::event::{FdReady, object, to_python};
+use crate::nursery;
+use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
+
+#[pyclass(frozen, module = "elasticrs._core")]
+pub struct Supervisor {
+    inner: core::Supervisor,
+}
+
+#[pymethods]
+impl Supervisor {
+    #[new]
+    #[pyo3(signature = (*, owns_process=false, nursery="auto"))]
+    fn new(py: Python<'_>, owns_process: bool, nursery: &str) -> PyResult<Self> {
+        let config = Config { nursery: nursery::images(py, nursery)?, owns_process };
+        let inner = py.detach(|| core::Supervisor::new(config)).map_err(Error)?;
+        Ok(Self { inner })
+    }
+
+    #[getter]
+    fn nursery_pid(&self) -> Option<i32> {
+        self.inner.nursery_pid()
+    }
+
+    fn start(&self, py: Python<'_>, group: &GroupSpec) -> PyResult<()> {
+        let group = group.to_core()?;
+        Ok(py.detach(|| self.inner.start(group)).map_err(Error)?)
+    }
+
+    fn adopt(&self, py: Python<'_>, local_rank: u32, pid: i32) -> PyResult<()> {
+        Ok(py.detach(|| self.inner.adopt(local_rank, pid)).map_err(Error)?)
+    }
+
+    fn stop(&self, policy: &StopPolicy) -> PyResult<()> {
+        Ok(self.inner.stop(policy.inner).map_err(Error)?)
+    }
+
+    #[pyo3(signature = (signum, local_ranks=None))]
+    fn signal(&self, signum: i32, local_ranks: Option<Vec<u32>>) -> PyResult<()> {
+        Ok(self.inner.signal(signal(signum)?, local_ranks).map_err(Error)?)
+    }
+
+    fn suspend(&self, py: Python<'_>) -> PyResult<()> {
+        Ok(py.detach(|| self.inner.suspend()).map_err(Error)?)
+    }
+
+    fn resume(&self) -> PyResult<()> {
+        Ok(self.inner.resume().map_err(Error)?)
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn next_event(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Py<PyAny>>> {
+        let timeout = timeout.map(|seconds| duration(seconds.max(0.0), "timeout")).transpose()?;
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            match py.detach(|| self.inner.next(left)).map_err(Error)? {
+                Next::Event(event) => return to_python(py, event).map(Some),
+                Next::FdReady(fd) => return object(py, FdReady { fd }).map(Some),
+                Next::TimedOut => return Ok(None),
+                Next::Interrupted => py.check_signals()?,
+            }
+        }
+    }
+
+    fn watch_fd(&self, fd: i32) -> PyResult<()> {
+        self.inner.queue().map_err(Error)?.watch(fd);
+        Ok(())
+    }
+
+    fn unwatch_fd(&self, fd: i32) -> PyResult<()> {
+        self.inner.queue().map_err(Error)?.unwatch(fd);
+        Ok(())
+    }
+
+    fn follow(&self, py: Python<'_>, streams: Vec<LogStream>) -> PyResult<()> {
+        let streams = streams.into_iter().map(|stream| stream.inner).collect();
+        Ok(py.detach(|| self.inner.follow(streams)).map_err(Error)?)
+    }
+
+    fn drain(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<LogStream>> {
+        let timeout = duration(timeout, "timeout")?;
+        let left = py.detach(|| self.inner.drain(timeout)).map_err(Error)?;
+        Ok(left.into_iter().map(|left| LogStream { inner: left.stream }).collect())
+    }
+
+    #[pyo3(signature = (keep_descendants=false))]
+    fn close(&self, py: Python<'_>, keep_descendants: bool) -> PyResult<()> {
+        Ok(py.detach(|| self.inner.close(keep_descendants)).map_err(Error)?)
+    }
+}

@@ -1,0 +1,153 @@
+//! Commands that fork.
+//!
+//! Everything that forks without end carries its limits itself, in memory that all its processes share: two seconds, a
+//! number of forks, and a number of live processes. Whoever meets the time limit says so in a line `LIMIT`, so that a
+//! test can tell "was ended" from "ended by itself".
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::{SigHandler, Signal};
+use nix::unistd::{ForkResult, fork, getpid, setsid};
+
+use crate::{Problem, Request, pause_for_ever, say, set};
+
+const TIME_LIMIT: Duration = Duration::from_secs(2);
+const LIVE_LIMIT: u32 = 200;
+const FORK_LIMIT: u32 = 100_000;
+
+/// Shared by all processes of a command.
+struct Limits {
+    forks: AtomicU32,
+    live: AtomicU32,
+}
+
+impl Limits {
+    fn shared() -> Result<&'static Self, Problem> {
+        let length = std::num::NonZeroUsize::new(size_of::<Self>()).expect("it has fields");
+        let protection = nix::sys::mman::ProtFlags::PROT_READ | nix::sys::mman::ProtFlags::PROT_WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
+        let memory =
+            unsafe { nix::sys::mman::mmap_anonymous(None, length, protection, nix::sys::mman::MapFlags::MAP_SHARED) }?;
+        // SAFETY: page-aligned, zeroed (which is a value of the atomics), large enough, and never unmapped.
+        Ok(unsafe { memory.cast::<Self>().as_ref() })
+    }
+
+    /// Whether one more process is allowed; it counts as live from now on.
+    fn admit(&self) -> bool {
+        let forks = self.forks.fetch_add(1, Ordering::SeqCst);
+        let live = self.live.fetch_add(1, Ordering::SeqCst);
+        let admitted = forks < FORK_LIMIT && live < LIVE_LIMIT;
+        if !admitted {
+            self.live.fetch_sub(1, Ordering::SeqCst);
+        }
+        admitted
+    }
+
+    fn leave(&self) -> ! {
+        self.live.fetch_sub(1, Ordering::SeqCst);
+        std::process::exit(0)
+    }
+}
+
+fn forked() -> Result<ForkResult, Problem> {
+    // SAFETY: this program has one thread, so the child may do whatever the parent may.
+    Ok(unsafe { fork() }?)
+}
+
+/// `daemonise`: a grandchild in a session of its own, whose pid is told; then waits, as the grandchild does.
+/// `exempt`: the same, with the token reset, as a process does that means to stay.
+pub fn daemonise(request: &Request, reset_token: bool) -> Result<(), Problem> {
+    let (reader, writer) = nix::unistd::pipe()?;
+    if let ForkResult::Child = forked()? {
+        setsid()?;
+        if let ForkResult::Parent { .. } = forked()? {
+            std::process::exit(0);
+        }
+        if reset_token {
+            let (_, hard) = getrlimit(Resource::RLIMIT_RTTIME)?;
+            setrlimit(Resource::RLIMIT_RTTIME, hard, hard)?;
+        }
+        nix::unistd::write(&writer, &getpid().as_raw().to_le_bytes())?;
+        drop((reader, writer));
+        pause_for_ever();
+    }
+    drop(writer);
+    let mut pid = [0; 4];
+    nix::unistd::read(&reader, &mut pid)?;
+    nix::sys::wait::wait()?;
+    say(&i32::from_le_bytes(pid).to_string())?;
+    request.ready()?;
+    pause_for_ever();
+}
+
+/// `tree DEPTH`: two children, each with two, …; all ignore SIGTERM and wait.
+pub fn tree(request: &mut Request) -> Result<(), Problem> {
+    set(Signal::SIGTERM, SigHandler::SigIgn)?;
+    let mut depth: u32 = request.number()?;
+    if depth > 6 {
+        return Err("a tree of more than 126 processes".into());
+    }
+    let root = getpid();
+    let (reader, writer) = nix::unistd::pipe()?;
+    'grow: while depth > 0 {
+        depth -= 1;
+        for _ in 0..2 {
+            if let ForkResult::Child = forked()? {
+                continue 'grow;
+            }
+        }
+        break;
+    }
+    drop(writer);
+    if getpid() == root {
+        // The end of the pipe is when every process has grown its own children.
+        nix::unistd::read(&reader, &mut [0])?;
+        request.ready()?;
+    }
+    pause_for_ever();
+}
+
+/// `fork-bomb`: every process forks as fast as it can; every other child leaves the session.
+pub fn bomb(request: &Request) -> Result<(), Problem> {
+    let limits = Limits::shared()?;
+    let start = Instant::now();
+    set(Signal::SIGTERM, SigHandler::SigIgn)?;
+    set(Signal::SIGCHLD, SigHandler::SigIgn)?;
+    request.ready()?;
+    limits.live.fetch_add(1, Ordering::SeqCst);
+    while start.elapsed() < TIME_LIMIT {
+        if !limits.admit() {
+            std::thread::yield_now();
+            continue;
+        }
+        if let ForkResult::Child = forked()? {
+            if getpid().as_raw() % 2 == 0 {
+                setsid()?;
+            }
+            if getpid().as_raw() % 8 == 0 {
+                limits.leave();
+            }
+        }
+    }
+    say("LIMIT")?;
+    limits.leave()
+}
+
+/// `chain`: fork, leave the session, exit, and again from the child; never more than two at a time.
+pub fn chain(request: &Request) -> Result<(), Problem> {
+    let limits = Limits::shared()?;
+    let start = Instant::now();
+    set(Signal::SIGTERM, SigHandler::SigIgn)?;
+    request.ready()?;
+    limits.live.fetch_add(1, Ordering::SeqCst);
+    while start.elapsed() < TIME_LIMIT && limits.admit() {
+        if let ForkResult::Parent { .. } = forked()? {
+            limits.leave();
+        }
+        setsid()?;
+    }
+    say("LIMIT")?;
+    limits.leave()
+}

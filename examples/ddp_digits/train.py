@@ -1,0 +1,188 @@
+"""Handwritten digits with DistributedDataParallel, written so that the job survives the loss of a worker.
+
+An ordinary script for `python -m elasticrs.launch` or torchrun: ranks and addresses come from the
+environment. What makes it elastic is only this: a checkpoint after every epoch, and a start that looks for
+one.
+"""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--checkpoint", type=Path, required=True, help="file to resume from, and to write")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=16, help="per worker")
+    parser.add_argument("--kill-rank", type=int, help="this rank dies once, by SIGKILL ...")
+    parser.add_argument("--kill-epoch", type=int, default=3, help="... in the middle of this epoch")
+    parser.add_argument("--stamps", action="store_true", help="print the monotonic time of starts and deaths")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.stamps:
+        stamp("up")
+
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        train(arguments, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(arguments: argparse.Namespace, device: Any) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank = dist.get_rank()
+    images, labels, held_out_images, held_out_labels = (part.to(device) for part in load_data())
+    model = DistributedDataParallel(make_model().to(device))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    done = resume(arguments.checkpoint, model, optimizer, device)
+    if done and rank == 0:
+        print(f"resumed after epoch {done}", flush=True)
+
+    for epoch in range(done + 1, arguments.epochs + 1):
+        # From the epoch alone, so that there is nothing more to restore.
+        optimizer.param_groups[0]["lr"] = 5e-3 * (arguments.epochs + 1 - epoch) / arguments.epochs
+        batches = batches_of(epoch, len(images), arguments.batch_size)
+        for step, batch in enumerate(batches):
+            if step == len(batches) // 2:
+                die_if_told(arguments, rank, epoch)
+            optimizer.zero_grad()
+            loss: Any = cross_entropy(model(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+        if rank == 0:
+            save(arguments.checkpoint, model, optimizer, epoch)
+            accuracy = accuracy_on(model, held_out_images, held_out_labels)
+            print(f"epoch {epoch}/{arguments.epochs}: loss {loss:.4f}, accuracy {accuracy:.2%}", flush=True)
+
+    if rank == 0:
+        accuracy = accuracy_on(model, held_out_images, held_out_labels)
+        print(f"final accuracy on held-out data: {accuracy:.2%}", flush=True)
+
+
+def make_model() -> Any:
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+
+
+# --- data ---
+
+
+def load_data() -> tuple[Any, Any, Any, Any]:
+    """Images and labels to learn from, images and labels held out: the same split on every rank."""
+    import torch
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    pixels, digits = load_digits(return_X_y=True)
+    images, labels = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(digits)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    images, labels = images[order], labels[order]
+    held_out = len(images) // 5
+    return images[held_out:], labels[held_out:], images[:held_out], labels[:held_out]
+
+
+def batches_of(epoch: int, samples: int, batch_size: int) -> list[Any]:
+    """This rank's batches: each epoch another order, the same one when the epoch is repeated."""
+    import torch
+    import torch.distributed as dist
+
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(1000 + epoch))
+    world_size = dist.get_world_size()
+    # The same number of batches on all ranks: each step is a collective one.
+    share: Any = order[: samples - samples % world_size][dist.get_rank() :: world_size]
+    return list(share.split(batch_size))
+
+
+def accuracy_on(model: Any, images: Any, labels: Any) -> float:
+    import torch
+
+    with torch.no_grad():
+        # Without the wrapper, which would wait for the other ranks.
+        correct = model.module(images).argmax(dim=1) == labels
+    return float(correct.float().mean())
+
+
+# --- checkpoints ---
+
+
+def resume(path: Path, model: Any, optimizer: Any, device: Any) -> int:
+    """Load the checkpoint if there is one; returns the number of epochs that are done."""
+    import torch
+
+    if not path.exists():
+        return 0
+    saved = torch.load(path, map_location=device, weights_only=True)
+    model.module.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["epoch"])
+
+
+def save(path: Path, model: Any, optimizer: Any, epoch: int) -> None:
+    """Replace the checkpoint in one step: a death at any moment leaves the old one or the new one, whole."""
+    import torch
+
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        state = {"epoch": epoch, "model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+# --- the accident ---
+
+
+def die_if_told(arguments: argparse.Namespace, rank: int, epoch: int) -> None:
+    is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if is_first_attempt and rank == arguments.kill_rank and epoch == arguments.kill_epoch:
+        if arguments.stamps:
+            stamp("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stamp(what: str) -> None:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    line = f"stamp {what} rank={os.environ['RANK']} attempt={attempt} ns={time.monotonic_ns()}\n"
+    # One write: the workers share this descriptor, and `print` may need two.
+    os.write(1, line.encode())
+
+
+if __name__ == "__main__":
+    main()

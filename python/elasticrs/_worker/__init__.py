@@ -1,0 +1,31 @@
+"""What runs inside a worker without its script asking for it.
+
+``hook/sitecustomize.py`` records uncaught exceptions, ``error_file.py`` is the writer it shares with
+``@record``. The agent needs only :func:`hook_environment`.
+"""
+
+import os
+
+_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
+
+
+def hook_environment(env: dict[str, str]) -> dict[str, str]:
+    """The environment with which a worker, if it is a Python program, records its uncaught exceptions.
+
+    Args:
+        env: the worker's environment; left as it is. ``ELASTICRS_TRACEBACKS=0`` in it switches the hook off.
+
+    Returns:
+        A copy in which ``PYTHONPATH`` starts with the directory of the hook, which takes itself out again.
+    """
+    worker_env = dict(env)
+    # A directory with a colon in its name cannot be an entry of PYTHONPATH.
+    if env.get("ELASTICRS_TRACEBACKS") == "0" or os.pathsep in _HOOK:
+        return worker_env
+    entries = [_HOOK]
+    if "PYTHONPATH" in env:
+        # Python takes an empty variable as none, an empty entry as the working directory: so the name of the
+        # hook stands for the empty value, and is recognised there.
+        entries.append(env["PYTHONPATH"] or _HOOK)
+    worker_env["PYTHONPATH"] = os.pathsep.join(entries)
+    return worker_env

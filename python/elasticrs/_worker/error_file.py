@@ -1,0 +1,89 @@
+"""Writes the file in which a worker says why it failed.
+
+The format is torch's (``message`` with ``extraInfo``, whose values are strings); what torch has no field for
+stands beside it, under ``elasticrs``. Used by :class:`elasticrs.multiprocessing.errors.ErrorHandler`, and run
+by path in workers that cannot import
+elasticrs: so it needs nothing but the standard library of Python 3.8.
+"""
+
+import json
+import os
+import time
+import traceback
+
+FROM_HOOK = '"written_by": "hook"'
+"""Occurs in a file that the worker's hook wrote."""
+
+
+def error_document(error: BaseException, written_by: str) -> str:
+    """The error file's text.
+
+    Args:
+        error: the exception, with its traceback.
+        written_by: ``"hook"`` or ``"record"``.
+    """
+    kind = type(error)
+    try:
+        text = "%s: %s" % (kind.__name__, error)  # noqa: UP031
+    except Exception:
+        text = traceback.format_exception_only(kind, error)[-1].strip()
+    now = time.time_ns()
+    return json.dumps(
+        {
+            "message": {
+                "message": text,
+                "extraInfo": {
+                    "py_callstack": "".join(traceback.format_exception(kind, error, error.__traceback__)),
+                    "timestamp": str(now // 1_000_000_000),
+                },
+            },
+            "elasticrs": {
+                "time_ns": now,
+                "monotonic_ns": time.monotonic_ns(),
+                "pid": os.getpid(),
+                "written_by": written_by,
+            },
+        }
+    )
+
+
+def write_whole(path: str, text: str) -> None:
+    """Replace ``path`` in one step, so that no reader sees half of it.
+
+    Where that cannot be (a bind-mounted file such as ``/dev/termination-log``, a directory without write
+    permission), the file is written in place.
+
+    Raises:
+        OSError: neither way worked.
+    """
+    partial = "%s.%d.partial" % (path, os.getpid())  # noqa: UP031
+    try:
+        _write(partial, text)
+        os.replace(partial, path)
+    except OSError:
+        _write(path, text)
+        if os.path.exists(partial):
+            os.unlink(partial)
+
+
+def write_uncaught(path: str, error: BaseException) -> None:
+    """Write the error file for an exception that nobody caught, unless ``@record`` has done so.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if not _is_from_elsewhere(path):
+        write_whole(path, error_document(error, "hook"))
+
+
+def _is_from_elsewhere(path: str) -> bool:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return FROM_HOOK not in file.read()
+    except FileNotFoundError:
+        return False
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)

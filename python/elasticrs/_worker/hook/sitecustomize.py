@@ -1,0 +1,101 @@
+"""Runs at the start of a worker's interpreter, so that an uncaught exception reaches the failure report.
+
+Python imports a module of this name by itself; :func:`elasticrs._worker.hook_environment` puts this directory
+in front of ``PYTHONPATH``. The file stands alone: it must work in any Python from 3.8 on, with elasticrs not
+importable there. What it promises:
+
+- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are as they would be without it, before the
+  user's own ``sitecustomize`` or anything else of the user's runs; so children of the worker do not run it.
+- **HOOK-2** the user's ``sitecustomize`` is found, run and, when it fails, reported by ``site`` as always.
+- **HOOK-3** the hook that was in ``sys.excepthook`` still prints; ours only writes the error file, and only
+  in the process in which it was installed (not in one forked from it).
+- **HOOK-4** what is needed only after a failure is loaded only then.
+"""
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_WRITER = os.path.join(os.path.dirname(_HERE), "error_file.py")
+
+
+def _step_aside() -> None:
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
+    sys.path_importer_cache.pop(_HERE, None)
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [entry for entry in entries if entry != _HERE]
+    if others:
+        os.environ["PYTHONPATH"] = os.pathsep.join(others)
+    elif len(entries) == 1:
+        os.environ.pop("PYTHONPATH", None)
+    else:  # Named twice: the variable was there, and empty.
+        os.environ["PYTHONPATH"] = ""
+
+
+def _install(path: str) -> None:
+    import atexit
+    import faulthandler
+
+    pid = os.getpid()
+    previous = sys.excepthook
+    recorded: BaseException | None = None
+
+    def record(error: BaseException) -> None:
+        nonlocal recorded
+        if os.getpid() != pid or isinstance(error, KeyboardInterrupt):
+            return
+        recorded = error
+        try:
+            with open(_WRITER, "rb") as file:
+                code = compile(file.read(), _WRITER, "exec")
+            writer = {"__name__": "error_file", "__file__": _WRITER}
+            exec(code, writer)
+            writer["write_uncaught"](path, error)  # type: ignore[operator]
+        except Exception as problem:
+            if sys.stderr is not None:
+                sys.stderr.write("elasticrs: cannot write %s: %r\n" % (path, problem))  # noqa: UP031
+
+    def excepthook(kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
+        record(error)
+        previous(kind, error, traceback)  # type: ignore[arg-type]
+
+    def at_exit() -> None:
+        # The interpreter keeps what it handed to `sys.excepthook`, even if the hook there is no longer ours.
+        error = getattr(sys, "last_value", None)
+        if error is not None and error is not recorded:
+            record(error)
+
+    sys.excepthook = excepthook
+    atexit.register(at_exit)
+
+    if faulthandler.is_enabled():
+        return
+    try:
+        # A number, not a file object: nothing that the interpreter could close or warn about at its end.
+        descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return  # The report will lack the stack of a crash; that is no reason to disturb the worker.
+    faulthandler.enable(descriptor)
+
+
+def _start() -> None:
+    _step_aside()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    del sys.modules["sitecustomize"]
+    failed = True
+    try:
+        # Raises when the user has none; `site` takes that, like everything else, as if it came from the
+        # user's.
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+
+        failed = False
+    except ImportError as missing:
+        failed = missing.name != "sitecustomize"
+        raise
+    finally:
+        # With -v `site` hands the error to `sys.excepthook`, and goes on.
+        if path and not (failed and sys.flags.verbose):
+            _install(path)
+
+
+_start()

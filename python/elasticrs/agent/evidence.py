@@ -1,0 +1,166 @@
+"""Whether the kernel's OOM killer ended a worker.
+
+It leaves no trace in a wait status, which says SIGKILL as for any other. But it counts its victims, for each
+memory cgroup (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine (``/proc/vmstat``). The
+agent takes :func:`oom_kills` when an attempt starts and again after a failure; a SIGKILL that nobody of ours
+sent, together with a rise, is its work as good as certainly.
+
+Reading is the only effect here, the rest are pure functions. A counter that cannot be read is no evidence,
+never an
+error: most of this depends on how the container was set up.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+VMSTAT = "/proc/vmstat"
+"""Counts all victims on the machine; decides only where no memory cgroup can be read."""
+
+_SIGKILL = 9
+
+
+# --- memory cgroups ---
+
+
+def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
+    """The files that may count the victims of a process's memory cgroup.
+
+    Args:
+        cgroups: its ``/proc/PID/cgroup``.
+        mountinfo: ``/proc/self/mountinfo`` of the reader.
+
+    Returns:
+        Paths, which need not exist (the root cgroup of v2 counts nothing).
+    """
+    counters = []
+    for line in cgroups.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not path.startswith("/"):
+            continue
+        if not controllers:
+            kind, option, name = "cgroup2", "", "memory.events"
+        elif "memory" in controllers.split(","):
+            kind, option, name = "cgroup", "memory", "memory.oom_control"
+        else:
+            continue
+        directory = _mounted_at(path, mountinfo, kind, option)
+        if directory is not None:
+            counters.append(f"{directory.rstrip('/')}/{name}")
+    return counters
+
+
+def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
+    """Where the directory ``path`` of a cgroup hierarchy is visible; the innermost mount that shows it."""
+    best = None
+    best_root = ""
+    for line in mountinfo.splitlines():
+        before, separator, after = line.partition(" - ")
+        fields, source = before.split(" "), after.split(" ")
+        if not separator or len(fields) < 5 or len(source) < 3:
+            continue
+        if source[0] != kind or (option and option not in source[2].split(",")):
+            continue
+        root, point = _unescape(fields[3]), _unescape(fields[4])
+        inside = root.rstrip("/")
+        if (path == root or path.startswith(f"{inside}/")) and len(root) >= len(best_root):
+            best, best_root = point.rstrip("/") + path[len(inside) :], root
+    return best
+
+
+def _unescape(field: str) -> str:
+    # The kernel writes blanks, tabs, newlines and backslashes of a path as three octal digits.
+    head, *rest = field.split("\\")
+    return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
+
+
+def parse_oom_kill(text: str) -> int | None:
+    """The value of ``oom_kill`` in ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``."""
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == "oom_kill" and value.isdecimal():
+            return int(value)
+    return None
+
+
+# --- before and after ---
+
+
+def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
+    """The counters of the OOM killer now.
+
+    Args:
+        pids: workers, whose cgroups may differ from ours.
+
+    Returns:
+        By path of the counter's file; a file that cannot be read is left out.
+    """
+    mountinfo = _read("/proc/self/mountinfo")
+    paths = {VMSTAT: None}
+    known = set()
+    for process in ("self", *pids):
+        cgroups = _read(f"/proc/{process}/cgroup")
+        if cgroups not in known:
+            known.add(cgroups)
+            paths.update(dict.fromkeys(memory_counters(cgroups, mountinfo)))
+    return read_counters(paths)
+
+
+def read_counters(paths: Iterable[str]) -> dict[str, int]:
+    """The same counters once more, without looking for them: ``read_counters(before)``."""
+    counts = {}
+    for path in paths:
+        count = parse_oom_kill(_read(path))
+        if count is not None:
+            counts[path] = count
+    return counts
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, int] | None:
+    """The counter that rose most in between, and by how much; ``None`` when none did."""
+    rises = {path: after[path] - count for path, count in before.items() if after.get(path, 0) > count}
+    cgroups_known = any(path != VMSTAT for path in before)
+    if cgroups_known:
+        rises.pop(VMSTAT, None)
+    return max(rises.items(), key=lambda item: item[1], default=None)
+
+
+def probably_oom(
+    exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
+) -> bool:
+    """Whether the kernel's OOM killer ended a worker.
+
+    Args:
+        exitcode: as in :attr:`elasticrs._core.WorkerExited.exitcode`; 137, too: a shell whose command was
+            killed.
+        sent_signal: the last signal that we had sent to it.
+        before: :func:`oom_kills` at the start of the attempt.
+        after: the same counters after the failure.
+    """
+    killed = exitcode in {-_SIGKILL, 128 + _SIGKILL}
+    return killed and sent_signal != _SIGKILL and oom_rise(before, after) is not None
+
+
+def oom_note(
+    exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
+) -> str | None:
+    """The line for the failure report, ``None`` when the OOM killer has not struck during the attempt."""
+    rise = oom_rise(before, after)
+    if rise is None:
+        return None
+    path, count = rise
+    counted = f"oom_kill rose by {count} in {path}"
+    if probably_oom(exitcode, sent_signal, before, after):
+        return f"probably the kernel's OOM killer ({counted})"
+    return f"the kernel's OOM killer struck during this attempt ({counted}): perhaps a child of the worker"

@@ -1,0 +1,340 @@
+"""The loop of the agent: events of the core in, decisions of :func:`elasticrs.agent.state.step`, actions out.
+
+It owns the supervisor, the plan of the present attempt and the signal pipe, and decides nothing itself.
+Blocks in one place only: :meth:`_core.Supervisor.next_event`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections import deque
+
+from elasticrs import _core
+from elasticrs.agent import state as machine
+from elasticrs.agent import texts
+from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.console import Console
+from elasticrs.agent.evidence import oom_kills
+from elasticrs.agent.port_conflict import is_port_conflict
+from elasticrs.agent.signals import SignalPipe, stop_this_process
+from elasticrs.config import SAFETY_TICK
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, Protocol
+
+    from elasticrs.config import JobConfig
+    from elasticrs.workers import Workers
+
+    class Planner(Protocol):
+        """Where plans come from."""
+
+        def next(self) -> Plan: ...
+
+        def close(self) -> None: ...
+
+
+_TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+
+DRAIN_TIMEOUT = 10.0
+"""Seconds that a slow console gets at the end; the files have everything in any case."""
+
+
+class JobResult:
+    """How a job ended on this node.
+
+    Attributes:
+        phase: one of the terminal phases.
+        exit_code: of the launcher.
+        signum: the signal that ended it, if one did.
+        message: the reason of a failure that is not a worker's.
+        attempts: all of them, the last one last.
+        return_values: by global rank.
+    """
+
+    __slots__ = ("attempts", "exit_code", "message", "phase", "return_values", "signum")
+
+    def __init__(self) -> None:
+        self.phase = machine.Phase.INIT
+        self.exit_code = 1
+        self.signum: int | None = None
+        self.message: str | None = None
+        self.attempts: list[Attempt] = []
+        self.return_values: dict[int, object] = {}
+
+
+class Agent:
+    """Runs a job on this node.
+
+    Args:
+        job: what to run.
+        workers: starts the processes.
+        rendezvous: plans attempts.
+        signals: the caught signals; ``None`` outside of the main thread.
+        owns_process: the process is ours alone (the command line).
+        console: for lines to the user.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        workers: Workers,
+        rendezvous: Planner,
+        *,
+        signals: SignalPipe | None,
+        owns_process: bool,
+        console: Console | None = None,
+    ) -> None:
+        self._job = job
+        self._workers = workers
+        self._rendezvous = rendezvous
+        self._signals = signals
+        self._owns_process = owns_process
+        self._console = console or Console()
+        self._state = machine.AgentState(job.max_restarts, job.shutdown_timeout)
+        self._events: deque[machine.Event] = deque()
+        self._plan: Plan | None = None
+        self._result = JobResult()
+        self._failure_ns: int | None = None
+
+    def run(self) -> JobResult:
+        """Run the job to its end.
+
+        Returns:
+            How it ended; failures of workers are data, not exceptions.
+
+        Raises:
+            _core.SupervisorError: the supervisor itself failed; nothing is left running.
+            OSError: the same, for want of descriptors or of a recent kernel.
+        """
+        self._take_signals()
+        self._events.append(machine.Begin())
+        supervisor: _core.Supervisor | None = None
+        try:
+            if not self._events_end_it():
+                supervisor = _core.Supervisor(owns_process=self._owns_process)
+                if self._signals is not None:
+                    supervisor.watch_fd(self._signals.fd)
+                self._drive(supervisor)
+        finally:
+            if self._plan is not None:
+                self._plan.close()
+            if supervisor is not None:
+                supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
+        self._console.flush()
+        return self._result
+
+    def _events_end_it(self) -> bool:
+        """Whether a signal came before anything was started: then not even a supervisor is needed."""
+        first = self._events[0]
+        if not isinstance(first, machine.SignalReceived):
+            return False
+        self._state, actions = machine.step(self._state, first)
+        return any(self._finish(action) for action in actions if isinstance(action, machine.Exit))
+
+    def _drive(self, supervisor: _core.Supervisor) -> None:
+        while True:
+            while self._events:
+                self._state, actions = machine.step(self._state, self._events.popleft())
+                for action in actions:
+                    if isinstance(action, machine.Exit):
+                        self._finish(action)
+                        supervisor.drain(DRAIN_TIMEOUT)
+                        return
+                    self._carry_out(supervisor, action)
+            self._console.flush()
+            event = supervisor.next_event(SAFETY_TICK)
+            if event is not None:
+                _TRANSLATORS[type(event)](self, supervisor, event)
+            else:
+                self._take_signals()
+
+    # --- actions ---
+
+    def _carry_out(self, supervisor: _core.Supervisor, action: machine.Action) -> None:
+        if isinstance(action, machine.Rendezvous):
+            self._plan_attempt()
+        elif isinstance(action, machine.Start):
+            self._start(supervisor, action)
+        elif isinstance(action, machine.Stop):
+            self._console.say(texts.stop_line(self._state.signum, action.signum, action.grace))
+            supervisor.stop(_core.StopPolicy(action.signum, action.grace))
+        elif isinstance(action, machine.CollectEvidence):
+            self._release_plan()
+        elif isinstance(action, machine.AnnounceRestart):
+            self._announce(action)
+        elif isinstance(action, machine.ReportFailure):
+            self._result.message = action.message
+        elif isinstance(action, machine.CloseRendezvous):
+            self._rendezvous.close()
+
+    def _plan_attempt(self) -> None:
+        self._release_plan()
+        try:
+            self._plan = self._rendezvous.next()
+        except OSError as error:
+            self._events.append(machine.RendezvousFailed(f"no address for the workers: {error}"))
+        else:
+            self._events.append(machine.RendezvousCompleted())
+
+    def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
+        plan = self._plan
+        if plan is None:
+            raise RuntimeError("workers are started without a rendezvous")
+        attempt = Attempt(action.round, action.restarts, plan)
+        self._result.attempts.append(attempt)
+        try:
+            self._workers.start(supervisor, attempt)
+        except (OSError, _core.SupervisorError) as error:
+            self._workers.ended(supervisor, attempt)
+            transient = isinstance(error, OSError) and error.errno in _TRANSIENT
+            self._events.append(machine.StartFailed(f"the workers could not be started: {error}", transient))
+
+    def _announce(self, action: machine.AnnounceRestart) -> None:
+        attempt = self._result.attempts[-1]
+        self._failure_ns = attempt.stamps.get("failure_seen", attempt.stamps.get("ended"))
+        cause = self._cause(attempt)
+        if not action.charged:
+            self._console.say(
+                f"port {attempt.plan.master_port} was taken; trying another one (no restart charged)"
+            )
+            return
+        self._console.say(
+            texts.restart_line(cause, attempt.signalled, action.restarts_left, self._job.max_restarts)
+        )
+
+    def _cause(self, attempt: Attempt) -> str:
+        failed = attempt.failed_exits()
+        if attempt.first_failure is not None and failed:
+            first = failed[0]
+            return f"{self._who(first.local_rank, first.pid)} {texts.how_it_ended(first.exitcode)}"
+        if attempt.nursery_exitcode is not None:
+            return f"nursery {texts.how_it_ended(attempt.nursery_exitcode)}"
+        return self._result.message or "the workers could not be started"
+
+    def _release_plan(self) -> None:
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
+
+    def _finish(self, action: machine.Exit) -> bool:
+        self._release_plan()
+        self._discard_empty_fault_files()
+        self._result.phase = self._state.phase
+        self._result.exit_code = action.code
+        self._result.signum = self._state.signum
+        if action.code == 0:
+            self._result.return_values = self._workers.return_values()
+        return True
+
+    def _discard_empty_fault_files(self) -> None:
+        from elasticrs.multiprocessing.errors.failure import discard_empty_fault_file
+
+        for attempt in self._result.attempts:
+            for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
+                discard_empty_fault_file(path)
+
+    # --- events ---
+
+    def _take_signals(self) -> None:
+        for signum in self._signals.take() if self._signals is not None else ():
+            self._events.append(machine.SignalReceived(signum))
+
+    def _on_fd(self, supervisor: _core.Supervisor, event: _core.FdReady) -> None:
+        if self._signals is None or event.fd != self._signals.fd:
+            self._workers.fd_ready(supervisor, event.fd)
+            return
+        for signum in self._signals.take():
+            if signum == signal.SIGTSTP and signum not in self._job.signals:
+                supervisor.suspend()
+                stop_this_process()
+                supervisor.resume()
+            else:
+                self._events.append(machine.SignalReceived(signum))
+
+    def _on_started(self, supervisor: _core.Supervisor, event: _core.GroupStarted) -> None:
+        attempt = self._result.attempts[-1]
+        attempt.pids = event.pids
+        attempt.stamps["started"] = event.started_ns
+        self._workers.started(supervisor, attempt)
+        attempt.oom_kills = oom_kills(event.pids)
+        self._events.append(machine.Started())
+        if self._failure_ns is not None:
+            span = texts.milliseconds(event.started_ns - self._failure_ns)
+            self._console.say(f"attempt {attempt.round} runs, {span} after the failure was seen")
+            self._failure_ns = None
+
+    def _on_start_failed(self, supervisor: _core.Supervisor, event: _core.StartFailed) -> None:
+        self._workers.ended(supervisor, self._result.attempts[-1])
+        self._result.message = event.message
+        self._events.append(machine.StartFailed(event.message, event.errno in _TRANSIENT))
+
+    def _on_failure(self, _supervisor: _core.Supervisor, event: _core.FailureSeen) -> None:
+        attempt = self._result.attempts[-1]
+        attempt.first_failure = event.local_rank
+        attempt.signalled = event.siblings
+        attempt.stamps["failure_seen"] = event.seen_ns
+        attempt.stamps["siblings_signalled"] = event.signalled_ns
+        self._events.append(machine.FailureSeen(event.local_rank))
+
+    def _on_exit(self, _supervisor: _core.Supervisor, event: _core.WorkerExited) -> None:
+        self._result.attempts[-1].exits[event.local_rank] = event
+        self._events.append(machine.WorkerExited(event.local_rank, event.exitcode))
+
+    def _on_ended(self, supervisor: _core.Supervisor, event: _core.GroupEnded) -> None:
+        attempt = self._result.attempts[-1]
+        attempt.stamps["ended"] = event.ended_ns
+        attempt.nursery_exitcode = event.nursery_exitcode
+        self._workers.ended(supervisor, attempt)
+        for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
+            self._console.say(
+                f"{self._who(rank)} does not end after SIGKILL (waits in {channel or 'the kernel'})"
+            )
+        for verb, left in (("could not end", event.stuck), ("left alone", event.spared)):
+            self._name_descendants(verb, left)
+        if event.outcome == "succeeded":
+            self._name_descendants("ended", event.ended, event.more_ended)
+        conflict = event.outcome == "failed" and is_port_conflict(attempt)
+        self._events.append(machine.GroupEnded(event.outcome, tuple(event.stuck_ranks), conflict))
+
+    def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
+        name = texts.signal_name(event.signal)
+        self._console.say(
+            f"{self._who(event.local_rank, event.pid)} is stopped ({name}); waiting for it to go on"
+        )
+
+    def _on_resumed(self, _supervisor: _core.Supervisor, event: _core.WorkerResumed) -> None:
+        self._console.say(f"{self._who(event.local_rank, event.pid)} goes on")
+
+    def _on_log_trouble(self, _supervisor: _core.Supervisor, event: _core.LogTrouble) -> None:
+        self._console.say(f"{self._who(event.local_rank)}: log file {event.path}: {os.strerror(event.errno)}")
+
+    def _on_degraded(self, _supervisor: _core.Supervisor, event: _core.Degraded) -> None:
+        self._console.say(event.message)
+
+    def _name_descendants(self, verb: str, left: list[_core.Descendant], more: int = 0) -> None:
+        if left:
+            names = ", ".join(f"{process.pid} ({process.command})" for process in left)
+            names += f" and {more} more" if more else ""
+            self._console.say(f"{verb} what the workers left behind: {names}")
+
+    def _who(self, local_rank: int, pid: int | None = None) -> str:
+        rank = self._result.attempts[-1].plan.ranks[local_rank].global_rank
+        return f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
+
+
+_TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
+    _core.GroupStarted: Agent._on_started,
+    _core.StartFailed: Agent._on_start_failed,
+    _core.FdReady: Agent._on_fd,
+    _core.FailureSeen: Agent._on_failure,
+    _core.WorkerExited: Agent._on_exit,
+    _core.GroupEnded: Agent._on_ended,
+    _core.WorkerPaused: Agent._on_paused,
+    _core.WorkerResumed: Agent._on_resumed,
+    _core.LogTrouble: Agent._on_log_trouble,
+    _core.Degraded: Agent._on_degraded,
+}

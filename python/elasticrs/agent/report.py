@@ -1,0 +1,108 @@
+"""From the attempt that failed to torch's :class:`~elasticrs.multiprocessing.errors.ProcessFailure` and
+report.
+
+Imported only when something went wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from elasticrs import _core
+from elasticrs.agent import texts
+from elasticrs.agent.evidence import oom_note, read_counters
+from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.agent.loop import JobResult
+    from elasticrs.config import JobConfig
+
+_TAIL_LINES = 50
+
+
+def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
+    """What is known of every worker that did not exit with 0, by global rank, the first one first.
+
+    Args:
+        attempt: that failed.
+    """
+    return {
+        attempt.plan.ranks[worker.local_rank].global_rank: _failure(attempt, worker)
+        for worker in attempt.failed_exits()
+    }
+
+
+def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | None:
+    """The error of a failed job; ``None`` when no worker failed (none could be started).
+
+    Args:
+        job: the job.
+        result: how it ended.
+    """
+    failed = failures(result.attempts[-1]) if result.attempts else {}
+    return ChildFailedError(job.name, failed) if failed else None
+
+
+def print_report(job: JobConfig, result: JobResult) -> None:
+    """Write the report to stderr, and the root cause's error file to the launcher's own, if it has one.
+
+    Args:
+        job: the job.
+        result: how it ended.
+    """
+    error = child_failed_error(job, result)
+    if result.message is not None:
+        sys.stderr.write(texts.PREFIX + result.message + os.linesep)
+    if error is None:
+        return
+    sys.stderr.write(error.format_msg() + os.linesep)
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        hand_on(error)
+
+
+def hand_on(error: ChildFailedError) -> None:
+    """Copy the error file of the root cause to where the launcher's own parent looks for it.
+
+    Args:
+        error: of the job.
+    """
+    from elasticrs.multiprocessing.errors import get_error_handler
+
+    _, first = error.get_first_failure()
+    if os.path.isfile(first.error_file):
+        get_error_handler().dump_error_file(first.error_file, first.exitcode)
+
+
+def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
+    rank = worker.local_rank
+    paths = attempt.paths
+    logs: dict[str, str] = {}
+    if paths is not None:
+        both = (("stdout", paths.stdouts.get(rank)), ("stderr", paths.stderrs.get(rank)))
+        logs = {name: path for name, path in both if path and path != os.devnull}
+    tail = _core.last_lines(logs["stderr"], _TAIL_LINES) if "stderr" in logs else []
+    note = oom_note(worker.exitcode, worker.sent_signal, attempt.oom_kills, read_counters(attempt.oom_kills))
+    return ProcessFailure(
+        rank,
+        worker.pid,
+        # Torch's signature has no word for an end that nobody saw; the report says it in the cause.
+        worker.exitcode if worker.exitcode is not None else 1,
+        paths.error_files.get(rank, "") if paths is not None else "",
+        seen_ns=worker.seen_ns,
+        sent_signal=worker.sent_signal,
+        cause=_cause(attempt, worker),
+        note=note if worker.sent_signal is None else None,
+        log_paths=logs,
+        stderr_tail=[line.decode(errors="replace") for line in tail],
+    )
+
+
+def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
+    if attempt.nursery_exitcode is not None:
+        return f"the nursery {texts.how_it_ended(attempt.nursery_exitcode)}, and the worker with it"
+    if worker.exitcode is None:
+        return "the worker is gone, and nobody can tell how it ended"
+    return None

@@ -1,0 +1,209 @@
+"""The agent that runs functions or programs on this node and waits for events instead of polling.
+
+It takes torch's :class:`~elasticrs.agent.server.WorkerSpec` and runs the same loop as the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from elasticrs import config as defaults
+from elasticrs._worker import hook_environment
+from elasticrs.agent.attempt import Plan
+from elasticrs.agent.loop import Agent, JobResult
+from elasticrs.agent.server.api import (
+    DEFAULT_ROLE,
+    ElasticAgent,
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from elasticrs.agent.signals import SignalPipe, ignored_signals, in_main_thread
+from elasticrs.agent.state import Phase
+from elasticrs.config import JobConfig
+from elasticrs.logs import LogPaths
+from elasticrs.ports import ReservedPort
+from elasticrs.ranks import NodeShare, assign
+from elasticrs.rendezvous.api import RendezvousError
+from elasticrs.rendezvous.static import OneNodeRendezvous
+from elasticrs.workers import CommandWorkers, Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elasticrs.multiprocessing.api import LogsSpecs
+
+__all__ = ["LocalElasticAgent"]
+
+
+class LocalElasticAgent(ElasticAgent):
+    """Runs the workers of one node.
+
+    Args:
+        spec: the workers.
+        logs_specs: where their output goes.
+        start_method: for functions; ``spawn`` in this release.
+        exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
+            ``None``.
+        log_line_prefix_template: before tee'd lines.
+        shutdown_timeout: seconds between the signal and SIGKILL; from the environment or 30 when ``None``.
+        signals_to_handle: names; from ``TORCHELASTIC_SIGNALS_TO_HANDLE``, or the usual four, when ``None``.
+
+    Raises:
+        ValueError: a start method that this release does not support, or names that are no signals.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float | None = None,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float | None = None,
+        *,
+        signals_to_handle: str | None = None,
+    ) -> None:
+        if callable(spec.entrypoint) and start_method != "spawn":
+            raise ValueError(f"start_method {start_method!r} is not supported by this release: use 'spawn'")
+        names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+        self._signals = defaults.parse_signals(names or defaults.DEFAULT_SIGNALS)
+        self._signal_names = names or defaults.DEFAULT_SIGNALS
+        self._worker_group = WorkerGroup(spec)
+        self._remaining_restarts = spec.max_restarts
+        self._logs_specs = logs_specs
+        self._log_line_prefix_template = log_line_prefix_template
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._shutdown_timeout = (
+            defaults.shutdown_timeout_from(os.environ) if shutdown_timeout is None else shutdown_timeout
+        )
+        self._total_execution_time = 0
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:  # noqa: ARG002 -- torch's signature
+        """See :class:`ElasticAgent`."""
+        return self._worker_group
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002 -- torch's signature
+        """Run until the workers have succeeded, or failed too often.
+
+        Raises:
+            SignalException: a signal asked to stop; the workers are stopped.
+            RendezvousError: the rendezvous failed.
+            RuntimeError: the workers could not be started.
+        """
+        started = time.monotonic()
+        job = self._job()
+        signals = SignalPipe(self._signals) if in_main_thread() else None
+        if signals is None:
+            warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=2)
+        try:
+            agent = Agent(
+                job, self._workers(job), _Planner(self._worker_group), signals=signals, owns_process=False
+            )
+            result = agent.run()
+        finally:
+            if signals is not None:
+                signals.close()
+            self._total_execution_time = int(time.monotonic() - started)
+        return self._run_result(result)
+
+    def _job(self) -> JobConfig:
+        spec = self._worker_group.spec
+        return JobConfig(
+            spec.local_world_size,
+            spec.rdzv_handler.get_run_id(),
+            role=spec.role,
+            name=spec.get_entrypoint_name(),
+            max_restarts=spec.max_restarts,
+            shutdown_timeout=self._shutdown_timeout,
+            signals=self._signals,
+        )
+
+    def _workers(self, job: JobConfig) -> Workers:
+        spec = self._worker_group.spec
+        environ = hook_environment({**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names})
+        template = self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        logs = _logs(self._logs_specs)
+        ignored = ignored_signals()
+        if callable(spec.entrypoint):
+            from elasticrs.multiprocessing.spawn import FunctionWorkers
+
+            return FunctionWorkers(job, logs, template, environ, ignored, spec.entrypoint, spec.args)
+        command = [str(spec.entrypoint), *map(str, spec.args)]
+        return CommandWorkers(job, logs, template, environ, ignored, command)
+
+    def _run_result(self, result: JobResult) -> RunResult:
+        group = self._worker_group
+        if result.attempts:
+            self._remaining_restarts = group.spec.max_restarts - result.attempts[-1].restarts
+        if result.phase is Phase.SUCCEEDED:
+            group.state = WorkerState.SUCCEEDED
+            return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
+        if result.signum is not None:
+            import signal
+
+            from elasticrs.multiprocessing.api import SignalException
+
+            group.state = WorkerState.STOPPED
+            sigval = signal.Signals(result.signum)
+            raise SignalException(f"stopped by {sigval.name}", sigval)
+        from elasticrs.agent.report import failures
+
+        group.state = WorkerState.FAILED
+        failed = failures(result.attempts[-1]) if result.attempts else {}
+        if not failed:
+            raise RuntimeError(result.message or "the workers could not be started")
+        return RunResult(WorkerState.FAILED, failures=failed)
+
+
+class _Planner:
+    """Plans from a user's rendezvous handler; keeps the worker group up to date."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def next(self) -> Plan:
+        group, spec = self._group, self._group.spec
+        info = spec.rdzv_handler.next_rendezvous()
+        if info.world_size != 1:
+            raise RendezvousError(f"{info.world_size} nodes: several nodes need the coordination release")
+        reserved: ReservedPort | None = None
+        bootstrap = info.bootstrap_store_info
+        address = spec.master_addr or (bootstrap.master_addr if bootstrap else "localhost")
+        port = spec.master_port or (bootstrap.master_port if bootstrap else None)
+        if isinstance(spec.rdzv_handler, OneNodeRendezvous):
+            reserved = spec.rdzv_handler.reserved_port
+        elif port is None:
+            reserved = ReservedPort()
+        if port is None:
+            if reserved is None:
+                raise RendezvousError("the rendezvous gave no port for the workers' store")
+            port = reserved.number
+        ranks = assign([NodeShare(spec.role, spec.local_world_size)], info.rank)
+        group.store, group.group_rank, group.group_world_size = info.store, info.rank, info.world_size
+        group.master_addr, group.master_port = address, port
+        for worker, own in zip(group.workers, ranks, strict=True):
+            worker.global_rank, worker.role_rank = own.global_rank, own.role_rank
+            worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
+        return Plan(ranks, address, port, reserved)
+
+    def close(self) -> None:
+        """The launcher shuts the handler down: an agent may be run more than once."""
+
+
+def _logs(specs: LogsSpecs) -> Callable[[int, dict[int, dict[str, str]]], LogPaths]:
+    def attempt_logs(_round: int, variables: dict[int, dict[str, str]]) -> LogPaths:
+        destination: Any = specs.reify(variables)
+        return LogPaths(
+            destination.stdouts,
+            destination.stderrs,
+            destination.tee_stdouts,
+            destination.tee_stderrs,
+            {local_rank: own.get("TORCHELASTIC_ERROR_FILE", "") for local_rank, own in variables.items()},
+        )
+
+    return attempt_logs

@@ -1,0 +1,141 @@
+"""Signals of the agent, as events of its loop.
+
+Python's handlers do nothing: the interpreter writes the number of each signal to a socket
+(:func:`signal.set_wakeup_fd`), whose other end the loop watches like any other descriptor. So a signal never
+interrupts a decision half-way, and none is lost, from the first moment on. What was installed before is put
+back by :meth:`SignalPipe.close`.
+
+- **SIG-1** a signal that was ignored when the agent was started (``nohup``) stays ignored, here and in the
+  workers;
+- **SIG-2** handlers are installed in the main thread only: elsewhere Python cannot;
+- **SIG-3** a wake-up descriptor of the host application goes on getting its bytes.
+"""
+
+from __future__ import annotations
+
+import _socket
+import _thread
+import os
+import signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import FrameType
+    from typing import TypeAlias
+
+    Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
+IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
+"""The interpreter itself ignores these, so nobody can tell whether they had been ignored; workers get the
+defaults."""
+
+
+def ignored_signals() -> tuple[int, ...]:
+    """Signals that this process was started with as ignored, as far as Python can tell."""
+    return tuple(
+        int(signum)
+        for signum in signal.valid_signals()
+        if signum not in IGNORED_BY_PYTHON and signal.getsignal(signum) == signal.SIG_IGN
+    )
+
+
+def in_main_thread() -> bool:
+    """Whether this is the thread in which Python may install signal handlers."""
+    try:
+        previous = signal.set_wakeup_fd(-1)
+    except ValueError:
+        return False
+    signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
+    return True
+
+
+class SignalPipe:
+    """Catches signals and hands them out in order.
+
+    Args:
+        signums: what to catch; ignored ones are left alone.
+
+    Raises:
+        ValueError: this is not the main thread.
+        OSError: no descriptors.
+    """
+
+    def __init__(self, signums: Iterable[int]) -> None:
+        self._caught: dict[int, Handler] = {}
+        self._reader, self._writer = _socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._host_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self.catch(signums)
+
+    @property
+    def fd(self) -> int:
+        """Readable while :meth:`take` has something."""
+        return self._reader.fileno()
+
+    @property
+    def caught(self) -> frozenset[int]:
+        """The signals that are caught."""
+        return frozenset(self._caught)
+
+    def catch(self, signums: Iterable[int]) -> None:
+        """Catch these from now on, and no others.
+
+        Args:
+            signums: signal numbers.
+        """
+        wanted = set(signums)
+        for signum in wanted - self._caught.keys():
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                self._caught[signum] = signal.signal(signum, _wake_only)
+        for signum in self._caught.keys() - wanted:
+            self._restore(signum)
+
+    def take(self) -> list[int]:
+        """The signals that came since the last call, in order; never blocks."""
+        received = bytearray()
+        while True:
+            try:
+                received += (chunk := self._reader.recv(4096))
+            except BlockingIOError:
+                break
+            if not chunk:
+                break
+        if received and self._host_fd != -1:
+            self._forward(bytes(received))
+        return [signum for signum in received if signum in self._caught]
+
+    def close(self) -> None:
+        """Put everything back as it was. Idempotent."""
+        if self._reader.fileno() == -1:
+            return
+        for signum in list(self._caught):
+            self._restore(signum)
+        signal.set_wakeup_fd(self._host_fd, warn_on_full_buffer=False)
+        self._reader.close()
+        self._writer.close()
+
+    def _restore(self, signum: int) -> None:
+        previous = self._caught.pop(signum)
+        # None: the handler was installed by C code, and Python cannot put it back.
+        signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+
+    def _forward(self, received: bytes) -> None:
+        try:
+            os.write(self._host_fd, received)
+        except (BlockingIOError, BrokenPipeError):
+            # Full or closed: the interpreter drops the byte as well.
+            return
+
+
+def stop_this_process() -> None:
+    """SIGSTOP to this process; returns when it goes on.
+
+    Sent to the calling thread: a signal to the process may stop it only after this call has returned.
+    """
+    signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
+
+
+def _wake_only(_signum: int, _frame: FrameType | None) -> None:
+    """The byte in the wake-up descriptor is all that is needed."""

@@ -1,0 +1,425 @@
+"""What the agent of one node decides, as a pure function: no I/O, no clock, no randomness.
+
+:func:`step` takes a state and an event and returns the next state and the actions that the loop has to carry
+out, in order. The order of phases::
+
+    INIT → RENDEZVOUS → STARTING → RUNNING → STOPPING → RENDEZVOUS …  (a restart)
+                                                      → SUCCEEDED | FAILED | STOPPED
+
+Invariants, each held by a property test:
+
+- **AGENT-1** :class:`Start` is asked for only when nothing of an earlier group is left.
+- **AGENT-2** no more than ``max_restarts`` restarts are charged; only a port conflict is repeated without a
+  charge, and that at most :data:`MAX_PORT_RETRIES` times.
+- **AGENT-3** the terminal phases are final, and each is entered with exactly one :class:`Exit`, which comes
+  last.
+- **AGENT-4** exit code 0 is given only when every worker of the last group exited 0 and nobody asked to stop.
+- **AGENT-5** after the first signal nothing is started any more, and the agent exits when the group has
+  ended.
+- **AGENT-6** a node with workers that SIGKILL did not end is not used again.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from elasticrs._value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Literal, TypeAlias
+
+    Outcome: TypeAlias = Literal["succeeded", "failed", "stopped", "lost"]
+
+MAX_PORT_RETRIES = 3
+
+SIGKILL = 9
+
+
+class Phase(Enum):
+    """Where the agent stands."""
+
+    INIT = "init"
+    RENDEZVOUS = "rendezvous"
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing can follow."""
+        return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED)
+
+
+class AgentState(Value):
+    """Everything that decisions depend on.
+
+    Args:
+        max_restarts: how many restarts may be charged.
+        shutdown_timeout: seconds between the first signal and SIGKILL.
+        phase: where the agent stands.
+        round: number of the attempt, from 0, counting every one that was begun.
+        restarts: charged restarts; what workers see as ``TORCHELASTIC_RESTART_COUNT``.
+        port_retries: attempts repeated because another process took the port of the workers' store.
+        signum: the first signal that asked the agent to stop.
+        worker_failed: a worker of the present group has failed.
+        group_exists: processes of a group may be there: from :class:`Start` until its failure or
+            :class:`GroupEnded`.
+    """
+
+    __slots__ = (
+        "group_exists",
+        "max_restarts",
+        "phase",
+        "port_retries",
+        "restarts",
+        "round",
+        "shutdown_timeout",
+        "signum",
+        "worker_failed",
+    )
+
+    def __init__(
+        self,
+        max_restarts: int,
+        shutdown_timeout: float,
+        phase: Phase = Phase.INIT,
+        round: int = 0,  # noqa: A002 -- the field's own word
+        restarts: int = 0,
+        port_retries: int = 0,
+        signum: int | None = None,
+        worker_failed: bool = False,
+        group_exists: bool = False,
+    ) -> None:
+        self.max_restarts = max_restarts
+        self.shutdown_timeout = shutdown_timeout
+        self.phase = phase
+        self.round = round
+        self.restarts = restarts
+        self.port_retries = port_retries
+        self.signum = signum
+        self.worker_failed = worker_failed
+        self.group_exists = group_exists
+
+    @property
+    def restarts_left(self) -> int:
+        """Restarts that may still be charged."""
+        return self.max_restarts - self.restarts
+
+    def _next(self, phase: Phase, **changes: object) -> AgentState:
+        new = AgentState.__new__(AgentState)
+        for name in self.__slots__:
+            setattr(new, name, changes.get(name, getattr(self, name)))
+        new.phase = phase
+        return new
+
+
+# --- events ---
+
+
+class Event(Value):
+    """Something that happened."""
+
+    __slots__ = ()
+
+
+class Begin(Event):
+    """The loop is ready."""
+
+    __slots__ = ()
+
+
+class RendezvousCompleted(Event):
+    """Ranks and addresses of the next attempt are known."""
+
+    __slots__ = ()
+
+
+class RendezvousFailed(Event):
+    """There will be no next attempt.
+
+    Args:
+        message: why, for the user.
+    """
+
+    __slots__ = ("message",)
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+class Started(Event):
+    """All workers of the attempt run."""
+
+    __slots__ = ()
+
+
+class StartFailed(Event):
+    """The attempt could not be started, and nothing of it is left.
+
+    Args:
+        message: why, for the user.
+        transient: the same start may succeed a moment later (no memory, no process slots, a killed nursery).
+    """
+
+    __slots__ = ("message", "transient")
+
+    def __init__(self, message: str, transient: bool = False) -> None:
+        self.message = message
+        self.transient = transient
+
+
+class FailureSeen(Event):
+    """A worker has failed first; its siblings have been signalled.
+
+    Args:
+        local_rank: which.
+    """
+
+    __slots__ = ("local_rank",)
+
+    def __init__(self, local_rank: int) -> None:
+        self.local_rank = local_rank
+
+
+class WorkerExited(Event):
+    """A worker has ended.
+
+    Args:
+        local_rank: which.
+        exitcode: its exit code, the negative number of a signal, or ``None`` when nobody can tell.
+    """
+
+    __slots__ = ("exitcode", "local_rank")
+
+    def __init__(self, local_rank: int, exitcode: int | None) -> None:
+        self.local_rank = local_rank
+        self.exitcode = exitcode
+
+
+class GroupEnded(Event):
+    """Nothing of the group is left, apart from what is stuck.
+
+    Args:
+        outcome: how it ended.
+        stuck_ranks: workers that SIGKILL did not end.
+        port_conflict: the workers' store could not have the port that we had chosen.
+    """
+
+    __slots__ = ("outcome", "port_conflict", "stuck_ranks")
+
+    def __init__(
+        self, outcome: Outcome, stuck_ranks: tuple[int, ...] = (), port_conflict: bool = False
+    ) -> None:
+        self.outcome = outcome
+        self.stuck_ranks = stuck_ranks
+        self.port_conflict = port_conflict
+
+
+class SignalReceived(Event):
+    """Somebody asks the agent to stop.
+
+    Args:
+        signum: by which signal.
+    """
+
+    __slots__ = ("signum",)
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+
+# --- actions ---
+
+
+class Action(Value):
+    """Something that the loop has to do."""
+
+    __slots__ = ()
+
+
+class Rendezvous(Action):
+    """Agree on ranks and addresses for an attempt; answered by one of the two rendezvous events."""
+
+    __slots__ = ("round",)
+
+    def __init__(self, round: int) -> None:  # noqa: A002 -- the field's own word
+        self.round = round
+
+
+class Start(Action):
+    """Start the workers; answered by :class:`Started`, :class:`StartFailed` or :class:`GroupEnded`."""
+
+    __slots__ = ("restarts", "round")
+
+    def __init__(self, round: int, restarts: int) -> None:  # noqa: A002 -- the field's own word
+        self.round = round
+        self.restarts = restarts
+
+
+class Stop(Action):
+    """Stop the group; :class:`GroupEnded` follows.
+
+    Args:
+        signum: the first signal.
+        grace: seconds until SIGKILL.
+    """
+
+    __slots__ = ("grace", "signum")
+
+    def __init__(self, signum: int, grace: float) -> None:
+        self.signum = signum
+        self.grace = grace
+
+
+class CollectEvidence(Action):
+    """Keep what tells why the attempt failed, before the next one begins."""
+
+    __slots__ = ()
+
+
+class AnnounceRestart(Action):
+    """Tell the user, in one line, what died and that the workers start again.
+
+    Args:
+        restarts_left: after this one.
+        charged: whether it was taken from the budget.
+    """
+
+    __slots__ = ("charged", "restarts_left")
+
+    def __init__(self, restarts_left: int, charged: bool = True) -> None:
+        self.restarts_left = restarts_left
+        self.charged = charged
+
+
+class ReportFailure(Action):
+    """Tell the user why the job failed.
+
+    Args:
+        message: the reason when it is not a worker's failure.
+    """
+
+    __slots__ = ("message",)
+
+    def __init__(self, message: str | None = None) -> None:
+        self.message = message
+
+
+class CloseRendezvous(Action):
+    """No further attempt of this job will follow, on any node."""
+
+    __slots__ = ()
+
+
+class Exit(Action):
+    """The end.
+
+    Args:
+        code: the exit code of the launcher.
+    """
+
+    __slots__ = ("code",)
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+# --- the function ---
+
+
+def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
+    """What follows from an event.
+
+    Events that have no meaning in a phase (an exit reported after the end, a late answer) change nothing.
+
+    Args:
+        state: where the agent stands.
+        event: what happened.
+
+    Returns:
+        Where it stands then, and what to do, in order.
+    """
+    if state.phase.is_terminal:
+        return state, []
+    if isinstance(event, SignalReceived):
+        return _on_signal(state, event)
+    if isinstance(event, (WorkerExited, FailureSeen, GroupEnded)):
+        return _on_group(state, event) if state.group_exists else (state, [])
+    if isinstance(event, StartFailed):
+        return _on_start_failed(state, event) if state.group_exists else (state, [])
+    if isinstance(event, Started):
+        return (state._next(Phase.RUNNING) if state.phase is Phase.STARTING else state), []
+    if isinstance(event, Begin) and state.phase is Phase.INIT:
+        return state._next(Phase.RENDEZVOUS), [Rendezvous(state.round)]
+    if isinstance(event, RendezvousCompleted) and state.phase is Phase.RENDEZVOUS:
+        new = state._next(Phase.STARTING, worker_failed=False, group_exists=True)
+        return new, [Start(state.round, state.restarts)]
+    if isinstance(event, RendezvousFailed) and state.phase is Phase.RENDEZVOUS:
+        return _fail(state, event.message)
+    return state, []
+
+
+def _on_signal(state: AgentState, event: SignalReceived) -> tuple[AgentState, list[Action]]:
+    if state.signum is not None:
+        # Whoever asks twice wants it now.
+        return state, [Stop(SIGKILL, 0.0)]
+    if not state.group_exists:
+        return state._next(Phase.STOPPED, signum=event.signum), [Exit(1)]
+    return state._next(Phase.STOPPING, signum=event.signum), [Stop(event.signum, state.shutdown_timeout)]
+
+
+def _on_start_failed(state: AgentState, event: StartFailed) -> tuple[AgentState, list[Action]]:
+    ended = state._next(state.phase, group_exists=False)
+    if state.signum is not None:
+        return ended._next(Phase.STOPPED), [Exit(1)]
+    if event.transient and state.restarts_left > 0:
+        return _restart(ended)
+    return _fail(ended, event.message)
+
+
+def _on_group(
+    state: AgentState, event: WorkerExited | FailureSeen | GroupEnded
+) -> tuple[AgentState, list[Action]]:
+    if isinstance(event, WorkerExited):
+        failed = state.worker_failed or event.exitcode != 0
+        return state._next(state.phase, worker_failed=failed), []
+    if isinstance(event, FailureSeen):
+        return state._next(Phase.STOPPING, worker_failed=True), []
+    ended = state._next(state.phase, group_exists=False)
+    if state.signum is not None:
+        return ended._next(Phase.STOPPED), [CollectEvidence(), Exit(1)]
+    if event.stuck_ranks:
+        ranks = ", ".join(map(str, event.stuck_ranks))
+        return _fail(
+            ended, f"local rank {ranks} cannot be killed; this node is not fit for a restart", evidence=True
+        )
+    if event.outcome == "succeeded" and not state.worker_failed:
+        return ended._next(Phase.SUCCEEDED), [CloseRendezvous(), Exit(0)]
+    if event.port_conflict and state.port_retries < MAX_PORT_RETRIES:
+        again = ended._next(
+            Phase.RENDEZVOUS, round=state.round + 1, port_retries=state.port_retries + 1, worker_failed=False
+        )
+        announce = AnnounceRestart(state.restarts_left, charged=False)
+        return again, [CollectEvidence(), announce, Rendezvous(again.round)]
+    if state.restarts_left > 0:
+        return _restart(ended, evidence=True)
+    return _fail(ended, evidence=True)
+
+
+def _restart(state: AgentState, *, evidence: bool = False) -> tuple[AgentState, list[Action]]:
+    new = state._next(
+        Phase.RENDEZVOUS, round=state.round + 1, restarts=state.restarts + 1, worker_failed=False
+    )
+    collect: list[Action] = [CollectEvidence()] if evidence else []
+    return new, [*collect, AnnounceRestart(new.restarts_left), Rendezvous(new.round)]
+
+
+def _fail(
+    state: AgentState, message: str | None = None, *, evidence: bool = False
+) -> tuple[AgentState, list[Action]]:
+    collect: list[Action] = [CollectEvidence()] if evidence else []
+    return state._next(Phase.FAILED), [*collect, ReportFailure(message), CloseRendezvous(), Exit(1)]

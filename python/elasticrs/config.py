@@ -1,0 +1,199 @@
+"""What a job is made of, with every default in one place.
+
+These are the internal, slotted forms that the command line works on; the public dataclasses of
+:mod:`elasticrs.launcher.api` and :mod:`elasticrs.agent.server` convert to them.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
+DEFAULT_LINGER = 5.0
+DEFAULT_MONITOR_INTERVAL = 0.1
+DEFAULT_MASTER_PORT = 29500
+DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
+START_DEADLINE = 30.0
+SAFETY_TICK = 5.0
+"""Seconds after which the agent looks around even though nothing was reported."""
+
+
+class UsageError(ValueError):
+    """A mistake of the user: its text is one line that names the option, what it got, and what it accepts."""
+
+
+class JobConfig:
+    """One job, as the agent of one node runs it.
+
+    Args:
+        nproc: workers on this node.
+        run_id: the name of the job.
+        role: the role of the workers.
+        name: what the report calls the job: the script, the program or the function.
+        max_restarts: restarts that may be charged.
+        shutdown_timeout: seconds between the first signal and SIGKILL.
+        signals: signals on which the agent stops the job.
+        linger: seconds that descendants of successful workers may go on; ``None`` leaves them alone.
+        master_addr: where rank 0 hosts the store.
+        master_port: its port; ``None`` for a fresh one in every attempt.
+        start_deadline: seconds within which all workers must run.
+    """
+
+    __slots__ = (
+        "linger",
+        "master_addr",
+        "master_port",
+        "max_restarts",
+        "name",
+        "nproc",
+        "role",
+        "run_id",
+        "shutdown_timeout",
+        "signals",
+        "start_deadline",
+    )
+
+    def __init__(
+        self,
+        nproc: int,
+        run_id: str,
+        *,
+        role: str = "default",
+        name: str = "",
+        max_restarts: int = 0,
+        shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
+        signals: Sequence[int] = (),
+        linger: float | None = DEFAULT_LINGER,
+        master_addr: str = "localhost",
+        master_port: int | None = None,
+        start_deadline: float = START_DEADLINE,
+    ) -> None:
+        self.nproc = nproc
+        self.run_id = run_id
+        self.role = role
+        self.name = name
+        self.max_restarts = max_restarts
+        self.shutdown_timeout = shutdown_timeout
+        self.signals = tuple(signals)
+        self.linger = linger
+        self.master_addr = master_addr
+        self.master_port = master_port
+        self.start_deadline = start_deadline
+
+
+class LogSettings(Value):
+    """Which streams of which workers go where.
+
+    Args:
+        log_dir: base directory; ``None`` for a temporary one, the null device for no files at all.
+        redirects: bits by local rank (1 stdout, 2 stderr); a plain number is for all.
+        tee: the same, for streams that go to a file and to the console.
+        local_ranks_filter: the ranks that may show on the console; ``None`` for all.
+        prefix_template: of console lines.
+        capture_stderr: stderr of all ranks goes to a file and to the console.
+    """
+
+    __slots__ = ("capture_stderr", "local_ranks_filter", "log_dir", "prefix_template", "redirects", "tee")
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        redirects: int | Mapping[int, int] = 0,
+        tee: int | Mapping[int, int] = 0,
+        local_ranks_filter: frozenset[int] | None = None,
+        prefix_template: str | None = None,
+        capture_stderr: bool = False,
+    ) -> None:
+        self.log_dir = log_dir
+        self.redirects = redirects
+        self.tee = tee
+        self.local_ranks_filter = local_ranks_filter
+        self.prefix_template = prefix_template
+        self.capture_stderr = capture_stderr
+
+
+def random_run_id() -> str:
+    """A random UUID (version 4), as torchrun gives to a job without an id."""
+    raw = bytearray(os.urandom(16))
+    raw[6] = raw[6] & 0x0F | 0x40
+    raw[8] = raw[8] & 0x3F | 0x80
+    text = raw.hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def parse_signals(names: str) -> tuple[int, ...]:
+    """Signal numbers of a list of names.
+
+    Args:
+        names: separated by commas, such as ``SIGTERM,SIGUSR1``.
+
+    Raises:
+        ValueError: a name that is no signal, or one that cannot be caught.
+    """
+    import signal
+
+    return tuple(_signal_numbers(names, signal.Signals.__members__))
+
+
+def _signal_numbers(names: str, known: Mapping[str, int]) -> Iterator[int]:
+    for part in names.split(","):
+        name = part.strip()
+        if not name:
+            continue
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"names of signals that can be caught (not {name})")
+        if name not in known:
+            raise ValueError(f"names of signals such as SIGTERM,SIGUSR1 (not {name})")
+        yield int(known[name])
+
+
+def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
+    """Seconds from ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or the default.
+
+    Raises:
+        UsageError: the variable holds something else.
+    """
+    return _seconds_from(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", DEFAULT_SHUTDOWN_TIMEOUT)
+
+
+def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
+    """Seconds from ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``, or the default.
+
+    Raises:
+        UsageError: the variable holds something else.
+    """
+    return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
+
+
+def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: got {text!r}, expected {error}") from None
+
+
+def seconds(text: str) -> float:
+    """A span of time.
+
+    Raises:
+        ValueError: with what is expected, when it is negative, endless or no number.
+    """
+    expected = "seconds, 0 or more"
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not 0 <= value < float("inf"):
+        raise ValueError(expected)
+    return value

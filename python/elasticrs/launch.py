@@ -1,0 +1,128 @@
+"""The command line: ``python -m elasticrs.launch`` and ``elasticrun``. Options in, exit code out; no logic.
+
+Exit codes: 0 when every worker exited 0; 1 when the job failed or was ended by a signal; 2 for a mistake in
+the command line or its environment: then nothing was started, and stderr has one line that says what is
+wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from elasticrs.agent.signals import SignalPipe, ignored_signals, in_main_thread
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticrs.launcher.arguments import Launch
+
+_FIRST_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Launch a job and wait for its end.
+
+    Args:
+        args: the command line without the program; the interpreter's own when ``None``.
+
+    Returns:
+        The exit code.
+    """
+    # Before all imports that take time: from here on no signal ends the process half-way.
+    signals = SignalPipe(_FIRST_SIGNALS) if in_main_thread() else None
+    try:
+        return _main(sys.argv[1:] if args is None else args, signals)
+    finally:
+        if signals is not None:
+            signals.close()
+
+
+def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
+    from elasticrs.config import UsageError
+    from elasticrs.launcher.arguments import HelpRequested, parse, resolve
+
+    try:
+        launch = resolve(parse(argv, os.environ), os.environ)
+        _check_limits(launch.job.nproc)
+        return _run(launch, signals)
+    except HelpRequested as request:
+        return _print_help(request.what)
+    except UsageError as error:
+        return _fail(str(error), 2)
+
+
+def _run(launch: Launch, signals: SignalPipe | None) -> int:
+    from elasticrs import _core
+    from elasticrs.agent.console import Console
+    from elasticrs.agent.loop import Agent
+    from elasticrs.logs import RunLogs
+    from elasticrs.rendezvous.one_node import OneNode
+    from elasticrs.workers import CommandWorkers, directory_logs
+
+    console = Console()
+    if signals is None:
+        console.say("not in the main thread: signals are not handled")
+    else:
+        signals.catch((*launch.job.signals, signal.SIGTSTP))
+    logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
+    for notice in launch.notices:
+        console.say(notice)
+    workers = CommandWorkers(
+        launch.job,
+        directory_logs(logs),
+        launch.logs.prefix_template,
+        _environment(launch),
+        ignored_signals(),
+        launch.command,
+    )
+    agent = Agent(
+        launch.job, workers, OneNode(launch.job), signals=signals, owns_process=True, console=console
+    )
+    try:
+        result = agent.run()
+    except (_core.SupervisorError, OSError) as error:
+        return _fail(f"the job was stopped: {error}", 1)
+    if result.exit_code != 0 and result.signum is None:
+        from elasticrs.agent.report import print_report
+
+        print_report(launch.job, result)
+    logs.remove_if_empty()
+    return result.exit_code
+
+
+def _environment(launch: Launch) -> dict[str, str]:
+    from elasticrs._worker import hook_environment
+
+    return hook_environment({**os.environ, **launch.variables})
+
+
+def _check_limits(nproc: int) -> None:
+    from elasticrs import _core
+    from elasticrs.config import UsageError
+
+    try:
+        _core.check_limits(nproc)
+    except ValueError as error:
+        raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
+
+
+def _print_help(what: str) -> int:
+    from elasticrs import __version__
+    from elasticrs.launcher.options import help_text
+
+    sys.stdout.write(f"elasticrs {__version__}{os.linesep}" if what == "version" else help_text("elasticrun"))
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    from elasticrs.agent.texts import PREFIX
+
+    sys.stderr.write(PREFIX + message + os.linesep)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

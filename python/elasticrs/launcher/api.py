@@ -1,0 +1,223 @@
+"""Launching from Python: torch's names and signatures (``torch.distributed.launcher``).
+
+Works inside a host application: outside of the main thread no signal handlers are installed, and the
+application's own children are never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elasticrs import config as defaults
+from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
+from elasticrs.launcher.arguments import parse_endpoint
+from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
+from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.rendezvous.api import RendezvousParameters
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
+
+
+@dataclass
+class LaunchConfig:
+    """What a job is to be, with torch's fields and defaults.
+
+    Args:
+        min_nodes: fewest nodes.
+        max_nodes: most nodes.
+        nproc_per_node: workers on each node.
+        logs_specs: where output goes; :class:`DefaultLogsSpecs` when ``None``.
+        run_id: the name of the job; a random one when empty.
+        role: of the workers.
+        rdzv_endpoint: ``HOST[:PORT]`` of the rendezvous.
+        rdzv_backend: its kind.
+        rdzv_configs: its settings.
+        rdzv_timeout: seconds, for ``rdzv_configs["timeout"]``; -1 for the default of 900.
+        max_restarts: restarts before the job fails.
+        monitor_interval: seconds between two looks of a user's own agent; ours reacts at once.
+        start_method: for functions.
+        log_line_prefix_template: before tee'd lines.
+        metrics_cfg: settings of metrics.
+        local_addr: address of this node.
+        event_log_handler: where events go.
+        numa_options: not supported by this release.
+        signals_to_handle: names, separated by commas.
+        duplicate_stdout_filters: not supported by this release.
+        duplicate_stderr_filters: not supported by this release.
+        virtual_local_rank: not supported by this release.
+        shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
+        exit_barrier_timeout: seconds to wait for other nodes at the end;
+            ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
+
+    Raises:
+        ValueError: a negative time, or what this release does not support.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    logs_specs: LogsSpecs | None = None
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = "etcd"
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int = 3
+    monitor_interval: float = defaults.DEFAULT_MONITOR_INTERVAL
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str = defaults.DEFAULT_SIGNALS
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: float | None = None
+    exit_barrier_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rdzv_timeout != -1:
+            self.rdzv_configs["timeout"] = self.rdzv_timeout
+        else:
+            self.rdzv_configs.setdefault("timeout", 900)
+        if self.shutdown_timeout is None:
+            self.shutdown_timeout = defaults.shutdown_timeout_from(os.environ)
+        elif self.shutdown_timeout < 0:
+            raise ValueError("shutdown_timeout must be non-negative")
+        if self.exit_barrier_timeout is None:
+            self.exit_barrier_timeout = defaults.exit_barrier_timeout_from(os.environ)
+        elif self.exit_barrier_timeout < 0:
+            raise ValueError("exit_barrier_timeout must be non-negative")
+        for name in (
+            "numa_options",
+            "duplicate_stdout_filters",
+            "duplicate_stderr_filters",
+            "virtual_local_rank",
+        ):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported by this release")
+        if self.logs_specs is None:
+            self.logs_specs = DefaultLogsSpecs()
+
+
+class elastic_launch:  # noqa: N801 -- torch's name
+    """Runs a function or a program as a distributed job: ``elastic_launch(config, function)(*arguments)``.
+
+    Args:
+        config: what the job is to be.
+        entrypoint: a function that can be imported by name, or a program.
+    """
+
+    def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str | None) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        """Run the job; see :func:`launch_agent`."""
+        return launch_agent(self._config, self._entrypoint, list(args))
+
+
+def launch_agent(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]
+) -> dict[int, Any]:
+    """Run the agent of this node until the job has ended.
+
+    Args:
+        config: what the job is to be; gets a ``run_id`` if it has none.
+        entrypoint: a function or a program.
+        args: for it.
+
+    Returns:
+        What the functions of this node returned, by global rank; ``None`` for programs.
+
+    Raises:
+        ChildFailedError: workers failed.
+        SignalException: a signal asked to stop.
+        ValueError: the configuration makes no sense.
+    """
+    if not config.run_id:
+        config.run_id = defaults.random_run_id()
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    master_addr, master_port = _get_addr_and_port(parameters)
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=entrypoint,
+        args=tuple(args),
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=master_addr,
+        master_port=master_port,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+    )
+    agent = LocalElasticAgent(
+        spec=spec,
+        logs_specs=config.logs_specs or DefaultLogsSpecs(),
+        start_method=config.start_method,
+        exit_barrier_timeout=config.exit_barrier_timeout,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=config.shutdown_timeout,
+        signals_to_handle=config.signals_to_handle,
+    )
+    name = _get_entrypoint_name(entrypoint, args)
+    is_signalled = False
+    try:
+        result = agent.run()
+        if result.is_failed():
+            raise ChildFailedError(name=name, failures=result.failures)
+        return result.return_values
+    except SignalException:
+        # Closing would end the job on all nodes, and only this one was asked to stop.
+        is_signalled = True
+        raise
+    finally:
+        if not is_signalled:
+            _shut_down(spec)
+
+
+def _shut_down(spec: WorkerSpec) -> None:
+    try:
+        spec.rdzv_handler.shutdown()
+    except Exception as error:
+        warnings.warn(f"the rendezvous could not be shut down: {error!r}", RuntimeWarning, stacklevel=3)
+
+
+def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:
+    if callable(entrypoint):
+        return entrypoint.__name__
+    if entrypoint == sys.executable:
+        return next((arg for arg in args if not arg.startswith("-")), "")
+    return entrypoint or ""
+
+
+def _get_addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
+    if parameters.backend != "static":
+        return None, None
+    endpoint = parameters.endpoint.strip()
+    if not endpoint:
+        raise ValueError("endpoint is missing: the static rendezvous needs HOST:PORT")
+    host, port = parse_endpoint("endpoint", endpoint)
+    if port is None:
+        raise ValueError(f"port is missing in endpoint: {endpoint}")
+    return host, port or None

@@ -1,0 +1,301 @@
+"""The command line as a table: names, conversions, help. Nothing is parsed here.
+
+The table replaces :mod:`argparse` on the launch path, which costs 13 ms with this many options;
+:func:`elasticrs.run.get_args_parser` builds an argparse parser from the same table for programs that want
+one.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs import config
+from elasticrs.logs import parse_streams
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OURS = "Options that torchrun does not have"
+
+
+class Option:
+    """One option.
+
+    Args:
+        name: its long name with dashes; underscores are accepted as well.
+        default: what it is without the option and its variable.
+        convert: text to value; raises ``ValueError`` with what is expected. ``None`` makes it a flag.
+        help: for ``--help``.
+        short: a letter.
+        metavar: what stands for the value in ``--help``.
+        group: heading in ``--help``.
+        has_variable: whether ``PET_<NAME>`` sets it.
+    """
+
+    __slots__ = ("convert", "default", "group", "has_variable", "help", "metavar", "name", "short")
+
+    def __init__(
+        self,
+        name: str,
+        default: object,
+        convert: Callable[[str], object] | None,
+        help: str,  # noqa: A002 -- argparse's word
+        *,
+        short: str | None = None,
+        metavar: str = "VALUE",
+        group: str = "Options",
+        has_variable: bool = True,
+    ) -> None:
+        self.name = name
+        self.default = default
+        self.convert = convert
+        self.help = help
+        self.short = short
+        self.metavar = metavar
+        self.group = group
+        self.has_variable = has_variable
+
+    @property
+    def dest(self) -> str:
+        """Its name as an attribute."""
+        return self.name.replace("-", "_")
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether it stands without a value."""
+        return self.convert is None
+
+    @property
+    def flag(self) -> str:
+        """Its name as it is typed."""
+        return "--" + self.name
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that gives its default."""
+        return "PET_" + self.dest.upper()
+
+
+def _count(text: str) -> int:
+    expected = "a whole number, 0 or more"
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(expected) from None
+    if value < 0:
+        raise ValueError(expected)
+    return value
+
+
+def _interval(text: str) -> float:
+    value = config.seconds(text)
+    if value == 0:
+        raise ValueError("seconds, more than 0")
+    return value
+
+
+def _port(text: str) -> int:
+    expected = "a port, 0 to 65535"
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not 0 <= value < 2**16:
+        raise ValueError(expected)
+    return value
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    expected = "N or MIN:MAX with 1 <= MIN <= MAX"
+    parts = text.split(":")
+    try:
+        low, high = int(parts[0]), int(parts[-1])
+    except ValueError:
+        raise ValueError(expected) from None
+    if len(parts) > 2 or not 0 < low <= high:
+        raise ValueError(expected)
+    return low, high
+
+
+def _workers(text: str) -> int | str:
+    expected = "a whole number from 1, cpu, gpu or auto"
+    if text in ("cpu", "gpu", "auto"):
+        return text
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(expected) from None
+    if value < 1:
+        raise ValueError(expected)
+    return value
+
+
+def _pairs(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for entry in filter(None, text.strip().split(",")):
+        key, _, value = entry.partition("=")
+        if not key.strip() or not value.strip():
+            raise ValueError("KEY=VALUE,KEY=VALUE")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise ValueError("local ranks separated by commas, such as 0,3")
+    return frozenset(map(int, parts))
+
+
+def _start_method(text: str) -> str:
+    if text not in ("spawn", "fork", "forkserver"):
+        raise ValueError("spawn, fork or forkserver")
+    return text
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("nnodes", (1, 1), _nodes, "number of nodes, or the range", metavar="N|MIN:MAX"),
+    Option(
+        "nproc-per-node",
+        1,
+        _workers,
+        "workers on this node: a number, cpu, gpu or auto (default 1)",
+        metavar="N",
+    ),
+    Option("standalone", False, None, "one node, with a fresh address and a random id"),
+    Option("rdzv-backend", "static", str, "static or c10d", metavar="NAME"),
+    Option("rdzv-endpoint", "", str, "HOST[:PORT] of the rendezvous", metavar="ENDPOINT"),
+    Option("rdzv-id", "none", str, "name of the job", metavar="ID"),
+    Option("rdzv-conf", {}, _pairs, "further settings of the rendezvous", metavar="KEY=VALUE,…"),
+    Option(
+        "max-restarts", 0, _count, "restarts of the workers before the job fails (default 0)", metavar="N"
+    ),
+    Option(
+        "monitor-interval",
+        config.DEFAULT_MONITOR_INTERVAL,
+        _interval,
+        "for agents of users that poll; ours reacts at once",
+        metavar="SECONDS",
+    ),
+    Option("start-method", "spawn", _start_method, "for functions, not for scripts", metavar="METHOD"),
+    Option("event-log-handler", "null", str, "where events of the job go", metavar="NAME"),
+    Option(
+        "role", "default", str, "role of the workers, in their environment and in log lines", metavar="NAME"
+    ),
+    Option("module", False, None, "the script is a module, as in python -m", short="m"),
+    Option("no-python", False, None, "the script is a program: run it without Python"),
+    Option(
+        "log-dir", None, str, "folder for log files; each run makes one of its own in it", metavar="FOLDER"
+    ),
+    Option(
+        "redirects",
+        0,
+        parse_streams,
+        "into files: 1 stdout, 2 stderr, 3 both, or by local rank 0:1,1:3",
+        short="r",
+        metavar="STREAMS",
+    ),
+    Option("tee", 0, parse_streams, "into files and to the console, same form", short="t", metavar="STREAMS"),
+    Option("local-ranks-filter", None, _ranks, "only these local ranks show on the console", metavar="RANKS"),
+    Option(
+        "log-line-prefix-template",
+        None,
+        str,
+        "before tee'd lines; macros ${role_name} ${local_rank} ${rank} ${hostname}",
+        metavar="TEXT",
+    ),
+    Option("node-rank", 0, _count, "rank of this node, for the static rendezvous", metavar="N"),
+    Option("master-addr", "127.0.0.1", str, "address of rank 0, for the static rendezvous", metavar="HOST"),
+    Option(
+        "master-port", None, _port, "port of rank 0 (default: a fresh one for every attempt)", metavar="PORT"
+    ),
+    Option("local-addr", None, str, "address of this node", metavar="HOST"),
+    Option(
+        "signals-to-handle",
+        config.DEFAULT_SIGNALS,
+        config.parse_signals,
+        "signals on which the workers are stopped and the launcher exits",
+        metavar="NAMES",
+    ),
+    Option(
+        "shutdown-timeout",
+        None,
+        config.seconds,
+        "seconds between the signal and SIGKILL (default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)",
+        metavar="SECONDS",
+    ),
+    Option(
+        "exit-barrier-timeout",
+        None,
+        config.seconds,
+        "seconds to wait for other nodes at the end",
+        metavar="SECONDS",
+    ),
+    Option(
+        "linger",
+        config.DEFAULT_LINGER,
+        config.seconds,
+        "seconds that processes left by successful workers may go on (default 5)",
+        metavar="SECONDS",
+        group=OURS,
+    ),
+    Option("keep-descendants", False, None, "leave processes alone that successful workers left", group=OURS),
+    Option(
+        "capture-stderr",
+        False,
+        None,
+        "stderr of all workers to a file as well, so that a failure report has its last lines",
+        group=OURS,
+    ),
+)
+
+NOT_YET = (
+    "run-path",
+    "logs-specs",
+    "numa-binding",
+    "virtual-local-rank",
+    "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
+    "print-completion",
+)
+"""Options of torchrun that this release does not know; naming them gives a clear error."""
+
+
+def help_text(program: str) -> str:
+    """What ``--help`` prints.
+
+    Args:
+        program: how the launcher was called.
+    """
+    width = 30
+    lines = [f"usage: {program} [options] script [arguments of the script]", ""]
+    lines += [
+        "Starts the workers of a distributed PyTorch job, watches them, and restarts them when one fails."
+    ]
+    groups = dict.fromkeys(option.group for option in OPTIONS)
+    for group in groups:
+        lines += ["", group + ":"]
+        if group != OURS:
+            lines.append("  -h, --help".ljust(width) + "this text")
+            lines.append("  --version".ljust(width) + "the version")
+        for option in OPTIONS:
+            if option.group == group:
+                lines += _help_lines(option, width)
+    lines += [
+        "",
+        "Underscores may stand for dashes, and a name may be shortened while it is clear.",
+        "PET_<NAME> in the environment gives the default of every option, such as PET_MAX_RESTARTS=3.",
+    ]
+    return os.linesep.join(lines) + os.linesep
+
+
+def _help_lines(option: Option, width: int) -> list[str]:
+    head = f"  -{option.short}, {option.flag}" if option.short else f"  {option.flag}"
+    if not option.is_flag:
+        head += f" {option.metavar}"
+    if len(head) + 2 > width:
+        return [head, " " * width + option.help]
+    return [head.ljust(width) + option.help]

@@ -1,0 +1,219 @@
+"""Where the output of workers goes: ``<log_dir>/<run_id>_XXXX/attempt_<round>/<local_rank>/``.
+
+Pure layout and directories; copying to the console is the core's work. An attempt's directory is never
+deleted or used
+again: it is the evidence of what happened.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._value import Value
+from elasticrs.config import DEFAULT_PREFIX_TEMPLATE, LogSettings, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+STDOUT = 1
+STDERR = 2
+
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+class LogPaths(Value):
+    """The files of one attempt by local rank; ``""`` stands for the agent's own descriptor."""
+
+    __slots__ = ("error_files", "stderrs", "stdouts", "tee_stderrs", "tee_stdouts")
+
+    def __init__(
+        self,
+        stdouts: dict[int, str],
+        stderrs: dict[int, str],
+        tee_stdouts: dict[int, str],
+        tee_stderrs: dict[int, str],
+        error_files: dict[int, str],
+    ) -> None:
+        self.stdouts = stdouts
+        self.stderrs = stderrs
+        self.tee_stdouts = tee_stdouts
+        self.tee_stderrs = tee_stderrs
+        self.error_files = error_files
+
+
+class RunLogs:
+    """The log directory of one run.
+
+    Args:
+        settings: what goes where.
+        run_id: the name of the job, and with a random ending the name of the directory.
+        nproc: workers on this node.
+
+    Raises:
+        UsageError: the directory cannot be made or written.
+    """
+
+    def __init__(self, settings: LogSettings, run_id: str, nproc: int) -> None:
+        self._settings = settings
+        self._nproc = nproc
+        self._is_temporary = not settings.log_dir
+        self.directory = (
+            "" if settings.log_dir == os.devnull else _make_run_directory(settings.log_dir, run_id)
+        )
+
+    def attempt(self, round: int) -> LogPaths:  # noqa: A002 -- the field's own word
+        """Make the directories of an attempt.
+
+        Args:
+            round: number of the attempt.
+
+        Raises:
+            OSError: a directory cannot be made.
+        """
+        directory = ""
+        if self.directory:
+            directory = os.path.join(self.directory, f"attempt_{round}")
+            os.mkdir(directory)
+            for local_rank in range(self._nproc):
+                os.mkdir(os.path.join(directory, str(local_rank)))
+        return layout(self._settings, directory, self._nproc)
+
+    def remove_if_empty(self) -> None:
+        """Remove a temporary directory that holds no file: nobody asked for it, nothing is in it."""
+        if not self.directory or not self._is_temporary:
+            return
+        for parent, _, _ in os.walk(self.directory, topdown=False):
+            _rmdir_if_empty(parent)
+        _rmdir_if_empty(os.path.dirname(self.directory))
+
+
+def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
+    """The files of one attempt; touches nothing.
+
+    Args:
+        settings: what goes where.
+        directory: of the attempt; empty for no files at all: then everything goes to the console.
+        nproc: workers on this node.
+    """
+    paths = LogPaths({}, {}, {}, {}, {})
+    for local_rank in range(nproc):
+        tee = _bits(settings.tee, local_rank) | (STDERR if settings.capture_stderr else 0)
+        redirected = _bits(settings.redirects, local_rank) | tee
+        hidden = settings.local_ranks_filter is not None and local_rank not in settings.local_ranks_filter
+        if not directory:
+            tee = redirected = 0
+        for stream, name, files, tees in (
+            (STDOUT, "stdout.log", paths.stdouts, paths.tee_stdouts),
+            (STDERR, "stderr.log", paths.stderrs, paths.tee_stderrs),
+        ):
+            if redirected & stream:
+                files[local_rank] = os.path.join(directory, str(local_rank), name)
+                if tee & stream and not hidden:
+                    tees[local_rank] = files[local_rank]
+            else:
+                files[local_rank] = os.devnull if hidden else ""
+        error_file = os.path.join(directory, str(local_rank), "error.json") if directory else ""
+        paths.error_files[local_rank] = error_file
+    return paths
+
+
+def parse_streams(text: str) -> int | dict[int, int]:
+    """Which streams, as ``--redirects`` and ``--tee`` take them.
+
+    Unlike torch, ranks of two and more digits can be named.
+
+    Args:
+        text: ``0`` none, ``1`` stdout, ``2`` stderr, ``3`` both; or such a number by local rank:
+            ``0:1,12:3``.
+
+    Raises:
+        ValueError: with what is expected.
+    """
+    if text in ("0", "1", "2", "3"):
+        return int(text)
+    chosen: dict[int, int] = {}
+    for entry in text.split(","):
+        rank, colon, value = entry.partition(":")
+        if not (colon and rank.isascii() and rank.isdecimal() and value in ("0", "1", "2", "3")):
+            raise ValueError("0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N")
+        chosen[int(rank)] = int(value)
+    return chosen
+
+
+def line_prefix(template: str | None, *, role: str, local_rank: int, rank: int, hostname: str) -> str:
+    """The prefix of a worker's lines on the console.
+
+    Args:
+        template: with the macros ``${role_name}``, ``${local_rank}``, ``${rank}``, ``${hostname}``; the usual
+            one when ``None`` or empty.
+        role: of the worker.
+        local_rank: of the worker.
+        rank: its global rank.
+        hostname: the short name of this machine.
+    """
+    values = {"role_name": role, "local_rank": str(local_rank), "rank": str(rank), "hostname": hostname}
+    text = template or DEFAULT_PREFIX_TEMPLATE
+    for name, value in values.items():
+        text = text.replace("${" + name + "}", value)
+    return text
+
+
+def coloured(prefix: str, local_rank: int) -> str:
+    """The same prefix in the colour of its rank, for a terminal."""
+    return f"\x1b[{_COLOURS[local_rank % len(_COLOURS)]}m{prefix}\x1b[0m"
+
+
+def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
+    """Whether console lines are coloured: on a terminal, unless ``NO_COLOR`` is set."""
+    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(fd)
+
+
+def _bits(choice: int | Mapping[int, int], local_rank: int) -> int:
+    return int(choice) if isinstance(choice, int) else int(choice.get(local_rank, 0))
+
+
+def _make_run_directory(log_dir: str | None, run_id: str) -> str:
+    try:
+        if log_dir:
+            os.makedirs(log_dir, exist_ok=True)
+            base = os.path.abspath(log_dir)
+        else:
+            base = make_private_directory(temporary_directory(), "elasticrs_")
+        return make_private_directory(base, run_id.replace(os.sep, "_") + "_")
+    except OSError as error:
+        where = f"--log-dir: cannot write to {log_dir}" if log_dir else "cannot make a temporary directory"
+        raise UsageError(f"{where}: {error.strerror}") from None
+
+
+def make_private_directory(parent: str, prefix: str) -> str:
+    """A new directory with a random ending, for this user alone.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    while True:
+        path = os.path.join(parent, prefix + os.urandom(4).hex())
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            continue
+        return path
+
+
+def temporary_directory() -> str:
+    candidates: Iterable[str | None] = (*map(os.environ.get, ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp")
+    for path in candidates:
+        if path and os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
+            return path
+    return os.getcwd()
+
+
+def _rmdir_if_empty(path: str) -> None:
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        import errno
+
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise

@@ -1,0 +1,159 @@
+"""Writes a worker's exception to the file that ``TORCHELASTIC_ERROR_FILE`` names.
+
+Torch's class with torch's hooks for subclasses. Different on purpose: files appear whole or not at all, and
+an error file that cannot be read never hides the failure that it belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import logging
+    from typing import Any
+
+    logger: logging.Logger
+
+__all__ = ["ErrorHandler"]
+
+
+def __getattr__(name: str) -> Any:
+    # A worker that never fails need not pay for `logging`.
+    if name == "logger":
+        import logging
+
+        return globals().setdefault("logger", logging.getLogger(__name__))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _logger() -> logging.Logger:
+    found: logging.Logger = globals().get("logger") or __getattr__("logger")
+    return found
+
+
+def _debug(text: str, *args: object) -> None:
+    # Where nothing has imported `logging`, nobody has asked for this level.
+    if "logging" in sys.modules:
+        _logger().debug(text, *args)
+
+
+class ErrorHandler:
+    """Records exceptions, in JSON. Subclasses override :meth:`initialize` and :meth:`record_exception`."""
+
+    _fn_name: str | None = None
+
+    def _get_error_file_path(self) -> str | None:
+        """The file to write; ``None`` when nothing is to be written."""
+        return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+    def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
+        """Called by ``@record`` before :meth:`initialize`, with the qualified name of the function."""
+        self._fn_name = fn_name
+
+    def initialize(self) -> None:
+        """Called before the function runs; switches :mod:`faulthandler` on, for all threads."""
+        import faulthandler
+
+        try:
+            faulthandler.enable(all_threads=True)
+        except Exception as error:  # A missing stderr, or one without a descriptor.
+            _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write the error file, if there is a path for it.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._fn_name:
+            _debug("recording an exception of %s", self._fn_name)
+        path = self._get_error_file_path()
+        if path:
+            from elasticrs._worker.error_file import error_document, write_whole
+
+            write_whole(path, error_document(e, "record"))
+
+    def record_success(self) -> None:
+        """Called after the function has returned; logs at level DEBUG."""
+        if self._fn_name:
+            _debug("%s has returned", self._fn_name)
+
+    def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:  # noqa: ARG002
+        """What the report shall say of a worker that a signal ended; here ``message`` itself.
+
+        Args:
+            message: what it would say.
+            error_file: the worker's error file, near which its logs are, or ``"<N/A>"``.
+        """
+        return message
+
+    def override_error_code_in_rootcause_data(
+        self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
+    ) -> None:
+        """Put the exit code, which a worker cannot know, into the contents of its error file."""
+        message = rootcause_error.get("message")
+        if isinstance(message, dict):
+            message["errorCode"] = error_code
+        else:
+            _logger().warning(
+                "%s has no place for error code %s: no nested `message`", rootcause_error_file, error_code
+            )
+
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
+        """Make the error file of a worker our own, for whoever started us.
+
+        A file that cannot be read is logged; torch raises here, which would hide the failure.
+        """
+        import json
+
+        try:
+            with open(rootcause_error_file, encoding="utf-8") as file:
+                rootcause_error = json.load(file)
+            if not isinstance(rootcause_error, dict):
+                raise ValueError("not a JSON object")
+        except (OSError, ValueError) as problem:
+            _logger().error("cannot hand on the error file %s: %s", rootcause_error_file, problem)
+            return
+        if error_code:
+            self.override_error_code_in_rootcause_data(rootcause_error_file, rootcause_error, error_code)
+        path = self._get_error_file_path()
+        if path:
+            self._rm(path)
+            self._write_error_file(path, json.dumps(rootcause_error))
+            _logger().info("wrote %s from %s", path, rootcause_error_file)
+        else:
+            _logger().error(
+                "TORCHELASTIC_ERROR_FILE is not set; the error was: %s", json.dumps(rootcause_error, indent=2)
+            )
+
+    def _write_error_file(self, file_path: str, error_msg: str) -> None:
+        from elasticrs._worker.error_file import write_whole
+
+        try:
+            write_whole(file_path, error_msg)
+        except OSError as error:
+            _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
+
+    def _rm(self, my_error_file: str) -> None:
+        """Log what is in the way of a new error file, then remove it.
+
+        Happens when a worker's child, which inherits the variable, has failed first.
+        """
+        try:
+            with open(my_error_file, encoding="utf-8", errors="replace") as file:
+                contents = file.read()
+        except FileNotFoundError:
+            return
+        _logger().warning("%s exists and is replaced; it contained:\n%s", my_error_file, contents)
+        try:
+            os.remove(my_error_file)
+        except OSError as error:  # Bind-mounted, for one: then it is written in place.
+            _logger().info("%s stays: %s", my_error_file, error)
+
+
+def _warn(text: str) -> None:
+    import warnings
+
+    warnings.warn(text, stacklevel=3)

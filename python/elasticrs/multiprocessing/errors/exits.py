@@ -1,0 +1,28 @@
+"""Exit codes and signals in words."""
+
+from __future__ import annotations
+
+
+def signal_name(number: int) -> str:
+    """``"SIGTERM"`` for 15; ``"SIG40"`` where the signal has no name of its own."""
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """How a process ended, in words.
+
+    Args:
+        exitcode: the exit code, the negative number of a signal, or ``None`` when nobody can tell.
+    """
+    if exitcode is None:
+        return "unknown exit status"
+    if exitcode < 0:
+        return signal_name(-exitcode)
+    if 128 < exitcode < 128 + 65:
+        return f"exit code {exitcode} (a shell's word for {signal_name(exitcode - 128)})"
+    return f"exit code {exitcode}"

@@ -1,0 +1,212 @@
+"""One failed worker, with everything that is known about its end."""
+
+from __future__ import annotations
+
+import os
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+NOT_AVAILABLE = "<N/A>"
+"""What stands in place of an error file's path when there is no such file."""
+
+_NO_MESSAGE = "<NONE>"
+_TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+_FAULTS = frozenset({4, 6, 7, 8, 11})
+"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: those for which :mod:`faulthandler` writes the stack."""
+_STACK_LIMIT = 16384
+
+
+class ProcessFailure:
+    """A worker that has failed. The first seven attributes are torch's, and decide equality.
+
+    Different from torch: an error file that cannot be read, or makes no sense, is reported in ``message``,
+    not raised.
+
+    Args:
+        local_rank: its index on the node.
+        pid: its process id.
+        exitcode: its exit code, or the negative number of a signal; ``None`` when nobody can tell.
+        error_file: where its error file would be.
+        seen_ns: when its end was seen, monotonic.
+        sent_signal: the last signal that we had sent to it before that; ``None`` when it ended by itself.
+        cause: what ended it, when neither it nor its exit code can say so.
+        note: a line for the report, such as a word on the OOM killer.
+        log_paths: by name of the stream, where its output went.
+        stderr_tail: its last lines on stderr.
+
+    Attributes:
+        error_file: the path, or ``"<N/A>"`` when the worker has written none.
+        error_file_data: its contents.
+        message: the ``message`` of the error file (text, or torch's nested form), otherwise made up from the
+            exit code.
+        timestamp: of the failure, in seconds since the epoch.
+        recorded_ns: when the worker itself recorded its error, monotonic; ``None`` when it has not.
+        recorded_pid: the process that did; not ``pid`` when the worker is a wrapper around it.
+        stack: of all threads when a fault such as SIGSEGV struck.
+    """
+
+    __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
+    __hash__ = None  # type: ignore[assignment]  # as for any mutable value
+
+    def __init__(
+        self,
+        local_rank: int,
+        pid: int,
+        exitcode: int,
+        error_file: str,
+        *,
+        seen_ns: int | None = None,
+        sent_signal: int | None = None,
+        cause: str | None = None,
+        note: str | None = None,
+        log_paths: Mapping[str, str] | None = None,
+        stderr_tail: Sequence[str] = (),
+    ) -> None:
+        self.local_rank = local_rank
+        self.pid = pid
+        self.exitcode = exitcode
+        self.error_file = NOT_AVAILABLE
+        self.error_file_data: dict[str, Any] = {"message": _NO_MESSAGE}
+        self.message: str | dict[str, Any] = ""
+        self.seen_ns = seen_ns
+        self.sent_signal = sent_signal
+        self.cause = cause
+        self.note = note
+        self.log_paths = dict(log_paths or {})
+        self.stderr_tail = tuple(stderr_tail)
+        self.recorded_ns: int | None = None
+        self.recorded_pid: int | None = None
+        self.stack = _read_stack(error_file) if self.signal_number() in _FAULTS else None
+
+        age_ns = 0 if seen_ns is None else time.monotonic_ns() - seen_ns
+        self.wall_ns = time.time_ns() - age_ns
+        self.timestamp = self.wall_ns // 1_000_000_000
+        self._read(error_file)
+
+    def _read(self, path: str) -> None:
+        trouble = ""
+        if os.path.isfile(path):
+            self.error_file = path
+            try:
+                data, message, timestamp = read_error_file(path)
+            except (OSError, ValueError) as problem:
+                trouble = f"; its error file cannot be read ({problem})"
+            else:
+                self.error_file_data, self.timestamp = data, timestamp
+                self.message = message
+                self._read_extras(data.get("elasticrs"))
+        if not self.message:
+            self.message = self._made_up_message() + trouble
+
+    def _read_extras(self, extras: object) -> None:
+        if not isinstance(extras, dict):
+            return
+        recorded_ns, pid = extras.get("monotonic_ns"), extras.get("pid")
+        if isinstance(recorded_ns, int) and isinstance(pid, int):
+            self.recorded_ns, self.recorded_pid = recorded_ns, pid
+
+    def _made_up_message(self) -> str:
+        if self.cause:
+            return self.cause
+        if self.signal_number():
+            return f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
+        self.error_file_data["errorTraits"] = {"category": "system_terminated_error", "retryability": "False"}
+        return _TORCH_HINT
+
+    def signal_number(self) -> int:
+        """The signal that ended it; 0 when none did."""
+        return -self.exitcode if self.exitcode is not None and self.exitcode < 0 else 0
+
+    def signal_name(self) -> str:
+        """The name of the signal that ended it; ``"<N/A>"`` when none did, or it has no name."""
+        if not self.signal_number():
+            return NOT_AVAILABLE
+        import signal
+
+        try:
+            return signal.Signals(self.signal_number()).name
+        except ValueError:
+            return NOT_AVAILABLE
+
+    def timestamp_isoformat(self) -> str:
+        """``YYYY-MM-DD_HH:MM:SS``, local time."""
+        return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(self.timestamp))
+
+    def _torch_fields(self) -> dict[str, Any]:
+        names = (*self.__match_args__, "error_file_data", "message", "timestamp")
+        return {name: getattr(self, name) for name in names}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessFailure):
+            return NotImplemented
+        return self._torch_fields() == other._torch_fields()
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._torch_fields().items())
+        return f"{type(self).__name__}({fields})"
+
+
+def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], int]:
+    """An error file in either form: torch's nested one, or flat with ``message`` and ``timestamp``.
+
+    Returns:
+        All of it, its message, its timestamp in seconds.
+
+    Raises:
+        ValueError: not JSON (perhaps half-written), or neither of the two forms.
+        OSError: it cannot be read.
+    """
+    import json
+
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    if not text:
+        raise ValueError("it is empty")
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(data, dict) or "message" not in data:
+        raise ValueError("no `message` in it")
+    message = data["message"]
+    try:
+        if isinstance(message, str):
+            return data, message, int(data.get("timestamp", 0))
+        return data, message, int(message["extraInfo"]["timestamp"])
+    except (KeyError, TypeError, ValueError, OverflowError) as problem:
+        raise ValueError(f"no timestamp in it: {problem!r}") from None
+
+
+def fault_file(error_file: str) -> str:
+    """Where the hook lets :mod:`faulthandler` write; the file is empty unless a fault struck."""
+    return f"{error_file}.fault"
+
+
+def discard_empty_fault_file(error_file: str) -> None:
+    """Remove the file that :func:`fault_file` names, when nothing was written to it; for after an attempt.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    path = fault_file(error_file)
+    try:
+        if os.path.getsize(path) == 0:
+            os.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def _read_stack(error_file: str) -> str | None:
+    try:
+        with open(fault_file(error_file), "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _STACK_LIMIT))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return None  # Not a Python program, or not with our hook.
+    # A child that was forked from the worker writes to the same file; the worker's own end came last.
+    return text[max(0, text.rfind("Fatal Python error")) :].rstrip() or None

@@ -1,0 +1,183 @@
+"""The text of the failure report.
+
+Torch's layout, line by line, since people and tools know it: title, ``Failures:``, ``Root Cause``, six lines
+for each failure. What torch cannot say follows these six, so that the last thing on the screen is the root
+cause and what is known about it. Workers that we stopped are no failures and take one line together.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from elasticrs.multiprocessing.errors.exits import describe_exit, signal_name
+from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
+from elasticrs.multiprocessing.errors.root_cause import in_order, root_cause, victims
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from elasticrs.multiprocessing.errors.failure import ProcessFailure
+
+_WIDTH = 60
+_SIGKILL = 9
+_LONG_TRACEBACK = 3
+"""Lines; longer ones that were shown already are referred to."""
+
+
+def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str, section: str) -> str:
+    """The whole report.
+
+    Args:
+        name: what was run.
+        failures: by global rank, not empty.
+        border: the character of the outer lines.
+        section: the character of the inner lines.
+    """
+    root = root_cause(failures)
+    stopped = [rank for rank in victims(failures) if rank != root]
+    shown: dict[str, str] = {}
+    root_entry, others = "", []
+    failed = [rank for rank in in_order(failures) if rank not in stopped]
+    indices = {rank: index for index, rank in enumerate(failed)}
+    # The root cause is formatted first: the others may refer to it.
+    for rank in sorted(failed, key=lambda rank: rank != root):
+        entry = _entry(indices[rank], rank, failures, root, shown)
+        if rank == root:
+            root_entry = entry
+        else:
+            others.append(entry)
+
+    title = f"{name} FAILED"
+    stopped_lines = _stopped(stopped, failures)
+    body = "\n".join([title, *others, *stopped_lines, root_entry])
+    width = min(_WIDTH, max(len(line) for line in body.split("\n")))
+    line, thin = border * width, section * width
+    parts = ["", line, title, thin, "Failures:", *(others or ["  <NO_OTHER_FAILURES>"]), *stopped_lines]
+    return "\n".join([*parts, thin, "Root Cause (first observed failure):", root_entry, line])
+
+
+# --- one failure ---
+
+
+def _entry(
+    index: int, rank: int, failures: Mapping[int, ProcessFailure], root: int, shown: dict[str, str]
+) -> str:
+    failure = failures[rank]
+    signal = failure.signal_name()
+    name = f" ({signal})" if signal != NOT_AVAILABLE else ""
+    traceback = _traceback(failure)
+    lines = [
+        f"[{index}]:",
+        f"  time      : {_when(failure, failures[root])}",
+        f"  host      : {os.uname().nodename}",
+        f"  rank      : {rank} (local_rank: {failure.local_rank})",
+        f"  exitcode  : {failure.exitcode} (pid: {failure.pid}) {name}".rstrip(),
+        f"  error_file: {failure.error_file}",
+        f"  traceback : {_once(traceback, f'[{index}]', shown)}",
+        *(f"  note      : {note}" for note in _notes(failure)),
+        *(f"  {stream:<10}: {path}" for stream, path in failure.log_paths.items()),
+    ]
+    tail = _without(traceback, failure.stderr_tail)
+    if tail:
+        lines.append(f"  last lines of stderr ({len(tail)}):")
+        lines += [f"    {line}".rstrip() for line in tail]
+    return "\n".join(lines)
+
+
+def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
+    if failure.seen_ns is None:
+        return failure.timestamp_isoformat()
+    seconds, rest = divmod(failure.wall_ns, 1_000_000_000)
+    text = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(seconds)) + f".{rest // 1_000_000:03}"
+    if failure is root or root.seen_ns is None:
+        return text
+    later = (failure.seen_ns - root.seen_ns) / 1_000_000
+    return f"{text} ({abs(later):.3f} ms {'after' if later >= 0 else 'before'} the root cause)"
+
+
+def _traceback(failure: ProcessFailure) -> str:
+    """What stands behind ``traceback :``; from its second line on indented."""
+    message = failure.message
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
+        message = str(callstack or message.get("message", NOT_AVAILABLE)).rstrip()
+    elif failure.error_file == NOT_AVAILABLE and failure.seen_ns is not None and not failure.signal_number():
+        message = failure.cause or (
+            f"no uncaught exception: {describe_exit(failure.exitcode)},"
+            " from sys.exit, os._exit or a program other than Python"
+        )
+    if failure.signal_number():
+        message = _enriched(message, failure)
+    if failure.stack:
+        message = f"{message}\n{failure.stack}"
+    return message.replace("\n", "\n  ")
+
+
+def _enriched(message: str, failure: ProcessFailure) -> str:
+    from elasticrs.multiprocessing import errors
+
+    try:
+        return errors.get_error_handler().maybe_enrich_signal_failure_message(message, failure.error_file)
+    except Exception as problem:  # The user's code; the report matters more.
+        return f"{message}\n(the error handler could not add to this: {problem!r})"
+
+
+def _once(traceback: str, place: str, shown: dict[str, str]) -> str:
+    if traceback.count("\n") < _LONG_TRACEBACK:
+        return traceback
+    earlier = shown.setdefault(traceback, place)
+    return traceback if earlier == place else f"the same as {earlier}"
+
+
+def _notes(failure: ProcessFailure) -> Iterable[str]:
+    if failure.note:
+        yield failure.note
+    if failure.recorded_pid not in {None, failure.pid}:
+        yield f"the traceback is of process {failure.recorded_pid}, which the worker had started"
+    if failure.recorded_ns is not None and failure.signal_number() and failure.seen_ns is not None:
+        seconds = (failure.seen_ns - failure.recorded_ns) / 1_000_000_000
+        yield f"the traceback was recorded {seconds:.3f} s before {failure.signal_name()} ended the worker"
+
+
+def _without(traceback: str, tail: Sequence[str]) -> list[str]:
+    """The lines of stderr that the traceback does not show already."""
+    known = {line.strip() for line in traceback.split("\n")}
+    if traceback.startswith("Traceback"):
+        return [line for line in tail if line.strip() not in known]
+    return list(tail)
+
+
+# --- those that we stopped ---
+
+
+def _stopped(ranks: Sequence[int], failures: Mapping[int, ProcessFailure]) -> list[str]:
+    by_end: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        by_end.setdefault(_stopped_how(failures[rank]), []).append(rank)
+    ends = [f"{_ranks(group)} ({end})" for end, group in by_end.items()]
+    if not ends:
+        return []
+    title = "Stopped by elasticrs after the first failure:"
+    return [f"{title} {ends[0]}"] if len(ends) == 1 else [title, *(f"  {end}" for end in ends)]
+
+
+def _stopped_how(failure: ProcessFailure) -> str:
+    sent = failure.sent_signal or 0
+    if failure.signal_number() != sent:
+        return f"{describe_exit(failure.exitcode)} after {signal_name(sent)}"
+    return "SIGKILL, still there after the grace period" if sent == _SIGKILL else signal_name(sent)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``, ``ranks 0-6, 8``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    texts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"

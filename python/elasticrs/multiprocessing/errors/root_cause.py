@@ -1,0 +1,67 @@
+"""Which of several failures came first, and which are only its consequences.
+
+- **ROOT-1** The kernel's order decides: the end that was seen first, in nanoseconds; of those seen in one
+  wake-up, the first in the mapping.
+- **ROOT-2** A worker that we had signalled before it ended is a victim, and never the root cause while there
+  is another.
+- **ROOT-3** A worker that recorded an uncaught error *before* the first end was seen is no victim, and failed
+  at that time. With torch a process often takes longer to go than its peers take to notice that its
+  connections are closed. Only in the last minute before: an error that a program survived longer than that
+  did not end it.
+- **ROOT-4** Without such times (failures made by code that knows only torch's form) torch's rule stands: the
+  smallest timestamp in seconds, the first in the mapping of equal ones.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from elasticrs.multiprocessing.errors.failure import ProcessFailure
+
+RECORD_WINDOW_NS = 60_000_000_000
+
+
+def failed_ns(failure: ProcessFailure) -> int | None:
+    """When the worker failed, monotonic: when it recorded its error, or else when its end was seen."""
+    seen, recorded = failure.seen_ns, failure.recorded_ns
+    if seen is None:
+        return None
+    if recorded is None or failure.recorded_pid != failure.pid:
+        return seen
+    return recorded if seen - RECORD_WINDOW_NS <= recorded <= seen else seen
+
+
+def in_order(failures: Mapping[int, ProcessFailure]) -> list[int]:
+    """The global ranks in the order in which the workers failed."""
+    times = {rank: failed_ns(failure) for rank, failure in failures.items()}
+    if None in times.values():
+        return sorted(failures, key=lambda rank: failures[rank].timestamp)
+    return sorted(failures, key=lambda rank: times[rank] or 0)
+
+
+def victims(failures: Mapping[int, ProcessFailure]) -> list[int]:
+    """The global ranks of those that ended because we stopped them."""
+    unprompted = (f.seen_ns for f in failures.values() if f.sent_signal is None and f.seen_ns is not None)
+    first = min(unprompted, default=0)
+    signalled = (rank for rank, failure in failures.items() if failure.sent_signal is not None)
+    return [rank for rank in signalled if not _failed_before(failures[rank], first)]
+
+
+def _failed_before(failure: ProcessFailure, first: int) -> bool:
+    failed = failed_ns(failure)
+    return failed is not None and failed != failure.seen_ns and failed < first
+
+
+def root_cause(failures: Mapping[int, ProcessFailure]) -> int:
+    """The global rank of the root cause.
+
+    Raises:
+        ValueError: no failures.
+    """
+    spared = set(victims(failures))
+    order = in_order(failures)
+    if not order:
+        raise ValueError("no failures")
+    return next((rank for rank in order if rank not in spared), order[0])

@@ -1,0 +1,247 @@
+"""Workers that are Python functions, started the way of multiprocessing's ``spawn``, but by our own spawner.
+
+Multiprocessing pickles queues and locks only while it launches a process, and passes their descriptors along.
+So its ``Popen`` is subclassed: the launch stops when everything that the child needs lies ready, and the core
+then starts all workers of the attempt as one unit.
+
+What a child gets: a pipe with multiprocessing's preparation data, kept open here so that the child sees our
+end; a memory file with the pickled function, its arguments and whatever it refers to, of any size; and a pipe
+for the return value, read here while the workers run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import multiprocessing
+import os
+import pickle
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn
+from multiprocessing.context import set_spawning_popen
+from typing import TYPE_CHECKING, Any
+
+from elasticrs import _core
+from elasticrs.multiprocessing.errors import record
+from elasticrs.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
+
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.config import JobConfig
+    from elasticrs.logs import LogPaths
+
+_CHUNK = 1 << 20
+_PIPE_CAPACITY = 65536
+
+
+class FunctionWorkers(Workers):
+    """Workers that call a function.
+
+    Args:
+        function: importable by name, as multiprocessing's ``spawn`` demands.
+        arguments: for all workers the same.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        logs: Callable[[int, dict[int, dict[str, str]]], LogPaths],
+        prefix_template: str | None,
+        environ: Mapping[str, str],
+        keep_ignored: Sequence[int],
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+    ) -> None:
+        super().__init__(job, logs, prefix_template, environ, keep_ignored)
+        self._function = function
+        self._arguments = tuple(arguments)
+        self._prepared: list[_Prepared] = []
+        self._results: dict[int, _Result] = {}
+        self._values: dict[int, bytes] = {}
+
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
+        """See the base class."""
+        specs: list[_core.ProcessSpec] = []
+        for local_rank, env in environments.items():
+            result = self._results[local_rank] = _Result()
+            prepared = _Prepared(
+                self._function, self._arguments, result.writer, f"{self._job.name}:{local_rank}"
+            )
+            self._prepared.append(prepared)
+            specs.append(
+                _core.ProcessSpec(
+                    local_rank,
+                    prepared.argv,
+                    env=env,
+                    stdout=paths.stdouts.get(local_rank) or None,
+                    stderr=paths.stderrs.get(local_rank) or None,
+                    pass_fds=sorted({*prepared.fds, result.writer}),
+                )
+            )
+        return specs
+
+    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
+        """Let go of the children's ends, and read what they return from now on."""
+        for prepared in self._prepared:
+            prepared.forget_childs_ends()
+        for result in self._results.values():
+            result.forget_writer()
+            supervisor.watch_fd(result.reader)
+
+    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:
+        """Read a piece of a return value."""
+        for result in self._results.values():
+            if result.reader == fd and result.read():
+                supervisor.unwatch_fd(fd)
+                result.close()
+
+    def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
+        """Read what is left, and close everything."""
+        for local_rank, result in self._results.items():
+            if result.is_open:
+                while result.read() is None:
+                    continue
+                if result.is_watched:
+                    supervisor.unwatch_fd(result.reader)
+                result.close()
+            self._values[attempt.plan.ranks[local_rank].global_rank] = bytes(result.data)
+        self._results.clear()
+        for prepared in self._prepared:
+            prepared.close()
+        self._prepared.clear()
+
+    def return_values(self) -> dict[int, object]:
+        """What the functions returned.
+
+        Raises:
+            pickle.UnpicklingError: or whatever else the value's own class raises.
+        """
+        return {rank: pickle.loads(data) for rank, data in self._values.items()}
+
+
+class _Result:
+    """The pipe for one return value."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self.data = bytearray()
+        self.is_open = True
+        self.is_watched = False
+
+    def forget_writer(self) -> None:
+        os.close(self.writer)
+        self.writer = -1
+        self.is_watched = True
+
+    def read(self) -> bool | None:
+        """Take one piece: whether nothing more can come now; ``None`` when there may be more."""
+        try:
+            piece = os.read(self.reader, _CHUNK)
+        except BlockingIOError:
+            return False
+        self.data += piece
+        return None if piece else True
+
+    def close(self) -> None:
+        self.is_open = False
+        os.close(self.reader)
+        self.reader = -1
+        if self.writer != -1:
+            os.close(self.writer)
+
+
+class _Launch(popen_spawn_posix.Popen):
+    """Collects what the child needs instead of starting it."""
+
+    _fds: list[int]
+
+    def _launch(self, process_obj: BaseProcess) -> None:
+        tracker_fd = resource_tracker.getfd()
+        if tracker_fd is None:
+            raise RuntimeError("multiprocessing's resource tracker did not start")
+        self.tracker_fd = tracker_fd
+        self.duplicate_for_child(self.tracker_fd)
+        preparation = io.BytesIO()
+        payload = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process_obj.name), preparation)
+            reduction.dump(process_obj, payload)
+        finally:
+            set_spawning_popen(None)
+        self.payload_fd = os.memfd_create("elasticrs-function")
+        with open(self.payload_fd, "wb", closefd=False) as file:
+            file.write(payload.getbuffer())
+        os.lseek(self.payload_fd, 0, os.SEEK_SET)
+        self.duplicate_for_child(self.payload_fd)
+        reduction.dump(_Deferred(self.payload_fd), preparation)
+        self.preparation = preparation.getvalue()
+
+
+class _Prepared:
+    """Everything that one child needs, ready to be passed to it."""
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], result: int, name: str
+    ) -> None:
+        self._payload_fd = self._child_reader = self._parent_writer = -1
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=_call, args=(function, arguments, result), name=name)
+        try:
+            launch = _Launch(process)
+            self._payload_fd = launch.payload_fd
+            self._child_reader, self._parent_writer = os.pipe()
+            self._fill_pipe(launch.preparation)
+        except BaseException:
+            self.close()
+            raise
+        command = spawn.get_command_line(tracker_fd=launch.tracker_fd, pipe_handle=self._child_reader)
+        self.argv = [os.fsdecode(spawn.get_executable()), *command[1:]]
+        self.fds = [*launch._fds, self._child_reader]
+
+    def _fill_pipe(self, preparation: bytes) -> None:
+        # Nobody reads yet: all of it has to fit.
+        if len(preparation) > _PIPE_CAPACITY:
+            fcntl.fcntl(self._parent_writer, fcntl.F_SETPIPE_SZ, len(preparation))
+        with open(self._parent_writer, "wb", closefd=False) as file:
+            file.write(preparation)
+
+    def forget_childs_ends(self) -> None:
+        for fd in (self._payload_fd, self._child_reader):
+            os.close(fd)
+        self._payload_fd = self._child_reader = -1
+
+    def close(self) -> None:
+        for fd in (self._payload_fd, self._child_reader, self._parent_writer):
+            if fd != -1:
+                os.close(fd)
+
+
+class _Deferred:
+    """Stands for the process object in the pipe; unpickling it in the child loads the real one from the
+    memory file.
+
+    It happens inside multiprocessing's own unpickling, as what belongs to a process may only be unpickled
+    there.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_process, (self._fd,)
+
+
+def _load_process(fd: int) -> BaseProcess:
+    with open(fd, "rb") as file:
+        process: BaseProcess = pickle.load(file)
+    return process
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
+    value = record(function)(*arguments)
+    with open(result, "wb") as file:
+        file.write(pickle.dumps(value))

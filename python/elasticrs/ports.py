@@ -1,0 +1,59 @@
+"""A port for the store that rank 0 of an attempt hosts.
+
+Choosing a free port and closing it again leaves a moment in which anybody may take it. So the port stays
+*bound* for the whole attempt, with SO_REUSEADDR and never listening: the kernel then hands it to nobody as an
+ephemeral port and refuses whoever binds it without SO_REUSEADDR, while the TCPStore of torch, which sets
+SO_REUSEADDR (libuv and the older server alike), binds and listens on it.
+"""
+
+from __future__ import annotations
+
+import _socket
+
+
+class ReservedPort:
+    """A port that is kept for the workers until :meth:`close`.
+
+    Bound dual stack where IPv6 is available, as torch's store binds, else on IPv4.
+
+    Raises:
+        OSError: no port is free, or no descriptor.
+    """
+
+    __slots__ = ("_socket", "number")
+
+    def __init__(self) -> None:
+        self._socket = _bind()
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port back. Idempotent."""
+        self._socket.close()
+
+
+def _bind() -> _socket.socket:
+    try:
+        sock = _socket.socket(_socket.AF_INET6, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+        address = "::"
+    except OSError:
+        # No IPv6 in this kernel. Running out of descriptors raises again below.
+        sock = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+        address = ""
+    try:
+        sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+        if sock.family == _socket.AF_INET6:
+            sock.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 0)
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            if sock.family != _socket.AF_INET6:
+                raise
+            # IPv6 is compiled in, but switched off by sysctl.
+            sock.close()
+            sock = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+            sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+            sock.bind(("", 0))
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,46 @@
+"""How the nodes of a job find each other: torch's interfaces, and handlers for one node."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.rendezvous.api import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousError,
+        RendezvousGracefulExitError,
+        RendezvousHandler,
+        RendezvousHandlerCreator,
+        RendezvousHandlerRegistry,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStateError,
+        RendezvousStoreInfo,
+        RendezvousTimeoutError,
+        rendezvous_handler_registry,
+    )
+
+__all__ = [
+    "RendezvousClosedError",
+    "RendezvousConnectionError",
+    "RendezvousError",
+    "RendezvousGracefulExitError",
+    "RendezvousHandler",
+    "RendezvousHandlerCreator",
+    "RendezvousHandlerRegistry",
+    "RendezvousInfo",
+    "RendezvousParameters",
+    "RendezvousStateError",
+    "RendezvousStoreInfo",
+    "RendezvousTimeoutError",
+    "rendezvous_handler_registry",
+]
+
+
+def __getattr__(name: str) -> object:
+    # The command line comes through this package and needs none of these.
+    if name in __all__:
+        from elasticrs.rendezvous import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,94 @@
+"""The built-in handlers of this release: one node, which meets nobody."""
+
+from __future__ import annotations
+
+from elasticrs.config import DEFAULT_MASTER_PORT
+from elasticrs.launcher.arguments import parse_endpoint
+from elasticrs.ports import ReservedPort
+from elasticrs.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+__all__ = ["OneNodeRendezvous"]
+
+
+class OneNodeRendezvous(RendezvousHandler):
+    """``static`` and ``c10d`` for one node.
+
+    With ``static`` and an endpoint that has a port, workers get just that; otherwise every round has a fresh
+    port, which stays reserved until the next round.
+
+    Args:
+        params: what to make it from.
+
+    Raises:
+        ValueError: more than one node, or a malformed endpoint.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        if params.max_nodes != 1:
+            raise ValueError(
+                f"{params.min_nodes}:{params.max_nodes} nodes: several nodes need the coordination release"
+            )
+        self._backend = params.backend
+        self._run_id = params.run_id
+        self._address = params.local_addr or "localhost"
+        self._port: int | None = None
+        if params.backend == "static" and params.endpoint.strip():
+            host, port = parse_endpoint("endpoint", params.endpoint.strip())
+            self._address = host
+            # As in torch, port 0 asks for a free one.
+            self._port = DEFAULT_MASTER_PORT if port is None else port or None
+        self._reserved: ReservedPort | None = None
+        self._is_closed = False
+
+    def get_backend(self) -> str:
+        """See :class:`RendezvousHandler`."""
+        return self._backend
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See :class:`RendezvousHandler`; never waits."""
+        if self._is_closed:
+            raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")
+        self._release()
+        port = self._port
+        if port is None:
+            self._reserved = ReservedPort()
+            port = self._reserved.number
+        return RendezvousInfo(None, 0, 1, RendezvousStoreInfo(self._address, port))
+
+    @property
+    def reserved_port(self) -> ReservedPort | None:
+        """The port of the present round, when it is ours."""
+        return self._reserved
+
+    def is_closed(self) -> bool:
+        """See :class:`RendezvousHandler`."""
+        return self._is_closed
+
+    def set_closed(self) -> None:
+        """See :class:`RendezvousHandler`."""
+        self._is_closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """See :class:`RendezvousHandler`; nobody ever waits."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See :class:`RendezvousHandler`."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """See :class:`RendezvousHandler`."""
+        self.set_closed()
+        self._release()
+        return True
+
+    def _release(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None

@@ -1,0 +1,56 @@
+"""The environment of a worker: the contract that ``torch.distributed`` and users' scripts rely on."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from elasticrs.ranks import WorkerRanks
+
+
+def worker_env(
+    ranks: WorkerRanks,
+    *,
+    run_id: str,
+    master_addr: str,
+    master_port: int,
+    round: int,  # noqa: A002 -- the field's own word
+    restarts: int,
+    max_restarts: int,
+    inherited: Mapping[str, str],
+    use_agent_store: bool = False,
+) -> dict[str, str]:
+    """The variables that the agent adds for one worker; ``TORCHELASTIC_ERROR_FILE`` comes with the log
+    layout.
+
+    Args:
+        ranks: of the worker.
+        run_id: the name of the job.
+        master_addr: where the workers' store listens.
+        master_port: its port.
+        round: number of the attempt from 0, counting also those that cost no restart.
+        restarts: charged restarts so far.
+        max_restarts: how many may be charged.
+        inherited: the agent's own environment.
+        use_agent_store: whether an agent serves the store; otherwise rank 0 does.
+    """
+    return {
+        "RANK": str(ranks.global_rank),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "GROUP_RANK": str(ranks.group_rank),
+        "ROLE_RANK": str(ranks.role_rank),
+        "ROLE_NAME": ranks.role,
+        "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+        "WORLD_SIZE": str(ranks.world_size),
+        "GROUP_WORLD_SIZE": str(ranks.group_world_size),
+        "ROLE_WORLD_SIZE": str(ranks.role_world_size),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "ELASTICRS_ROUND": str(round),
+    }

@@ -1,0 +1,179 @@
+"""The workers of an attempt as the core takes them: which processes, and where their output goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from abc import ABC, abstractmethod
+
+from elasticrs import _core
+from elasticrs.logs import LogPaths, RunLogs, coloured, line_prefix, wants_colour
+from elasticrs.worker_env import worker_env
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.config import JobConfig
+
+
+class Workers(ABC):
+    """Starts the workers of every attempt; a subclass says what they are.
+
+    Args:
+        job: the job.
+        logs: makes the files of an attempt from its number and the variables of its workers by local rank, to
+            which it adds what workers need to know (their error file).
+        prefix_template: of console lines.
+        environ: the environment that all workers inherit.
+        keep_ignored: signals that stay ignored in the workers.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        logs: Callable[[int, dict[int, dict[str, str]]], LogPaths],
+        prefix_template: str | None,
+        environ: Mapping[str, str],
+        keep_ignored: Sequence[int] = (),
+    ) -> None:
+        self._job = job
+        self._logs = logs
+        self._prefix_template = prefix_template
+        self._environ = environ
+        self._keep_ignored = keep_ignored
+
+    def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
+        """Begin to start all, or none; fills in the attempt's paths.
+
+        Args:
+            supervisor: by whom.
+            attempt: what was planned.
+
+        Raises:
+            _core.SupervisorError: the supervisor cannot.
+            OSError: a log directory could not be made, or descriptors ran out.
+        """
+        variables = {
+            ranks.local_rank: worker_env(
+                ranks,
+                run_id=self._job.run_id,
+                master_addr=attempt.plan.master_addr,
+                master_port=attempt.plan.master_port,
+                round=attempt.round,
+                restarts=attempt.restarts,
+                max_restarts=self._job.max_restarts,
+                inherited=self._environ,
+            )
+            for ranks in attempt.plan.ranks
+        }
+        attempt.paths = paths = self._logs(attempt.round, variables)
+        processes = self.specs(paths, {
+            local_rank: {**self._environ, **own} for local_rank, own in variables.items()
+        })  # fmt: skip
+        group = _core.GroupSpec(
+            processes,
+            on_failure=_core.StopPolicy(signal.SIGTERM, self._job.shutdown_timeout),
+            linger=self._job.linger,
+            start_deadline=self._job.start_deadline,
+            keep_ignored=self._keep_ignored,
+        )
+        streams = self._streams(attempt, paths)
+        if streams:
+            supervisor.follow(streams)
+        supervisor.start(group)
+
+    @abstractmethod
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
+        """The processes of an attempt by local rank.
+
+        Args:
+            paths: their files.
+            environments: their whole environment.
+        """
+
+    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for programs
+        """All workers of the attempt run."""
+
+    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- nothing to do for programs
+        """A descriptor that the workers' side watches is readable."""
+
+    def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for programs
+        """Nothing of the attempt is left, or it could not be started."""
+
+    def return_values(self) -> dict[int, object]:
+        """What the workers of the last attempt returned, by global rank."""
+        return {}
+
+    def _streams(self, attempt: Attempt, paths: LogPaths) -> list[_core.LogStream]:
+        streams: list[_core.LogStream] = []
+        hostname = os.uname().nodename.split(".")[0]
+        for to, tees in ((1, paths.tee_stdouts), (2, paths.tee_stderrs)):
+            colour = wants_colour(to, self._environ)
+            for local_rank, path in tees.items():
+                if path == os.devnull:
+                    continue
+                text = line_prefix(
+                    self._prefix_template,
+                    role=self._job.role,
+                    local_rank=local_rank,
+                    rank=attempt.plan.ranks[local_rank].global_rank,
+                    hostname=hostname,
+                )
+                prefix = os.fsencode(coloured(text, local_rank) if colour else text)
+                streams.append(_core.LogStream(local_rank, path, 1 if to == 1 else 2, prefix))
+        return streams
+
+
+class CommandWorkers(Workers):
+    """Workers that are programs.
+
+    Args:
+        command: program and arguments; ``${local_rank}`` in an argument stands for the worker's, as in torch.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        logs: Callable[[int, dict[int, dict[str, str]]], LogPaths],
+        prefix_template: str | None,
+        environ: Mapping[str, str],
+        keep_ignored: Sequence[int],
+        command: Sequence[str],
+    ) -> None:
+        super().__init__(job, logs, prefix_template, environ, keep_ignored)
+        self._command = command
+
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
+        """See the base class."""
+        return [
+            _core.ProcessSpec(
+                local_rank,
+                [self._command[0], *(a.replace("${local_rank}", str(local_rank)) for a in self._command[1:])],
+                env=env,
+                stdout=paths.stdouts.get(local_rank) or None,
+                stderr=paths.stderrs.get(local_rank) or None,
+            )
+            for local_rank, env in environments.items()
+        ]
+
+    def return_values(self) -> dict[int, object]:
+        """Programs return nothing; torch gives ``None`` for each rank, and so do we."""
+        return dict.fromkeys(range(self._job.nproc))
+
+
+def directory_logs(run: RunLogs) -> Callable[[int, dict[int, dict[str, str]]], LogPaths]:
+    """The layout of the command line.
+
+    Args:
+        run: the directory of the run.
+    """
+
+    def attempt_logs(round: int, variables: dict[int, dict[str, str]]) -> LogPaths:  # noqa: A002
+        paths = run.attempt(round)
+        for local_rank, own in variables.items():
+            own["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
+        return paths
+
+    return attempt_logs

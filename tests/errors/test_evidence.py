@@ -1,0 +1,180 @@
+"""The OOM killer's counters."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.agent import evidence
+
+HANG = 30
+
+V1 = """\
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu
+35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:7 - cgroup cgroup rw,memory
+41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
+"""
+V2 = "26 23 0:24 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+CONTAINER_V1 = "600 590 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+ODD = "26 23 0:24 / /mnt/my\\040groups rw - cgroup2 none rw\n"
+TWICE = V2 + "700 23 0:24 /job /run/job rw - cgroup2 cgroup2 rw\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "mountinfo", "files"),
+    [
+        (
+            "9:name=systemd:/\n8:pids:/\n4:memory:/job/a\n0::/\n",
+            V1,
+            ["/sys/fs/cgroup/memory/job/a/memory.oom_control", "/sys/fs/cgroup/unified/memory.events"],
+        ),
+        ("0::/user.slice/x.scope\n", V2, ["/sys/fs/cgroup/user.slice/x.scope/memory.events"]),
+        ("0::/\n", V2, ["/sys/fs/cgroup/memory.events"]),
+        ("7:cpu,memory:/docker/abc\n", CONTAINER_V1, ["/sys/fs/cgroup/memory/memory.oom_control"]),
+        ("7:memory:/docker/abc/x\n", CONTAINER_V1, ["/sys/fs/cgroup/memory/x/memory.oom_control"]),
+        ("7:memory:/docker/abcd\n", CONTAINER_V1, []),
+        ("0::/a:b\n", ODD, ["/mnt/my groups/a:b/memory.events"]),
+        ("0::/job/x\n", TWICE, ["/run/job/x/memory.events"]),
+        ("0::/other\n", TWICE, ["/sys/fs/cgroup/other/memory.events"]),
+        ("0::/../outside\n", V2, ["/sys/fs/cgroup/../outside/memory.events"]),
+        ("4:memory:/job\n", "", []),
+        ("", V1, []),
+        ("garbage\n0::\n", V2 + "garbage - x\n", []),
+    ],
+)
+def test_the_counters_are_found_through_the_mounts(cgroups: str, mountinfo: str, files: list[str]) -> None:
+    assert evidence.memory_counters(cgroups, mountinfo) == files
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("low 0\nhigh 0\nmax 7\noom 2\noom_kill 2\noom_group_kill 0\n", 2),
+        ("oom_kill_disable 0\nunder_oom 0\noom_kill 13\n", 13),
+        ("oom_kill_disable 0\nunder_oom 0\n", None),
+        ("oom_kill\n", None),
+        ("oom_kill -1\n", None),
+        ("", None),
+    ],
+)
+def test_the_count_is_read(text: str, count: int | None) -> None:
+    assert evidence.parse_oom_kill(text) == count
+
+
+@given(cgroups=st.text(), mountinfo=st.text(alphabet="\\ -/a7\n"), counter=st.text())
+def test_no_text_makes_the_parsers_raise(cgroups: str, mountinfo: str, counter: str) -> None:
+    evidence.memory_counters(cgroups, mountinfo)
+    evidence.memory_counters(cgroups, V1)
+    evidence.memory_counters("0::/a\n4:memory:/b\n", mountinfo)
+    evidence.parse_oom_kill(counter)
+
+
+QUIET = {"/cg/memory.events": 3, evidence.VMSTAT: 10}
+STRUCK = {"/cg/memory.events": 4, evidence.VMSTAT: 11}
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "sent_signal", "before", "after", "probable"),
+    [
+        (-9, None, QUIET, STRUCK, True),
+        (137, None, QUIET, STRUCK, True),
+        (-9, 15, QUIET, STRUCK, True),
+        (-9, 9, QUIET, STRUCK, False),
+        (-9, None, QUIET, QUIET, False),
+        (-9, None, {}, STRUCK, False),
+        (-15, None, QUIET, STRUCK, False),
+        (1, None, QUIET, STRUCK, False),
+        (None, None, QUIET, STRUCK, False),
+        (-9, None, {evidence.VMSTAT: 1}, {evidence.VMSTAT: 2}, True),
+        (-9, None, QUIET, {**QUIET, evidence.VMSTAT: 11}, False),
+        (-9, None, QUIET, {}, False),
+    ],
+)
+def test_a_sigkill_that_we_did_not_send_and_a_rise_are_the_evidence(
+    exitcode: int | None,
+    sent_signal: int | None,
+    before: dict[str, int],
+    after: dict[str, int],
+    probable: bool,
+) -> None:
+    assert evidence.probably_oom(exitcode, sent_signal, before, after) is probable
+
+
+def test_the_notes_say_what_was_counted() -> None:
+    note = evidence.oom_note(-9, None, QUIET, STRUCK)
+    assert note == "probably the kernel's OOM killer (oom_kill rose by 1 in /cg/memory.events)"
+    other = evidence.oom_note(1, None, QUIET, STRUCK)
+    assert other is not None
+    assert other.endswith("perhaps a child of the worker")
+    assert evidence.oom_note(-9, None, QUIET, QUIET) is None
+
+
+def test_the_machine_has_counters() -> None:
+    counts = evidence.oom_kills([os.getpid(), 2**22 + 1])
+    assert counts[evidence.VMSTAT] >= 0
+    assert evidence.read_counters(counts).keys() == counts.keys()
+
+
+def memory_cgroup() -> tuple[Path, str] | None:
+    """A new memory cgroup below our own and its limit's file, where one can be made."""
+    counters = evidence.memory_counters(
+        Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()
+    )
+    for counter in counters:
+        group = Path(counter).parent / f"elasticrs-test-{os.getpid()}"
+        limit = "memory.max" if counter.endswith("memory.events") else "memory.limit_in_bytes"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            return group, limit
+        group.rmdir()
+    return None
+
+
+EATER = """
+import os, sys
+sys.stdin.readline()
+blocks = []
+while len(blocks) < 512:
+    blocks.append(b"x" * (1 << 20))
+os._exit(3)
+"""
+
+
+@pytest.mark.privileged
+def test_a_real_oom_kill_is_recognised() -> None:
+    made = memory_cgroup()
+    if made is None:
+        pytest.skip("no memory cgroup can be created here")
+    group, limit = made
+    try:
+        (group / limit).write_text(str(64 << 20))
+        with subprocess.Popen([sys.executable, "-c", EATER], stdin=subprocess.PIPE, text=True) as worker:
+            (group / "cgroup.procs").write_text(str(worker.pid))
+            before = evidence.oom_kills([worker.pid])
+            assert any(path.startswith(str(group)) for path in before)
+            worker.communicate("go\n", timeout=HANG)
+        after = evidence.read_counters(before)
+        assert worker.returncode == -signal.SIGKILL
+        assert evidence.probably_oom(worker.returncode, None, before, after)
+        note = evidence.oom_note(worker.returncode, None, before, after)
+        assert note is not None
+        assert str(group) in note
+    finally:
+        group.rmdir()
+
+
+def test_a_plain_kill_is_not_taken_for_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
+        before = evidence.oom_kills([worker.pid])
+        worker.kill()
+        worker.wait(HANG)
+    assert not evidence.probably_oom(worker.returncode, None, before, evidence.read_counters(before))

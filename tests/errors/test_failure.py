@@ -1,0 +1,172 @@
+"""Error files as the agent reads them."""
+
+import json
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.multiprocessing.errors import ProcessFailure
+from elasticrs.multiprocessing.errors.failure import discard_empty_fault_file, fault_file
+
+NESTED = {"message": {"message": "E: x", "extraInfo": {"py_callstack": "stack", "timestamp": "12"}}}
+
+
+def write(directory: Path, content: object) -> str:
+    path = directory / "error.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("timestamp", [10, "10"])
+def test_the_flat_form_is_read(tmp_path: Path, timestamp: object) -> None:
+    failure = ProcessFailure(
+        local_rank=0,
+        pid=997,
+        exitcode=1,
+        error_file=write(tmp_path, {"message": "text", "timestamp": timestamp}),
+    )
+    assert (failure.message, failure.timestamp) == ("text", 10)
+
+
+def test_the_nested_form_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, NESTED)
+    failure = ProcessFailure(3, 997, 1, path)
+    assert failure.error_file == path
+    assert failure.error_file_data == NESTED
+    assert failure.message == NESTED["message"]
+    assert failure.timestamp == 12
+    assert failure.recorded_ns is None
+
+
+def test_a_failure_without_a_file_has_torchs_words() -> None:
+    before = int(time.time())
+    failure = ProcessFailure(0, 997, 138, "ignored.json")
+    assert failure.error_file == "<N/A>"
+    assert failure.signal_name() == "<N/A>"
+    assert failure.message == "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+    assert failure.error_file_data == {
+        "message": "<NONE>",
+        "errorTraits": {"category": "system_terminated_error", "retryability": "False"},
+    }
+    assert before <= failure.timestamp <= time.time()
+
+
+def test_a_signal_is_named() -> None:
+    failure = ProcessFailure(0, 997, -signal.SIGSEGV, "ignored.json")
+    assert failure.signal_name() == "SIGSEGV"
+    assert failure.message == "Signal 11 (SIGSEGV) received by PID 997"
+    assert ProcessFailure(0, 997, -40, "").signal_name() == "<N/A>"
+
+
+def test_failures_do_not_share_their_data() -> None:
+    ProcessFailure(0, 1, 1, "")
+    assert ProcessFailure(0, 1, -9, "").error_file_data == {"message": "<NONE>"}
+
+
+HALF = json.dumps(NESTED)[:40]
+MALFORMED: list[object] = [
+    "",
+    HALF,
+    "null",
+    "[]",
+    "7",
+    {"unknown_key": "unknown_value"},
+    {"message": {}},
+    {"message": {"extraInfo": 3}},
+    {"message": None},
+    {"message": "m", "timestamp": "noon"},
+    {"message": "m", "timestamp": float("inf")},
+    {"message": {"message": "m", "extraInfo": {"timestamp": []}}},
+    "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("content", MALFORMED, ids=range(len(MALFORMED)))
+@pytest.mark.parametrize("exitcode", [1, -9])
+def test_a_malformed_file_is_reported_not_raised(tmp_path: Path, content: object, exitcode: int) -> None:
+    path = write(tmp_path, content)
+    failure = ProcessFailure(0, 5, exitcode, path)
+    assert failure.error_file == path
+    assert "its error file cannot be read (" in str(failure.message)
+    if exitcode < 0:
+        assert str(failure.message).startswith("Signal 9 (SIGKILL) received by PID 5; ")
+
+
+def test_a_file_of_other_bytes_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_bytes(b"\xff\xfe{")
+    assert "cannot be read" in str(ProcessFailure(0, 5, 1, str(path)).message)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.sampled_from(["message", "extraInfo", "timestamp"]), inner)
+    ),
+)
+
+
+@given(content=json_values | st.text(), exitcode=st.sampled_from([1, -11]))
+def test_no_file_makes_the_agent_raise(
+    tmp_path_factory: pytest.TempPathFactory, content: object, exitcode: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "error.json"
+    path.write_text(
+        content if isinstance(content, str) else json.dumps(content), encoding="utf-8", errors="replace"
+    )
+    failure = ProcessFailure(0, 5, exitcode, str(path))
+    assert failure.message
+
+
+def test_what_the_worker_recorded_beside_torchs_fields_is_read(tmp_path: Path) -> None:
+    ours = {"time_ns": 1, "monotonic_ns": 77, "pid": 5, "written_by": "hook"}
+    failure = ProcessFailure(0, 5, 1, write(tmp_path, {**NESTED, "elasticrs": ours}))
+    assert (failure.recorded_ns, failure.recorded_pid) == (77, 5)
+
+
+def test_the_stack_of_a_fault_is_the_last_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "error.json")
+    Path(fault_file(path)).write_text(
+        "Fatal Python error: of a child\n\nFatal Python error: own\n\n  File x\n"
+    )
+    assert ProcessFailure(0, 5, -11, path).stack == "Fatal Python error: own\n\n  File x"
+    assert ProcessFailure(0, 5, -9, path).stack is None
+    assert ProcessFailure(0, 5, 1, path).stack is None
+
+
+def test_only_empty_fault_files_are_discarded(tmp_path: Path) -> None:
+    path = str(tmp_path / "error.json")
+    discard_empty_fault_file(path)
+    Path(fault_file(path)).touch()
+    discard_empty_fault_file(path)
+    assert list(tmp_path.iterdir()) == []
+    Path(fault_file(path)).write_text("Fatal")
+    discard_empty_fault_file(path)
+    assert Path(fault_file(path)).exists()
+
+
+def test_the_wall_time_follows_from_the_monotonic_stamp() -> None:
+    second = 1_000_000_000
+    failure = ProcessFailure(0, 5, -9, "", seen_ns=time.monotonic_ns() - 3600 * second)
+    assert abs(time.time_ns() - 3600 * second - failure.wall_ns) < second
+    assert failure.timestamp == failure.wall_ns // second
+
+
+def test_it_behaves_as_a_value(tmp_path: Path) -> None:
+    path = write(tmp_path, NESTED)
+    failure, same = ProcessFailure(0, 5, 1, path, note="n"), ProcessFailure(0, 5, 1, path)
+    assert failure == same
+    assert failure != ProcessFailure(1, 5, 1, path)
+    assert failure != "failure"
+    assert pickle.loads(pickle.dumps(failure)) == failure
+    assert repr(failure).startswith("ProcessFailure(local_rank=0, pid=5, exitcode=1, error_file='")
+    with pytest.raises(TypeError):
+        hash(failure)
+    match failure:
+        case ProcessFailure(0, 5, exitcode, _):
+            assert exitcode == 1

@@ -1,0 +1,222 @@
+"""`@record` and the error handler."""
+
+import functools
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from elasticrs._worker.error_file import write_whole
+from elasticrs.multiprocessing.errors import (
+    ChildFailedError,
+    ErrorHandler,
+    ProcessFailure,
+    error_handler,
+    get_error_handler,
+    record,
+)
+
+
+@pytest.fixture(autouse=True)
+def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    # pytest's own fault handler would be redirected.
+    monkeypatch.setattr("faulthandler.enable", mock.Mock())
+    return path
+
+
+class Calls(ErrorHandler):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
+        self.calls.append(f"name {fn_name}")
+
+    def initialize(self) -> None:
+        self.calls.append("initialize")
+
+    def record_exception(self, e: BaseException) -> None:
+        self.calls.append(f"exception {e}")
+
+    def record_success(self) -> None:
+        self.calls.append("success")
+
+
+def test_a_result_passes_through(error_file: Path) -> None:
+    calls = Calls()
+
+    def double(number: int, *, by: int = 2) -> int:
+        """Doubles."""
+        return number * by
+
+    decorated = record(double, calls)
+    assert decorated(4, by=3) == 12
+    assert decorated.__name__ == "double"
+    assert calls.calls == [f"name {double.__qualname__}", "initialize", "success"]
+    assert not error_file.exists()
+
+
+def test_an_exception_is_recorded_and_raised(error_file: Path) -> None:
+    @record
+    def fails() -> None:
+        raise ValueError("foobar")
+
+    with pytest.raises(ValueError, match="foobar"):
+        fails()
+    data = json.loads(error_file.read_text())
+    assert data["message"]["message"] == "ValueError: foobar"
+    assert data["message"]["extraInfo"]["py_callstack"].startswith("Traceback")
+    assert int(data["message"]["extraInfo"]["timestamp"]) > 0
+    assert data["elasticrs"]["written_by"] == "record"
+
+
+def test_an_exception_of_record_success_is_not_the_functions() -> None:
+    class Failing(Calls):
+        def record_success(self) -> None:
+            raise RuntimeError("telemetry")
+
+    handler = Failing()
+    with pytest.raises(RuntimeError, match="telemetry"):
+        record(lambda: None, handler)()
+    assert not any(call.startswith("exception") for call in handler.calls)
+
+
+def test_system_exit_zero_returns_and_others_pass(error_file: Path) -> None:
+    assert record(functools.partial(sys.exit, 0))() is None
+    with pytest.raises(SystemExit):
+        record(functools.partial(sys.exit, 3))()
+    assert not error_file.exists()
+
+
+def test_without_a_variable_nothing_is_written(monkeypatch: pytest.MonkeyPatch, error_file: Path) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    with pytest.raises(ZeroDivisionError):
+        record(lambda: 1 / 0)()
+    assert not error_file.exists()
+
+
+def raise_child_failure(error_file: Path) -> None:
+    raise ChildFailedError("train.py", {0: ProcessFailure(0, 997, 3, str(error_file))})
+
+
+def test_the_error_file_of_the_root_cause_is_handed_on(tmp_path: Path, error_file: Path) -> None:
+    of_worker = tmp_path / "worker.json"
+    extra = {"py_callstack": "stack", "timestamp": "10"}
+    of_worker.write_text(json.dumps({"message": {"message": "E", "extraInfo": extra}}))
+    error_file.write_text("in the way")
+    with pytest.raises(ChildFailedError):
+        record(raise_child_failure)(of_worker)
+    assert json.loads(error_file.read_text()) == {
+        "message": {"message": "E", "extraInfo": extra, "errorCode": 3}
+    }
+
+
+@pytest.mark.parametrize("content", [None, "", '{"message": {"mess', "[1]"])
+def test_a_missing_or_malformed_file_does_not_hide_the_failure(
+    tmp_path: Path, error_file: Path, content: str | None
+) -> None:
+    of_worker = tmp_path / "worker.json"
+    if content is not None:
+        of_worker.write_text(content)
+    with pytest.raises(ChildFailedError):
+        record(raise_child_failure)(of_worker)
+    assert not error_file.exists()
+
+
+def test_a_flat_error_file_is_handed_on_without_a_code(
+    tmp_path: Path, error_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_worker = tmp_path / "worker.json"
+    of_worker.write_text('{"message": "text", "timestamp": 10}')
+    ErrorHandler().dump_error_file(str(of_worker), 3)
+    assert json.loads(error_file.read_text()) == {"message": "text", "timestamp": 10}
+    assert "no place for error code 3" in caplog.text
+
+
+def test_without_an_own_error_file_the_workers_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    of_worker = tmp_path / "worker.json"
+    of_worker.write_text('{"message": "text"}')
+    ErrorHandler().dump_error_file(str(of_worker))
+    assert '"message": "text"' in caplog.text
+
+
+def test_the_logger_is_one() -> None:
+    assert isinstance(error_handler.logger, logging.Logger)
+    assert isinstance(get_error_handler(), ErrorHandler)
+    with mock.patch.object(error_handler.logger, "debug") as debug:
+        ErrorHandler().record_success()
+        debug.assert_not_called()
+        handler = ErrorHandler()
+        handler.set_entrypoint_fn_name("main")
+        handler.record_success()
+        debug.assert_called_once()
+
+
+def test_a_fault_handler_that_cannot_be_enabled_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("faulthandler.enable", mock.Mock(side_effect=RuntimeError("no stderr")))
+    with pytest.warns(UserWarning, match="no stderr"):
+        ErrorHandler().initialize()
+
+
+# --- the file ---
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text("old")
+    held = path.open()
+    write_whole(str(path), "new")
+    with held:
+        assert held.read() == "old"
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["error.json"]
+
+
+def test_a_file_that_cannot_be_replaced_is_written_in_place(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with mock.patch("os.replace", side_effect=OSError("a mount point")):
+            write_whole(str(pipe), "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_an_import_in_a_worker_brings_nothing_heavy() -> None:
+    heavy = [
+        "json",
+        "logging",
+        "dataclasses",
+        "typing",
+        "traceback",
+        "socket",
+        "signal",
+        "inspect",
+        "re",
+        "torch",
+    ]
+    program = (
+        "import sys, elasticrs.multiprocessing.errors as e; f = e.record(lambda: 1); f();"
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCHELASTIC_ERROR_FILE": "/nonexistent"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], env=env, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "[]\n"

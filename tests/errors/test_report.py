@@ -1,0 +1,218 @@
+"""The text that the user sees."""
+
+import json
+import os
+import pickle
+import re
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from elasticrs.multiprocessing import errors
+from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+NOW = time.monotonic_ns()
+MS = 1_000_000
+
+
+def recorded(directory: Path, name: str, callstack: str) -> str:
+    path = directory / f"{name}.json"
+    extra = {"py_callstack": callstack, "timestamp": "10"}
+    path.write_text(json.dumps({"message": {"message": "E: x", "extraInfo": extra}}))
+    return str(path)
+
+
+def test_the_layout_is_torchs(tmp_path: Path) -> None:
+    files = [recorded(tmp_path, name, f"Traceback of {name}:\n  line\nE: x\n") for name in "ab"]
+    failures = {rank: ProcessFailure(rank, 100 + rank, 1, file) for rank, file in enumerate(files)}
+    when = failures[0].timestamp_isoformat()
+    host = os.uname().nodename
+    assert str(ChildFailedError("train.py", failures)).split("\n") == [
+        "",
+        "=" * 60,
+        "train.py FAILED",
+        "-" * 60,
+        "Failures:",
+        "[1]:",
+        f"  time      : {when}",
+        f"  host      : {host}",
+        "  rank      : 1 (local_rank: 1)",
+        "  exitcode  : 1 (pid: 101)",
+        f"  error_file: {files[1]}",
+        "  traceback : Traceback of b:",
+        "    line",
+        "  E: x",
+        "-" * 60,
+        "Root Cause (first observed failure):",
+        "[0]:",
+        f"  time      : {when}",
+        f"  host      : {host}",
+        "  rank      : 0 (local_rank: 0)",
+        "  exitcode  : 1 (pid: 100)",
+        f"  error_file: {files[0]}",
+        "  traceback : Traceback of a:",
+        "    line",
+        "  E: x",
+        "=" * 60,
+    ]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d", when)
+
+
+def test_a_lone_failure_and_its_signal() -> None:
+    text = str(ChildFailedError("bash", {4: ProcessFailure(0, 20314, -15, "")}))
+    assert "Failures:\n  <NO_OTHER_FAILURES>\n---" in text
+    assert "\n  exitcode  : -15 (pid: 20314)  (SIGTERM)\n  error_file: <N/A>\n" in text
+
+
+def test_the_lines_can_be_drawn_otherwise() -> None:
+    error = ChildFailedError("bash", {0: ProcessFailure(0, 1, -15, "")})
+    assert "\n" + "*" * 48 in error.format_msg(boarder_delim="*", section_delim=".")
+
+
+def stopped(rank: int, sent_signal: int = 15, exitcode: int = -15) -> ProcessFailure:
+    return ProcessFailure(rank, 100 + rank, exitcode, "", seen_ns=NOW + 3 * MS, sent_signal=sent_signal)
+
+
+def test_siblings_that_we_stopped_are_no_failures() -> None:
+    failures = {rank: stopped(rank) for rank in (0, 1, 3, 5, 6, 7)}
+    failures[2] = ProcessFailure(2, 102, -9, "", seen_ns=NOW)
+    text = str(ChildFailedError("train.py", failures))
+    assert "Failures:\n  <NO_OTHER_FAILURES>\n" in text
+    assert "Stopped by elasticrs after the first failure: ranks 0, 1, 3, 5-7 (SIGTERM)\n" in text
+    assert text.count("exitcode") == 1
+    assert "[0]:" in text
+
+
+def test_siblings_that_ended_otherwise_say_how() -> None:
+    failures = {0: stopped(0), 1: stopped(1, 9, -9), 2: stopped(2, 15, 1), 3: stopped(3, 15, -11)}
+    failures[4] = ProcessFailure(4, 104, 1, "", seen_ns=NOW)
+    lines = str(ChildFailedError("train.py", failures)).split("\n")
+    start = lines.index("Stopped by elasticrs after the first failure:")
+    assert lines[start + 1 : start + 5] == [
+        "  rank 0 (SIGTERM)",
+        "  rank 1 (SIGKILL, still there after the grace period)",
+        "  rank 2 (exit code 1 after SIGTERM)",
+        "  rank 3 (SIGSEGV after SIGTERM)",
+    ]
+
+
+def test_failures_stand_in_the_order_of_their_ends() -> None:
+    failures = {
+        rank: ProcessFailure(rank, rank, 1, "", seen_ns=NOW + delay)
+        for rank, delay in ((0, 2 * MS + 345_678), (1, 0), (2, 12_000))
+    }
+    text = str(ChildFailedError("train.py", failures))
+    assert re.findall(r"^  rank      : (\d)", text, re.MULTILINE) == ["2", "0", "1"]
+    assert re.findall(r"\[(\d)\]:", text) == ["1", "2", "0"]
+    assert re.findall(r"time      : \S+\.\d{3} \((.*)\)", text) == [
+        "0.012 ms after the root cause",
+        "2.346 ms after the root cause",
+    ]
+
+
+def test_what_is_known_about_the_cause_follows_torchs_lines(tmp_path: Path) -> None:
+    callstack = "Traceback (most recent call last):\n  File x\nValueError: cause\n"
+    cause = ProcessFailure(
+        0,
+        100,
+        1,
+        recorded(tmp_path, "a", callstack),
+        seen_ns=NOW,
+        note="probably the kernel's OOM killer (counted)",
+        log_paths={"stdout": "/logs/0/stdout.log", "stderr": "/logs/0/stderr.log"},
+        stderr_tail=["loading", *callstack.splitlines(), "", "bye"],
+    )
+    assert str(ChildFailedError("train.py", {0: cause})).split("\n")[-12:] == [
+        f"  error_file: {cause.error_file}",
+        "  traceback : Traceback (most recent call last):",
+        "    File x",
+        "  ValueError: cause",
+        "  note      : probably the kernel's OOM killer (counted)",
+        "  stdout    : /logs/0/stdout.log",
+        "  stderr    : /logs/0/stderr.log",
+        "  last lines of stderr (3):",
+        "    loading",
+        "",
+        "    bye",
+        "=" * 60,
+    ]
+
+
+def test_the_stack_of_a_crash_follows_its_signal(tmp_path: Path) -> None:
+    (tmp_path / "error.json.fault").write_text("Fatal Python error: Segmentation fault\n\n  File x\n")
+    crash = ProcessFailure(0, 100, -11, str(tmp_path / "error.json"), seen_ns=NOW)
+    assert (
+        "  traceback : Signal 11 (SIGSEGV) received by PID 100\n"
+        "  Fatal Python error: Segmentation fault\n  \n    File x\n"
+    ) in str(ChildFailedError("train.py", {0: crash}))
+
+
+def test_an_exit_without_an_exception_is_called_that() -> None:
+    text = str(ChildFailedError("train.sh", {0: ProcessFailure(0, 100, 137, "", seen_ns=NOW)}))
+    assert "no uncaught exception: exit code 137 (a shell's word for SIGKILL), from sys.exit" in text
+
+
+def test_a_cause_outside_of_the_worker_is_given() -> None:
+    lost = ProcessFailure(0, 100, -9, "", seen_ns=NOW, cause="nursery killed by SIGKILL")
+    assert "  traceback : nursery killed by SIGKILL\n" in str(ChildFailedError("train.py", {0: lost}))
+
+
+def test_an_equal_traceback_is_shown_once(tmp_path: Path) -> None:
+    callstack = "Traceback:\n a\n b\n c\nE: x\n"
+    failures = {
+        rank: ProcessFailure(rank, rank, 1, recorded(tmp_path, str(rank), callstack), seen_ns=NOW + rank)
+        for rank in range(3)
+    }
+    text = str(ChildFailedError("train.py", failures))
+    assert text.count("Traceback:") == 1
+    assert text.count("  traceback : the same as [0]\n") == 2
+
+
+def test_a_traceback_of_a_child_or_long_before_the_end_is_marked(tmp_path: Path) -> None:
+    path = recorded(tmp_path, "a", "Traceback\n")
+    data = json.loads(Path(path).read_text())
+    data["elasticrs"] = {"monotonic_ns": NOW - 2500 * MS, "pid": 101}
+    Path(path).write_text(json.dumps(data))
+    text = str(ChildFailedError("x", {0: ProcessFailure(0, 100, -9, path, seen_ns=NOW)}))
+    assert "  note      : the traceback is of process 101, which the worker had started\n" in text
+    assert "  note      : the traceback was recorded 2.500 s before SIGKILL ended the worker\n" in text
+
+
+def test_an_unreadable_error_file_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text('{"message": {"mess')
+    text = str(ChildFailedError("x", {0: ProcessFailure(0, 100, 1, str(path), seen_ns=NOW)}))
+    assert "its error file cannot be read (Unterminated string" in text
+
+
+def test_the_error_handler_may_add_to_a_signals_message(tmp_path: Path) -> None:
+    handler = mock.MagicMock()
+    handler.maybe_enrich_signal_failure_message.side_effect = lambda message, _: message + "\n[device fault]"
+    failure = ProcessFailure(0, 997, -6, "")
+    with mock.patch.object(errors, "get_error_handler", return_value=handler):
+        text = str(ChildFailedError("trainer", {0: failure}))
+    assert "received by PID 997\n  [device fault]\n" in text
+    assert "[device fault]" not in failure.message
+    handler.maybe_enrich_signal_failure_message.assert_called_once_with(mock.ANY, "<N/A>")
+
+
+def test_an_error_handler_that_fails_does_not_cost_the_report() -> None:
+    handler = mock.MagicMock()
+    handler.maybe_enrich_signal_failure_message.side_effect = RuntimeError("of the handler")
+    with mock.patch.object(errors, "get_error_handler", return_value=handler):
+        text = str(ChildFailedError("trainer", {0: ProcessFailure(0, 997, -6, "")}))
+    assert "Signal 6 (SIGABRT) received by PID 997\n" in text
+    assert "of the handler" in text
+
+
+def test_an_error_needs_a_failure() -> None:
+    with pytest.raises(AssertionError):
+        ChildFailedError("train.py", {})
+
+
+def test_the_error_survives_pickling() -> None:
+    error = ChildFailedError("train.py", {0: ProcessFailure(0, 1, -9, "")})
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.name, copy.failures, str(copy)) == (error.name, error.failures, str(error))

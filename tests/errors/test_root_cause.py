@@ -1,0 +1,95 @@
+"""Which failure came first."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
+from elasticrs.multiprocessing.errors.root_cause import RECORD_WINDOW_NS, in_order, root_cause, victims
+
+NOW = time.monotonic_ns()
+MS = 1_000_000
+
+
+def failure(
+    seen_ns: int | None, sent_signal: int | None = None, recorded_ns: int | None = None, recorded_pid: int = 7
+) -> ProcessFailure:
+    made = ProcessFailure(0, 7, -9, "", seen_ns=seen_ns, sent_signal=sent_signal)
+    if recorded_ns is not None:
+        made.recorded_ns, made.recorded_pid = recorded_ns, recorded_pid
+    return made
+
+
+def test_nanoseconds_decide() -> None:
+    assert root_cause({0: failure(NOW + 1), 1: failure(NOW), 2: failure(NOW + 2)}) == 1
+
+
+def test_of_one_batch_the_first_in_the_mapping_is_first() -> None:
+    assert root_cause({3: failure(NOW), 1: failure(NOW), 2: failure(NOW)}) == 3
+
+
+def test_those_that_we_signalled_are_victims_even_if_seen_first() -> None:
+    assert root_cause({0: failure(NOW, sent_signal=15), 1: failure(NOW + 5)}) == 1
+
+
+def test_when_all_were_signalled_the_first_seen_is_named() -> None:
+    assert root_cause({0: failure(NOW + 1, sent_signal=15), 1: failure(NOW, sent_signal=15)}) == 1
+
+
+def test_an_error_recorded_before_the_first_end_is_the_cause() -> None:
+    slow = failure(NOW + 20 * MS, sent_signal=15, recorded_ns=NOW - 30 * MS)
+    failures = {0: failure(NOW), 1: slow, 2: failure(NOW + 20 * MS, sent_signal=15)}
+    assert root_cause(failures) == 1
+    assert victims(failures) == [2]
+
+
+@pytest.mark.parametrize(
+    "recorded_ns",
+    [NOW + MS, NOW + 20 * MS - RECORD_WINDOW_NS - 1, NOW + 21 * MS],
+    ids=["after the first end", "long before", "after its own end"],
+)
+def test_other_records_excuse_no_victim(recorded_ns: int) -> None:
+    other = failure(NOW + 20 * MS, sent_signal=15, recorded_ns=recorded_ns)
+    assert root_cause({0: other, 1: failure(NOW)}) == 1
+    assert victims({0: other, 1: failure(NOW)}) == [0]
+
+
+def test_the_record_of_another_process_is_no_evidence_of_the_time() -> None:
+    wrapper = failure(NOW + MS, recorded_ns=NOW - MS, recorded_pid=8)
+    assert root_cause({0: wrapper, 1: failure(NOW)}) == 1
+
+
+def test_without_stamps_torchs_rule_stands(tmp_path: Path) -> None:
+    failures = {}
+    for rank, timestamp in ((5, 12), (4, 10), (3, 10)):
+        path = tmp_path / f"{rank}.json"
+        path.write_text(json.dumps({"message": "m", "timestamp": timestamp}))
+        failures[rank] = ProcessFailure(rank, 7, 1, str(path))
+    assert ChildFailedError("train.py", failures).get_first_failure() == (4, failures[4])
+
+
+def test_of_nothing_there_is_no_cause() -> None:
+    with pytest.raises(ValueError, match="no failures"):
+        root_cause({})
+
+
+times = st.integers(NOW, NOW + 100)
+made = st.builds(
+    failure, times | st.none(), st.none() | st.just(15), st.none() | st.integers(NOW - 50, NOW + 150)
+)
+
+
+@given(st.dictionaries(st.integers(0, 63), made, min_size=1))
+def test_the_cause_is_the_earliest_that_is_no_victim(failures: dict[int, ProcessFailure]) -> None:
+    root, spared, order = root_cause(failures), victims(failures), in_order(failures)
+    assert sorted(order) == sorted(failures)
+    assert all(failures[rank].sent_signal is not None for rank in spared)
+    if len(spared) < len(failures):
+        assert root not in spared
+        assert all(rank in spared for rank in order[: order.index(root)])
+    else:
+        assert root == order[0]

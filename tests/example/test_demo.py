@@ -1,0 +1,152 @@
+"""The example, and what its demo makes of a run."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+DIRECTORY = Path(__file__).parents[2] / "examples" / "ddp_digits"
+HANG = 240
+MS = 1_000_000
+
+
+@pytest.fixture
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ddp_digits_demo", DIRECTORY / "demo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def good_lines() -> list[str]:
+    return [
+        *(f"stamp up rank={rank} attempt=0 ns={rank}\n" for rank in range(4)),
+        "epoch 1/8: loss 0.5, accuracy 90.00%\n",
+        "epoch 2/8: loss 0.5, accuracy 90.00%\n",
+        f"stamp dies rank=2 attempt=0 ns={100 * MS}\n",
+        *(f"stamp up rank={rank} attempt=1 ns={140 * MS + rank}\n" for rank in range(4)),
+        "resumed after epoch 2\n",
+        "final accuracy on held-out data: 97.50%\n",
+    ]
+
+
+def good_records() -> list[dict[str, Any]]:
+    return [
+        {"event": "started", "ns": 1, "attempt": 0, "pids": [1, 2, 3, 4]},
+        {"event": "failure_seen", "ns": 100 * MS + 200_000, "local_rank": 2, "exitcode": -9},
+        {"event": "siblings_signalled", "ns": 100 * MS + 400_000, "siblings": 3},
+        {"event": "group_ended", "ns": 110 * MS, "outcome": "failed"},
+        {"event": "started", "ns": 115 * MS, "attempt": 1, "pids": [5, 6, 7, 8]},
+        {"event": "group_ended", "ns": 900 * MS, "outcome": "succeeded"},
+    ]
+
+
+def test_a_good_run_is_told(demo: ModuleType) -> None:
+    story = demo.tell(0, good_lines(), good_records())
+    assert story.broken == []
+    assert story.account == [
+        "What happened",
+        "  rank 2 was killed by SIGKILL in the middle of epoch 3",
+        "       0.2 ms: seen by the agent",
+        "       0.4 ms: the other 3 workers signalled",
+        "      10.0 ms: nothing of the first attempt left",
+        "      15.0 ms: 4 new workers started",
+        "      40.0 ms: all of them running the script",
+        "  training resumed after epoch 2, from its checkpoint",
+        "  final accuracy on held-out data: 97.50 %, after 8 epochs",
+    ]
+
+
+Change = Callable[[list[str], list[dict[str, Any]]], tuple[int, list[str], list[dict[str, Any]]]]
+BROKEN: list[tuple[str, Change]] = [
+    ("exit code 1", lambda lines, records: (1, lines, records)),
+    ("no worker died", lambda lines, records: (0, [each for each in lines if "dies" not in each], records)),
+    ("shows no failure", lambda lines, _: (0, lines, [])),
+    ("no restart", lambda lines, records: (0, lines, records[:4])),
+    (
+        "not the SIGKILL of rank 2",
+        lambda lines, records: (0, lines, [{**records[1], "exitcode": 1}, *records]),
+    ),
+    (
+        "resumed after epochs [1]",
+        lambda lines, records: (0, [*lines[:-2], "resumed after epoch 1\n", lines[-1]], records),
+    ),
+    ("resumed after epochs []", lambda lines, records: (0, [*lines[:-2], lines[-1]], records)),
+    ("resumed after epochs [2, 2]", lambda lines, records: (0, [*lines, lines[-2]], records)),
+    ("no final accuracy", lambda lines, records: (0, lines[:-1], records)),
+    (
+        "not above 95.0 %",
+        lambda lines, records: (0, [*lines[:-1], lines[-1].replace("97.50", "95.00")], records),
+    ),
+]
+
+
+@pytest.mark.parametrize(("complaint", "change"), BROKEN, ids=[complaint for complaint, _ in BROKEN])
+def test_every_broken_promise_is_named(demo: ModuleType, complaint: str, change: Change) -> None:
+    story = demo.tell(*change(good_lines(), good_records()))
+    assert [each for each in story.broken if complaint in each]
+
+
+# --- the training script, without a launcher ---
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_workers(count: int, attempt: int, *arguments: str) -> tuple[list[int], str]:
+    """All ranks of one attempt; their exit codes, and what rank 0 printed."""
+    common = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }
+    workers = [
+        subprocess.Popen(
+            [sys.executable, DIRECTORY / "train.py", *arguments],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        printed, _ = workers[0].communicate(timeout=HANG)
+        return [worker.wait(HANG) for worker in workers], printed
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.timeout(2 * HANG)
+def test_training_resumes_where_it_was_killed(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "digits.pt"
+    arguments = ("--checkpoint", str(checkpoint), "--epochs", "4", "--kill-rank", "1", "--kill-epoch", "2")
+    exitcodes, printed = run_workers(2, 0, *arguments)
+    assert exitcodes[1] == -9
+    assert printed.startswith("epoch 1/4: ")
+    assert "epoch 2/4" not in printed
+
+    exitcodes, printed = run_workers(2, 1, *arguments)
+    assert exitcodes == [0, 0]
+    assert printed.startswith("resumed after epoch 1\nepoch 2/4: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.pt"]

@@ -1,0 +1,268 @@
+"""What Python sees of the supervisor."""
+
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+from helpers.groups import Group
+from helpers.procs import HANG, assert_gone, descendants
+
+from elasticrs import _core
+
+
+def test_exits_carry_code_signal_and_usage(group):
+    group.start(["sh", "-c", "exit 0"], ["sh", "-c", "exit 0"])
+    group.end()
+    exited = [e for e in group.events if isinstance(e, _core.WorkerExited)]
+    assert {e.local_rank for e in exited} == {0, 1}
+    assert all(e.exitcode == 0 and e.sent_signal is None and e.max_rss_kib > 0 for e in exited)
+    assert all(e.seen_ns <= group.events[-1].ended_ns for e in exited)
+
+
+def test_a_failure_names_the_first_and_marks_its_victims(group):
+    pids = group.start(["sleep", "100"], ["sleep", "100"])
+    os.kill(pids[1], signal.SIGSEGV)
+    assert group.end().outcome == "failed"
+    assert group.exitcodes() == {0: -signal.SIGTERM, 1: -signal.SIGSEGV}
+    seen = next(e for e in group.events if isinstance(e, _core.FailureSeen))
+    assert (seen.local_rank, seen.siblings) == (1, 1)
+    sent = {e.local_rank: e.sent_signal for e in group.events if isinstance(e, _core.WorkerExited)}
+    assert sent == {0: signal.SIGTERM, 1: None}
+
+
+def test_siblings_are_signalled_while_python_holds_the_gil(group):
+    reader, writer = os.pipe()
+    pids = group.start(["sleep", "100"], ["sleep", "100"], pass_fds=[writer])
+    os.close(writer)
+    os.kill(pids[0], signal.SIGKILL)
+    # PyDLL keeps the GIL: until the end of the pipe, which is the end of the sibling, no Python code can run.
+    assert ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1) == 0
+    os.close(reader)
+    assert group.end().outcome == "failed"
+
+
+def test_other_threads_run_while_one_waits_for_an_event(group):
+    ran = threading.Event()
+    thread = threading.Thread(target=lambda: (ran.set(), group.supervisor.stop(_core.StopPolicy(9, 0))))
+    group.start(["sleep", "100"])
+    thread.start()
+    assert group.end().outcome == "stopped"
+    assert ran.is_set()
+    thread.join()
+
+
+def test_a_watched_descriptor_wakes_the_waiter(group):
+    reader, writer = os.pipe()
+    group.supervisor.watch_fd(reader)
+    threading.Timer(0, os.write, (writer, b"x")).start()
+    ready = group.supervisor.next_event(HANG)
+    assert isinstance(ready, _core.FdReady)
+    assert ready.fd == reader
+    group.supervisor.unwatch_fd(reader)
+    assert group.supervisor.next_event(0) is None
+    os.close(reader)
+    os.close(writer)
+
+
+def test_descendants_are_ended_and_named(group):
+    group.start(["sh", "-c", "setsid sleep 1234 & exit 0"], linger=0.2)
+    ended = group.end()
+    assert ended.outcome == "succeeded"
+    assert [d.command for d in ended.ended] == ["sleep 1234"]
+    assert_gone(d.pid for d in ended.ended)
+
+
+def test_kept_descendants_live_on_and_belong_to_init(tmp_path):
+    program = textwrap.dedent("""
+        import os
+        from elasticrs import _core
+        s = _core.Supervisor(owns_process=True)
+        code = "setsid sleep 1234 >/dev/null & echo $!"
+        spec = _core.ProcessSpec(0, ["sh", "-c", code], env=dict(os.environ))
+        s.start(_core.GroupSpec([spec], on_failure=_core.StopPolicy(15, 1.0), linger=None))
+        while not isinstance(s.next_event(), _core.GroupEnded):
+            pass
+        s.close(keep_descendants=True)
+    """)
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=HANG)
+    kept = int(done.stdout)
+    # This process is a subreaper: what is kept falls to it when the agent has gone.
+    assert kept in [p.pid for p in descendants(os.getpid())]
+    os.kill(kept, signal.SIGKILL)
+    os.waitpid(kept, 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "stage", "number", "subject"),
+    [
+        (["no-such-program"], "execute", errno.ENOENT, "no-such-program"),
+        (["/etc/passwd"], "execute", errno.EACCES, "/etc/passwd"),
+        (["/"], "execute", errno.EACCES, "/"),
+    ],
+)
+def test_a_start_that_fails_says_what_and_why(start_failure, argv, stage, number, subject):
+    failure = start_failure(["sleep", "100"], argv)
+    assert (failure.local_rank, failure.stage, failure.errno, failure.subject) == (1, stage, number, subject)
+    assert failure.message.endswith(os.strerror(number))
+
+
+def test_a_start_in_a_missing_directory_names_it(start_failure, tmp_path):
+    failure = start_failure(["true"], cwd=tmp_path / "nowhere")
+    assert failure.stage == "change to the working directory"
+    assert failure.subject == str(tmp_path / "nowhere")
+
+
+def test_output_goes_to_the_files_and_to_nobody_else(group, tmp_path):
+    group.start(["sh", "-c", "echo out; echo err >&2"], stdout=tmp_path / "o", stderr=tmp_path / "e")
+    group.end()
+    assert (tmp_path / "o").read_text() == "out\n"
+    assert (tmp_path / "e").read_text() == "err\n"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: _core.ProcessSpec(0, [], env={}), "argv is empty"),
+        (lambda: _core.ProcessSpec(0, ["a\0b"], env={}), "NUL"),
+        (lambda: _core.ProcessSpec(0, ["a"], env={"A=B": "c"}), "cannot name a variable"),
+        (lambda: _core.StopPolicy(0, 1.0), "0 is not a signal number"),
+        (lambda: _core.StopPolicy(15, float("nan")), "grace must be"),
+        (lambda: _core.StopPolicy(15, -1.0), "grace must be"),
+        (lambda: _core.LogStream(0, "x", 3, b""), "to must be 1, 2 or None"),
+        (lambda: _core.check_limits(10**7), "10000000 processes are more than"),
+        (
+            lambda: _core.GroupSpec(
+                [_core.ProcessSpec(1, ["a"], env={})], on_failure=_core.StopPolicy(15, 1.0)
+            ),
+            "local ranks must be 0..n in order",
+        ),
+    ],
+)
+def test_bad_values_are_refused_in_words(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_a_descriptor_that_is_not_open_cannot_be_passed(group):
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.close(writer)
+    with pytest.raises(OSError, match=f"pass descriptor {reader}") as caught:
+        group.start(["true"], pass_fds=[reader])
+    assert caught.value.errno == errno.EBADF
+
+
+def test_nothing_can_be_asked_of_a_closed_supervisor(group):
+    group.supervisor.close()
+    group.supervisor.close()
+    with pytest.raises(_core.SupervisorError, match="has ended"):
+        group.supervisor.stop(_core.StopPolicy(15, 1.0))
+
+
+def test_a_nursery_that_cannot_be_started_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(_core.SupervisorError, match="could not start the nursery: could not execute"):
+        _core.Supervisor(nursery="interpreter")
+
+
+def test_an_interpreter_serves_as_nursery_where_memory_files_cannot_be_executed():
+    group = Group(_core.Supervisor(nursery="interpreter"))
+    group.start(["sh", "-c", "setsid sleep 1234 & exit 3"], ["sleep", "100"])
+    ended = group.end()
+    assert ended.outcome == "failed"
+    assert len(ended.ended) == 1
+    group.supervisor.close()
+
+
+def run_python(program: str, *, expect: int = 0) -> str:
+    """Runs a program of its own; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert done.returncode == expect, done.stderr
+    return done.stdout
+
+
+def test_ctrl_c_interrupts_the_wait_and_leaves_the_supervisor_usable():
+    printed = run_python("""
+        import os, signal, threading
+        from elasticrs import _core
+        s = _core.Supervisor()
+        go = threading.Event()
+        threading.Thread(target=lambda: go.wait() and os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            go.set()
+            s.next_event()
+        except KeyboardInterrupt:
+            print("interrupted", s.next_event(0))
+        s.close()
+    """)
+    assert printed == "interrupted None\n"
+
+
+def test_a_forked_child_is_refused_and_harms_nobody():
+    printed = run_python("""
+        import os
+        from elasticrs import _core
+        s = _core.Supervisor()
+        spec = _core.ProcessSpec(0, ["sleep", "100"], env=dict(os.environ))
+        s.start(_core.GroupSpec([spec], on_failure=_core.StopPolicy(15, 1.0)))
+        assert isinstance(s.next_event(), _core.GroupStarted)
+        child = os.fork()
+        if child == 0:
+            try:
+                s.stop(_core.StopPolicy(9, 0.0))
+            except _core.SupervisorError as e:
+                print(f"refused: {e}", flush=True)
+            del s
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        assert s.next_event(0) is None, "the worker lives"
+        s.close()
+        print(os.getpid())
+    """)
+    refused, pid = printed.splitlines()
+    assert refused == f"refused: the process was forked: the supervisor belongs to pid {pid}"
+
+
+def test_children_of_a_host_application_are_left_alone():
+    printed = run_python("""
+        import os, subprocess
+        from elasticrs import _core
+        mine = subprocess.Popen(["sh", "-c", "read line; exit 5"], stdin=subprocess.PIPE)
+        s = _core.Supervisor()
+        spec = _core.ProcessSpec(0, ["sh", "-c", "exit 3"], env=dict(os.environ))
+        s.start(_core.GroupSpec([spec], on_failure=_core.StopPolicy(15, 1.0)))
+        while not isinstance(s.next_event(), _core.GroupEnded):
+            pass
+        s.close()
+        mine.communicate(b"go\\n")
+        print(mine.returncode)
+    """)
+    assert printed == "5\n"
+
+
+def test_an_agent_that_ends_without_closing_leaves_nothing():
+    printed = run_python("""
+        import os
+        from elasticrs import _core
+        s = _core.Supervisor()
+        spec = _core.ProcessSpec(0, ["sh", "-c", "setsid sleep 1234 & exec sleep 100"], env=dict(os.environ))
+        s.start(_core.GroupSpec([spec], on_failure=_core.StopPolicy(15, 1.0)))
+        print(s.nursery_pid, *s.next_event().pids, flush=True)
+        os._exit(0)
+    """)
+    nursery, worker = map(int, printed.split())
+    assert_gone([nursery, worker])
+    # The nursery has fallen to this process, which is a subreaper.
+    assert os.waitpid(nursery, 0)[1] == 0

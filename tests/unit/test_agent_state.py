@@ -1,0 +1,230 @@
+"""The agent's decisions: examples, and the invariants AGENT-1 to AGENT-6 over random sequences of events."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.agent.state import (
+    MAX_PORT_RETRIES,
+    SIGKILL,
+    AgentState,
+    AnnounceRestart,
+    Begin,
+    CloseRendezvous,
+    CollectEvidence,
+    Exit,
+    FailureSeen,
+    GroupEnded,
+    Phase,
+    Rendezvous,
+    RendezvousCompleted,
+    RendezvousFailed,
+    ReportFailure,
+    SignalReceived,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    WorkerExited,
+    step,
+)
+
+SIGTERM = 15
+SIGINT = 2
+GRACE = 30.0
+
+
+def play(events, max_restarts=1):
+    """The state after these events, and all actions in order."""
+    state = AgentState(max_restarts, GRACE)
+    done = []
+    for event in events:
+        state, actions = step(state, event)
+        done += actions
+    return state, done
+
+
+UP = [Begin(), RendezvousCompleted(), Started()]
+SUCCESS = [WorkerExited(0, 0), WorkerExited(1, 0), GroupEnded("succeeded")]
+FAILURE = [FailureSeen(1), WorkerExited(1, -9), WorkerExited(0, -15), GroupEnded("failed")]
+AGAIN = [RendezvousCompleted(), Started()]
+
+
+def test_a_job_whose_workers_exit_0_succeeds():
+    state, actions = play(UP + SUCCESS)
+    assert state.phase is Phase.SUCCEEDED
+    assert actions == [Rendezvous(0), Start(0, 0), CloseRendezvous(), Exit(0)]
+
+
+def test_a_failure_within_the_budget_restarts():
+    state, actions = play(UP + FAILURE + AGAIN + SUCCESS)
+    assert state.phase is Phase.SUCCEEDED
+    assert actions[2:] == [
+        CollectEvidence(),
+        AnnounceRestart(0),
+        Rendezvous(1),
+        Start(1, 1),
+        CloseRendezvous(),
+        Exit(0),
+    ]
+
+
+def test_a_failure_beyond_the_budget_fails_the_job():
+    state, actions = play(UP + FAILURE + AGAIN + FAILURE)
+    assert state.phase is Phase.FAILED
+    assert actions[-4:] == [CollectEvidence(), ReportFailure(), CloseRendezvous(), Exit(1)]
+
+
+def test_the_death_of_the_nursery_is_charged_once():
+    state, actions = play([*UP, GroupEnded("lost")])
+    assert state.restarts == 1
+    assert Rendezvous(1) in actions
+
+
+def test_stuck_workers_end_the_job_whatever_the_budget():
+    state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))], max_restarts=9)
+    assert state.phase is Phase.FAILED
+    (report,) = [action for action in actions if isinstance(action, ReportFailure)]
+    assert "local rank 0, 2 cannot be killed" in report.message
+
+
+def test_a_port_conflict_is_not_charged():
+    state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", port_conflict=True)], max_restarts=0)
+    assert state.phase is Phase.RENDEZVOUS
+    assert (state.restarts, state.round) == (0, 1)
+    assert actions[-2:] == [AnnounceRestart(0, charged=False), Rendezvous(1)]
+
+
+def test_port_conflicts_without_end_fail():
+    conflict = [FailureSeen(0), GroupEnded("failed", port_conflict=True)]
+    state, _ = play(UP + (conflict + AGAIN) * (MAX_PORT_RETRIES + 1), max_restarts=0)
+    assert state.phase is Phase.FAILED
+
+
+def test_the_first_signal_is_passed_on_with_the_grace():
+    state, actions = play([*UP, SignalReceived(SIGINT)])
+    assert state.phase is Phase.STOPPING
+    assert actions[-1] == Stop(SIGINT, GRACE)
+
+
+def test_the_second_signal_kills():
+    state, actions = play([*UP, SignalReceived(SIGTERM), SignalReceived(SIGINT), GroupEnded("stopped")])
+    assert state.phase is Phase.STOPPED
+    assert actions[-3:] == [Stop(SIGKILL, 0.0), CollectEvidence(), Exit(1)]
+
+
+@pytest.mark.parametrize("before", [[], [Begin()]])
+def test_a_signal_before_there_are_workers_ends_the_agent_at_once(before):
+    state, actions = play([*before, SignalReceived(SIGTERM)])
+    assert state.phase is Phase.STOPPED
+    assert actions[-1] == Exit(1)
+
+
+@pytest.mark.parametrize("answer", [StartFailed("no", transient=True), GroupEnded("stopped")])
+def test_a_signal_while_workers_start_stops_them(answer):
+    starting = [Begin(), RendezvousCompleted(), SignalReceived(SIGTERM)]
+    state, actions = play(starting)
+    assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE))
+    state, actions = play([*starting, answer])
+    assert (state.phase, actions[-1]) == (Phase.STOPPED, Exit(1))
+
+
+def test_a_nursery_lost_during_the_start_is_charged():
+    state, _ = play([Begin(), RendezvousCompleted(), GroupEnded("lost")])
+    assert (state.phase, state.restarts) == (Phase.RENDEZVOUS, 1)
+
+
+def test_a_signal_during_a_failure_prevents_the_restart():
+    state, actions = play([*UP, FailureSeen(0), SignalReceived(SIGTERM), GroupEnded("failed")])
+    assert state.phase is Phase.STOPPED
+    assert actions[-1] == Exit(1)
+
+
+def test_a_program_that_cannot_be_executed_is_not_tried_again():
+    state, actions = play([Begin(), RendezvousCompleted(), StartFailed("no")], max_restarts=5)
+    assert state.phase is Phase.FAILED
+    assert actions[-3:] == [ReportFailure("no"), CloseRendezvous(), Exit(1)]
+
+
+def test_a_start_that_failed_for_want_of_memory_is_tried_again():
+    state, _ = play([Begin(), RendezvousCompleted(), StartFailed("no", transient=True)], max_restarts=1)
+    assert (state.phase, state.restarts) == (Phase.RENDEZVOUS, 1)
+
+
+def test_success_is_not_believed_when_a_worker_failed():
+    state, _ = play([*UP, WorkerExited(0, None), GroupEnded("succeeded")], max_restarts=0)
+    assert state.phase is Phase.FAILED
+
+
+ranks = st.integers(0, 3)
+events = st.one_of(
+    st.just(Begin()),
+    st.just(RendezvousCompleted()),
+    st.builds(RendezvousFailed, st.just("why")),
+    st.just(Started()),
+    st.builds(StartFailed, st.just("why"), st.booleans()),
+    st.builds(FailureSeen, ranks),
+    st.builds(WorkerExited, ranks, st.sampled_from([0, 0, 0, 1, -9, None])),
+    st.builds(
+        GroupEnded,
+        st.sampled_from(["succeeded", "failed", "stopped", "lost"]),
+        st.sampled_from([(), (), (), (1,)]),
+        st.booleans(),
+    ),
+    st.builds(SignalReceived, st.sampled_from([SIGTERM, SIGINT])),
+)
+# Weighted towards what moves the machine: purely random sequences rarely get past the first start.
+moves = st.one_of(st.just(RendezvousCompleted()), st.just(Started()), events, events)
+
+
+@given(st.lists(moves, max_size=60), st.integers(0, 3))
+def test_invariants_hold_for_every_sequence(sequence, max_restarts):
+    state = AgentState(max_restarts, GRACE)
+    group_exists = False
+    failed = signalled = stuck = False
+    exits = []
+    for event in [Begin(), *sequence]:
+        before = state
+        state, actions = step(state, event)
+        if before.phase.is_terminal:
+            assert (state, actions) == (before, []), "AGENT-3"
+            continue
+        signalled |= isinstance(event, SignalReceived)
+        if isinstance(event, GroupEnded) and group_exists:
+            group_exists = False
+            stuck |= bool(event.stuck_ranks)
+            failed |= event.outcome != "succeeded"
+        if group_exists and (
+            isinstance(event, FailureSeen) or (isinstance(event, WorkerExited) and event.exitcode != 0)
+        ):
+            failed = True
+        if isinstance(event, StartFailed):
+            group_exists = False
+        for action in actions:
+            assert not exits, "AGENT-3: exit comes last"
+            if isinstance(action, Start):
+                assert not group_exists, "AGENT-1"
+                assert not signalled, "AGENT-5"
+                assert not stuck, "AGENT-6"
+                failed = False
+                group_exists = True
+            if isinstance(action, Exit):
+                exits.append(action.code)
+                assert not group_exists
+                assert action.code == (0 if state.phase is Phase.SUCCEEDED else 1)
+                if action.code == 0:
+                    assert not failed, "AGENT-4"
+                    assert not signalled, "AGENT-4"
+        assert state.restarts <= max_restarts, "AGENT-2"
+        assert state.round <= max_restarts + MAX_PORT_RETRIES, "AGENT-2"
+        assert state.phase.is_terminal == bool(exits), "AGENT-3"
+        assert state.group_exists == group_exists
+    if signalled and not group_exists:
+        assert state.phase.is_terminal, "AGENT-5"
+
+
+@given(st.lists(moves, max_size=40))
+def test_a_signal_always_leads_to_the_exit(sequence):
+    state, actions = play([Begin(), *sequence, SignalReceived(SIGTERM), GroupEnded("stopped")])
+    assert state.phase.is_terminal
+    assert [type(action) for action in actions].count(Exit) == 1

@@ -1,0 +1,258 @@
+"""The command line: grammar, defaults from the environment, and one clear line for every mistake."""
+
+import argparse
+import signal
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.config import UsageError
+from elasticrs.launcher.arguments import HelpRequested, parse, parse_endpoint, resolve
+from elasticrs.launcher.options import NOT_YET, OPTIONS, help_text
+
+ENV = {"PATH": "/usr/bin:/bin"}
+
+
+def launch(*argv, **environ):
+    return resolve(parse(argv, environ), {**ENV, **environ})
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--max-restarts", "3"],
+        ["--max_restarts", "3"],
+        ["--max-restarts=3"],
+        ["--max_restarts=3"],
+        ["--max-r", "3"],
+        ["--max_r=3"],
+    ],
+)
+def test_every_spelling_is_read(argv):
+    assert parse([*argv, "x.py"], {}).max_restarts == 3
+
+
+@pytest.mark.parametrize("argv", [["-r3"], ["-r", "3"], ["-r=3"], ["--redirect=3"], ["-mr3"]])
+def test_short_options_take_their_value_in_every_form(argv):
+    assert parse([*argv, "x.py"], {}).redirects == 3
+
+
+def test_everything_after_the_script_is_the_scripts():
+    args = parse(["--role", "trainer", "x.py", "--role", "mine", "--", "-h"], {})
+    assert args.role == "trainer"
+    assert args.training_script == "x.py"
+    assert args.training_script_args == ["--role", "mine", "--", "-h"]
+
+
+def test_two_dashes_end_the_options():
+    assert parse(["--", "--script"], {}).training_script == "--script"
+
+
+def test_an_argument_wins_over_its_variable():
+    environ = {"PET_MAX_RESTARTS": "3", "PET_STANDALONE": "1", "PET_MODULE": "0", "PET_ROLE": "r"}
+    args = parse(["--max-restarts=1", "x.py"], environ)
+    assert (args.max_restarts, args.standalone, args.module, args.role) == (1, True, False, "r")
+
+
+def test_ranks_of_two_digits_can_be_named():
+    assert parse(["-t", "0:1,12:3", "x.py"], {}).tee == {0: 1, 12: 3}
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "line"),
+    [
+        (["--nproc-per-node=0", "x"], {}, "--nproc-per-node: got '0', expected a whole number from 1, cpu, gpu or auto"),  # noqa: E501
+        (["--max-restarts=-1", "x"], {}, "--max-restarts: got '-1', expected a whole number, 0 or more"),
+        (["--max-restarts", "-1", "x"], {}, "--max-restarts: got '-1', expected a whole number, 0 or more"),
+        (["x"], {"PET_MAX_RESTARTS": "many"}, "PET_MAX_RESTARTS: got 'many', expected a whole number, 0 or more"),  # noqa: E501
+        (["x"], {"PET_STANDALONE": "yes"}, "PET_STANDALONE: got 'yes', expected 0 or 1"),
+        (["--nproc-per-nod3=1", "x"], {}, "unknown option --nproc-per-nod3 (did you mean --nproc-per-node?)"),
+        (["--zzz", "x"], {}, "unknown option --zzz; --help lists them all"),
+        (["-x", "x"], {}, "unknown option -x; --help lists them all"),
+        (["--ma", "x"], {}, "--ma could be --max-restarts or --master-addr or --master-port"),
+        (["--role"], {}, "--role: a value is missing"),
+        (["--role", "--standalone", "x"], {}, "--role: a value is missing"),
+        (["--standalone=1", "x"], {}, "--standalone: got '1', expected no value"),
+        ([], {}, "no script given: elasticrun [options] script [arguments of the script]"),
+        (["-t", "4", "x"], {}, "-t: got '4', expected 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N"),  # noqa: E501
+        (["--local-ranks-filter=a", "x"], {}, "--local-ranks-filter: got 'a', expected local ranks separated by commas, such as 0,3"),  # noqa: E501
+        (["--shutdown-timeout=-1", "x"], {}, "--shutdown-timeout: got '-1', expected seconds, 0 or more"),
+        (["--monitor-interval=0", "x"], {}, "--monitor-interval: got '0', expected seconds, more than 0"),
+        (["--monitor-interval=nan", "x"], {}, "--monitor-interval: got 'nan', expected seconds, 0 or more"),
+        (["--master-port=70000", "x"], {}, "--master-port: got '70000', expected a port, 0 to 65535"),
+        (["--nnodes=2:1", "x"], {}, "--nnodes: got '2:1', expected N or MIN:MAX with 1 <= MIN <= MAX"),
+        (["--nnodes=1:1:1", "x"], {}, "--nnodes: got '1:1:1', expected N or MIN:MAX with 1 <= MIN <= MAX"),
+        (["--rdzv-conf=a", "x"], {}, "--rdzv-conf: got 'a', expected KEY=VALUE,KEY=VALUE"),
+        (["--start-method=thread", "x"], {}, "--start-method: got 'thread', expected spawn, fork or forkserver"),  # noqa: E501
+        (
+            ["--signals-to-handle=SIGTERM,SIGKILL", "x"],
+            {},
+            "--signals-to-handle: got 'SIGTERM,SIGKILL', expected names of signals that can be caught (not SIGKILL)",  # noqa: E501
+        ),
+        (["--numa-binding=node", "x"], {}, "--numa-binding is not supported by this release"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_clear_line(argv, environ, line):
+    with pytest.raises(UsageError) as raised:
+        parse(argv, environ)
+    assert str(raised.value) == line
+
+
+def test_what_is_wrong_with_the_script_is_said(tmp_path, script):
+    missing = str(tmp_path / "no.py")
+    with pytest.raises(UsageError, match=r"script '.*no.py' does not exist"):
+        launch(missing)
+    with pytest.raises(UsageError, match=r"script '.*train.py' is not executable"):
+        launch("--no-python", script)
+    with pytest.raises(UsageError, match=r"script 'no-such-program' was not found in PATH"):
+        launch("--no-python", "no-such-program")
+    with pytest.raises(UsageError, match=r"PYTHON_EXEC '/no/python' does not exist"):
+        launch(script, PYTHON_EXEC="/no/python")
+    with pytest.raises(UsageError, match="exclude each other"):
+        launch("--no-python", "-m", "x")
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--nnodes=2"], "--nnodes: got 2:2, expected 1: several nodes need the coordination release"),
+        (["--nnodes=1:2"], "--nnodes: got 1:2, expected 1"),
+        (["--node-rank=1"], "--node-rank: got 1, expected 0 with one node"),
+        (["--rdzv-backend=etcd"], "--rdzv-backend: got 'etcd', expected static or c10d"),
+        (["--rdzv-endpoint=host"], "expected HOST:PORT with the static rendezvous"),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=a b:1"], "--rdzv-endpoint: got 'a b:1', expected HOST"),
+    ],
+)
+def test_what_one_node_cannot_do_is_said(argv, text, script):
+    with pytest.raises(UsageError) as raised:
+        launch(*argv, script)
+    assert text in str(raised.value)
+
+
+def test_the_command_is_an_unbuffered_python(script):
+    assert launch(script, "-a").command == [sys.executable, "-u", script, "-a"]
+    assert launch("-m", "pkg.train").command == [sys.executable, "-u", "-m", "pkg.train"]
+    assert launch("--no-python", "ls", "-l").command == ["ls", "-l"]
+
+
+def test_each_worker_gets_one_thread_when_nobody_chose(script):
+    several = launch("--nproc-per-node=2", script)
+    assert several.variables["OMP_NUM_THREADS"] == "1"
+    assert len(several.notices) == 1
+    assert "OMP_NUM_THREADS" not in launch("--nproc-per-node=2", script, OMP_NUM_THREADS="4").variables
+    assert launch(script).notices == []
+
+
+def test_addresses_follow_torchs_rules(script):
+    def where(*argv):
+        job = launch(*argv, script).job
+        return job.run_id, job.master_addr, job.master_port
+
+    assert where()[1:] == ("localhost", None)
+    assert len(where("--standalone", "--rdzv-id=x")[0]) == 36
+    assert where("--master-port=29501", "--rdzv-id=j") == ("j", "127.0.0.1", 29501)
+    assert where("--master-port=29501", "--master-addr=[::1]") == ("none", "::1", 29501)
+    assert where("--rdzv-endpoint=host:1234") == ("none", "host", 1234)
+    assert where("--rdzv-backend=c10d", "--rdzv-endpoint=host:1234", "--rdzv-id=j") == (
+        "j",
+        "localhost",
+        None,
+    )
+    assert where("--standalone", "--local-addr=10.0.0.1")[1:] == ("10.0.0.1", None)
+
+
+def test_the_time_to_stop_comes_from_the_option_then_the_variable_then_the_default(script):
+    assert launch(script).job.shutdown_timeout == 30
+    assert launch(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").job.shutdown_timeout == 7
+    assert (
+        launch("--shutdown-timeout=2", script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").job.shutdown_timeout == 2
+    )
+    with pytest.raises(UsageError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT: got 'x', expected seconds"):
+        launch(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="x")
+
+
+def test_signals_are_numbers_and_workers_hear_their_names(script):
+    job = launch("--signals-to-handle=SIGTERM,SIGUSR1", script)
+    assert job.job.signals == (signal.SIGTERM, signal.SIGUSR1)
+    assert job.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1"
+    assert launch(script).job.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def test_descendants_may_linger_or_stay(script):
+    assert launch(script).job.linger == 5
+    assert launch("--linger=0", script).job.linger == 0
+    assert launch("--keep-descendants", script).job.linger is None
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("host", ("host", None)),
+        ("host:1", ("host", 1)),
+        ("[::1]", ("::1", None)),
+        ("[::1]:80", ("::1", 80)),
+    ],
+)
+def test_endpoints_are_split(endpoint, expected):
+    assert parse_endpoint("--rdzv-endpoint", endpoint) == expected
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["host:", "host:x", "host:65536", "[::1", "[]:1", "[::1]80", "a=b:1", "::1"]
+)
+def test_malformed_endpoints_are_refused(endpoint):
+    with pytest.raises(UsageError, match=r"expected HOST\[:PORT\]"):
+        parse_endpoint("--rdzv-endpoint", endpoint)
+
+
+@pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--he"], ["--role", "x", "-h"], ["-mh"]])
+def test_help_is_asked_for(argv):
+    with pytest.raises(HelpRequested):
+        parse(argv, {})
+
+
+def test_help_names_every_option():
+    text = help_text("elasticrun")
+    assert all(option.flag in text for option in OPTIONS)
+    assert not any("--" + name in text for name in NOT_YET)
+
+
+def _reference():
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
+    for option in OPTIONS:
+        names = [f"-{option.short}"] if option.short else []
+        if option.is_flag:
+            parser.add_argument(*names, option.flag, action="store_true", default=option.default)
+        else:
+            parser.add_argument(*names, option.flag, type=option.convert, default=option.default)
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    parser.set_defaults(signals_to_handle=(15, 2, 1, 3))
+    return parser
+
+
+pieces = st.one_of(
+    st.sampled_from([["--standalone"], ["-m"], ["--no-python"], ["--keep-descendants"]]),
+    st.builds(lambda n: ["--max-restarts", str(n)], st.integers(0, 99)),
+    st.builds(lambda n: [f"--nproc-per-node={n}"], st.integers(1, 99)),
+    st.builds(lambda n: ["-r", n], st.sampled_from(["0", "3", "0:1", "1:2,3:0"])),
+    st.builds(lambda n: ["-t" + n], st.sampled_from(["0", "3", "0:1"])),
+    st.builds(lambda n: ["--rol", n], st.sampled_from(["a", "trainer", "x y"])),
+)
+rest = st.lists(st.sampled_from(["a", "-r", "--role", "--x=1", "7"]), max_size=4)
+
+
+@given(st.lists(pieces, max_size=6), rest)
+def test_the_grammar_is_argparses(options, script_arguments):
+    argv = [word for piece in options for word in piece] + ["train.py", *script_arguments]
+    expected = vars(_reference().parse_args(argv))
+    assert vars(parse(argv, {})) == expected

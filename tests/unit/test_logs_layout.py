@@ -1,0 +1,111 @@
+"""Where output goes, and how console lines begin."""
+
+import os
+
+import pytest
+
+from elasticrs.config import LogSettings, UsageError
+from elasticrs.logs import RunLogs, coloured, layout, line_prefix, parse_streams, wants_colour
+
+
+def test_nothing_is_redirected_by_default():
+    paths = layout(LogSettings(), "/d", 2)
+    assert paths.stdouts == paths.stderrs == {0: "", 1: ""}
+    assert paths.tee_stdouts == paths.tee_stderrs == {}
+    assert paths.error_files == {0: "/d/0/error.json", 1: "/d/1/error.json"}
+
+
+def test_tee_writes_the_file_as_well():
+    paths = layout(LogSettings(redirects={1: 2}, tee=1), "/d", 2)
+    assert paths.stdouts == paths.tee_stdouts == {0: "/d/0/stdout.log", 1: "/d/1/stdout.log"}
+    assert paths.stderrs == {0: "", 1: "/d/1/stderr.log"}
+    assert paths.tee_stderrs == {}
+
+
+def test_filtered_ranks_write_files_but_do_not_show():
+    settings = LogSettings(redirects=2, tee=1, local_ranks_filter=frozenset({1}))
+    paths = layout(settings, "/d", 2)
+    assert paths.stdouts[0] == "/d/0/stdout.log"
+    assert paths.stderrs[0] == "/d/0/stderr.log"
+    assert paths.tee_stdouts == {1: "/d/1/stdout.log"}
+    hidden = layout(LogSettings(local_ranks_filter=frozenset({1})), "/d", 2)
+    assert hidden.stdouts == hidden.stderrs == {0: os.devnull, 1: ""}
+
+
+def test_stderr_is_captured_without_losing_the_console():
+    paths = layout(LogSettings(capture_stderr=True), "/d", 1)
+    assert paths.stderrs == paths.tee_stderrs == {0: "/d/0/stderr.log"}
+    assert paths.stdouts == {0: ""}
+
+
+def test_the_null_device_means_no_files_at_all():
+    logs = RunLogs(LogSettings(log_dir=os.devnull, redirects=3, tee=3), "job", 1)
+    paths = logs.attempt(0)
+    assert paths.stdouts == paths.stderrs == paths.error_files == {0: ""}
+    assert paths.tee_stdouts == {}
+
+
+def test_each_run_and_each_attempt_has_its_own_directory(tmp_path):
+    base = tmp_path / "logs"
+    settings = LogSettings(log_dir=str(base), redirects=3)
+    first, second = RunLogs(settings, "job/1", 1), RunLogs(settings, "job/1", 1)
+    assert first.directory != second.directory
+    assert all(name.startswith("job_1_") for name in os.listdir(base))
+    one, two = first.attempt(0), first.attempt(1)
+    assert one.stdouts != two.stdouts
+    assert os.path.isdir(os.path.dirname(one.stdouts[0]))
+    with pytest.raises(FileExistsError):
+        first.attempt(0)
+
+
+def test_an_unusable_log_dir_is_the_users_mistake(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UsageError, match=r"--log-dir: cannot write to .*file: "):
+        RunLogs(LogSettings(log_dir=str(file)), "job", 1)
+
+
+def test_a_temporary_directory_without_files_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    empty = RunLogs(LogSettings(), "job", 2)
+    empty.attempt(0)
+    empty.remove_if_empty()
+    assert os.listdir(tmp_path) == []
+    used = RunLogs(LogSettings(), "job", 2)
+    error_file = used.attempt(0).error_files[1]
+    with open(error_file, "w") as file:
+        file.write("{}")
+    used.remove_if_empty()
+    assert os.path.exists(error_file)
+
+
+def test_a_directory_of_the_user_stays(tmp_path):
+    logs = RunLogs(LogSettings(log_dir=str(tmp_path)), "job", 1)
+    logs.attempt(0)
+    logs.remove_if_empty()
+    assert os.path.isdir(logs.directory)
+
+
+@pytest.mark.parametrize("text", ["", "4", "a", "0:", "0:4", ":1", "0:1,", "-1:1", "0:1:2", "²:1"])
+def test_malformed_streams_are_refused(text):
+    with pytest.raises(ValueError, match="LOCAL_RANK"):
+        parse_streams(text)
+
+
+def test_prefixes_follow_the_template():
+    values = {"role": "default", "local_rank": 0, "rank": 4, "hostname": "node1"}
+    assert line_prefix(None, **values) == "[default0]:"
+    assert line_prefix("${hostname}:${rank} ", **values) == "node1:4 "
+    assert coloured("[x]:", 0).startswith("\x1b[36m[x]:")
+
+
+def test_colour_is_for_terminals_without_no_color():
+    reader, writer = os.pipe()
+    main, tty = os.openpty()
+    try:
+        assert wants_colour(tty, {})
+        assert not wants_colour(tty, {"NO_COLOR": "1"})
+        assert not wants_colour(writer, {})
+    finally:
+        for fd in (reader, writer, main, tty):
+            os.close(fd)

@@ -1,0 +1,73 @@
+"""Ranks and the environment that workers see."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.ranks import NodeShare, assign
+from elasticrs.worker_env import worker_env
+
+nodes = st.lists(
+    st.builds(NodeShare, st.sampled_from(["trainer", "reader"]), st.integers(1, 5)), min_size=1, max_size=6
+)
+
+
+@given(nodes)
+def test_global_and_role_ranks_are_bijections(shares):
+    workers = [worker for group_rank in range(len(shares)) for worker in assign(shares, group_rank)]
+    assert [worker.global_rank for worker in workers] == list(range(len(workers)))
+    assert {worker.world_size for worker in workers} == {len(workers)}
+    for role in {share.role for share in shares}:
+        mine = [worker for worker in workers if worker.role == role]
+        assert [worker.role_rank for worker in mine] == list(range(len(mine)))
+        assert {worker.role_world_size for worker in mine} == {len(mine)}
+
+
+@given(nodes)
+def test_local_ranks_count_from_zero_on_each_node(shares):
+    for group_rank, share in enumerate(shares):
+        workers = assign(shares, group_rank)
+        assert [worker.local_rank for worker in workers] == list(range(share.local_world_size))
+        assert {worker.group_rank for worker in workers} == {group_rank}
+        assert {worker.group_world_size for worker in workers} == {len(shares)}
+
+
+def env_of(worker, inherited=()):
+    return worker_env(
+        worker,
+        run_id="job",
+        master_addr="localhost",
+        master_port=4711,
+        round=2,
+        restarts=1,
+        max_restarts=3,
+        inherited=dict(inherited),
+    )
+
+
+def test_a_worker_sees_torchs_variables():
+    worker = assign([NodeShare("reader", 2), NodeShare("trainer", 4)], 1)[3]
+    assert env_of(worker) == {
+        "RANK": "5",
+        "LOCAL_RANK": "3",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "3",
+        "ROLE_NAME": "trainer",
+        "LOCAL_WORLD_SIZE": "4",
+        "WORLD_SIZE": "6",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "4711",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "ELASTICRS_ROUND": "2",
+    }
+
+
+def test_the_users_choice_for_nccl_is_kept():
+    worker = assign([NodeShare("trainer", 1)], 0)[0]
+    inherited = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert env_of(worker, inherited)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

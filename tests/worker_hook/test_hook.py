@@ -1,0 +1,438 @@
+"""The hook in the worker, in real interpreters: what it records, and that nothing else changes."""
+
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elasticrs._worker import hook_environment
+
+HANG = 30
+HOOK = str(Path(hook_environment({})["PYTHONPATH"]))
+NAMES = ["python3.8", "python3.9", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14"]
+
+
+def is_usable(python: str) -> bool:
+    return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
+
+
+def interpreters() -> list[str]:
+    found = [path for name in NAMES if (path := shutil.which(name)) and is_usable(path)]
+    system = "/usr/bin/python3"
+    return [sys.executable, *found, *([system] if os.path.exists(system) else [])]
+
+
+def reap_orphans(group: int) -> None:
+    """Wait for what a program left in its group: helpers of multiprocessing, which end after it."""
+    try:
+        while True:
+            os.waitpid(-group, 0)
+    except ChildProcessError:
+        return
+
+
+class Worker:
+    """Runs Python programs as the agent runs workers."""
+
+    def __init__(self, directory: Path) -> None:
+        self.error_file = directory / "error.json"
+        self.plain = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "TORCHELASTIC_", "ELASTICRS_"))
+        }
+        self.directory = directory
+
+    def run(
+        self, source: str, *flags: str, hooked: bool = True, python: str = sys.executable, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        program = self.directory / "program.py"
+        program.write_text(textwrap.dedent(source), encoding="utf-8")
+        return self.command([python, *flags, str(program)], hooked=hooked, **env)
+
+    def command(
+        self, argv: list[str], *, hooked: bool = True, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        whole = {**self.plain, "TORCHELASTIC_ERROR_FILE": str(self.error_file), **env}
+        with subprocess.Popen(
+            argv,
+            env=hook_environment(whole) if hooked else whole,
+            cwd=self.directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            stdout, stderr = process.communicate(timeout=HANG)
+        reap_orphans(process.pid)
+        return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
+
+    def error(self) -> dict[str, object]:
+        data = json.loads(self.error_file.read_text())
+        assert isinstance(data, dict)
+        return data
+
+    def callstack(self) -> str:
+        return str(self.error()["message"]["extraInfo"]["py_callstack"])  # type: ignore[index]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(tmp_path)
+
+
+FAILING = """
+    def train():
+        raise ValueError("no such batch: \u00e4")
+
+    train()
+"""
+
+
+# --- what it records ---
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_an_uncaught_exception_is_recorded_and_printed_as_ever(worker: Worker, python: str) -> None:
+    bare = worker.run(FAILING, hooked=False, python=python)
+    assert not worker.error_file.exists()
+    hooked = worker.run(FAILING, python=python)
+
+    assert (hooked.stdout, hooked.stderr, hooked.returncode) == (bare.stdout, bare.stderr, bare.returncode)
+    message = worker.error()["message"]
+    assert isinstance(message, dict)
+    assert message["message"] == "ValueError: no such batch: \u00e4"
+    assert message["extraInfo"]["py_callstack"] == hooked.stderr
+    assert all(isinstance(value, str) for value in message["extraInfo"].values())
+
+
+def test_the_record_says_when_and_by_whom(worker: Worker) -> None:
+    done = worker.run("import os, time; print(os.getpid(), time.monotonic_ns(), flush=True); 1 / 0")
+    pid, before = map(int, done.stdout.split())
+    ours = worker.error()["elasticrs"]
+    assert isinstance(ours, dict)
+    assert ours["pid"] == pid
+    assert ours["monotonic_ns"] > before
+    assert ours["written_by"] == "hook"
+
+
+@pytest.mark.parametrize("source", ["def f(:\n", "import missing_module_of_nobody\n"])
+def test_errors_before_the_first_statement_are_recorded(worker: Worker, source: str) -> None:
+    assert worker.run(source).returncode == 1
+    assert worker.callstack().rstrip().endswith(("SyntaxError: invalid syntax", "'missing_module_of_nobody'"))
+
+
+def test_an_exception_whose_text_cannot_be_made_is_recorded(worker: Worker) -> None:
+    worker.run("class Bad(Exception):\n def __str__(self): raise RuntimeError\nraise Bad")
+    assert "Bad" in worker.callstack()
+
+
+def test_an_exception_that_is_no_exception_subclass_is_recorded(worker: Worker) -> None:
+    worker.run("class PanicException(BaseException): pass\nraise PanicException('native')")
+    assert "PanicException: native" in worker.callstack()
+
+
+@pytest.mark.parametrize(
+    ("source", "exitcode"),
+    [
+        ("pass", 0),
+        ("raise SystemExit(7)", 7),
+        ("import os; os._exit(5)", 5),
+        ("import signal, os; os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("import signal, os; os.kill(os.getpid(), signal.SIGINT)", -2),
+        ("import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()", 0),
+        ("try:\n 1 / 0\nexcept Exception: print()", 0),
+    ],
+)
+def test_other_ends_keep_their_exit_code_and_record_nothing(
+    worker: Worker, source: str, exitcode: int
+) -> None:
+    bare = worker.run(source, hooked=False)
+    hooked = worker.run(source)
+    assert hooked.returncode == bare.returncode == exitcode
+    assert hooked.stderr == bare.stderr
+    assert not worker.error_file.exists()
+
+
+def test_a_replaced_excepthook_prints_alone_and_the_error_is_still_recorded(worker: Worker) -> None:
+    done = worker.run("import sys; sys.excepthook = lambda *a: print('mine', file=sys.stderr); 1 / 0")
+    assert done.stderr == "mine\n"
+    assert "ZeroDivisionError" in worker.callstack()
+
+
+def test_a_chained_excepthook_works_on(worker: Worker) -> None:
+    source = """
+        import sys
+        before = sys.excepthook
+        def mine(*args):
+            print("mine", file=sys.stderr)
+            before(*args)
+        sys.excepthook = mine
+        1 / 0
+    """
+    bare = worker.run(source, hooked=False)
+    assert worker.run(source).stderr == bare.stderr
+    assert "ZeroDivisionError" in worker.callstack()
+
+
+def test_the_file_of_record_is_not_replaced(worker: Worker) -> None:
+    by_record = json.dumps({"message": {"message": "m", "extraInfo": {"timestamp": "1"}}})
+    worker.error_file.write_text(by_record)
+    worker.run("1 / 0")
+    assert worker.error_file.read_text() == by_record
+
+
+def test_a_later_error_replaces_one_that_the_hook_wrote(worker: Worker) -> None:
+    worker.run("1 / 0")
+    worker.run("raise KeyError('later')")
+    assert "KeyError: 'later'" in worker.callstack()
+
+
+def test_a_file_that_cannot_be_written_is_told_on_stderr_after_which_python_prints(worker: Worker) -> None:
+    lost = worker.directory / "missing" / "error.json"
+    done = worker.run("1 / 0", TORCHELASTIC_ERROR_FILE=str(lost))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"elasticrs: cannot write {lost}: ")
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_no_file_stays_half_written(worker: Worker) -> None:
+    worker.run("1 / 0")
+    assert sorted(path.name for path in worker.directory.iterdir()) == [
+        "error.json",
+        "error.json.fault",
+        "program.py",
+    ]
+
+
+# --- what it leaves alone ---
+
+STATE = """
+    import sys, os, json
+    print(repr({
+        "path": sys.path, "argv": sys.argv, "orig_argv": getattr(sys, "orig_argv", None),
+        "flags": str(sys.flags), "environ": dict(os.environ), "cached": sorted(sys.path_importer_cache),
+        "main": sorted(vars(sys.modules["__main__"])), "modules": sorted(sys.modules),
+    }))
+"""
+OURS = ["atexit", "faulthandler"]
+"""Built into the interpreter: a name in `sys.modules`, not a file read."""
+
+
+@pytest.mark.parametrize("python", interpreters())
+@pytest.mark.parametrize("pythonpath", [None, "", "/nonexistent/a", ":/nonexistent/a::/nonexistent/b:"])
+def test_the_state_of_the_interpreter_is_the_same(
+    worker: Worker, python: str, pythonpath: str | None
+) -> None:
+    env = {} if pythonpath is None else {"PYTHONPATH": pythonpath}
+    states = []
+    for hooked in (False, True):
+        done = worker.run(STATE, "-X", "utf8", hooked=hooked, python=python, **env)
+        assert done.stderr == ""
+        state = ast.literal_eval(done.stdout)
+        state["modules"] = [name for name in state["modules"] if name not in OURS]
+        states.append(state)
+    assert states[1] == states[0]
+    assert states[1]["environ"].get("PYTHONPATH") == pythonpath
+
+
+@pytest.mark.parametrize("how", ["-m", "-c", "stdin"])
+def test_every_way_of_starting_works(worker: Worker, how: str) -> None:
+    (worker.directory / "module.py").write_text("raise KeyError('here')")
+    argv = {"-m": ["-m", "module"], "-c": ["-c", "raise KeyError('here')"], "stdin": ["-"]}[how]
+    whole = hook_environment({**worker.plain, "TORCHELASTIC_ERROR_FILE": str(worker.error_file)})
+    done = subprocess.run(
+        [sys.executable, *argv],
+        input="raise KeyError('here')",
+        env=whole,
+        cwd=worker.directory,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert worker.callstack() == done.stderr
+
+
+def sitecustomize(worker: Worker, source: str) -> str:
+    """A directory with a `sitecustomize` of the user's; for PYTHONPATH."""
+    directory = worker.directory / "site"
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(textwrap.dedent(source))
+    return str(directory)
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_the_users_sitecustomize_is_run_as_itself(worker: Worker, python: str) -> None:
+    path = sitecustomize(worker, "import os\nprint('site', __name__, __file__, os.environ.get('PYTHONPATH'))")
+    source = "import sitecustomize; print(sitecustomize.__file__, sitecustomize.__spec__.name)"
+    bare = worker.run(source, hooked=False, python=python, PYTHONPATH=path)
+    hooked = worker.run(source, python=python, PYTHONPATH=path)
+    assert bare.stdout.count("sitecustomize.py") == 2
+    assert (hooked.stdout, hooked.stderr) == (bare.stdout, bare.stderr)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["1 / 0", "import missing_module_of_nobody", "def f(:", "import os; os._exit(4)"],
+)
+def test_errors_of_the_users_sitecustomize_behave_as_without_us(worker: Worker, source: str) -> None:
+    path = sitecustomize(worker, source)
+    bare = worker.run("print('main')", hooked=False, PYTHONPATH=path)
+    hooked = worker.run("print('main')", PYTHONPATH=path)
+    assert (hooked.stdout, hooked.stderr, hooked.returncode) == (bare.stdout, bare.stderr, bare.returncode)
+
+
+def test_an_interpreter_that_the_users_sitecustomize_ends_says_so_with_one_frame_more(worker: Worker) -> None:
+    path = sitecustomize(worker, "raise SystemExit(3)")
+    bare = worker.run("print('main')", hooked=False, PYTHONPATH=path)
+    hooked = worker.run("print('main')", PYTHONPATH=path)
+    assert (hooked.stdout, hooked.returncode) == (bare.stdout, bare.returncode)
+    assert set(bare.stderr.splitlines()) < set(hooked.stderr.splitlines())
+
+
+def test_a_failed_sitecustomize_under_v_is_not_taken_for_the_workers_end(worker: Worker) -> None:
+    path = sitecustomize(worker, "1 / 0")
+    assert worker.run("print('main')", "-v", PYTHONPATH=path).returncode == 0
+    assert not worker.error_file.exists()
+
+
+def test_the_excepthook_of_the_users_sitecustomize_still_prints(worker: Worker) -> None:
+    path = sitecustomize(
+        worker, "import sys\nsys.excepthook = lambda *args: print('theirs', file=sys.stderr)"
+    )
+    assert worker.run("1 / 0", PYTHONPATH=path).stderr == "theirs\n"
+    assert "ZeroDivisionError" in worker.callstack()
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E", "-S"])
+def test_an_isolated_interpreter_works_without_a_record(worker: Worker, flag: str) -> None:
+    bare = worker.run(FAILING, flag, hooked=False)
+    hooked = worker.run(FAILING, flag)
+    assert (hooked.stderr, hooked.returncode) == (bare.stderr, 1)
+    assert not worker.error_file.exists()
+
+
+def test_a_program_that_is_not_python_sees_one_more_entry_of_a_path(worker: Worker) -> None:
+    done = worker.command(["/bin/sh", "-c", "echo $PYTHONPATH; exit 3"], PYTHONPATH="/a")
+    assert (done.stdout, done.returncode) == (f"{HOOK}:/a\n", 3)
+
+
+def test_a_python_program_behind_a_shell_is_recorded(worker: Worker) -> None:
+    done = worker.command(["/bin/sh", "-c", f"{sys.executable} -c '1 / 0'; exit 9"])
+    assert done.returncode == 9
+    assert "ZeroDivisionError" in worker.callstack()
+
+
+def test_without_an_error_file_nothing_is_installed(worker: Worker) -> None:
+    source = "import sys; print(sys.excepthook is sys.__excepthook__, sys.path)"
+    done = worker.run(source, TORCHELASTIC_ERROR_FILE="")
+    assert done.stdout.startswith("True")
+    assert HOOK not in done.stdout
+
+
+def test_it_can_be_switched_off(worker: Worker) -> None:
+    env = {"ELASTICRS_TRACEBACKS": "0", "A": "b"}
+    assert hook_environment(env) == env
+    worker.run("1 / 0", ELASTICRS_TRACEBACKS="0")
+    assert not worker.error_file.exists()
+
+
+def test_the_given_environment_is_not_changed() -> None:
+    env = {"PYTHONPATH": "/a"}
+    assert hook_environment(env) == {"PYTHONPATH": f"{HOOK}:/a"}
+    assert env == {"PYTHONPATH": "/a"}
+
+
+# --- children of the worker ---
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_failing_multiprocessing_child_records_nothing(worker: Worker, method: str) -> None:
+    source = f"""
+        import multiprocessing, os
+        def child():
+            assert "PYTHONPATH" not in os.environ and os.environ["TORCHELASTIC_ERROR_FILE"]
+            print("in the child", flush=True)
+            raise ValueError("the child's own")
+        if __name__ == "__main__":
+            process = multiprocessing.get_context("{method}").Process(target=child)
+            process.start()
+            process.join()
+            print("exit code", process.exitcode)
+    """
+    done = worker.run(source)
+    assert done.stdout == "in the child\nexit code 1\n"
+    assert not worker.error_file.exists()
+
+
+@pytest.mark.parametrize(
+    "child",
+    [
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', '1 / 0'])",
+        "import os\nif os.fork() == 0: 1 / 0\nos.wait()",
+    ],
+)
+def test_other_failing_children_record_nothing(worker: Worker, child: str) -> None:
+    done = worker.run(child)
+    assert done.returncode == 0
+    assert "ZeroDivisionError" in done.stderr
+    assert not worker.error_file.exists()
+
+
+# --- crashes ---
+
+CRASH = "import os, signal\ndef deep(): os.kill(os.getpid(), signal.{})\ndeep()"
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"])
+def test_a_fault_leaves_the_python_stack(worker: Worker, name: str) -> None:
+    done = worker.run(CRASH.format(name))
+    assert done.returncode == -getattr(signal, name)
+    assert done.stderr == ""
+    assert "in deep" in (worker.directory / "error.json.fault").read_text()
+
+
+@pytest.mark.parametrize("how", [("-X", "faulthandler"), ("-X", "dev"), ("PYTHONFAULTHANDLER=1",)])
+def test_a_fault_handler_of_the_users_is_left_alone(worker: Worker, how: tuple[str, ...]) -> None:
+    program = [sys.executable, *how] if how[0].startswith("-") else ["/usr/bin/env", *how, sys.executable]
+    done = worker.command([*program, "-c", CRASH.format("SIGSEGV")])
+    assert "in deep" in done.stderr
+    assert not (worker.directory / "error.json.fault").exists()
+
+
+def test_a_fault_handler_that_the_script_enables_replaces_ours(worker: Worker) -> None:
+    done = worker.run("import faulthandler; faulthandler.enable()\n" + CRASH.format("SIGSEGV"))
+    assert "in deep" in done.stderr
+    assert (worker.directory / "error.json.fault").read_text() == ""
+
+
+def test_nothing_is_warned_about_at_the_end(worker: Worker) -> None:
+    assert worker.run("pass", "-X", "dev", "-W", "error").stderr == ""
+
+
+@pytest.fixture
+def lone_copy(tmp_path: Path) -> Callable[[], str]:
+    """The hook and its writer somewhere else, without the package around them."""
+
+    def copy() -> str:
+        target = tmp_path / "lone"
+        shutil.copytree(HOOK, target / "hook")
+        shutil.copy(Path(HOOK).parent / "error_file.py", target)
+        return str(target / "hook")
+
+    return copy
+
+
+def test_it_needs_nothing_else_of_the_package(worker: Worker, lone_copy: Callable[[], str]) -> None:
+    done = worker.run(FAILING, hooked=False, PYTHONPATH=lone_copy())
+    assert worker.callstack() == done.stderr
