@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 
-from elasticrs.agent.signals import SignalPipe, ignored_signals, in_main_thread
+from elasticrs.agent.signals import catch_signals, ignored_signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from elasticrs.agent.signals import SignalPipe
     from elasticrs.launcher.arguments import Launch
 
 _FIRST_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -32,7 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
         The exit code.
     """
     # Before all imports that take time: from here on no signal ends the process half-way.
-    signals = SignalPipe(_FIRST_SIGNALS) if in_main_thread() else None
+    signals = catch_signals(_FIRST_SIGNALS)
     try:
         return _main(sys.argv[1:] if args is None else args, signals)
     finally:

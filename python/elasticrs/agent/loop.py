@@ -142,7 +142,7 @@ class Agent:
                 for action in actions:
                     if isinstance(action, machine.Exit):
                         self._finish(action)
-                        supervisor.drain(DRAIN_TIMEOUT)
+                        self._drain(supervisor)
                         return
                     self._carry_out(supervisor, action)
             self._console.flush()
@@ -151,6 +151,13 @@ class Agent:
                 _TRANSLATORS[type(event)](self, supervisor, event)
             else:
                 self._take_signals()
+
+    def _drain(self, supervisor: _core.Supervisor) -> None:
+        """Let the console catch up, for a while."""
+        left = supervisor.drain(DRAIN_TIMEOUT)
+        if left:
+            files = ", ".join(stream.path for stream in left)
+            self._console.say(f"the console did not take everything in {DRAIN_TIMEOUT:g} s; see {files}")
 
     # --- actions ---
 

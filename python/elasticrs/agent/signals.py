@@ -40,14 +40,22 @@ def ignored_signals() -> tuple[int, ...]:
     )
 
 
-def in_main_thread() -> bool:
-    """Whether this is the thread in which Python may install signal handlers."""
+def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
+    """Catch these signals, if this thread can.
+
+    Args:
+        signums: what to catch.
+
+    Returns:
+        ``None`` outside of the main thread.
+
+    Raises:
+        OSError: no descriptors.
+    """
     try:
-        previous = signal.set_wakeup_fd(-1)
+        return SignalPipe(signums)
     except ValueError:
-        return False
-    signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
-    return True
+        return None
 
 
 class SignalPipe:
@@ -66,7 +74,12 @@ class SignalPipe:
         self._reader, self._writer = _socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._host_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        try:
+            self._host_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        except ValueError:
+            self._reader.close()
+            self._writer.close()
+            raise
         self.catch(signums)
 
     @property

@@ -10,6 +10,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from elasticrs import _core
 from elasticrs import config as defaults
 from elasticrs._worker import hook_environment
 from elasticrs.agent.attempt import Plan
@@ -22,7 +23,7 @@ from elasticrs.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from elasticrs.agent.signals import SignalPipe, ignored_signals, in_main_thread
+from elasticrs.agent.signals import catch_signals, ignored_signals
 from elasticrs.agent.state import Phase
 from elasticrs.config import JobConfig
 from elasticrs.logs import LogPaths
@@ -94,10 +95,12 @@ class LocalElasticAgent(ElasticAgent):
             SignalException: a signal asked to stop; the workers are stopped.
             RendezvousError: the rendezvous failed.
             RuntimeError: the workers could not be started.
+            ValueError: the machine's limits do not allow that many.
         """
         started = time.monotonic()
         job = self._job()
-        signals = SignalPipe(self._signals) if in_main_thread() else None
+        _core.check_limits(job.nproc)
+        signals = catch_signals(self._signals)
         if signals is None:
             warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=2)
         try:

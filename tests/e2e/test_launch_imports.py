@@ -1,0 +1,50 @@
+"""The import budget: what a launch loads beyond a bare interpreter is a list, and the list is short."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import os, sys  # what every interpreter has loaded, through site
+before = set(sys.modules)
+from elasticrs.launch import main
+code = main({argv!r})
+loaded = sorted(set(sys.modules) - before)
+print(code, *loaded)
+"""
+
+STANDARD = {
+    "__future__",
+    # The signal module is made of enums, and that is what enum needs.
+    *("signal", "enum", "types", "functools", "_functools", "operator", "_operator"),
+    *("collections", "_collections", "itertools", "keyword", "reprlib", "_thread", "collections.abc"),
+    # Written in C.
+    *("_signal", "_socket", "select", "errno"),
+}
+
+
+def loaded(*argv):
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", PROGRAM.format(argv=list(argv))],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    code, *modules = done.stdout.splitlines()[-1].split()
+    assert code == "0", done.stderr
+    return set(modules)
+
+
+def test_a_launch_loads_what_is_allowed():
+    foreign = {
+        name for name in loaded("--nproc-per-node=2", "--no-python", "true") if "elasticrs" not in name
+    }
+    assert foreign <= STANDARD
+
+
+def test_help_loads_no_agent():
+    modules = loaded("--help")
+    assert {name for name in modules if "elasticrs" not in name} <= STANDARD
+    assert "elasticrs._core" not in modules
+    assert "elasticrs.agent.loop" not in modules

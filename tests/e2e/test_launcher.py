@@ -1,0 +1,346 @@
+"""The command line, end to end: mistakes, environment, restarts, signals."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from helpers.procs import assert_gone, process, reap_adopted
+
+WAITS = """
+    import os, signal
+    os.write(1, b"READY %s %d\\n" % (os.environb[b"RANK"], os.getpid()))
+    while True:
+        signal.pause()
+"""
+
+STUBBORN = """
+    import os, signal
+    def say(signum, _):
+        os.write(1, b"GOT %d\\n" % signum)  # one piece: the workers share the pipe
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, say)
+    os.write(1, b"READY %s %d\\n" % (os.environb[b"RANK"], os.getpid()))
+    while True:
+        signal.pause()
+"""
+
+
+def ready(job, count):
+    """The pids of the workers, once all have said that they are ready."""
+    return [int(match[1]) for match in job.wait_for_lines(r"^READY \d+ (\d+)$", count)]
+
+
+def wait_for_state(pid, state):
+    """Stopping takes a moment, and only /proc tells of it; the deadline guards against a hang."""
+    deadline = time.monotonic() + 10
+    while (now := process(pid).state) != state:
+        assert time.monotonic() < deadline, f"pid {pid} is {now}"
+        os.sched_yield()
+
+
+def test_workers_see_the_whole_contract(launch, worker_script):
+    script = worker_script("""
+        import json, os, sys
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "TORCHELASTIC_RUN_ID",
+                 "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+        sys.stdout.write(json.dumps([sys.argv[1:], {n: os.environ[n] for n in names}]) + "\\n")
+    """)
+    job = launch("--nproc-per-node=2", "--rdzv-id=job", "--master-port=0", "--role=r", script, "a", "--b")
+    assert job.wait() == 0
+    seen = sorted((json.loads(line) for line in job.stdout.splitlines()), key=lambda each: each[1]["RANK"])
+    assert seen[1] == [
+        ["a", "--b"],
+        {
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "ROLE_NAME": "r",
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        },
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "text"),
+    [
+        (["/no/such.py"], {}, "script '/no/such.py' does not exist"),
+        (["--no-python", "{tmp}/plain"], {}, "is not executable"),
+        (["--log-dir={tmp}/plain", "{tmp}/plain"], {}, "--log-dir: cannot write to {tmp}/plain: File exists"),
+        (["--log-dir=/proc/no", "{tmp}/plain"], {}, "--log-dir: cannot write to /proc/no"),
+        (["--nproc-per-node=0", "{tmp}/plain"], {}, "--nproc-per-node: got '0'"),
+        (["--nproc-per-node=1000000", "{tmp}/plain"], {}, "--nproc-per-node: got 1000000: "),
+        (["--max-restarts=-1", "{tmp}/plain"], {}, "--max-restarts: got '-1'"),
+        (["--max-restart5=1", "{tmp}/plain"], {}, "(did you mean --max-restarts?)"),
+        (["{tmp}/plain"], {"PET_NPROC_PER_NODE": "few"}, "PET_NPROC_PER_NODE: got 'few'"),
+        ([], {}, "no script given"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(launch, tmp_path, argv, environ, text):
+    (tmp_path / "plain").touch()
+    job = launch(*(each.format(tmp=tmp_path) for each in argv), env={**environ, "TMPDIR": str(tmp_path)})
+    assert job.wait() == 2
+    (line,) = job.stderr.splitlines()
+    assert line.startswith("elasticrs: ")
+    assert text.format(tmp=tmp_path) in line
+    assert job.stdout == ""
+    assert os.listdir(tmp_path) == ["plain"]
+
+
+def test_help_and_version_go_to_stdout(launch):
+    shown = launch("--help")
+    assert shown.wait() == 0
+    assert "--nproc-per-node" in shown.stdout
+    version = launch("--version")
+    assert version.wait() == 0
+    assert version.stdout.startswith("elasticrs ")
+
+
+def test_nothing_is_left_in_the_temporary_directory(launch, worker_script, tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    job = launch("--nproc-per-node=2", worker_script("pass"), env={"TMPDIR": str(temporary)})
+    assert job.wait() == 0
+    assert os.listdir(temporary) == []
+
+
+def test_a_killed_worker_is_restarted_with_a_fresh_port(launch, worker_script):
+    script = worker_script("""
+        import os, signal, sys
+        sys.stdout.write(f"PORT {os.environ['MASTER_PORT']}\\n")
+        sys.stdout.flush()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
+    """)
+    job = launch("--nproc-per-node=2", "--max-restarts=3", script)
+    assert job.wait() == 0
+    assert "rank 1 (pid " in job.stderr
+    assert ") died by SIGKILL; 1 sibling stopped; restarting (2 of 3 restarts left)" in job.stderr
+    job.wait_for_line(r"attempt 1 runs, \d+\.\d ms after the failure was seen", "stderr")
+    assert len({match[0] for match in job.wait_for_lines(r"^PORT \d+$", 3)}) == 2
+
+
+def test_a_failed_job_reports_and_exits_1(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os, signal
+        if os.environ["RANK"] == "1":
+            raise ValueError("it is broken")
+        signal.pause()
+    """)
+    job = launch("--nproc-per-node=2", f"--log-dir={tmp_path}/logs", script)
+    assert job.wait() == 1
+    assert "worker.py FAILED" in job.stderr
+    assert "ValueError: it is broken" in job.stderr
+    assert "Stopped by elasticrs after the first failure: rank 0 (SIGTERM)" in job.stderr
+
+
+def test_the_root_cause_is_handed_to_the_launchers_own_error_file(launch, worker_script, tmp_path):
+    mine = tmp_path / "mine.json"
+    job = launch(
+        worker_script("raise ValueError('it is broken')"), env={"TORCHELASTIC_ERROR_FILE": str(mine)}
+    )
+    assert job.wait() == 1
+    assert json.loads(mine.read_text())["message"]["message"] == "ValueError: it is broken"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_is_passed_on_and_the_exit_code_is_1(launch, worker_script, signum):
+    job = launch("--nproc-per-node=2", worker_script(WAITS))
+    workers = ready(job, 2)
+    job.signal(signum)
+    assert job.wait() == 1
+    assert_gone(workers)
+    assert f"{signum.name} received" in job.stderr
+
+
+def test_the_second_signal_kills(launch, worker_script):
+    job = launch("--nproc-per-node=2", worker_script(STUBBORN))
+    workers = ready(job, 2)
+    job.signal(signal.SIGINT)
+    job.wait_for_lines("^GOT 2$", 2)
+    job.signal(signal.SIGINT)
+    assert job.wait() == 1
+    assert_gone(workers)
+    assert "asked again: SIGKILL to all workers" in job.stderr
+
+
+def test_the_grace_ends_with_sigkill(launch, worker_script):
+    job = launch("--shutdown-timeout=0.2", worker_script(STUBBORN))
+    workers = ready(job, 1)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
+    assert_gone(workers)
+    assert job.stdout.endswith("GOT 15\n")
+
+
+def test_further_signals_can_be_handled(launch, worker_script):
+    job = launch("--signals-to-handle=SIGUSR1", worker_script(WAITS))
+    workers = ready(job, 1)
+    job.signal(signal.SIGUSR1)
+    assert job.wait() == 1
+    assert_gone(workers)
+
+
+def test_an_ignored_hangup_stays_ignored(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        print("READY", int(ignored and usual), os.getpid(), flush=True)
+        signal.pause()
+    """)
+    job = launch(script, ignore=[signal.SIGHUP])
+    assert job.wait_for_line(r"^READY (\d)")[1] == "1"
+    job.signal(signal.SIGHUP)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
+    assert "SIGTERM received" in job.stderr
+    assert "SIGHUP" not in job.stderr
+
+
+def test_control_z_stops_the_workers_and_continuing_reverses_it(launch, worker_script):
+    # A session leader cannot be stopped by the terminal's own signal, but our handler sends SIGSTOP.
+    job = launch("--nproc-per-node=2", worker_script(STUBBORN))
+    workers = ready(job, 2)
+    job.signal(signal.SIGTSTP)
+    os.waitid(os.P_PIDFD, job.pidfd, os.WSTOPPED | os.WNOWAIT)
+    for pid in workers:
+        wait_for_state(pid, "T")
+    job.signal(signal.SIGCONT)
+    job.signal(signal.SIGTERM)
+    job.wait_for_lines("^GOT 15$", 2)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
+
+
+def test_a_program_that_cannot_be_executed_fails_at_once(launch, tmp_path):
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    job = launch("--nproc-per-node=3", "--max-restarts=5", "--no-python", script)
+    assert job.wait() == 1
+    assert "No such file or directory" in job.stderr
+    assert "restarting" not in job.stderr
+
+
+def test_console_lines_have_their_prefix(launch, worker_script):
+    script = worker_script("import os; print('hello', os.environ['RANK'])")
+    job = launch("--nproc-per-node=2", "-t", "1", "--role=r", "--local-ranks-filter=1", script)
+    assert job.wait() == 0
+    assert job.stdout == "[r1]:hello 1\n"
+
+
+def test_the_death_of_the_nursery_costs_one_restart(launch, worker_script):
+    job = launch("--nproc-per-node=2", "--max-restarts=1", worker_script(WAITS))
+    first = ready(job, 2)
+    (nursery,) = {process(pid).ppid for pid in first}
+    assert nursery != job.pid
+    os.kill(nursery, signal.SIGKILL)
+    second = [int(match[1]) for match in job.wait_for_lines(r"^READY \d+ (\d+)$", 4)][2:]
+    assert_gone(first)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
+    assert_gone(second)
+    assert "nursery died by SIGKILL" in job.stderr
+    assert "restarting (0 of 1 restarts left)" in job.stderr
+
+
+def test_a_console_that_nobody_reads_holds_up_no_restart(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os, signal, sys
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if not first:
+            open(sys.argv[1], "w").close()
+            sys.exit()
+        for _ in range(20_000):
+            sys.stdout.write("a line that nobody reads\\n" * 10)
+        sys.stdout.flush()
+        os._exit(1)
+    """)
+    reached = tmp_path / "reached"
+    os.mkfifo(reached)
+    job = launch("--max-restarts=1", "-t", "1", script, reached)
+    # Opening waits for the restarted worker; until then nobody reads the launcher's pipes.
+    with open(reached):
+        pass
+    assert job.wait() == 0
+    assert job.stdout.count("a line that nobody reads\n") == 200_000
+
+
+def test_sigkill_of_the_launcher_leaves_nothing(launch, worker_script):
+    script = worker_script("""
+        import os, signal, subprocess
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        os.write(1, b"READY 0 %d\\nREADY 1 %d\\n" % (os.getpid(), child.pid))
+        signal.pause()
+    """)
+    job = launch(script)
+    processes = ready(job, 2)
+    job.signal(signal.SIGKILL)
+    assert_gone(processes)
+    reap_adopted(keep=[job.pid])
+    assert job.wait() == -signal.SIGKILL
+
+
+def test_what_successful_workers_leave_is_ended_and_named(launch, worker_script):
+    script = worker_script("""
+        import os, subprocess
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        os.write(1, b"READY 0 %d\\n" % child.pid)
+    """)
+    job = launch("--linger=0.1", script)
+    left = ready(job, 1)
+    assert job.wait() == 0
+    assert_gone(left)
+    assert f"ended what the workers left behind: {left[0]} (sleep 300)" in job.stderr
+
+
+def test_a_port_that_was_taken_is_replaced_without_a_charge(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        if os.environ["ELASTICRS_ROUND"] == "0":
+            if os.environ["RANK"] == "0":
+                raise OSError(f"port: {os.environ['MASTER_PORT']}, name: EADDRINUSE: address already in use")
+            signal.pause()
+        os.write(1, b"AGAIN %s\\n" % os.environb[b"TORCHELASTIC_RESTART_COUNT"])
+    """)
+    job = launch("--nproc-per-node=2", script)
+    assert job.wait() == 0
+    assert job.stdout == "AGAIN 0\n" * 2
+    assert "was taken; trying another one (no restart charged)" in job.stderr
+
+
+def test_a_port_that_the_user_chose_is_not_replaced(launch, worker_script):
+    script = worker_script("import os; raise OSError(os.environ['MASTER_PORT'] + ': address already in use')")
+    job = launch("--master-port=29517", script)
+    assert job.wait() == 1
+    assert "29517: address already in use" in job.stderr
+
+
+def test_captured_stderr_is_in_the_report(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        os.write(2, b"the last words\\n")
+        os._exit(3)
+    """)
+    job = launch("--capture-stderr", f"--log-dir={tmp_path}/logs", script)
+    assert job.wait() == 1
+    assert "[default0]:the last words\n" in job.stderr
+    assert job.stderr.count("the last words") == 2
+
+
+def test_modules_and_other_programs_are_run(launch, tmp_path):
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:], flush=True)")
+    module = launch("-m", "train", "x", env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    assert module.wait() == 0
+    assert module.stdout == "['x']\n"
+    program = launch("--no-python", "echo", "${local_rank}", "$$")
+    assert program.wait() == 0
+    assert program.stdout == "0 $$\n"

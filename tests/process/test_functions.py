@@ -1,0 +1,226 @@
+"""Functions as workers, inside a host program with children, threads and signal handlers of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HOST = """
+import json, multiprocessing.resource_tracker, os, signal, subprocess, sys, threading, time
+from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
+from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, Std
+
+def launch(function, *args, nproc=3, restarts=0, tee=Std.NONE, **how):
+    specs = DefaultLogsSpecs({logs!r}, tee=tee)
+    config = LaunchConfig(
+        1, 1, nproc, rdzv_backend="c10d", run_id="job", max_restarts=restarts, logs_specs=specs, **how
+    )
+    return elastic_launch(config, function)(*args)
+
+def rank():
+    return int(os.environ["RANK"])
+
+{functions}
+
+if __name__ == "__main__":
+{main}
+    # Multiprocessing leaves its resource tracker to end by itself, some time after us.
+    multiprocessing.resource_tracker._resource_tracker._stop()
+"""
+
+
+def host(tmp_path, functions, main):
+    """Run a program that launches functions; what it printed as JSON on its last line, and its stderr."""
+    program = tmp_path / "host.py"
+    indented = "\n".join("    " + line for line in main.strip().splitlines())
+    program.write_text(HOST.format(logs=str(tmp_path / "logs"), functions=functions.strip(), main=indented))
+    done = subprocess.run(
+        [sys.executable, "-W", "default", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_values_of_any_size_come_back_by_global_rank(tmp_path):
+    sizes, _ = host(
+        tmp_path,
+        """
+def work(size):
+    return bytes([rank()]) * size
+""",
+        """
+values = launch(work, 3_000_000)
+print(json.dumps([[rank, len(value), value[0]] for rank, value in values.items()]))
+""",
+    )
+    assert sizes == [[0, 3_000_000, 0], [1, 3_000_000, 1], [2, 3_000_000, 2]]
+
+
+def test_arguments_of_any_size_and_queues_go_along(tmp_path):
+    found, _ = host(
+        tmp_path,
+        """
+def work(data, queue, lock):
+    with lock:
+        queue.put((rank(), len(data)))
+""",
+        """
+context = multiprocessing.get_context("spawn")
+queue, lock = context.Queue(), context.Lock()
+launch(work, b"x" * 1_000_000, queue, lock)
+print(json.dumps(sorted(queue.get(timeout=10) for _ in range(3))))
+""",
+    )
+    assert found == [[0, 1_000_000], [1, 1_000_000], [2, 1_000_000]]
+
+
+def test_a_failed_function_is_restarted_with_a_fresh_environment(tmp_path):
+    seen, stderr = host(
+        tmp_path,
+        """
+def work():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank() == 1:
+        os._exit(3)
+    while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        signal.pause()
+    return os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["ELASTICRS_ROUND"]
+""",
+        """
+print(json.dumps(list(launch(work, restarts=2).values())))
+""",
+    )
+    assert seen == [["1", "1"]] * 3
+    assert "exited with code 3; 2 siblings stopped; restarting (1 of 2 restarts left)" in stderr
+
+
+def test_the_exception_of_a_function_is_reported(tmp_path):
+    failure, _ = host(
+        tmp_path,
+        """
+def work():
+    if rank() == 1:
+        raise RuntimeError("boom")
+    signal.pause()
+""",
+        """
+try:
+    launch(work)
+except ChildFailedError as error:
+    rank, first = error.get_first_failure()
+    print(json.dumps([error.name, rank, first.exitcode, first.message["message"]]))
+""",
+    )
+    assert failure == ["work", 1, 1, "RuntimeError: boom"]
+
+
+def test_output_of_functions_is_teed(tmp_path):
+    _, stderr = host(
+        tmp_path,
+        """
+def work():
+    print("hello from", rank(), file=sys.stderr)
+""",
+        """
+launch(work, tee=Std.ERR, role="trainer")
+print(json.dumps(None))
+""",
+    )
+    assert sorted(line for line in stderr.splitlines() if "hello" in line) == [
+        f"[trainer{rank}]:hello from {rank}" for rank in range(3)
+    ]
+
+
+def test_the_hosts_children_descriptors_and_signals_are_left_alone(tmp_path):
+    found, _ = host(
+        tmp_path,
+        """
+def work():
+    return rank()
+""",
+        """
+def state():
+    return [sorted(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]
+child = subprocess.Popen(["sleep", "60"])
+handler = lambda *_: None
+signal.signal(signal.SIGTERM, handler)
+launch(work)  # multiprocessing's resource tracker comes with the first one, and stays
+before = state()
+launch(work)
+print(json.dumps([before == state(), child.poll(), signal.getsignal(signal.SIGTERM) is handler]))
+child.kill()
+child.wait()
+""",
+    )
+    assert found == [True, None, True]
+
+
+def test_a_thread_can_launch_but_not_catch_signals(tmp_path):
+    values, stderr = host(
+        tmp_path,
+        """
+def work():
+    return rank()
+""",
+        """
+values = []
+thread = threading.Thread(target=lambda: values.append(launch(work)))
+thread.start()
+thread.join()
+print(json.dumps(list(values[0].values())))
+""",
+    )
+    assert values == [0, 1, 2]
+    assert "not in the main thread: signals are not handled" in stderr
+
+
+def test_a_signal_to_the_host_stops_the_workers(tmp_path):
+    found, stderr = host(
+        tmp_path,
+        """
+def work(parent):
+    os.kill(parent, signal.SIGTERM)
+    signal.pause()
+""",
+        """
+try:
+    launch(work, os.getpid(), nproc=1)
+except SignalException as error:
+    print(json.dumps([int(error.sigval), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL]))
+""",
+    )
+    assert found == [15, True]
+    assert "SIGTERM received: passing it on to the workers" in stderr
+
+
+def test_programs_return_none(tmp_path):
+    found, _ = host(
+        tmp_path,
+        "",
+        """
+values = launch(sys.executable, "-c", "import os, sys; assert sys.argv[1] == os.environ['LOCAL_RANK']",
+                "${local_rank}")
+print(json.dumps([[rank, value] for rank, value in values.items()]))
+""",
+    )
+    assert found == [[0, None], [1, None], [2, None]]
+
+
+@pytest.mark.parametrize("program", ["/no/such/program", "no-such-program"])
+def test_a_program_that_is_not_there_is_an_error(tmp_path, program):
+    text, _ = host(
+        tmp_path,
+        "",
+        f"""
+try:
+    launch({program!r}, restarts=3)
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+""",
+    )
+    assert program in text
+    assert "No such file or directory" in text

@@ -1,0 +1,69 @@
+"""Torch's names for where output goes."""
+
+import os
+
+import pytest
+
+from elasticrs.multiprocessing import DefaultLogsSpecs, Std, to_map
+
+
+def envs(count, number="0", restarts="0"):
+    own = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": restarts, "ELASTICRS_ROUND": number}
+    return {local_rank: dict(own) for local_rank in range(count)}
+
+
+def test_streams_are_read_from_text():
+    assert Std.from_str("3") == Std.ALL == Std.OUT | Std.ERR
+    assert Std.from_str("0:1,12:2") == {0: Std.OUT, 12: Std.ERR}
+    with pytest.raises(ValueError, match="4 does not match"):
+        Std.from_str("4")
+
+
+def test_a_choice_becomes_one_for_each_rank():
+    assert to_map(Std.OUT, 2) == {0: Std.OUT, 1: Std.OUT}
+    assert to_map({1: Std.ERR}, 2) == {0: Std.NONE, 1: Std.ERR}
+
+
+def test_the_layout_is_torchs(tmp_path):
+    specs = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT, tee={1: Std.ERR})
+    variables = envs(2)
+    logs = specs.reify(variables)
+    run = logs.stdouts[0].removesuffix("/attempt_0/0/stdout.log")
+    assert os.path.dirname(run) == str(tmp_path) == specs.root_log_dir
+    assert os.path.basename(run).startswith("job_")
+    assert logs.stderrs == {0: "", 1: f"{run}/attempt_0/1/stderr.log"}
+    assert logs.tee_stderrs == {1: logs.stderrs[1]}
+    assert variables[1]["TORCHELASTIC_ERROR_FILE"] == logs.error_files[1] == f"{run}/attempt_0/1/error.json"
+    assert os.path.isdir(os.path.dirname(logs.error_files[1]))
+
+
+def test_an_attempts_directory_is_never_used_again(tmp_path):
+    specs = DefaultLogsSpecs(str(tmp_path))
+    names = [os.path.dirname(os.path.dirname(specs.reify(envs(1)).error_files[0])) for _ in range(3)]
+    assert [os.path.basename(name) for name in names] == ["attempt_0", "attempt_0_1", "attempt_0_2"]
+    assert all(os.path.isdir(name) for name in names)
+
+
+def test_rounds_that_cost_no_restart_have_their_own_directory(tmp_path):
+    specs = DefaultLogsSpecs(str(tmp_path))
+    logs = specs.reify(envs(1, number="3", restarts="1"))
+    assert "/attempt_3/" in logs.error_files[0]
+
+
+def test_the_null_device_means_no_files(tmp_path):
+    variables = envs(1)
+    logs = DefaultLogsSpecs(os.devnull, tee=Std.ALL).reify(variables)
+    assert logs.stdouts == {0: ""}
+    assert variables[0]["TORCHELASTIC_ERROR_FILE"] == ""
+
+
+def test_a_file_is_no_directory(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        DefaultLogsSpecs(str(file))
+
+
+def test_equal_settings_are_equal(tmp_path):
+    assert DefaultLogsSpecs(str(tmp_path), tee=Std.OUT) == DefaultLogsSpecs(str(tmp_path), tee=Std.OUT)
+    assert DefaultLogsSpecs(str(tmp_path)) != DefaultLogsSpecs(str(tmp_path), tee=Std.OUT)

@@ -1,0 +1,120 @@
+"""Torch's rendezvous names, and the handlers for one node."""
+
+import socket
+
+import pytest
+
+from elasticrs.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandlerRegistry,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+from elasticrs.rendezvous.static import OneNodeRendezvous
+
+
+def params(backend="c10d", endpoint="", min_nodes=1, max_nodes=1, **config):
+    return RendezvousParameters(backend, endpoint, "job", min_nodes, max_nodes, **config)
+
+
+@pytest.mark.parametrize("value", [True, 1, "1", "true", "T", "Yes", "y"])
+def test_true_has_many_spellings(value):
+    assert params(key=value).get_as_bool("key") is True
+
+
+@pytest.mark.parametrize("value", [False, 0, "0", "false", "F", "No", "n"])
+def test_so_has_false(value):
+    assert params(key=value).get_as_bool("key", default=True) is False
+
+
+@pytest.mark.parametrize("value", ["", "on", 2, 1.0, "yess"])
+def test_anything_else_is_no_truth_value(value):
+    with pytest.raises(ValueError, match="option 'key' does not represent a valid boolean value"):
+        params(key=value).get_as_bool("key")
+
+
+def test_settings_have_defaults():
+    empty = params()
+    assert empty.get("key") is None
+    assert empty.get("key", 7) == 7
+    assert empty.get_as_bool("key") is None
+    assert empty.get_as_int("key", 5) == 5
+    assert params(key="12").get_as_int("key") == 12
+    with pytest.raises(ValueError, match="option 'key' does not represent a valid integer value"):
+        params(key="x").get_as_int("key")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (0, 1, r"minimum number of rendezvous nodes \(0\)"),
+        (3, 2, r"maximum number of rendezvous nodes \(2\)"),
+    ],
+)
+def test_bad_numbers_of_nodes_are_refused(low, high, text):
+    with pytest.raises(ValueError, match=text):
+        params(min_nodes=low, max_nodes=high)
+
+
+def test_a_backend_is_registered_once():
+    registry = RendezvousHandlerRegistry()
+    registry.register("mine", OneNodeRendezvous)
+    registry.register("mine", OneNodeRendezvous)
+    with pytest.raises(ValueError, match="already registered"):
+        registry.register("mine", lambda _: None)
+    with pytest.raises(ValueError, match="'c10d' is not registered"):
+        registry.create_handler(params())
+    with pytest.raises(ValueError, match="non-empty"):
+        registry.register("", OneNodeRendezvous)
+
+
+def test_a_creator_must_make_what_it_is_registered_for():
+    registry = RendezvousHandlerRegistry()
+    registry.register("mine", lambda _: OneNodeRendezvous(params("other")))
+    with pytest.raises(RuntimeError, match="'other' does not match the requested backend 'mine'"):
+        registry.create_handler(params("mine"))
+
+
+def test_every_round_has_a_fresh_reserved_port():
+    handler = get_rendezvous_handler(params())
+    first = handler.next_rendezvous()
+    port = first.bootstrap_store_info.master_port
+    assert (first.rank, first.world_size, first.bootstrap_store_info.master_addr) == (0, 1, "localhost")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    second = handler.next_rendezvous()
+    assert second.bootstrap_store_info.master_port == handler.reserved_port.number
+    assert handler.shutdown()
+    assert handler.is_closed()
+    with pytest.raises(RendezvousClosedError):
+        handler.next_rendezvous()
+
+
+def test_a_static_endpoint_is_used_as_it_is():
+    handler = get_rendezvous_handler(params("static", "[::1]:1234"))
+    info = handler.next_rendezvous().bootstrap_store_info
+    assert info == RendezvousStoreInfo("::1", 1234)
+    assert handler.reserved_port is None
+    assert (handler.get_backend(), handler.get_run_id(), handler.num_nodes_waiting()) == ("static", "job", 0)
+    assert handler.use_agent_store is False
+
+
+def test_several_nodes_are_for_a_later_release():
+    with pytest.raises(ValueError, match="several nodes need the coordination release"):
+        get_rendezvous_handler(params(max_nodes=2))
+
+
+def test_rank_0_publishes_the_address():
+    class Store(dict):
+        set = dict.__setitem__
+
+    store = Store()
+    published = RendezvousStoreInfo.build(0, store, "10.0.0.1", 7)
+    assert RendezvousStoreInfo.build(1, store, None) == published == RendezvousStoreInfo("10.0.0.1", 7)
+
+
+def test_errors_form_one_tree():
+    assert issubclass(RendezvousGracefulExitError, RendezvousError)
