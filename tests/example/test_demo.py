@@ -41,12 +41,18 @@ def good_lines() -> list[str]:
 
 def good_records() -> list[dict[str, Any]]:
     return [
-        {"event": "started", "ns": 1, "attempt": 0, "pids": [1, 2, 3, 4]},
-        {"event": "failure_seen", "ns": 100 * MS + 200_000, "local_rank": 2, "exitcode": -9},
-        {"event": "siblings_signalled", "ns": 100 * MS + 400_000, "siblings": 3},
-        {"event": "group_ended", "ns": 110 * MS, "outcome": "failed"},
-        {"event": "started", "ns": 115 * MS, "attempt": 1, "pids": [5, 6, 7, 8]},
-        {"event": "group_ended", "ns": 900 * MS, "outcome": "succeeded"},
+        {"event": "started", "ns": 1, "restart_count": 0, "pids": [1, 2, 3, 4]},
+        {
+            "event": "failure_seen",
+            "ns": 100 * MS + 200_000,
+            "restart_count": 0,
+            "local_rank": 2,
+            "exitcode": -9,
+        },
+        {"event": "siblings_signalled", "ns": 100 * MS + 400_000, "restart_count": 0, "siblings": 3},
+        {"event": "group_ended", "ns": 110 * MS, "restart_count": 0},
+        {"event": "started", "ns": 115 * MS, "restart_count": 1, "pids": [5, 6, 7, 8]},
+        {"event": "group_ended", "ns": 900 * MS, "restart_count": 1},
     ]
 
 
