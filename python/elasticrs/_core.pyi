@@ -1,7 +1,9 @@
 """The native part of elasticrs. Private: the public names are in the Python modules beside it.
 
-Every call that can block releases the GIL. Rust threads never call into Python: what happens is put into a queue, and
-:meth:`Supervisor.next_event` hands it out. Times called ``*_ns`` are on the clock of :func:`time.monotonic_ns`; all
+Every call that can block releases the GIL. Rust threads never call into Python: what happens is put into a
+queue, and
+:meth:`Supervisor.next_event` hands it out. Times called ``*_ns`` are on the clock of
+:func:`time.monotonic_ns`; all
 other times are seconds.
 """
 
@@ -11,7 +13,7 @@ from typing import Literal, TypeAlias, final
 
 __version__: str
 
-# --- what to start -----------------------------------------------------------------------------------------------
+# --- what to start --------------------------------------------------------------------------------
 
 @final
 class ProcessSpec:
@@ -22,9 +24,11 @@ class ProcessSpec:
         argv: program and arguments; a program without a slash is searched for in ``PATH`` of ``env``.
         env: the whole environment.
         cwd: working directory; the agent's when ``None``.
-        stdin, stdout, stderr: the path of a file (opened for appending in the child, created with mode 0644), or
+        stdin, stdout, stderr: the path of a file (opened for appending in the child, created with mode
+        0644), or
             ``None`` for the agent's own descriptor.
         pass_fds: descriptors that the worker gets under the same numbers; all others are closed.
+            Default: none.
 
     Raises:
         ValueError: empty ``argv``, a NUL byte, or ``=`` in a variable's name.
@@ -40,7 +44,7 @@ class ProcessSpec:
         stdin: str | PathLike[str] | None = None,
         stdout: str | PathLike[str] | None = None,
         stderr: str | PathLike[str] | None = None,
-        pass_fds: Sequence[int] = (),
+        pass_fds: Sequence[int] = ...,
     ) -> ProcessSpec: ...
     @property
     def local_rank(self) -> int: ...
@@ -66,10 +70,11 @@ class GroupSpec:
     Args:
         processes: local ranks ``0..n-1`` in order.
         on_failure: carried out in Rust the moment the first worker fails.
-        linger: seconds that descendants may go on when all workers have exited 0, before SIGTERM, one second, SIGKILL;
-            ``None`` leaves them alone. Failed and stopped groups are swept at once.
+        linger: seconds that descendants may go on when all workers have exited 0, before SIGTERM, one
+        second, SIGKILL;
+            ``None`` leaves them alone. Failed and stopped groups are swept at once. Default: 5.
         start_deadline: seconds within which all must run.
-        keep_ignored: signals that stay ignored in the workers (``nohup``).
+        keep_ignored: signals that stay ignored in the workers (``nohup``). Default: none.
     """
 
     def __new__(
@@ -77,12 +82,12 @@ class GroupSpec:
         processes: Sequence[ProcessSpec],
         *,
         on_failure: StopPolicy,
-        linger: float | None = 5.0,
+        linger: float | None = ...,
         start_deadline: float = 30.0,
-        keep_ignored: Sequence[int] = (),
+        keep_ignored: Sequence[int] = ...,
     ) -> GroupSpec: ...
 
-# --- what happens ------------------------------------------------------------------------------------------------
+# --- what happens ---------------------------------------------------------------------------------
 
 @final
 class GroupStarted:
@@ -230,8 +235,8 @@ class LogTrouble:
     def errno(self) -> int: ...
 
 @final
-class Warning:
-    """Something works less well than it should (the console is lost, files must be polled); the job goes on."""
+class Degraded:
+    """Something works less well than it should (the console is lost, files are polled); the job goes on."""
 
     @property
     def message(self) -> str: ...
@@ -252,14 +257,15 @@ Event: TypeAlias = (
     | WorkerResumed
     | GroupEnded
     | LogTrouble
-    | Warning
+    | Degraded
     | FdReady
 )
 
-# --- who does it -------------------------------------------------------------------------------------------------
+# --- who does it ----------------------------------------------------------------------------------
 
 class SupervisorError(Exception):
-    """The supervisor cannot do what was asked: it was closed, its runtime panicked (the workers are gone then), a group
+    """The supervisor cannot do what was asked: it was closed, its runtime panicked (the workers are gone
+    then), a group
     is running already, none is, or the process was forked.
     """
 
@@ -285,9 +291,12 @@ class Supervisor:
     """Starts, watches and stops the workers of one agent, one group at a time.
 
     Args:
-        owns_process: the process is ours (the command line): make it a child subreaper, so that even the loss of the
+        owns_process: the process is ours (the command line): make it a child subreaper, so that even the
+        loss of the
             nursery leaves nothing behind. Inside a host application its other children are never touched.
-        nursery_program: how to start the nursery, instead of from the image that the extension carries.
+        nursery: where its program comes from: ``"embedded"`` (the image that the extension carries, run from a
+            memory file), ``"interpreter"`` (this Python, which loads the extension), or ``"auto"``: the first of
+            them that can be executed.
 
     Raises:
         SupervisorError: no nursery could be started.
@@ -295,14 +304,15 @@ class Supervisor:
     """
 
     def __new__(
-        cls, *, owns_process: bool = False, nursery_program: Sequence[str] | None = None
+        cls, *, owns_process: bool = False, nursery: Literal["auto", "embedded", "interpreter"] = "auto"
     ) -> Supervisor: ...
     @property
     def nursery_pid(self) -> int | None: ...
     def start(self, group: GroupSpec) -> None:
         """Begin to start all workers, or none; :class:`GroupStarted` or :class:`StartFailed` tells.
 
-        A :class:`GroupEnded` without either means that it was stopped, or its nursery was lost, before all ran.
+        A :class:`GroupEnded` without either means that it was stopped, or its nursery was lost, before all
+        ran.
 
         Raises:
             SupervisorError: a group is running; or see the class.
@@ -325,7 +335,8 @@ class Supervisor:
     def next_event(self, timeout: float | None = None) -> Event | None:
         """The next event, or ``None`` after ``timeout`` seconds. One thread at a time.
 
-        Python's signal handlers run as soon as a signal arrives in the main thread; what they raise is raised here.
+        Python's signal handlers run as soon as a signal arrives in the main thread; what they raise is
+        raised here.
 
         Raises:
             SupervisorError: see the class.
@@ -338,19 +349,32 @@ class Supervisor:
     def drain(self, timeout: float) -> list[LogStream]:
         """Wait until every followed file of ended groups is on the console; returns those that are not."""
     def close(self, keep_descendants: bool = False) -> None:
-        """Kill what is left (unless ``keep_descendants``), end the nursery and the runtime thread. Idempotent."""
+        """Kill what is left (unless ``keep_descendants``), end the nursery and the runtime thread.
+        Idempotent.
+        """
 
-# --- helpers -----------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------
 
 def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:
     """The last ``count`` lines of a file, without their newlines, from its last ``max_bytes`` bytes."""
 
 def check_limits(processes: int) -> None:
-    """Compare with ``pids.max``, ``pid_max``, ``RLIMIT_NPROC`` and ``RLIMIT_NOFILE`` before anything is started.
+    """Compare with ``pids.max``, ``pid_max``, ``RLIMIT_NPROC`` and ``RLIMIT_NOFILE`` before anything is
+    started.
 
     Raises:
         ValueError: names the limit and its value.
     """
 
 def kernel_features() -> dict[str, bool]:
-    """What the running kernel offers: ``close_range``, ``pidfd_group_signal``, ``memfd_exec``, ``proc_children``."""
+    """What the running kernel offers: ``close_range``, ``pidfd_group_signal``, ``memfd_exec``,
+    ``proc_children``.
+    """
+
+def nursery_main(token: str) -> int:
+    """Be a nursery: for an interpreter that was started for this alone, where the embedded program cannot be
+    executed.
+
+    Returns:
+        The exit code: 0, or an error number.
+    """

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from elasticrs.agent import evidence
 from hypothesis import given
 from hypothesis import strategies as st
+
+from elasticrs.agent import evidence
 
 HANG = 30
 

@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from elasticrs.multiprocessing.errors import ProcessFailure
-from elasticrs.multiprocessing.errors.failure import discard_empty_fault_file, fault_file
 from hypothesis import given
 from hypothesis import strategies as st
+
+from elasticrs.multiprocessing.errors import ProcessFailure
+from elasticrs.multiprocessing.errors.failure import discard_empty_fault_file, fault_file
 
 NESTED = {"message": {"message": "E: x", "extraInfo": {"py_callstack": "stack", "timestamp": "12"}}}
 

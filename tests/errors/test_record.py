@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+
 from elasticrs._worker.error_file import write_whole
 from elasticrs.multiprocessing.errors import (
     ChildFailedError,

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 

@@ -5,10 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
-from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
-from elasticrs.multiprocessing.errors.root_cause import RECORD_WINDOW_NS, in_order, root_cause, victims
 from hypothesis import given
 from hypothesis import strategies as st
+
+from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
+from elasticrs.multiprocessing.errors.root_cause import RECORD_WINDOW_NS, in_order, root_cause, victims
 
 NOW = time.monotonic_ns()
 MS = 1_000_000

@@ -1,57 +1,12 @@
-"""Groups of plain programs, straight on the extension."""
+"""A supervisor for each test."""
 
-import os
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from helpers.groups import Group
+
 from elasticrs import _core
-from helpers.procs import HANG
-
-
-class Group:
-    """A supervisor and the events that it has told."""
-
-    def __init__(self, supervisor: _core.Supervisor) -> None:
-        self.supervisor = supervisor
-        self.events: list[_core.Event] = []
-
-    def start(
-        self,
-        *commands: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        linger: float | None = 0.0,
-        **process: Any,
-    ) -> list[int]:
-        """Start one process for each command, and return their pids."""
-        specs = [
-            _core.ProcessSpec(rank, argv, env=dict(os.environ if env is None else env), **process)
-            for rank, argv in enumerate(commands)
-        ]
-        policy = _core.StopPolicy(signal.SIGTERM, HANG)
-        self.supervisor.start(_core.GroupSpec(specs, on_failure=policy, linger=linger))
-        started = self.until(_core.GroupStarted, _core.StartFailed)
-        assert isinstance(started, _core.GroupStarted), started.message
-        return started.pids
-
-    def until(self, *kinds: type) -> Any:
-        """The next event of one of these kinds; all before it are kept in ``events``."""
-        while True:
-            event = self.supervisor.next_event(HANG)
-            assert event is not None, f"hangs; so far: {self.events}"
-            self.events.append(event)
-            if isinstance(event, kinds):
-                return event
-
-    def end(self) -> _core.GroupEnded:
-        """Wait until nothing of the group is left."""
-        ended = self.until(_core.GroupEnded)
-        assert isinstance(ended, _core.GroupEnded)
-        return ended
-
-    def exitcodes(self) -> dict[int, int | None]:
-        return {e.local_rank: e.exitcode for e in self.events if isinstance(e, _core.WorkerExited)}
 
 
 @pytest.fixture

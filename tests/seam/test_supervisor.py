@@ -10,8 +10,10 @@ import textwrap
 import threading
 
 import pytest
-from elasticrs import _core
+from helpers.groups import Group
 from helpers.procs import HANG, assert_gone, descendants
+
+from elasticrs import _core
 
 
 def test_exits_carry_code_signal_and_usage(group):
@@ -81,7 +83,8 @@ def test_kept_descendants_live_on_and_belong_to_init(tmp_path):
         import os
         from elasticrs import _core
         s = _core.Supervisor(owns_process=True)
-        spec = _core.ProcessSpec(0, ["sh", "-c", "setsid sleep 1234 >/dev/null & echo $!"], env=dict(os.environ))
+        code = "setsid sleep 1234 >/dev/null & echo $!"
+        spec = _core.ProcessSpec(0, ["sh", "-c", code], env=dict(os.environ))
         s.start(_core.GroupSpec([spec], on_failure=_core.StopPolicy(15, 1.0), linger=None))
         while not isinstance(s.next_event(), _core.GroupEnded):
             pass
@@ -162,9 +165,19 @@ def test_nothing_can_be_asked_of_a_closed_supervisor(group):
         group.supervisor.stop(_core.StopPolicy(15, 1.0))
 
 
-def test_a_nursery_that_cannot_be_started_is_an_error():
+def test_a_nursery_that_cannot_be_started_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(_core.SupervisorError, match="could not start the nursery: could not execute"):
-        _core.Supervisor(nursery_program=["/nonexistent/nursery"])
+        _core.Supervisor(nursery="interpreter")
+
+
+def test_an_interpreter_serves_as_nursery_where_memory_files_cannot_be_executed():
+    group = Group(_core.Supervisor(nursery="interpreter"))
+    group.start(["sh", "-c", "setsid sleep 1234 & exit 3"], ["sleep", "100"])
+    ended = group.end()
+    assert ended.outcome == "failed"
+    assert len(ended.ended) == 1
+    group.supervisor.close()
 
 
 def run_python(program: str, *, expect: int = 0) -> str:

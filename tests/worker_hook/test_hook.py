@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from elasticrs._worker import hook_environment
 
 HANG = 30

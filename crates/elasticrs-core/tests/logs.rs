@@ -12,6 +12,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use elasticrs_core::logs::{Console, Dest, LogStream, Logs, NotDrained, Notice, StreamId};
+use nix::errno::Errno;
 
 /// A hang guard, never the thing measured.
 const GUARD: Duration = Duration::from_secs(30);
@@ -43,6 +44,10 @@ impl Fixture {
 
     fn follow(&self, local_rank: u32) -> StreamId {
         self.follow_path(local_rank, self.path(local_rank))
+    }
+
+    fn notices(&self) -> Vec<Notice> {
+        self.notices.try_iter().collect()
     }
 
     fn follow_path(&self, local_rank: u32, path: PathBuf) -> StreamId {
@@ -154,7 +159,257 @@ fn a_file_that_cannot_be_opened_is_told_once_and_hinders_no_other() {
     append(&fixture.path(0), b"hello\n");
     fixture.logs.finish(&[failed, id]);
     assert_eq!(fixture.drained(Instant::now() + GUARD), []);
-    let told: Vec<Notice> = fixture.notices.try_iter().collect();
-    assert_eq!(told, [Notice::LogTrouble { local_rank: 3, path: fixture.path(3), errno: nix::errno::Errno::EISDIR }]);
+    assert_eq!(fixture.notices(), [Notice::LogTrouble { local_rank: 3, path: fixture.path(3), errno: Errno::EISDIR }]);
     assert_eq!(fixture.close(), "[0]:hello\n");
+}
+
+#[test]
+fn a_read_error_is_told_once_and_ends_the_stream() {
+    let fixture = Fixture::new();
+    // Offset 0 of our own memory is not mapped: a regular file, for `stat`, that cannot be read.
+    let path = PathBuf::from("/proc/self/mem");
+    let failed = fixture.follow_path(1, path.clone());
+    let id = fixture.follow(0);
+    append(&fixture.path(0), b"hello\n");
+    fixture.logs.finish(&[failed, id]);
+    assert_eq!(fixture.drained(Instant::now() + GUARD), []);
+    assert_eq!(fixture.notices(), [Notice::LogTrouble { local_rank: 1, path, errno: Errno::EIO }]);
+    assert_eq!(fixture.close(), "[0]:hello\n");
+}
+
+#[test]
+fn a_fifo_is_refused_without_waiting_for_it() {
+    let fixture = Fixture::new();
+    nix::unistd::mkfifo(&fixture.path(0), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    fixture.follow(0);
+    assert_eq!(fixture.notices(), [Notice::LogTrouble { local_rank: 0, path: fixture.path(0), errno: Errno::ESPIPE }]);
+}
+
+#[test]
+fn a_stuck_console_stops_nobody_and_gets_everything_later() {
+    const LINES: usize = 50_000;
+    let fixture = Fixture::new();
+    let id = fixture.follow(0);
+    let mut child = writer(&fixture.path(0), &format!("i=0; while [ $i -lt {LINES} ]; do echo $i; i=$((i+1)); done"));
+    assert!(child.wait().unwrap().success(), "nobody reads the pipe, and the writer ends");
+    fixture.logs.finish(&[id]);
+    let missing = fixture.drained(Instant::now());
+    assert_eq!(missing.len(), 1);
+    assert_eq!(missing[0].stream.local_rank, 0);
+    // The next attempt is followed while the last one is still waiting.
+    let next = fixture.follow(1);
+    let last = format!("[0]:{}", LINES - 1);
+    let lines = fixture.read_until(&last);
+    let expected: Vec<String> = (0..LINES).map(|number| format!("[0]:{number}")).collect();
+    assert!(lines == expected, "{} lines", lines.len());
+    append(&fixture.path(1), b"again\n");
+    fixture.logs.finish(&[next]);
+    assert_eq!(fixture.drained(Instant::now() + GUARD), []);
+    assert_eq!(fixture.close(), "[1]:again\n");
+}
+
+#[test]
+fn a_terminal_stopped_by_ctrl_s_stops_nobody() {
+    let pty = nix::pty::openpty(None, None).unwrap();
+    let stop = |how| nix::sys::termios::tcflow(&pty.slave, how).unwrap();
+    stop(nix::sys::termios::FlowArg::TCOOFF);
+    let slave = pty.slave.try_clone().unwrap();
+    let fixture = Fixture::on(Console::new(slave.try_clone().unwrap(), slave), pty.master);
+    let id = fixture.follow(0);
+    append(&fixture.path(0), b"one\ntwo\n");
+    fixture.logs.finish(&[id]);
+    assert_eq!(fixture.drained(Instant::now()).len(), 1);
+    stop(nix::sys::termios::FlowArg::TCOON);
+    assert_eq!(fixture.drained(Instant::now() + GUARD), []);
+    assert_eq!(fixture.read_until("[0]:two"), ["[0]:one", "[0]:two"]);
+}
+
+#[test]
+fn a_stuck_standard_output_does_not_hold_up_standard_error() {
+    let (_unread, full) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+    let (read, stderr) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+    let fixture = Fixture::on(Console::new(full, stderr), read);
+    fixture.follow(0);
+    std::fs::write(fixture.path(1), "").unwrap();
+    let errors = LogStream { local_rank: 0, path: fixture.path(1), to: Some(Dest::Stderr), prefix: b"err:".to_vec() };
+    fixture.logs.follow(vec![errors]).unwrap();
+    append(&fixture.path(0), &b"0123456789\n".repeat(100_000));
+    append(&fixture.path(1), b"broken\n");
+    assert_eq!(fixture.read_until("err:broken"), ["err:broken"]);
+}
+
+#[test]
+fn the_bytes_that_a_stuck_console_lacks_are_counted() {
+    const SIZE: u64 = 1_100_000;
+    let fixture = Fixture::new();
+    let stuck = fixture.follow(0);
+    append(&fixture.path(0), &b"0123456789\n".repeat(100_000));
+    let mut first = [0; 4];
+    (&fixture.stdout).read_exact(&mut first).unwrap();
+    fixture.logs.finish(&[stuck]);
+    let missing = fixture.drained(Instant::now());
+    assert_eq!(missing.len(), 1);
+    // A pipe holds 64 KiB, prefixes included.
+    assert!((SIZE - 64 * 1024..=SIZE).contains(&missing[0].bytes), "{missing:?}");
+}
+
+#[test]
+fn a_console_that_is_gone_is_told_once_and_the_files_go_on() {
+    let fixture = Fixture::new();
+    let Fixture { dir, logs, stdout, notices } = fixture;
+    drop(stdout);
+    let path = dir.path().join("0.log");
+    let stream = LogStream { local_rank: 0, path: path.clone(), to: Some(Dest::Stdout), prefix: Vec::new() };
+    let first = logs.follow(vec![stream.clone()]).unwrap();
+    append(&path, b"nobody listens\n");
+    assert_eq!(notices.recv_timeout(GUARD), Ok(Notice::ConsoleLost { to: Dest::Stdout, errno: Errno::EPIPE }));
+    let second = logs.follow(vec![stream]).unwrap();
+    append(&path, b"still nobody\n");
+    logs.finish(&[first, second].concat());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    assert_eq!(runtime.block_on(logs.drained(Instant::now() + GUARD)), []);
+    drop(logs);
+    assert_eq!(notices.try_iter().collect::<Vec<_>>(), []);
+}
+
+#[test]
+fn a_truncated_file_is_read_from_its_beginning() {
+    let fixture = Fixture::new();
+    let id = fixture.follow(0);
+    append(&fixture.path(0), b"before the rotation\nhalf");
+    fixture.read_until("[0]:before the rotation");
+    OpenOptions::new().write(true).truncate(true).open(fixture.path(0)).unwrap();
+    append(&fixture.path(0), b"after\n");
+    fixture.logs.finish(&[id]);
+    assert_eq!(fixture.drained(Instant::now() + GUARD), []);
+    assert_eq!(fixture.close(), "[0]:half\n[0]:after\n");
+}
+
+#[test]
+fn a_file_that_is_moved_away_is_followed_all_the_same() {
+    let fixture = Fixture::new();
+    fixture.follow(0);
+    let moved = fixture.dir.path().join("moved");
+    std::fs::rename(fixture.path(0), &moved).unwrap();
+    for _ in 0..3 {
+        append(&moved, b"still here\n");
+        fixture.read_until("[0]:still here");
+    }
+}
+
+#[test]
+fn a_part_is_shown_when_its_writer_pauses() {
+    let fixture = Fixture::new();
+    fixture.follow(0);
+    append(&fixture.path(0), b"epoch 1 ...");
+    let mut shown = [0; 15];
+    (&fixture.stdout).read_exact(&mut shown).unwrap();
+    assert_eq!(&shown, b"[0]:epoch 1 ...");
+    append(&fixture.path(0), b" done\n");
+    assert_eq!(fixture.read_until(" done"), [" done"]);
+}
+
+#[test]
+fn a_panic_is_reported_and_hangs_nobody() {
+    let (send, notices) = channel();
+    let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+    drop(read);
+    let null = OpenOptions::new().write(true).open("/dev/null").unwrap();
+    let logs = Logs::new(Console::new(write, null.into()), move |notice| match notice {
+        Notice::ConsoleLost { .. } => panic!("out of order"),
+        notice => drop(send.send(notice)),
+    });
+    let logs = logs.unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("0.log");
+    let stream = LogStream { local_rank: 0, path: path.clone(), to: Some(Dest::Stdout), prefix: Vec::new() };
+    let ids = logs.follow(vec![stream]).unwrap();
+    append(&path, b"x\n");
+    assert_eq!(notices.recv_timeout(GUARD), Ok(Notice::Panicked { message: "out of order".to_owned() }));
+    logs.finish(&ids);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    assert_eq!(runtime.block_on(logs.drained(Instant::now() + GUARD)).len(), 1);
+}
+
+/// Runs a test of this file again, in namespaces of its own that `setup` has prepared. Where the system does not permit
+/// that, it prints the reason and leaves the test out.
+#[expect(clippy::print_stderr, reason = "a test that is skipped says so")]
+fn runs_in_namespace(test: &str, dir: &Path, setup: &str) {
+    let script = format!("{setup} || exit 77; exec \"$0\" --exact {test} --nocapture");
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", "--mount", "--", "/bin/sh", "-c", &script]);
+    let output = command.arg(std::env::current_exe().unwrap()).env(INSIDE, dir).current_dir(dir).output();
+    let reason = match output {
+        Ok(output) if output.status.success() => return,
+        Ok(output) if String::from_utf8_lossy(&output.stdout).contains("running 1 test") => {
+            panic!("inside: {output:?}")
+        }
+        Ok(output) => String::from_utf8_lossy(&output.stderr).into_owned(),
+        Err(error) => error.to_string(),
+    };
+    eprintln!("skipped, no namespace of our own: {reason}");
+}
+
+/// Set in the environment inside the namespace.
+const INSIDE: &str = "ELASTICRS_TEST_INSIDE";
+
+#[test]
+fn a_full_file_system_is_told_once_by_rank_and_file() {
+    let Some(dir) = std::env::var_os(INSIDE).map(PathBuf::from) else {
+        let dir = tempfile::tempdir().unwrap();
+        let setup = "mount -t tmpfs -o size=64k none \"$PWD\"";
+        runs_in_namespace("a_full_file_system_is_told_once_by_rank_and_file", dir.path(), setup);
+        return;
+    };
+    let fixture = Fixture::new();
+    let path = dir.join("0.log");
+    let id = fixture.follow_path(0, path.clone());
+    let mut child = writer(&path, "exec 2>&-; while echo 0123456789; do :; done; exit 3");
+    let reader = fixture.stdout.try_clone().unwrap();
+    let shown = std::thread::spawn(move || BufReader::new(reader).lines().map(Result::unwrap).collect::<Vec<_>>());
+    assert_eq!(child.wait().unwrap().code(), Some(3), "its own write has failed");
+    fixture.logs.finish(&[id]);
+    assert_eq!(fixture.drained(Instant::now() + GUARD), []);
+    assert_eq!(fixture.notices(), [Notice::LogTrouble { local_rank: 0, path: path.clone(), errno: Errno::ENOSPC }]);
+    fixture.logs.close();
+    let lines = shown.join().unwrap();
+    let written = std::fs::read_to_string(&path).unwrap();
+    assert!(!lines.is_empty());
+    assert_eq!(lines.len(), written.lines().count(), "what the kernel accepted is shown");
+}
+
+#[test]
+fn without_inotify_files_are_polled() {
+    if std::env::var_os(INSIDE).is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let setup = "echo 0 > /proc/sys/user/max_inotify_instances";
+        runs_in_namespace("without_inotify_files_are_polled", dir.path(), setup);
+        return;
+    }
+    let fixture = Fixture::new();
+    fixture.follow(0);
+    for _ in 0..3 {
+        append(&fixture.path(0), b"found\n");
+        fixture.read_until("[0]:found");
+    }
+    assert_eq!(fixture.notices(), [Notice::Polling { errno: Errno::EMFILE }]);
+}
+
+#[test]
+fn without_watches_files_are_polled() {
+    if std::env::var_os(INSIDE).is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let setup = "echo 1 > /proc/sys/user/max_inotify_watches";
+        runs_in_namespace("without_watches_files_are_polled", dir.path(), setup);
+        return;
+    }
+    let fixture = Fixture::new();
+    for rank in 0..3 {
+        fixture.follow(rank);
+    }
+    for rank in 0..3 {
+        append(&fixture.path(rank), b"found\n");
+        fixture.read_until(&format!("[{rank}]:found"));
+    }
+    assert_eq!(fixture.notices(), [Notice::Polling { errno: Errno::ENOSPC }]);
 }

@@ -131,15 +131,27 @@ fn what_left_on_purpose_survives_the_agents_sweep() {
 }
 
 #[test]
-fn a_chain_is_ended_by_its_token_when_nursery_and_subreaper_are_missing() {
+fn a_chain_that_lost_its_nursery_is_ended_by_an_agent_that_adopts_it() {
     let mut client = Client::start();
-    // As inside a host application: what the nursery leaves goes to init (or whoever reaps for this container).
-    nix::sys::prctl::set_child_subreaper(false).unwrap();
-    let (_worker, mut lines) = client.spawn_ready(&["chain"]);
+    let (worker, mut lines) = client.spawn_ready(&["chain"]);
     client.kill();
-    let outcome = kill_by_token(client.nursery.token, Duration::from_secs(10));
+    let outcome = sweep_children_of_self(&[], &[worker.pid], Duration::from_secs(10));
     assert!(outcome.stuck.is_empty(), "{outcome:?}");
     assert_eq!(lines.rest(), Vec::<String>::new(), "ended by the sweep, not by its own limit");
+}
+
+#[test]
+fn a_daemon_is_ended_by_its_token_where_nobody_adopts_it() {
+    let mut client = Client::start();
+    // As inside a host application: what the nursery leaves goes to init.
+    nix::sys::prctl::set_child_subreaper(false).unwrap();
+    let (_worker, mut lines) = client.spawn_ready(&["daemonise"]);
+    let daemon: i32 = lines.said[0].parse().unwrap();
+    client.kill();
+    let outcome = kill_by_token(client.nursery.token, Duration::from_secs(10));
+    assert!(outcome.ended.named.iter().any(|ended| ended.pid == daemon) && outcome.stuck.is_empty(), "{outcome:?}");
+    assert!(!is_running(daemon));
+    assert_eq!(lines.rest(), Vec::<String>::new());
 }
 
 #[test]

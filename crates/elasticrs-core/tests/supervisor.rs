@@ -1,4 +1,5 @@
 //! Groups of real processes under the supervisor.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
 

@@ -95,7 +95,7 @@ pub struct LogTrouble {
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Warning {
+pub struct Degraded {
     message: String,
 }
 
@@ -167,7 +167,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
             object(py, group_ended)
         }
         Event::LogTrouble { local_rank, path, errno } => object(py, LogTrouble { local_rank, path, errno }),
-        Event::Warning { message } => object(py, Warning { message }),
+        Event::Degraded { message } => object(py, Degraded { message }),
         Event::Panicked { message } => {
             Err(SupervisorError::new_err(format!("the supervisor's runtime panicked: {message}")))
         }

@@ -1,29 +1,14 @@
 //! Functions beside the supervisor.
 
 use std::collections::HashMap;
-use std::ffi::OsString;
 use std::path::PathBuf;
 
-use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::sys::features::Features;
 use elasticrs_core::{limits, logs};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::os_error;
-
-/// The nursery's program, built by `build.rs`.
-static NURSERY: &[u8] = include_bytes!(env!("WORKER_NURSERY"));
-
-/// The given program, or the embedded nursery.
-pub fn nursery_images(program: Option<Vec<OsString>>) -> Vec<NurseryImage> {
-    match program {
-        Some(args) => {
-            args.first().map(PathBuf::from).map(|path| NurseryImage::Program { path, args }).into_iter().collect()
-        }
-        None => vec![NurseryImage::Embedded(NURSERY)],
-    }
-}
 
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands out owned paths")]

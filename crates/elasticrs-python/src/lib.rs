@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 mod error;
 mod event;
 mod helpers;
+mod nursery;
 mod spec;
 mod supervisor;
 
@@ -22,11 +23,13 @@ mod _core {
     use crate::error::SupervisorError;
     #[pymodule_export]
     use crate::event::{
-        Descendant, FailureSeen, FdReady, GroupEnded, GroupStarted, LogTrouble, StartFailed, Warning, WorkerExited,
+        Degraded, Descendant, FailureSeen, FdReady, GroupEnded, GroupStarted, LogTrouble, StartFailed, WorkerExited,
         WorkerPaused, WorkerResumed,
     };
     #[pymodule_export]
     use crate::helpers::{check_limits, kernel_features, last_lines};
+    #[pymodule_export]
+    use crate::nursery::nursery_main;
     #[pymodule_export]
     use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy};
     #[pymodule_export]

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::error::Error;
 use crate::event::{FdReady, object, to_python};
-use crate::helpers::nursery_images;
+use crate::nursery;
 use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
 
 #[pyclass(frozen, module = "elasticrs._core")]
@@ -19,9 +19,9 @@ pub struct Supervisor {
 #[pymethods]
 impl Supervisor {
     #[new]
-    #[pyo3(signature = (*, owns_process=false, nursery_program=None))]
-    fn new(py: Python<'_>, owns_process: bool, nursery_program: Option<Vec<std::ffi::OsString>>) -> PyResult<Self> {
-        let config = Config { nursery: nursery_images(nursery_program), owns_process };
+    #[pyo3(signature = (*, owns_process=false, nursery="auto"))]
+    fn new(py: Python<'_>, owns_process: bool, nursery: &str) -> PyResult<Self> {
+        let config = Config { nursery: nursery::images(py, nursery)?, owns_process };
         let inner = py.detach(|| core::Supervisor::new(config)).map_err(Error)?;
         Ok(Self { inner })
     }

@@ -322,6 +322,9 @@ class Agent:
     def _on_log_trouble(self, _supervisor: _core.Supervisor, event: _core.LogTrouble) -> None:
         self._console.say(f"{self._who(event.local_rank)}: log file {event.path}: {os.strerror(event.errno)}")
 
+    def _on_degraded(self, _supervisor: _core.Supervisor, event: _core.Degraded) -> None:
+        self._console.say(event.message)
+
     def _name_descendants(self, verb: str, left: list[_core.Descendant], more: int = 0) -> None:
         if left:
             names = ", ".join(f"{process.pid} ({process.command})" for process in left)
@@ -343,4 +346,5 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.WorkerPaused: Agent._on_paused,
     _core.WorkerResumed: Agent._on_resumed,
     _core.LogTrouble: Agent._on_log_trouble,
+    _core.Degraded: Agent._on_degraded,
 }

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    elasticrs_core::nursery::server::main(std::env::args().nth(1).as_deref())
+    elasticrs_core::nursery::server::run(std::env::args().nth(1).as_deref()).into()
 }

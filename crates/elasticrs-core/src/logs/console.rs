@@ -71,6 +71,7 @@ pub(super) struct Output {
     sent: usize,
     accepted: u64,
     marks: VecDeque<Mark>,
+    is_used: bool,
     loss_told: bool,
 }
 
@@ -98,6 +99,7 @@ impl Output {
             sent: 0,
             accepted: 0,
             marks: VecDeque::new(),
+            is_used: false,
             loss_told: false,
         }
     }
@@ -121,10 +123,15 @@ impl Output {
         self.fd.is_err()
     }
 
+    /// A stream goes here. Before, the loss of this destination concerns nobody.
+    pub(super) fn mark_used(&mut self) {
+        self.is_used = true;
+    }
+
     /// The loss of this destination, the first time that it is asked for.
     pub(super) fn take_loss(&mut self) -> Option<(Dest, Errno)> {
         let errno = *self.fd.as_ref().err()?;
-        (!std::mem::replace(&mut self.loss_told, true)).then_some((self.dest, errno))
+        (self.is_used && !std::mem::replace(&mut self.loss_told, true)).then_some((self.dest, errno))
     }
 
     pub(super) fn has_room(&self) -> bool {

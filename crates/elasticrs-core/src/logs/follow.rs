@@ -8,10 +8,13 @@
 //!   beginning.
 //! - **FOLLOW-5** nothing is polled where the kernel tells: a time-out exists only for file systems that can change
 //!   behind the kernel's back, without inotify, and while something waits to be shown or checked.
+//! - **FOLLOW-6** a watch fires once. A notification per write would cost a writer half as much again as the write
+//!   itself, so the file is then read every round instead, until it has been quiet for [`QUIET_ROUNDS`]; then it is
+//!   watched again, and read once more. Nothing that is written before or after the new watch is missed.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -29,6 +32,9 @@ use super::{Notice, Notify, StreamId, StreamInfo};
 
 /// One turn of one file.
 const BLOCK: usize = 64 * 1024;
+
+/// After so many rounds without news the kernel is to tell of the next.
+const QUIET_ROUNDS: u8 = 4;
 
 /// While data arrives, and once after it, the file system is asked this often whether it is full.
 const SPACE_INTERVAL: Duration = Duration::from_secs(5);
@@ -72,6 +78,8 @@ struct Followed {
     splitter: LineSplitter,
     /// In the file.
     offset: u64,
+    /// Bytes behind the offset, when last counted.
+    unread: u64,
     /// Bytes read, and how many of them are on the console.
     taken: u64,
     shown: u64,
@@ -79,6 +87,8 @@ struct Followed {
     put_until: u64,
     is_queued: bool,
     is_polled: bool,
+    /// Active: read every round, and so many times in vain by now.
+    quiet_rounds: Option<u8>,
     phase: Phase,
     told: Told,
 }
@@ -109,6 +119,7 @@ pub(super) struct Follower {
     space_check: Option<Instant>,
     poll_at: Option<Instant>,
     poll_interval: Duration,
+    polling_told: bool,
     notify: Notify,
 }
 
@@ -123,18 +134,21 @@ impl Follower {
             space_check: None,
             poll_at: None,
             poll_interval: POLL.0,
+            polling_told: false,
             notify,
         };
         match Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK) {
             Ok(inotify) => follower.inotify = Some(inotify),
-            Err(errno) => follower.fall_back(errno),
+            Err(errno) => follower.tell_polling(errno),
         }
         follower
     }
 
-    /// No more instances or watches for this user: from now on every file without a watch is polled.
-    fn fall_back(&mut self, errno: Errno) {
-        (self.notify)(Notice::Polling { errno });
+    /// No more instances or watches for this user.
+    fn tell_polling(&mut self, errno: Errno) {
+        if !std::mem::replace(&mut self.polling_told, true) {
+            (self.notify)(Notice::Polling { errno });
+        }
     }
 
     pub(super) fn inotify_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -144,41 +158,51 @@ impl Follower {
     pub(super) fn add(&mut self, opened: Opened, now: Instant) {
         let Opened { info, file, offset, output } = opened;
         let id = info.id;
-        let watch = output.and_then(|_| self.watch(id, &info));
-        let is_polled = output.is_some() && (watch.is_none() || changes_unseen(&file));
-        if is_polled && self.poll_at.is_none() {
-            self.poll_at = Some(now + self.poll_interval);
-        }
+        let is_polled = output.is_some() && changes_unseen(&file);
         let followed = Followed {
             info,
             file,
             output,
-            watch,
+            watch: None,
             splitter: LineSplitter::default(),
             offset,
+            unread: 0,
             taken: 0,
             shown: 0,
             put_until: 0,
             is_queued: false,
             is_polled,
+            quiet_rounds: None,
             phase: Phase::Open,
             told: Told::default(),
         };
         self.files.insert(id, followed);
+        if output.is_some() {
+            self.watch(id);
+        }
+        if self.files.values().any(|file| file.is_polled) {
+            self.poll_at.get_or_insert(now + self.poll_interval);
+        }
         // Something may have been written before the watch was there.
         self.enqueue(id);
     }
 
-    fn watch(&mut self, id: StreamId, info: &StreamInfo) -> Option<WatchDescriptor> {
-        match self.inotify.as_ref()?.add_watch(&info.stream.path, AddWatchFlags::IN_MODIFY) {
-            Ok(watch) => {
+    /// Sets a watch, or has the file polled.
+    fn watch(&mut self, id: StreamId) {
+        let Some(file) = self.files.get_mut(&id) else { return };
+        // The path may name another file by now: a log that was moved away is followed all the same.
+        let path = format!("/proc/self/fd/{}", file.file.as_raw_fd());
+        let flags = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ONESHOT;
+        match self.inotify.as_ref().map(|inotify| inotify.add_watch(path.as_str(), flags)) {
+            Some(Ok(watch)) => {
+                file.watch = Some(watch);
                 self.watches.entry(watch).or_default().push(id);
-                Some(watch)
             }
-            Err(errno) => {
-                self.fall_back(errno);
-                None
+            Some(Err(errno)) => {
+                (file.watch, file.is_polled) = (None, true);
+                self.tell_polling(errno);
             }
+            None => file.is_polled = true,
         }
     }
 
@@ -188,7 +212,9 @@ impl Follower {
         if file.phase == Phase::Open {
             file.phase = Phase::Finishing;
         }
+        file.quiet_rounds = None;
         file.check_space(&self.notify);
+        file.count_unread();
         self.enqueue(id);
     }
 
@@ -215,11 +241,49 @@ impl Follower {
         let Some(Ok(events)) = self.inotify.as_ref().map(Inotify::read_events) else { return };
         for event in events {
             if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
-                self.enqueue_all(|_| true);
-            } else if let Some(streams) = self.watches.get(&event.wd) {
-                for id in streams.clone() {
-                    self.enqueue(id);
+                let all: Vec<StreamId> = self.files.keys().copied().collect();
+                for id in all {
+                    self.activate(id, true);
                 }
+                self.watches.clear();
+                continue;
+            }
+            // It comes a moment after IN_MODIFY. Before, a new watch could get hold of the old one, and vanish with it.
+            let is_over = event.mask.contains(AddWatchFlags::IN_IGNORED);
+            let streams = if is_over { self.watches.remove(&event.wd) } else { self.watches.get(&event.wd).cloned() };
+            for id in streams.unwrap_or_default() {
+                self.activate(id, is_over);
+            }
+        }
+    }
+
+    fn activate(&mut self, id: StreamId, is_watch_over: bool) {
+        let Some(file) = self.files.get_mut(&id) else { return };
+        file.quiet_rounds.get_or_insert(0);
+        if is_watch_over {
+            file.watch = None;
+        }
+        self.enqueue(id);
+    }
+
+    /// The active files are to be read again.
+    pub(super) fn begin_round(&mut self) {
+        self.enqueue_all(|file| file.quiet_rounds.is_some());
+    }
+
+    /// Whether there is to be another round: not for a console that takes nothing.
+    pub(super) fn has_active(&self, outputs: &mut [Output]) -> bool {
+        self.files.values().any(|file| file.quiet_rounds.is_some() && file.ready_output(outputs).is_some())
+    }
+
+    /// A destination is lost: its streams are only looked after from now on.
+    pub(super) fn drop_output(&mut self, lost: usize) {
+        let streams: Vec<StreamId> =
+            self.files.iter().filter(|(_, file)| file.output == Some(lost)).map(|(id, _)| *id).collect();
+        for id in streams {
+            self.unwatch(id);
+            if let Some(file) = self.files.get_mut(&id) {
+                (file.output, file.is_polled, file.quiet_rounds) = (None, false, None);
             }
         }
     }
@@ -235,15 +299,35 @@ impl Follower {
                 continue;
             }
             file.is_queued = false;
-            let taken = file.taken;
+            let before = file.taken;
             let more = file.take_turn(output, &mut self.block, now, &self.notify);
-            if file.taken > taken {
+            let taken = file.taken - before;
+            self.on_taken(id, taken);
+            if taken > 0 {
                 self.space_check.get_or_insert(now + SPACE_INTERVAL);
                 self.poll_interval = POLL.0;
             }
             if more {
                 self.enqueue(id);
             }
+        }
+    }
+
+    /// Changes between watching a file and reading it every round.
+    fn on_taken(&mut self, id: StreamId, taken: u64) {
+        let Some(file) = self.files.get_mut(&id).filter(|file| file.phase == Phase::Open) else { return };
+        match file.quiet_rounds {
+            None if taken > 0 && file.watch.is_none() => file.quiet_rounds = Some(0),
+            Some(_) if taken > 0 => file.quiet_rounds = Some(0),
+            Some(rounds) if rounds < QUIET_ROUNDS || file.watch.is_some() => {
+                file.quiet_rounds = Some(rounds.saturating_add(1));
+            }
+            Some(_) => {
+                file.quiet_rounds = None;
+                self.watch(id);
+                self.enqueue(id);
+            }
+            None => {}
         }
     }
 
@@ -293,13 +377,14 @@ impl Follower {
             }
         }
         for id in &through {
-            self.remove(*id);
+            self.unwatch(*id);
+            self.files.remove(id);
         }
         through
     }
 
-    fn remove(&mut self, id: StreamId) {
-        let Some(watch) = self.files.remove(&id).and_then(|file| file.watch) else { return };
+    fn unwatch(&mut self, id: StreamId) {
+        let Some(watch) = self.files.get_mut(&id).and_then(|file| file.watch.take()) else { return };
         let Some(streams) = self.watches.get_mut(&watch) else { return };
         streams.retain(|other| *other != id);
         if streams.is_empty() {
@@ -321,7 +406,7 @@ impl Followed {
 
     /// Reads one block. Returns whether there may be more.
     fn take_turn(&mut self, output: Option<&mut Output>, block: &mut [u8], now: Instant, notify: &Notify) -> bool {
-        let Some(output) = output.filter(|output| !output.is_lost()) else {
+        let Some(output) = output else {
             if self.phase == Phase::Finishing {
                 self.phase = Phase::Ended;
             }
@@ -344,8 +429,14 @@ impl Followed {
                 self.offset += n as u64;
                 self.taken += n as u64;
                 self.mark(output);
+                let is_full_block = n == block.len();
+                if is_full_block {
+                    self.count_unread();
+                } else {
+                    self.unread = 0;
+                }
                 // A short read is the end of the file, and what comes later is told by a later event.
-                n == block.len() || self.phase == Phase::Finishing
+                is_full_block || self.phase == Phase::Finishing
             }
             Err(Errno::EINTR) => true,
             Err(errno) => {
@@ -356,7 +447,7 @@ impl Followed {
                 false
             }
         };
-        self.info.behind.store(self.behind(), Ordering::Relaxed);
+        self.publish_behind();
         more
     }
 
@@ -398,15 +489,18 @@ impl Followed {
     }
 
     fn is_through(&mut self, outputs: &[Output]) -> bool {
-        self.info.behind.store(self.behind(), Ordering::Relaxed);
+        self.publish_behind();
         let Some(output) = self.output.map(|index| &outputs[index]) else { return true };
-        output.is_lost() || (self.phase == Phase::Ended && output.written() >= self.put_until)
+        self.phase == Phase::Ended && output.written() >= self.put_until
     }
 
-    /// Bytes of the file that are not on the console.
-    fn behind(&self) -> u64 {
-        let size = self.file.metadata().map_or(self.offset, |stat| stat.len());
-        size.saturating_sub(self.offset) + (self.taken - self.shown)
+    /// Tells the handle how many bytes of the file are not on the console.
+    fn publish_behind(&self) {
+        self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
+    }
+
+    fn count_unread(&mut self) {
+        self.unread = self.file.metadata().map_or(0, |stat| stat.len().saturating_sub(self.offset));
     }
 }
 

@@ -115,7 +115,8 @@ pub enum Notice {
 pub struct NotDrained {
     /// The stream.
     pub stream: LogStream,
-    /// Bytes of the file that are missing there.
+    /// Bytes of the file that are missing there, as of the thread's last look; of what was read in one block (64 KiB)
+    /// and is written in part, all count.
     pub bytes: u64,
 }
 

@@ -6,10 +6,11 @@
 use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::signal::SigSet;
+use nix::sys::time::TimeSpec;
 
 use super::console::Output;
 use super::follow::{Follower, Opened};
@@ -27,8 +28,13 @@ pub(super) struct Pump {
     shared: Arc<Shared>,
     follower: Follower,
     outputs: Vec<Output>,
+    next_round: Option<Instant>,
     notify: Notify,
 }
+
+/// The time between two rounds of reading the active files. Half a millisecond's lines are read and written together,
+/// which costs a fraction of doing so one by one, and nobody sees the delay.
+const ROUND: Duration = Duration::from_micros(500);
 
 /// What a turn of the loop waits for.
 #[derive(Debug, Clone, Copy, Default)]
@@ -40,7 +46,7 @@ struct News {
 impl Pump {
     pub(super) fn new(shared: Arc<Shared>, outputs: Vec<Output>, notify: Notify) -> Self {
         let follower = Follower::new(Arc::clone(&notify));
-        Self { shared, follower, outputs, notify }
+        Self { shared, follower, outputs, next_round: None, notify }
     }
 
     pub(super) fn run(mut self) {
@@ -57,15 +63,20 @@ impl Pump {
         if news.commands {
             self.take_commands(now)?;
         }
-        if news.files {
+        let is_round = self.next_round.take_if(|at| *at <= now).is_some();
+        if news.files || is_round {
             self.follower.take_events();
         }
+        if is_round {
+            self.follower.begin_round();
+        }
         self.follower.read(&mut self.outputs, now);
+        if self.follower.has_active(&mut self.outputs) {
+            self.next_round.get_or_insert(now + ROUND);
+        }
         self.follower.tick(&mut self.outputs, now);
         self.outputs.iter_mut().for_each(Output::flush);
-        for (dest, errno) in self.outputs.iter_mut().filter_map(Output::take_loss) {
-            (self.notify)(Notice::ConsoleLost { to: dest, errno });
-        }
+        self.give_up_lost();
         let through = self.follower.settle(&mut self.outputs);
         if !through.is_empty() {
             self.shared.forget(&through);
@@ -73,12 +84,28 @@ impl Pump {
         ControlFlow::Continue(())
     }
 
+    fn give_up_lost(&mut self) {
+        for (index, output) in self.outputs.iter_mut().enumerate().filter(|(_, output)| output.is_lost()) {
+            self.follower.drop_output(index);
+            if let Some((to, errno)) = output.take_loss() {
+                (self.notify)(Notice::ConsoleLost { to, errno });
+            }
+        }
+    }
+
     fn take_commands(&mut self, now: Instant) -> ControlFlow<()> {
         // The counter's value says nothing: all commands are taken.
         let _count = self.shared.wake.read();
         for command in std::mem::take(&mut *lock(&self.shared.commands)) {
             match command {
-                Command::Follow(files) => files.into_iter().for_each(|file| self.follower.add(file, now)),
+                Command::Follow(files) => {
+                    for file in files {
+                        if let Some(output) = file.output {
+                            self.outputs[output].mark_used();
+                        }
+                        self.follower.add(file, now);
+                    }
+                }
                 Command::Finish(streams) => streams.into_iter().for_each(|id| self.follower.finish(id)),
                 Command::Stop => return ControlFlow::Break(()),
             }
@@ -87,25 +114,24 @@ impl Pump {
     }
 
     fn wait(&mut self) -> News {
-        let timeout = if self.follower.can_read(&self.outputs) {
-            PollTimeout::ZERO
+        let now = Instant::now();
+        let (timeout, pause) = if self.follower.can_read(&self.outputs) {
+            (Some(Duration::ZERO), None)
         } else {
-            self.follower.deadline(&mut self.outputs).map_or(PollTimeout::NONE, until)
+            let deadline = self.follower.deadline(&mut self.outputs).map(|at| at.saturating_duration_since(now));
+            let pause = self.next_round.map(|at| at.saturating_duration_since(now));
+            (deadline.into_iter().chain(pause).min(), pause)
         };
         let mut fds = vec![PollFd::new(self.shared.wake.as_fd(), PollFlags::POLLIN)];
-        fds.extend(self.follower.inotify_fd().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        if pause.is_none() {
+            fds.extend(self.follower.inotify_fd().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        }
         let watched = fds.len();
         let waiting = self.outputs.iter().filter_map(Output::waits_for_room);
         fds.extend(waiting.map(|fd| PollFd::new(fd, PollFlags::POLLOUT)));
-        // An error (EINTR, ENOMEM) leaves the answers empty: the next round asks again.
-        let answered = poll(&mut fds, timeout).is_ok();
+        // An error (EINTR, ENOMEM) leaves the answers empty: the next turn asks again.
+        let answered = ppoll(&mut fds, timeout.map(TimeSpec::from), None).is_ok();
         let is_ready = |fd: &PollFd<'_>| answered && fd.any() == Some(true);
         News { commands: is_ready(&fds[0]), files: watched > 1 && is_ready(&fds[1]) }
     }
-}
-
-/// Rounded up: a round that comes too early would find nothing due.
-fn until(deadline: Instant) -> PollTimeout {
-    let left = deadline.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
-    PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
 }

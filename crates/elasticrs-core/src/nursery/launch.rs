@@ -23,7 +23,7 @@ use crate::sys::{fds, pidfd};
 pub enum NurseryImage {
     /// An executable file in memory: part of the extension.
     Embedded(&'static [u8]),
-    /// Another program that calls [`super::server::main`] with its last argument, which is appended to these.
+    /// Another program that calls [`super::server::run`] with its last argument, which is appended to these.
     /// It gets the agent's environment.
     Program {
         /// The program's file.

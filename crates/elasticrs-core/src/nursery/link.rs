@@ -183,3 +183,125 @@ impl Received {
         Ok(Some((message, fds)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::spec::{PassedFd, ProcessSpec, Stdio};
+
+    fn ends() -> (AgentLink, NurseryLink) {
+        let (a, b) = UnixStream::pair().unwrap();
+        (AgentLink::new(a).unwrap(), NurseryLink::new(b).unwrap())
+    }
+
+    fn spawn(descriptors: i32, argument: usize) -> Request {
+        let pass_fds = (0..descriptors).map(|source| PassedFd { source, target: source + 3 }).collect();
+        let stdio = [Stdio::Null, Stdio::Null, Stdio::Null];
+        let argv = vec!["x".repeat(argument).into()];
+        let process = ProcessSpec { local_rank: 0, argv, env: Vec::new(), cwd: None, stdio, pass_fds };
+        Request::Spawn { process, keep_ignored: Vec::new() }
+    }
+
+    fn nulls(count: usize) -> Vec<OwnedFd> {
+        (0..count).map(|_| File::open("/dev/null").unwrap().into()).collect()
+    }
+
+    fn arbitrary_request() -> impl Strategy<Value = Request> {
+        prop_oneof![
+            // Larger than a socket buffer now and then, so that frames are sent and received in parts.
+            (0..5_i32, prop_oneof![4 => 0..200_usize, 1 => 200_000..600_000_usize])
+                .prop_map(|(n, size)| spawn(n, size)),
+            (any::<i32>(), any::<i32>()).prop_map(|(pid, signal)| Request::SignalGroup { pid, signal }),
+            Just(Request::Leave),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn requests_arrive_in_order_each_with_its_descriptors(
+            requests in prop::collection::vec((arbitrary_request(), any::<bool>()), 1..20)
+        ) {
+            let (mut agent, mut nursery) = ends();
+            let mut arrived = Vec::new();
+            let mut receive = |nursery: &mut NurseryLink| while let Some((request, fds)) = nursery.receive().unwrap() {
+                assert_eq!(fds.len(), request.descriptors());
+                arrived.push(request);
+            };
+            for (request, read_now) in &requests {
+                agent.send(request, nulls(request.descriptors())).unwrap();
+                if *read_now {
+                    receive(&mut nursery);
+                }
+            }
+            while agent.has_unsent() {
+                receive(&mut nursery);
+                agent.flush().unwrap();
+            }
+            receive(&mut nursery);
+            let sent: Vec<_> = requests.into_iter().map(|(request, _)| request).collect();
+            assert_eq!(arrived, sent);
+        }
+
+        #[test]
+        fn bytes_that_are_no_message_are_an_error_or_wait_for_more(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+            let (mut a, b) = UnixStream::pair().unwrap();
+            let mut nursery = NurseryLink::new(b).unwrap();
+            a.write_all(&bytes).unwrap();
+            while let Ok(Some(_)) = nursery.receive() {}
+        }
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_does_not_block() {
+        let (mut agent, _nursery) = ends();
+        while !agent.has_unsent() {
+            agent.send(&spawn(1, 10_000), nulls(1)).unwrap();
+        }
+        agent.send(&Request::Leave, Vec::new()).unwrap();
+    }
+
+    #[test]
+    fn the_end_of_the_stream_is_an_error_after_the_last_message() {
+        let (mut agent, mut nursery) = ends();
+        agent.send(&Request::Leave, Vec::new()).unwrap();
+        drop(agent);
+        assert_eq!(nursery.receive().unwrap().unwrap().0, Request::Leave);
+        assert_eq!(nursery.receive().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert!(nursery.send(&Reply::Continued { pid: 1 }, Vec::new()).is_err());
+    }
+
+    #[test]
+    fn a_message_with_the_wrong_number_of_descriptors_is_not_sent() {
+        let (mut agent, mut nursery) = ends();
+        for (request, fds) in [(spawn(2, 0), 1), (Request::Leave, 1), (spawn(254, 0), 254)] {
+            assert_eq!(agent.send(&request, nulls(fds)).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        }
+        assert!(nursery.receive().unwrap().is_none());
+    }
+
+    #[test]
+    fn descriptors_that_do_not_fit_are_missing_and_the_next_frame_has_its_own() {
+        let (mut agent, mut nursery) = ends();
+        agent.send(&spawn(3, 0), nulls(3)).unwrap();
+        agent.send(&spawn(2, 0), nulls(2)).unwrap();
+        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        // Free for one more descriptor: the lowest free number is the limit's last one.
+        let free = OwnedFd::from(File::open("/dev/null").unwrap()).as_raw_fd();
+        let limit = libc::rlim_t::try_from(free).unwrap() + 1;
+        let (soft, _) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, limit, hard).unwrap();
+        let (_, cut_off) = nursery.receive().unwrap().unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+        assert_eq!(cut_off.len(), 1);
+        assert_eq!(nursery.receive().unwrap().unwrap().1.len(), 2);
+    }
+}

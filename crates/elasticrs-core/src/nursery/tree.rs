@@ -104,6 +104,12 @@ pub fn pids() -> Vec<i32> {
     entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
+/// The pid that was given out last; 0 without `/proc`.
+pub fn newest_pid() -> i32 {
+    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    load.split_whitespace().next_back().and_then(|pid| pid.parse().ok()).unwrap_or(0)
+}
+
 /// A descendant that can be signalled without hitting somebody else who got its pid.
 #[derive(Debug)]
 pub struct Target {
@@ -194,12 +200,17 @@ mod tests {
 
     #[test]
     fn a_child_is_found_both_ways() {
-        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        use std::io::{Read, Write};
+        use std::process::{Command, Stdio};
+        let mut child = Command::new("cat").arg("-u").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        // What it echoes proves that it runs: right after the exec a process has no command line yet.
+        child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
+        child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
         let (me, pid) = (std::process::id().cast_signed(), child.id().cast_signed());
         assert!(descendants(me, &[]).contains(&Listed { pid, parent: me }));
         assert!(!descendants(me, &[pid]).contains(&Listed { pid, parent: me }));
         assert!(all_by_parent()[&me].contains(&pid));
-        assert_eq!(describe(pid).command, "sleep 1000");
+        assert_eq!(describe(pid).command, "cat -u");
         Target::open(me, Listed { pid, parent: me }).unwrap().signal(Signal::SIGKILL);
         child.wait().unwrap();
         assert_eq!(Status::of(pid), None);

@@ -85,7 +85,7 @@ pub enum Event {
         errno: i32,
     },
     /// Something works less well than it should, and the job goes on.
-    Warning {
+    Degraded {
         /// One line.
         message: String,
     },
@@ -103,9 +103,9 @@ impl From<Notice> for Event {
                 Self::LogTrouble { local_rank, path, errno: errno as i32 }
             }
             Notice::Polling { errno } => {
-                Self::Warning { message: format!("log files are polled, because inotify failed: {}", errno.desc()) }
+                Self::Degraded { message: format!("log files are polled, because inotify failed: {}", errno.desc()) }
             }
-            Notice::ConsoleLost { to, errno } => Self::Warning {
+            Notice::ConsoleLost { to, errno } => Self::Degraded {
                 message: format!("{} is lost ({}); the log files go on", console_name(to), errno.desc()),
             },
             Notice::Panicked { message } => Self::Panicked { message },

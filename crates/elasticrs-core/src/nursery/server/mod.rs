@@ -9,7 +9,6 @@ use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -37,11 +36,12 @@ const LAST_SWEEP: Duration = Duration::from_secs(10);
 /// Runs the nursery on the descriptors [`FIXED_FDS`], marked by the token in decimal; returns when it is over.
 ///
 /// The process must be single-threaded and made for this alone.
-pub fn main(token: Option<&str>) -> ExitCode {
+/// The result is the exit code: 0, or an error number (255 where there is none). The agent sees it together with the
+/// closed socket; there is nobody else to tell.
+pub fn run(token: Option<&str>) -> u8 {
     match Nursery::new(token.and_then(Token::parse)).and_then(Nursery::serve) {
-        Ok(()) => ExitCode::SUCCESS,
-        // The agent sees the closed socket and the exit code; there is nobody else to tell.
-        Err(error) => ExitCode::from(error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255)),
+        Ok(()) => 0,
+        Err(error) => error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255),
     }
 }
 
