@@ -47,7 +47,7 @@ def run(directory: Path) -> int:
     command += ["--kill-rank", str(VICTIM), "--kill-epoch", str(KILL_EPOCH)]
     print("$", " ".join(["python", *command[1:]]), flush=True)
 
-    env = {**os.environ, "ELASTICRS_TIMELINE": str(timeline)}
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "ELASTICRS_TIMELINE": str(timeline)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         lines = []
