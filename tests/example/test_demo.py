@@ -171,5 +171,5 @@ def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert "stamp" not in done.stdout
+    assert "stamp up" not in done.stdout
     assert "  training resumed after epoch 2, from its checkpoint\n" in done.stdout
