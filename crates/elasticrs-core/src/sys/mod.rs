@@ -6,6 +6,7 @@
 pub mod fds;
 pub mod features;
 pub mod pidfd;
+pub mod priority;
 pub mod signals;
 pub mod socket;
 pub mod spawn;
