@@ -2,18 +2,20 @@
 
 ``ELASTICRS_REQUIRE_ALL=1`` (set by ``make test ALL=1``) makes every skip a failure, but for want of a GPU.
 ``ELASTICRS_HYPOTHESIS_PROFILE`` is ``fast`` (the default) or ``thorough``.
+``pytest tests/e2e --launcher torchrun`` runs the same black-box tests against the reference, but for those
+marked ``beyond_torchrun``: so that a test of compatibility is known to be one.
 """
 
 import importlib.util
 import os
 import textwrap
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import hypothesis
 import pytest
-from helpers.launcher import Launched, clean_environment, launcher_command
+from helpers.launcher import LAUNCHERS, Launched, clean_environment
 from helpers.leaks import no_leaks
 
 __all__ = ["no_leaks"]
@@ -33,7 +35,13 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--launcher", choices=LAUNCHERS, default="elasticrs", help="what `launch` starts")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("beyond_torchrun") and item.config.getoption("launcher") == "torchrun":
+        pytest.skip("torchrun behaves otherwise")
     for marker, (is_met, reason) in NEEDS.items():
         if item.get_closest_marker(marker) and not is_met():
             pytest.skip(reason)
@@ -55,19 +63,32 @@ class Launch(Protocol):
     """Starts the launcher with these arguments."""
 
     def __call__(
-        self, *args: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, **how: Any
+        self,
+        *args: str | Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        prefix: Sequence[str | Path] = (),
+        **how: Any,
     ) -> Launched: ...
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Starts ``python -m elasticrs.launch`` with these arguments; see :class:`helpers.launcher.Launched`."""
+def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
+    """Starts the launcher with these arguments; see :class:`helpers.launcher.Launched`.
+
+    ``prefix`` is put before the command line, for programs such as ``unshare``.
+    """
+    launcher = LAUNCHERS[request.config.getoption("launcher")]
     started: list[Launched] = []
 
     def start(
-        *args: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, **how: Any
+        *args: str | Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        prefix: Sequence[str | Path] = (),
+        **how: Any,
     ) -> Launched:
-        command = launcher_command(*args)
+        command = [*prefix, *launcher, *args]
         started.append(Launched(command, env=clean_environment(env), cwd=cwd or tmp_path, **how))
         return started[-1]
 

@@ -11,8 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 600
 SOURCES = {".py", ".pyi", ".rs", ".sh", ".toml", ".yml"}
 
-UNSAFE_HOME = "crates/elasticrs-core/src/sys/"
-"""The one folder with `unsafe` code: thin wrappers of system calls."""
+UNSAFE_HOMES = (
+    "crates/elasticrs-core/src/sys/",  # thin wrappers of system calls
+    "crates/elasticrs-testkit/src/",  # a program whose purpose is to fork, crash and misbehave; never shipped
+)
+"""Where `unsafe` code may be."""
 
 
 class LineRule(NamedTuple):
@@ -61,8 +64,8 @@ def breaches_of_rust(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
     """`unsafe` outside its home; PyO3 outside the seam."""
     for number, line in enumerate(lines, 1):
         code = line.split("//", 1)[0]
-        if re.search(r"\bunsafe\b", code) and not name.startswith(UNSAFE_HOME):
-            yield number, f"unsafe outside {UNSAFE_HOME}"
+        if re.search(r"\bunsafe\b", code) and not name.startswith(UNSAFE_HOMES):
+            yield number, f"unsafe outside {UNSAFE_HOMES[0]}"
         if re.search(r"\bpyo3\b", code) and not name.startswith("crates/elasticrs-python/"):
             yield number, "pyo3 outside the seam"
 

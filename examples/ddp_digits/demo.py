@@ -47,7 +47,7 @@ def run(directory: Path) -> int:
     command += ["--kill-rank", str(VICTIM), "--kill-epoch", str(KILL_EPOCH)]
     print("$", " ".join(["python", *command[1:]]), flush=True)
 
-    env = {**os.environ, "ELASTICRS_TIMELINE": str(timeline)}
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "ELASTICRS_TIMELINE": str(timeline)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         lines = []
@@ -96,7 +96,7 @@ def tell(exitcode: int, lines: Sequence[str], records: Sequence[Mapping[str, Any
         if (rank, failure["exitcode"]) != (VICTIM, -9):
             broken.append(f"the first failure is not the SIGKILL of rank {VICTIM}: {dict(failure)}")
         account += _times(death, records, stamps)
-        if not any(record["event"] == "started" and record["attempt"] == 1 for record in records):
+        if not any(record["event"] == "started" and record["restart_count"] == 1 for record in records):
             broken.append("no restart")
 
     resumed = [int(epoch) for epoch in RESUMED.findall(text)]
@@ -125,11 +125,13 @@ def _times(
         (f"{WORKERS} new workers started", "started", 1),
     ]
     found = []
-    for text, event, attempt in steps:
+    for text, event, restarts in steps:
         of_step = [
             record["ns"]
             for record in records
-            if record["event"] == event and record["ns"] >= death and attempt in {None, record.get("attempt")}
+            if record["event"] == event
+            and record["ns"] >= death
+            and restarts in {None, record["restart_count"]}
         ]
         found += [(text, of_step[0])] if of_step else []
     first_lines = [int(each["ns"]) for each in stamps if each["what"] == "up" and each["attempt"] == "1"]

@@ -291,11 +291,10 @@ class Supervisor:
     """Starts, watches and stops the workers of one agent, one group at a time.
 
     Args:
-        owns_process: the process is ours (the command line): make it a child subreaper, so that even the
-        loss of the
-            nursery leaves nothing behind. Inside a host application its other children are never touched.
-        nursery: where its program comes from: ``"embedded"`` (the image that the extension carries, run from a
-            memory file), ``"interpreter"`` (this Python, which loads the extension), or ``"auto"``: the first of
+        owns_process: the process is ours (the command line): make it a child subreaper, so that even the loss
+            of the nursery leaves nothing behind. In a host application other children are never touched.
+        nursery: where its program comes from: ``"embedded"`` (the image that the extension carries, run from
+            memory), ``"interpreter"`` (this Python, which loads the extension), or ``"auto"``: the first of
             them that can be executed.
 
     Raises:

@@ -132,7 +132,7 @@ def test_what_the_worker_recorded_beside_torchs_fields_is_read(tmp_path: Path) -
 def test_the_stack_of_a_fault_is_the_last_one(tmp_path: Path) -> None:
     path = str(tmp_path / "error.json")
     Path(fault_file(path)).write_text(
-        "Fatal Python error: of a child\n\nFatal Python error: own\n\n  File x\n"
+        "Fatal Python error: of a child\n\nFatal Python error: own\n\n  File x\n\nExtension modules: a, b\n"
     )
     assert ProcessFailure(0, 5, -11, path).stack == "Fatal Python error: own\n\n  File x"
     assert ProcessFailure(0, 5, -9, path).stack is None

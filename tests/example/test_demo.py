@@ -1,7 +1,6 @@
 """The example, and what its demo makes of a run."""
 
 import importlib.util
-import os
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.launcher import clean_environment
 
 DIRECTORY = Path(__file__).parents[2] / "examples" / "ddp_digits"
 HANG = 240
@@ -41,12 +41,18 @@ def good_lines() -> list[str]:
 
 def good_records() -> list[dict[str, Any]]:
     return [
-        {"event": "started", "ns": 1, "attempt": 0, "pids": [1, 2, 3, 4]},
-        {"event": "failure_seen", "ns": 100 * MS + 200_000, "local_rank": 2, "exitcode": -9},
-        {"event": "siblings_signalled", "ns": 100 * MS + 400_000, "siblings": 3},
-        {"event": "group_ended", "ns": 110 * MS, "outcome": "failed"},
-        {"event": "started", "ns": 115 * MS, "attempt": 1, "pids": [5, 6, 7, 8]},
-        {"event": "group_ended", "ns": 900 * MS, "outcome": "succeeded"},
+        {"event": "started", "ns": 1, "restart_count": 0, "pids": [1, 2, 3, 4]},
+        {
+            "event": "failure_seen",
+            "ns": 100 * MS + 200_000,
+            "restart_count": 0,
+            "local_rank": 2,
+            "exitcode": -9,
+        },
+        {"event": "siblings_signalled", "ns": 100 * MS + 400_000, "restart_count": 0, "siblings": 3},
+        {"event": "group_ended", "ns": 110 * MS, "restart_count": 0},
+        {"event": "started", "ns": 115 * MS, "restart_count": 1, "pids": [5, 6, 7, 8]},
+        {"event": "group_ended", "ns": 900 * MS, "restart_count": 1},
     ]
 
 
@@ -108,7 +114,7 @@ def free_port() -> int:
 def run_workers(count: int, attempt: int, *arguments: str) -> tuple[list[int], str]:
     """All ranks of one attempt; their exit codes, and what rank 0 printed."""
     common = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
+        **clean_environment(),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "localhost",
@@ -150,3 +156,20 @@ def test_training_resumes_where_it_was_killed(tmp_path: Path) -> None:
     assert exitcodes == [0, 0]
     assert printed.startswith("resumed after epoch 1\nepoch 2/4: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.timeout(2 * HANG)
+def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, DIRECTORY / "demo.py", "--keep", tmp_path],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "stamp up" not in done.stdout
+    assert "  training resumed after epoch 2, from its checkpoint\n" in done.stdout

@@ -1,4 +1,4 @@
-"""`python -m elasticrs.launch` in a process and session of its own, watched by events."""
+"""A launcher in a process and session of its own, watched by events."""
 
 import os
 import re
@@ -113,6 +113,12 @@ class Launched:
         """Whether it has ended by now."""
         return procs.wait_readable(self.pidfd, 0)
 
+    def read_for(self, seconds: float) -> None:
+        """Take what it writes until it ends or the time is over: for tests that act at a random moment."""
+        deadline = time.monotonic() + seconds
+        while self._pump(deadline):
+            pass
+
     def wait(self, timeout: float = HANG) -> int:
         """Wait for its end; returns the exit code, or the negative number of the signal.
 
@@ -130,6 +136,10 @@ class Launched:
     def signal(self, signum: int) -> None:
         """Signal the launcher alone."""
         signal.pidfd_send_signal(self.pidfd, signum)
+
+    def wait_stopped(self) -> None:
+        """Wait until it has been stopped by a signal."""
+        os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED)
 
     def descendants(self) -> list[procs.Process]:
         """Everything below the launcher."""
@@ -171,6 +181,8 @@ class Launched:
         return f"{what}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}\n---"
 
 
-def launcher_command(*args: str | Path) -> list[str | Path]:
-    """The command line of the launcher under this interpreter."""
-    return [sys.executable, "-m", "elasticrs.launch", *args]
+LAUNCHERS = {
+    "elasticrs": (sys.executable, "-m", "elasticrs.launch"),
+    "torchrun": (str(Path(sys.executable).parent / "torchrun"),),
+}
+"""Command lines, all under this interpreter."""

@@ -235,12 +235,22 @@ class Agent:
     def _finish(self, action: machine.Exit) -> bool:
         self._release_plan()
         self._discard_empty_fault_files()
+        self._write_timeline()
         self._result.phase = self._state.phase
         self._result.exit_code = action.code
         self._result.signum = self._state.signum
         if action.code == 0:
             self._result.return_values = self._workers.return_values()
         return True
+
+    def _write_timeline(self) -> None:
+        if os.environ.get("ELASTICRS_TIMELINE"):
+            from elasticrs.agent.timeline import write
+
+            try:
+                write(os.environ["ELASTICRS_TIMELINE"], self._result.attempts)
+            except OSError as error:
+                self._console.say(f"the timeline could not be written: {error}")
 
     def _discard_empty_fault_files(self) -> None:
         from elasticrs.multiprocessing.errors.failure import discard_empty_fault_file

@@ -9,8 +9,8 @@
 //! - **FOLLOW-5** nothing is polled where the kernel tells: a time-out exists only for file systems that can change
 //!   behind the kernel's back, without inotify, and while something waits to be shown or checked.
 //! - **FOLLOW-6** a watch fires once. A notification per write would cost a writer half as much again as the write
-//!   itself, so the file is then read every round instead, until it has been quiet for [`QUIET_ROUNDS`]; then it is
-//!   watched again, and read once more. Nothing that is written before or after the new watch is missed.
+//!   itself, so the file is then read every round instead, until it has been quiet for some ([`QUIET_ROUNDS`]); then it
+//!   is watched again, and read once more. Nothing that is written before or after the new watch is missed.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
@@ -33,8 +33,12 @@ use super::{Notice, Notify, StreamId, StreamInfo};
 /// One turn of one file.
 const BLOCK: usize = 64 * 1024;
 
-/// After so many rounds without news the kernel is to tell of the next.
-const QUIET_ROUNDS: u8 = 4;
+/// After so many rounds without news the kernel is to tell of the next: of a file that had news twice within [`BUSY`],
+/// and of one that had not.
+const QUIET_ROUNDS: (u8, u8) = (4, 1);
+
+/// See [`QUIET_ROUNDS`].
+const BUSY: Duration = Duration::from_millis(2);
 
 /// While data arrives, and once after it, the file system is asked this often whether it is full.
 const SPACE_INTERVAL: Duration = Duration::from_secs(5);
@@ -89,6 +93,9 @@ struct Followed {
     is_polled: bool,
     /// Active: read every round, and so many times in vain by now.
     quiet_rounds: Option<u8>,
+    /// How many of these make it quiet.
+    patience: u8,
+    last_data: Option<Instant>,
     phase: Phase,
     told: Told,
 }
@@ -173,6 +180,8 @@ impl Follower {
             is_queued: false,
             is_polled,
             quiet_rounds: None,
+            patience: QUIET_ROUNDS.1,
+            last_data: None,
             phase: Phase::Open,
             told: Told::default(),
         };
@@ -302,7 +311,7 @@ impl Follower {
             let before = file.taken;
             let more = file.take_turn(output, &mut self.block, now, &self.notify);
             let taken = file.taken - before;
-            self.on_taken(id, taken);
+            self.on_taken(id, taken, now);
             if taken > 0 {
                 self.space_check.get_or_insert(now + SPACE_INTERVAL);
                 self.poll_interval = POLL.0;
@@ -314,20 +323,23 @@ impl Follower {
     }
 
     /// Changes between watching a file and reading it every round.
-    fn on_taken(&mut self, id: StreamId, taken: u64) {
+    fn on_taken(&mut self, id: StreamId, taken: u64, now: Instant) {
         let Some(file) = self.files.get_mut(&id).filter(|file| file.phase == Phase::Open) else { return };
-        match file.quiet_rounds {
-            None if taken > 0 && file.watch.is_none() => file.quiet_rounds = Some(0),
-            Some(_) if taken > 0 => file.quiet_rounds = Some(0),
-            Some(rounds) if rounds < QUIET_ROUNDS || file.watch.is_some() => {
-                file.quiet_rounds = Some(rounds.saturating_add(1));
+        if taken > 0 {
+            let is_busy = file.last_data.is_some_and(|last| now.saturating_duration_since(last) < BUSY);
+            file.patience = if is_busy { QUIET_ROUNDS.0 } else { QUIET_ROUNDS.1 };
+            file.last_data = Some(now);
+            if file.quiet_rounds.is_some() || file.watch.is_none() {
+                file.quiet_rounds = Some(0);
             }
-            Some(_) => {
-                file.quiet_rounds = None;
-                self.watch(id);
-                self.enqueue(id);
-            }
-            None => {}
+            return;
+        }
+        let Some(rounds) = &mut file.quiet_rounds else { return };
+        *rounds = rounds.saturating_add(1);
+        if *rounds >= file.patience && file.watch.is_none() {
+            file.quiet_rounds = None;
+            self.watch(id);
+            self.enqueue(id);
         }
     }
 

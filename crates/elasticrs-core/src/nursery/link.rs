@@ -201,8 +201,8 @@ mod tests {
         (AgentLink::new(a).unwrap(), NurseryLink::new(b).unwrap())
     }
 
-    fn spawn(descriptors: i32, argument: usize) -> Request {
-        let pass_fds = (0..descriptors).map(|source| PassedFd { source, target: source + 3 }).collect();
+    fn spawn(descriptors: u32, argument: usize) -> Request {
+        let pass_fds = (0..descriptors).zip(3..).map(|(source, target)| PassedFd { source, target }).collect();
         let stdio = [Stdio::Null, Stdio::Null, Stdio::Null];
         let argv = vec!["x".repeat(argument).into()];
         let process = ProcessSpec { local_rank: 0, argv, env: Vec::new(), cwd: None, stdio, pass_fds };
@@ -216,7 +216,7 @@ mod tests {
     fn arbitrary_request() -> impl Strategy<Value = Request> {
         prop_oneof![
             // Larger than a socket buffer now and then, so that frames are sent and received in parts.
-            (0..5_i32, prop_oneof![4 => 0..200_usize, 1 => 200_000..600_000_usize])
+            (0..5_u32, prop_oneof![4 => 0..200_usize, 1 => 200_000..600_000_usize])
                 .prop_map(|(n, size)| spawn(n, size)),
             (any::<i32>(), any::<i32>()).prop_map(|(pid, signal)| Request::SignalGroup { pid, signal }),
             Just(Request::Leave),

@@ -209,4 +209,6 @@ def _read_stack(error_file: str) -> str | None:
     except OSError:
         return None  # Not a Python program, or not with our hook.
     # A child that was forked from the worker writes to the same file; the worker's own end came last.
-    return text[max(0, text.rfind("Fatal Python error")) :].rstrip() or None
+    last = text[max(0, text.rfind("Fatal Python error")) :]
+    # Hundreds of names, none of which ended the worker.
+    return last.partition("\nExtension modules:")[0].rstrip() or None

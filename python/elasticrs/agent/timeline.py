@@ -1,0 +1,63 @@
+"""What happened in a job and when, for programs: JSON lines in the file that ``ELASTICRS_TIMELINE`` names.
+
+``ns`` is on the clock of :func:`time.monotonic_ns`, ``attempt`` the number of the attempt, ``restart_count``
+what its workers see as ``TORCHELASTIC_RESTART_COUNT``. The events:
+
+- ``started``: all workers of the attempt run; ``pids`` by local rank.
+- ``failure_seen``: the first worker failed; ``local_rank``, ``pid``, ``exitcode`` (``None`` when nobody can
+  tell).
+- ``siblings_signalled``: the last of the others has been signalled; ``siblings`` is how many.
+- ``group_ended``: nothing of the attempt is left.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+    from elasticrs.agent.attempt import Attempt
+
+
+def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
+    """The events of these attempts, in the order of their times.
+
+    Args:
+        attempts: of one job; what has not happened in an attempt is left out.
+    """
+    found: list[dict[str, Any]] = []
+    for attempt in attempts:
+        first = attempt.exits.get(attempt.first_failure) if attempt.first_failure is not None else None
+        details: dict[str, dict[str, Any]] = {
+            "started": {"pids": list(attempt.pids)},
+            "failure_seen": {
+                "local_rank": attempt.first_failure,
+                "pid": first.pid if first else None,
+                "exitcode": first.exitcode if first else None,
+            },
+            "siblings_signalled": {"siblings": attempt.signalled},
+            "ended": {},
+        }
+        which = {"attempt": attempt.round, "restart_count": attempt.restarts}
+        for name, more in details.items():
+            if name in attempt.stamps:
+                event = "group_ended" if name == "ended" else name
+                found.append({"event": event, "ns": attempt.stamps[name], **which, **more})
+    return sorted(found, key=lambda record: record["ns"])
+
+
+def write(path: str, attempts: Iterable[Attempt]) -> None:
+    """Write the events to a file.
+
+    Args:
+        path: of the file; what it held is replaced.
+        attempts: of the job.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import json
+
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records(attempts))

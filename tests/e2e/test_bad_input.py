@@ -1,0 +1,54 @@
+"""A mistake is one clear line and exit code 2; nothing is started."""
+
+import pytest
+
+pytestmark = pytest.mark.beyond_torchrun
+
+MARK = "print('STARTED')"
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "says"),
+    [
+        (["--nproc-per-node", "0", "{script}"], {}, "nproc-per-node"),
+        (["--nproc-per-node", "-1", "{script}"], {}, "nproc-per-node"),
+        (["--nproc-per-node", "1000000", "{script}"], {}, "1000000"),
+        (["--nproc-per-node", "many", "{script}"], {}, "many"),
+        (["--max-restarts", "-1", "{script}"], {}, "max-restarts"),
+        (["--max-restarts", "x", "{script}"], {}, "max-restarts"),
+        (["--no-such-flag", "{script}"], {}, "no-such-flag"),
+        (["--nnodes", "2:1", "{script}"], {}, "nnodes"),
+        (["--nnodes", "a", "{script}"], {}, "nnodes"),
+        (["--shutdown-timeout", "-1", "{script}"], {}, "shutdown-timeout"),
+        (["--signals-to-handle", "SIGWHAT", "{script}"], {}, "SIGWHAT"),
+        (["--tee", "9", "{script}"], {}, "tee"),
+        (["--redirects", "0:x", "{script}"], {}, "redirects"),
+        (["--local-ranks-filter", "a", "{script}"], {}, "local-ranks-filter"),
+        (["-m", "--no-python", "{script}"], {}, "no-python"),
+        ([], {}, "script"),
+        (["{script}"], {"PET_NPROC_PER_NODE": "x"}, "PET_NPROC_PER_NODE"),
+        (["{script}"], {"PET_MAX_RESTARTS": "-3"}, "PET_MAX_RESTARTS"),
+        (["{script}"], {"PET_STANDALONE": "maybe"}, "PET_STANDALONE"),
+        (["no/such/script.py"], {}, "no/such/script.py"),
+        (["--no-python", "no-such-program"], {}, "no-such-program"),
+        (["--no-python", "{script}"], {}, "worker.py"),
+        (["--log-dir", "{script}", "{script}"], {}, "worker.py"),
+        (["--log-dir", "/proc/nothing", "--tee", "3", "{script}"], {}, "/proc/nothing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_told_in_one_line(launch, worker_script, args, env, says):
+    script = str(worker_script(MARK))
+    launched = launch(*(arg.format(script=script) for arg in args), env=env)
+    assert launched.wait() == 2
+    assert "STARTED" not in launched.stdout
+    assert says in launched.stderr
+    assert len(launched.stderr.splitlines()) == 1
+
+
+def test_help_and_version_are_no_mistakes(launch):
+    for flag, shows in (("--help", "--nproc-per-node"), ("--version", "elasticrs")):
+        launched = launch(flag)
+        assert launched.wait() == 0
+        assert shows in launched.stdout
+        assert not launched.stderr

@@ -1,0 +1,212 @@
+"""What a worker finds when it starts: its environment, arguments, descriptors, session and signals."""
+
+import json
+import os
+import signal
+import socket
+
+import pytest
+
+SHOW = """
+    import json, os, sys
+    shown = {name: os.environ.get(name) for name in sys.argv[1].split(",")}
+    os.write(1, f"ENV {json.dumps(shown)}\\n".encode())
+"""
+
+CONTRACT = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "LOCAL_WORLD_SIZE",
+    "WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+
+
+@pytest.fixture
+def shown(launch, worker_script):
+    """Launches workers that print these variables; returns one dictionary for each, by rank."""
+
+    def run(names, *args, n=1, env=None):
+        names = ["RANK", *names]
+        launched = launch(*args, "--nproc-per-node", str(n), worker_script(SHOW), ",".join(names), env=env)
+        assert launched.wait() == 0, launched.stderr
+        found = [json.loads(match[1]) for match in launched.wait_for_lines(r"ENV (.*)", n, "stdout")]
+        return sorted(found, key=lambda each: int(each["RANK"]))
+
+    return run
+
+
+def test_the_contract_is_complete(shown):
+    args = ("--rdzv-id", "job7", "--role", "trainer", "--max-restarts", "2", "--master-port", "0")
+    found = shown(CONTRACT, *args, n=3)
+    for rank, variables in enumerate(found):
+        assert variables == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "trainer",
+            "LOCAL_WORLD_SIZE": "3",
+            "WORLD_SIZE": "3",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_WORLD_SIZE": "3",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "2",
+            "TORCHELASTIC_RUN_ID": "job7",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        }
+
+
+def test_variables_of_the_user_pass_through(shown):
+    names = ("MY_OWN", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    (variables,) = shown(names, env={"MY_OWN": "a=b ü", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    assert variables["MY_OWN"] == "a=b ü"
+    assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("n", "given", "expected"), [(1, None, None), (2, None, "1"), (2, "3", "3"), (1, "3", "3")]
+)
+def test_the_number_of_openmp_threads_is_one_unless_set(shown, n, given, expected):
+    found = shown(["OMP_NUM_THREADS"], n=n, env={} if given is None else {"OMP_NUM_THREADS": given})
+    assert [variables["OMP_NUM_THREADS"] for variables in found] == [expected] * n
+
+
+def test_all_workers_agree_on_a_master_that_can_be_bound(launch, worker_script):
+    script = worker_script("""
+        import os, socket
+        addr, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        bound = "-"
+        if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] != "True":
+            with socket.socket(socket.AF_INET6) as server:
+                server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.bind(("::", port))
+                server.listen()
+                bound = "bound"
+        os.write(1, f"MASTER {addr} {port} {bound}\\n".encode())
+    """)
+    launched = launch("--standalone", "--nproc-per-node", "3", script)
+    assert launched.wait() == 0, launched.stderr
+    lines = launched.wait_for_lines(r"MASTER (\S+) (\d+) (\S+)", 3)
+    assert len({(line[1], line[2]) for line in lines}) == 1
+    socket.getaddrinfo(lines[0][1], int(lines[0][2]))
+
+
+@pytest.mark.beyond_torchrun
+def test_every_attempt_has_a_master_port_of_its_own(launch, worker_script):
+    script = worker_script("""
+        import os
+        os.write(1, f"PORT {os.environ['MASTER_PORT']}\\n".encode())
+        raise SystemExit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "3")
+    """)
+    launched = launch("--standalone", "--max-restarts", "3", script)
+    assert launched.wait() == 0, launched.stderr
+    ports = [match[1] for match in launched.wait_for_lines(r"PORT (\d+)", 4)]
+    assert len(set(ports)) == 4
+
+
+def test_arguments_arrive_as_they_were_given(launch, worker_script):
+    arguments = ["--nproc-per-node", "-x", "a b", "", "ü", "--", "--help"]
+    script = worker_script("import json, sys; print('ARGV', json.dumps(sys.argv))")
+    launched = launch(script, *arguments)
+    assert launched.wait() == 0, launched.stderr
+    assert json.loads(launched.wait_for_line(r"ARGV (.*)")[1]) == [str(script), *arguments]
+
+
+def test_a_module_is_run_by_name(launch, tmp_path):
+    package = tmp_path / "mypackage"
+    package.mkdir()
+    (package / "__main__.py").write_text(
+        "import sys; print('NAME', __name__, sys.argv[1:])\n", encoding="utf-8"
+    )
+    launched = launch("-m", "mypackage", "one")
+    assert launched.wait() == 0, launched.stderr
+    assert launched.wait_for_line("NAME (.*)")[1] == "__main__ ['one']"
+
+
+def test_a_program_need_not_be_python(launch):
+    launched = launch("--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", 'echo "RANK is $RANK"')
+    assert launched.wait() == 0, launched.stderr
+    assert {match[1] for match in launched.wait_for_lines(r"RANK is (\d)", 2)} == {"0", "1"}
+
+
+def test_the_script_sees_a_plain_interpreter(launch, worker_script):
+    script = worker_script("""
+        import os, sys
+        folder = os.path.dirname(__file__)
+        print("FACTS", __name__, sys.stdout.write_through, sys.argv[0] == __file__, sys.path[0] == folder)
+    """)
+    launched = launch(script)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.wait_for_line("FACTS (.*)")[1] == "__main__ True True True"
+
+
+def test_macros_in_arguments_are_filled_in(launch):
+    # The dollar of a shell's own variables is doubled, as string.Template wants it.
+    command = 'echo "MACRO ${local_rank} $$RANK"'
+    launched = launch("--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", command)
+    assert launched.wait() == 0, launched.stderr
+    assert {match[1] for match in launched.wait_for_lines(r"MACRO (.*)", 2)} == {"0 0", "1 1"}
+
+
+def test_a_worker_inherits_three_descriptors(launch, worker_script):
+    script = worker_script("""
+        import os
+        # The last one is that of the list itself.
+        print("FDS", sorted(map(int, os.listdir("/proc/self/fd")))[:-1])
+    """)
+    launched = launch("--nproc-per-node", "2", script)
+    assert launched.wait() == 0, launched.stderr
+    assert {match[1] for match in launched.wait_for_lines("FDS (.*)", 2)} == {"[0, 1, 2]"}
+
+
+def test_a_worker_leads_a_session_of_its_own(launch, worker_script):
+    script = worker_script("import os; print('IDS', os.getpid(), os.getpgid(0), os.getsid(0))")
+    launched = launch(script)
+    assert launched.wait() == 0, launched.stderr
+    pid, group, session = launched.wait_for_line(r"IDS (\d+) (\d+) (\d+)").groups()
+    assert pid == group == session
+
+
+def test_no_signal_is_blocked_or_ignored(launch):
+    launched = launch("--no-python", "grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status")
+    assert launched.wait() == 0, launched.stderr
+    for name in ("SigBlk", "SigIgn"):
+        assert int(launched.wait_for_line(rf"{name}:\s*(\w+)")[1], 16) == 0
+
+
+def test_stdin_is_inherited(launch, worker_script):
+    reader, writer = os.pipe()
+    try:
+        launched = launch(worker_script("print('READ', input())"), stdin=reader)
+        os.write(writer, b"from the user\n")
+        assert launched.wait() == 0, launched.stderr
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert launched.wait_for_line("READ (.*)")[1] == "from the user"
+
+
+@pytest.mark.beyond_torchrun
+def test_sighup_stays_ignored_under_nohup(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        print("HUP", os.getpid(), signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, flush=True)
+        signal.sigwait({signal.SIGUSR1})
+    """)
+    launched = launch(script, ignore=[signal.SIGHUP])
+    line = launched.wait_for_line(r"HUP (\d+) (\w+)")
+    assert line[2] == "True"
+    launched.signal(signal.SIGHUP)
+    os.kill(int(line[1]), signal.SIGUSR1)
+    assert launched.wait() == 0

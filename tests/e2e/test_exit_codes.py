@@ -1,0 +1,100 @@
+"""How a job ends, and what its launcher returns."""
+
+import os
+import signal
+
+import pytest
+
+FAIL_ONCE = """
+    import os, signal, sys
+    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    os.write(1, f"START {rank} {attempt}\\n".encode())
+    if rank == "1" and int(attempt) < int(sys.argv[1]):
+        os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_success_is_0(launch, n):
+    launched = launch("--nproc-per-node", str(n), "--no-python", "/bin/true")
+    assert launched.wait() == 0, launched.stderr
+
+
+@pytest.mark.parametrize(
+    "how", ["sys.exit(7)", "os._exit(255)", "1 / 0", "os.kill(os.getpid(), 9)", "os.abort()"]
+)
+def test_failure_of_one_is_1_whatever_its_own_code(launch, worker_script, how):
+    script = worker_script(f"""
+        import os, signal, sys
+        if os.environ["RANK"] == "1":
+            {how}
+        signal.pause()
+    """)
+    launched = launch("--nproc-per-node", "3", script)
+    assert launched.wait() == 1
+
+
+def test_the_report_names_the_root_cause(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        if os.environ["RANK"] == "2":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        signal.pause()
+    """)
+    launched = launch("--nproc-per-node", "3", script)
+    assert launched.wait() == 1
+    root_cause = launched.stderr.partition("Root Cause (first observed failure)")[2]
+    assert "rank      : 2 (local_rank: 2)" in root_cause
+    assert "exitcode  : -11 (pid: " in root_cause
+    assert "SIGSEGV" in root_cause
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_restarts_within_the_budget_lead_to_success(launch, worker_script, failures):
+    arguments = ("--nproc-per-node", "2", "--max-restarts", str(failures))
+    launched = launch(*arguments, worker_script(FAIL_ONCE), str(failures))
+    assert launched.wait() == 0, launched.stderr
+    starts = [match[1] for match in launched.wait_for_lines(r"START (\d \d)", 2 * (failures + 1))]
+    assert sorted(starts) == sorted(f"{rank} {attempt}" for rank in (0, 1) for attempt in range(failures + 1))
+
+
+def test_the_budget_is_exact(launch, worker_script):
+    launched = launch("--nproc-per-node", "2", "--max-restarts", "2", worker_script(FAIL_ONCE), "99")
+    assert launched.wait() == 1
+    starts = [match[1] for match in launched.wait_for_lines(r"START 1 (\d)", 3)]
+    assert starts == ["0", "1", "2"]
+    assert launched.stdout.count("START 1") == 3
+
+
+@pytest.mark.beyond_torchrun
+def test_a_failing_worker_does_not_wait_for_one_that_ignores_sigterm(launch, worker_script, tmp_path):
+    os.mkfifo(tmp_path / "ready")
+    script = worker_script("""
+        import os, signal
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.close(os.open("ready", os.O_WRONLY))
+            while True:
+                signal.pause()
+        os.open("ready", os.O_RDONLY)
+        os._exit(3)
+    """)
+    launched = launch("--nproc-per-node", "2", "--shutdown-timeout", "0.3", script)
+    assert launched.wait(timeout=50) == 1
+
+
+@pytest.mark.beyond_torchrun
+def test_what_a_failed_worker_left_behind_is_gone(launch, worker_script):
+    script = worker_script("""
+        import os, signal, subprocess
+        left = subprocess.Popen(["setsid", "sh", "-c", "trap '' TERM; echo LEFT $$; exec sleep 1000"])
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))
+        print("WORKER", os.getpid(), flush=True)
+        while True:
+            signal.pause()
+    """)
+    launched = launch(script)
+    launched.wait_for_line(r"LEFT (\d+)")
+    os.kill(int(launched.wait_for_line(r"WORKER (\d+)")[1]), signal.SIGUSR1)
+    # Nothing else to assert: the guard around every test sees whoever is left.
+    assert launched.wait() == 1

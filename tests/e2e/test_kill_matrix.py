@@ -1,0 +1,96 @@
+"""Whoever dies, and whenever: the launcher says so, and no process, zombie, descriptor or log line is lost.
+
+Processes and descriptors are seen to by the guard around every test.
+"""
+
+import signal
+
+import pytest
+from helpers import procs
+from helpers.steady import EXIT_0, EXIT_1, SteadyJob, send
+
+pytestmark = pytest.mark.beyond_torchrun
+
+N = 4
+
+WORKER_EVENTS = {
+    "worker SIGKILL": signal.SIGKILL,
+    "worker SIGSTOP": signal.SIGSTOP,
+    "worker SIGSEGV": signal.SIGSEGV,
+    "worker exits 1": EXIT_1,
+    "worker exits 0": EXIT_0,
+}
+AGENT_EVENTS = ("agent SIGTERM", "agent SIGINT twice", "agent SIGKILL", "nursery SIGKILL")
+
+
+class Phase:
+    """A job brought to a certain point."""
+
+    def __init__(self, name, launch, folder):
+        self.is_stopping = name == "stopping"
+        arguments = ("--max-restarts", "1" if name == "restarting" else "0", "--shutdown-timeout", "1")
+        self.job = SteadyJob(launch, folder, N, *arguments, stubborn=self.is_stopping)
+        self.attempt = 1 if name == "restarting" else 0
+        if name in {"running", "stopping", "restarting"}:
+            pids = self.job.ready()
+        if name in {"stopping", "restarting"}:
+            send(pids[0], EXIT_1)
+        if name == "stopping":
+            self.job.launched.wait_for_lines("STOPPING", N - 1)
+            del pids[0]
+        if name in {"starting", "restarting"}:
+            # One of them runs; the others are on their way.
+            pids = self.job.ready(self.attempt, count=1)
+        self.pids = pids
+        self.victim = max(pids)
+
+
+@pytest.fixture(params=["starting", "running", "stopping", "restarting"])
+def phase(request, launch, tmp_path):
+    return Phase(request.param, launch, tmp_path)
+
+
+@pytest.mark.parametrize("event", WORKER_EVENTS)
+def test_a_worker_meets_its_fate(phase, event):
+    send(phase.pids[phase.victim], WORKER_EVENTS[event])
+    expected = 1
+    if event == "worker SIGSTOP" and not phase.is_stopping:
+        # That is no failure: the job goes on until it is told otherwise.
+        phase.job.launched.signal(signal.SIGTERM)
+    elif event == "worker exits 0" and not phase.is_stopping:
+        for rank, pid in phase.job.ready(phase.attempt).items():
+            if rank != phase.victim:
+                send(pid, EXIT_0)
+        expected = 0
+    assert phase.job.launched.wait() == expected, phase.job.launched.stderr
+    phase.job.check_logs()
+
+
+@pytest.mark.parametrize("event", AGENT_EVENTS)
+def test_the_agent_meets_its_fate(phase, event):
+    launched = phase.job.launched
+    if event == "nursery SIGKILL":
+        send(phase.job.nursery(), signal.SIGKILL)
+    elif event == "agent SIGINT twice":
+        launched.signal(signal.SIGINT)
+        launched.signal(signal.SIGINT)
+    else:
+        launched.signal(signal.SIGTERM if event == "agent SIGTERM" else signal.SIGKILL)
+    was_killed = event == "agent SIGKILL"
+    assert launched.wait() == (-signal.SIGKILL if was_killed else 1), launched.stderr
+    if was_killed:
+        procs.reap_adopted()
+    procs.assert_gone(phase.pids.values())
+    phase.job.check_logs(is_console_complete=not was_killed)
+
+
+def test_a_killed_nursery_is_charged_to_the_budget_once(launch, tmp_path):
+    job = SteadyJob(launch, tmp_path, N, "--max-restarts", "1")
+    first = job.ready()
+    send(job.nursery(), signal.SIGKILL)
+    second = job.ready(attempt=1)
+    procs.assert_gone(first.values())
+    for pid in second.values():
+        send(pid, EXIT_0)
+    assert job.launched.wait() == 0, job.launched.stderr
+    job.check_logs()

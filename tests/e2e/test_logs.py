@@ -1,0 +1,159 @@
+"""Log files and the console: where things are, whole lines, every byte."""
+
+import os
+import signal
+
+import pytest
+from helpers import procs
+
+BOTH = """
+    import os
+    rank = os.environ["RANK"]
+    os.write(1, f"out {rank}\\n".encode())
+    os.write(2, f"err {rank}\\n".encode())
+"""
+
+
+def logs_of(folder, attempt=0):
+    """The log files of one attempt by (local rank, name)."""
+    (run,) = folder.iterdir()
+    files = (run / f"attempt_{attempt}").glob("*/std*.log")
+    return {(int(file.parent.name), file.name): file.read_bytes() for file in files}
+
+
+def test_redirected_output_is_in_files_and_not_on_the_console(launch, worker_script, tmp_path):
+    arguments = ("--log-dir", tmp_path / "logs", "--redirects", "3", "--rdzv-id", "job")
+    launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH))
+    assert launched.wait() == 0, launched.stderr
+    assert logs_of(tmp_path / "logs") == {
+        (0, "stdout.log"): b"out 0\n",
+        (0, "stderr.log"): b"err 0\n",
+        (1, "stdout.log"): b"out 1\n",
+        (1, "stderr.log"): b"err 1\n",
+    }
+    assert "out" not in launched.stdout
+    assert "err 0" not in launched.stderr
+
+
+def test_tee_is_both_with_a_prefix(launch, worker_script, tmp_path):
+    arguments = ("--log-dir", tmp_path / "logs", "--tee", "3", "--role", "trainer")
+    launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH))
+    assert launched.wait() == 0, launched.stderr
+    assert sorted(launched.stdout.splitlines()) == ["[trainer0]:out 0", "[trainer1]:out 1"]
+    assert {"[trainer0]:err 0", "[trainer1]:err 1"} <= set(launched.stderr.splitlines())
+    assert logs_of(tmp_path / "logs")[1, "stderr.log"] == b"err 1\n"
+
+
+def test_each_rank_has_its_own_choice(launch, worker_script, tmp_path):
+    arguments = ("--log-dir", tmp_path / "logs", "--redirects", "0:1,1:2", "--tee", "1:2")
+    launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH))
+    assert launched.wait() == 0, launched.stderr
+    written = {key: text for key, text in logs_of(tmp_path / "logs").items() if text}
+    assert written == {(0, "stdout.log"): b"out 0\n", (1, "stderr.log"): b"err 1\n"}
+    assert launched.stdout == "out 1\n"
+    assert {"err 0", "[default1]:err 1"} <= set(launched.stderr.splitlines())
+
+
+def test_filtered_ranks_are_silent(launch, worker_script, tmp_path):
+    arguments = ("--log-dir", tmp_path / "logs", "--tee", "3", "--local-ranks-filter", "1")
+    launched = launch("--nproc-per-node", "3", *arguments, worker_script(BOTH))
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout == "[default1]:out 1\n"
+    assert logs_of(tmp_path / "logs")[2, "stdout.log"] == b"out 2\n"
+
+
+def test_every_attempt_keeps_its_logs(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("attempt", attempt, flush=True)
+        os._exit(attempt != "2")
+    """)
+    launched = launch("--log-dir", tmp_path / "logs", "--redirects", "3", "--max-restarts", "2", script)
+    assert launched.wait() == 0, launched.stderr
+    for attempt in range(3):
+        assert logs_of(tmp_path / "logs", attempt)[0, "stdout.log"] == b"attempt %d\n" % attempt
+
+
+@pytest.mark.beyond_torchrun
+def test_lines_of_several_writers_stay_whole(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        rank = os.environ["RANK"]
+        for number in range(2000):
+            os.write(1, f"{rank}:{number}:".encode())
+            os.write(1, b"x" * 500 + b"\\n")
+    """)
+    launched = launch("--nproc-per-node", "4", "--log-dir", tmp_path / "logs", "--tee", "1", script)
+    assert launched.wait() == 0, launched.stderr
+    expected = {
+        rank: [f"[default{rank}]:{rank}:{number}:{'x' * 500}" for number in range(2000)] for rank in range(4)
+    }
+    lines = launched.stdout.splitlines()
+    assert {rank: [line for line in lines if line[8] == str(rank)] for rank in range(4)} == expected
+
+
+@pytest.mark.parametrize("how", ["os._exit(0)", "os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_what_was_written_just_before_the_end_is_not_lost(launch, worker_script, tmp_path, how):
+    script = worker_script(f"""
+        import os
+        os.write(1, b"x" * 1_000_000 + b"\\nhalf a line")
+        {how}
+    """)
+    launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", script)
+    assert launched.wait() == (how != "os._exit(0)")
+    assert logs_of(tmp_path / "logs")[0, "stdout.log"] == b"x" * 1_000_000 + b"\nhalf a line"
+    assert "half a line" in launched.stdout
+    assert launched.stdout.count("x") == 1_000_000
+
+
+@pytest.mark.beyond_torchrun
+def test_bytes_that_are_no_text_pass_unchanged(launch, worker_script, tmp_path):
+    script = worker_script("import os; os.write(1, bytes(range(256)).replace(b'\\n', b'') + b'\\n')")
+    launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", script)
+    assert launched.wait() == 0, launched.stderr
+    written = bytes(range(256)).replace(b"\n", b"") + b"\n"
+    assert logs_of(tmp_path / "logs")[0, "stdout.log"] == written
+    # The console shows a progress bar's carriage returns as lines, so only those bytes may differ.
+    assert launched.stdout_bytes.replace(b"[default0]:", b"").translate(None, b"\r\n") == written.translate(
+        None, b"\r\n"
+    )
+
+
+@pytest.mark.beyond_torchrun
+def test_a_stuck_console_stops_neither_workers_nor_a_restart(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        for _ in range(300):
+            os.write(1, b"x" * 9_999 + b"\\n")
+        if attempt == "1":
+            os.close(os.open("second-is-done", os.O_WRONLY))
+        os._exit(attempt == "0")
+    """)
+    os.mkfifo(tmp_path / "second-is-done")
+    launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", "--max-restarts", "1", script)
+    # Nobody reads the console until the second attempt has written all of its three megabytes.
+    os.close(os.open(tmp_path / "second-is-done", os.O_RDONLY))
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout.count("x") == 2 * 300 * 9_999
+
+
+@pytest.mark.beyond_torchrun
+def test_nothing_is_lost_when_the_launcher_is_killed(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        out, count = 0, os.open("count", os.O_WRONLY | os.O_CREAT, 0o644)
+        while True:
+            os.write(1, b"%012d\\n" % out)
+            out += 1
+            os.pwrite(count, b"%012d" % out, 0)
+    """)
+    launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", script)
+    launched.wait_for_line("000000001000")
+    launched.signal(signal.SIGKILL)
+    assert launched.wait() == -signal.SIGKILL
+    procs.reap_adopted()
+    accepted = int((tmp_path / "count").read_bytes())
+    lines = logs_of(tmp_path / "logs")[0, "stdout.log"].split(b"\n")
+    assert lines[:accepted] == [b"%012d" % number for number in range(accepted)]

@@ -1,0 +1,132 @@
+"""Signals to the launcher: forwarded, bounded, and nothing left."""
+
+import os
+import signal
+
+import pytest
+from helpers import procs
+
+TALKATIVE = """
+    import os, signal
+
+    def leave(signum, frame):
+        os.write(1, f"GOT {signal.Signals(signum).name} {os.environ['RANK']}\\n".encode())
+        os._exit(0)
+
+    for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2"):
+        signal.signal(signal.Signals["SIG" + name], leave)
+    os.write(1, f"READY {os.getpid()}\\n".encode())
+    while True:
+        signal.pause()
+"""
+STUBBORN = """
+    import os, signal
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: os.write(1, b"IGNORED\\n"))
+    os.write(1, f"READY {os.getpid()}\\n".encode())
+    while True:
+        signal.pause()
+"""
+N = 3
+
+
+@pytest.fixture
+def running(launch, worker_script):
+    """Launches a worker's source with N ranks; returns launcher and workers' pids when all are ready."""
+
+    def run(source, *args, **how):
+        launched = launch("--nproc-per-node", str(N), *args, worker_script(source), **how)
+        return launched, [int(match[1]) for match in launched.wait_for_lines(r"READY (\d+)", N)]
+
+    return run
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_is_forwarded_to_all_workers(running, signum):
+    launched, _ = running(TALKATIVE)
+    launched.signal(signum)
+    assert launched.wait() == 1
+    ranks = [match[1] for match in launched.wait_for_lines(rf"GOT {signal.Signals(signum).name} (\d)", N)]
+    assert sorted(ranks) == ["0", "1", "2"]
+
+
+def test_other_signals_are_handled_on_request(running):
+    launched, _ = running(TALKATIVE, "--signals-to-handle", "SIGUSR1,SIGUSR2")
+    launched.signal(signal.SIGUSR2)
+    assert launched.wait() == 1
+    launched.wait_for_lines("GOT SIGUSR2", N)
+
+
+def test_a_signal_costs_no_restart(running):
+    launched, _ = running(TALKATIVE, "--max-restarts", "3")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    assert launched.stdout.count("READY") == N
+
+
+def test_workers_that_ignore_the_signal_are_killed_when_their_grace_is_over(running):
+    launched, _ = running(STUBBORN, "--shutdown-timeout", "1")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    launched.wait_for_lines("IGNORED", N)
+
+
+@pytest.mark.beyond_torchrun
+def test_a_second_interrupt_kills_at_once(running):
+    # A grace much longer than a test may take: only the second signal can end it.
+    launched, _ = running(STUBBORN, "--shutdown-timeout", "3000")
+    launched.signal(signal.SIGINT)
+    launched.wait_for_lines("IGNORED", N)
+    launched.signal(signal.SIGINT)
+    assert launched.wait() == 1
+
+
+@pytest.mark.beyond_torchrun
+def test_a_signal_before_there_are_workers_is_handled(launch, worker_script):
+    launched = launch("--nproc-per-node", str(N), worker_script(TALKATIVE))
+    while not _catches(launched.pid, signal.SIGTERM):
+        os.sched_yield()
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+
+
+def _catches(pid, signum):
+    with open(f"/proc/{pid}/status", encoding="utf-8") as status:
+        (mask,) = [line.split()[1] for line in status if line.startswith("SigCgt:")]
+    return int(mask, 16) >> (signum - 1) & 1
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGUSR1])
+def test_workers_do_not_outlive_a_launcher_that_is_killed(running, signum):
+    launched, pids = running(STUBBORN)
+    launched.signal(signum)
+    assert launched.wait() == -signum
+    procs.reap_adopted()
+    procs.assert_gone(pids)
+
+
+@pytest.mark.beyond_torchrun
+def test_ctrl_z_stops_the_workers_and_the_launcher_and_fg_resumes_them(running):
+    at_continue = 'signal.signal(signal.SIGCONT, lambda *_: os.write(1, b"RESUMED\\n"))'
+    source = TALKATIVE.replace("for name in", f"{at_continue}\n    for name in", 1)
+    launched, pids = running(source)
+    launched.signal(signal.SIGTSTP)
+    launched.wait_stopped()
+    assert [procs.process(pid).state for pid in pids] == ["T"] * N
+    launched.signal(signal.SIGCONT)
+    launched.wait_for_lines("RESUMED", N)
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+
+
+@pytest.mark.beyond_torchrun
+def test_a_stopped_worker_is_reported_and_can_still_be_ended(running):
+    launched, pids = running(TALKATIVE)
+    os.kill(pids[1], signal.SIGSTOP)
+    launched.wait_for_line(str(pids[1]), "stderr")
+    assert not launched.has_exited
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    # It was resumed for the signal, and ended in its own way.
+    launched.wait_for_lines("GOT SIGTERM", N)

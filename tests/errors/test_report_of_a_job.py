@@ -1,0 +1,72 @@
+"""The failure report as the launcher prints it, without `@record` and without redirection."""
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Launch
+from helpers.procs import HANG
+
+WAITING = """
+    import os, signal, sys
+    print("up", os.environ["RANK"], os.getpid(), flush=True)
+    if os.environ["RANK"] != "1":
+        signal.pause()
+"""
+
+
+def test_the_cause_the_stopped_and_the_traceback_are_shown(
+    launch: Launch, worker_script: Callable[..., Path]
+) -> None:
+    script = worker_script(
+        WAITING
+        + """
+    sys.stdin.read()
+    def train():
+        raise ValueError("no such batch")
+    train()
+    """
+    )
+    job = launch("--standalone", "--nproc-per-node", "3", "--max-restarts", "0", script)
+    assert job.wait() == 1
+    report = job.stderr[job.stderr.index("=====") :]
+    assert "Failures:\n  <NO_OTHER_FAILURES>\n" in report
+    assert re.search(r"^Stopped by elasticrs after the first failure: ranks 0, 2 \(SIGTERM\)$", report, re.M)
+    root = report[report.index("Root Cause") :]
+    assert "  rank      : 1 (local_rank: 1)\n" in root
+    assert "    in train\n" in root or "in train\n" in root
+    assert "  ValueError: no such batch\n" in root
+
+
+@pytest.mark.parametrize(("name", "has_stack"), [("SIGSEGV", True), ("SIGKILL", False)])
+def test_a_signal_is_named(
+    launch: Launch, worker_script: Callable[..., Path], name: str, has_stack: bool
+) -> None:
+    script = worker_script(WAITING + f"\n    def deep(): os.kill(os.getpid(), signal.{name})\n    deep()\n")
+    job = launch("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script)
+    assert job.wait() == 1
+    number = -signal.Signals[name]
+    assert re.search(rf"exitcode  : {number} \(pid: \d+\)  \({name}\)", job.stderr)
+    assert (re.search(r"line \d+ in deep", job.stderr) is not None) is has_stack
+
+
+def test_the_timeline_is_written(launch: Launch, worker_script: Callable[..., Path], tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.jsonl"
+    script = worker_script('import os; os._exit(3) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0')
+    env = {"ELASTICRS_TIMELINE": str(timeline)}
+    job = launch("--standalone", "--nproc-per-node", "1", "--max-restarts", "1", script, env=env)
+    assert job.wait(HANG) == 0
+    events = [json.loads(line) for line in timeline.read_text().splitlines()]
+    assert [event["event"] for event in events] == [
+        "started",
+        "failure_seen",
+        "siblings_signalled",
+        "group_ended",
+        "started",
+        "group_ended",
+    ]
+    assert events[1]["exitcode"] == 3
+    assert events[4]["restart_count"] == 1

@@ -1,0 +1,44 @@
+"""What programs can read about a job."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.timeline import records, write
+
+
+def failed_and_restarted() -> list[Attempt]:
+    first, second = (Attempt(number, number, Plan([], "localhost", 1)) for number in (0, 1))
+    first.pids, second.pids = [11, 12], [21, 22]
+    first.stamps = {"ended": 40, "started": 10, "failure_seen": 20, "siblings_signalled": 30}
+    first.first_failure, first.signalled = 1, 1
+    first.exits = {1: SimpleNamespace(pid=12, exitcode=-9)}  # type: ignore[dict-item]
+    second.stamps = {"started": 50}
+    return [second, first]
+
+
+def test_events_come_in_the_order_of_their_times() -> None:
+    assert records(failed_and_restarted()) == [
+        {"event": "started", "ns": 10, "attempt": 0, "restart_count": 0, "pids": [11, 12]},
+        {
+            "event": "failure_seen",
+            "ns": 20,
+            "attempt": 0,
+            "restart_count": 0,
+            "local_rank": 1,
+            "pid": 12,
+            "exitcode": -9,
+        },
+        {"event": "siblings_signalled", "ns": 30, "attempt": 0, "restart_count": 0, "siblings": 1},
+        {"event": "group_ended", "ns": 40, "attempt": 0, "restart_count": 0},
+        {"event": "started", "ns": 50, "attempt": 1, "restart_count": 1, "pids": [21, 22]},
+    ]
+
+
+def test_the_file_has_a_line_for_each(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    path.write_text("of an earlier job\n")
+    attempts = failed_and_restarted()
+    write(str(path), attempts)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records(attempts)

@@ -1,0 +1,73 @@
+"""A job of `tests/workers/steady.py`: starting it, ending it, and accounting for its log."""
+
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from helpers import procs
+from helpers.launcher import Launched
+
+SCRIPT = Path(__file__).resolve().parent.parent / "workers" / "steady.py"
+
+EXIT_0, EXIT_1 = signal.SIGUSR1, signal.SIGUSR2
+
+
+class SteadyJob:
+    """A launcher with N steady workers, all streams tee'd.
+
+    Args:
+        launch: the fixture.
+        folder: for logs and counts.
+        n: number of workers.
+        stubborn: workers go on when told to stop.
+    """
+
+    def __init__(
+        self, launch: Callable[..., Launched], folder: Path, n: int, *args: str, stubborn: bool = False
+    ) -> None:
+        self.n = n
+        self._logs, self._counts = folder / "logs", folder / "counts"
+        self._counts.mkdir()
+        env = {"COUNTS": str(self._counts)} | ({"STUBBORN": "1"} if stubborn else {})
+        arguments = ("--nproc-per-node", str(n), "--log-dir", self._logs, "--tee", "3", *args, SCRIPT)
+        self.launched = launch(*arguments, env=env)
+
+    def ready(self, attempt: int = 0, count: int | None = None) -> dict[int, int]:
+        """Wait until that many workers of an attempt (all, by default) run; returns pids by rank."""
+        pattern = rf"READY (\d+) {attempt} (\d+)"
+        lines = self.launched.wait_for_lines(pattern, self.n if count is None else count, "stderr")
+        return {int(line[1]): int(line[2]) for line in lines}
+
+    def nursery(self) -> int:
+        """The pid of the process between launcher and workers."""
+        (found,) = {child.pid for child in procs.children(self.launched.pid)}
+        return found
+
+    def check_logs(self, *, is_console_complete: bool = True) -> None:
+        """Every line that the kernel accepted is in its file, in order.
+
+        Args:
+            is_console_complete: all of them are on the console as well (not so when the launcher was killed).
+        """
+        in_files: Counter[str] = Counter()
+        for counted in self._counts.iterdir():
+            rank, attempt = counted.name.split(".")
+            (log,) = self._logs.glob(f"*/attempt_{attempt}/{rank}/stdout.log")
+            whole = log.read_bytes().split(b"\n")[:-1]
+            assert whole == [b"line %d" % number for number in range(len(whole))]
+            assert len(whole) >= int(counted.read_bytes() or b"0")
+            in_files[rank] += len(whole)
+        if is_console_complete:
+            lines = re.findall(r"^\[default(\d+)\]:line \d+$", self.launched.stdout, re.MULTILINE)
+            assert Counter(lines) == +in_files
+
+
+def send(pid: int, signum: int) -> None:
+    """Signal a worker; it may have ended in the meantime."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return
