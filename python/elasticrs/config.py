@@ -190,10 +190,13 @@ def seconds(text: str) -> float:
         ValueError: with what is expected, when it is negative, endless or no number.
     """
     expected = "seconds, 0 or more"
+    limit = 1e9  # What the core's clock can count in nanoseconds, and far more than anybody waits.
     try:
         value = float(text)
     except ValueError:
         raise ValueError(expected) from None
-    if not 0 <= value < float("inf"):
+    if value > limit:
+        raise ValueError(f"seconds, {limit:.0f} at most")
+    if not value >= 0:
         raise ValueError(expected)
     return value

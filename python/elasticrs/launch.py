@@ -11,14 +11,18 @@ import os
 import signal
 import sys
 
-from elasticrs.agent.signals import catch_signals, ignored_signals
+from elasticrs.agent.signals import catch_signals, ignored_signals, stop_this_process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from elasticrs.agent.console import Console
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.launcher.arguments import Launch
+
+_PATIENCE = 10.0
+"""Seconds that a stderr which takes nothing holds up the end."""
 
 _FIRST_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -32,6 +36,7 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    _open_standard_descriptors()
     # Before all imports that take time: from here on no signal ends the process half-way.
     signals = catch_signals(_FIRST_SIGNALS)
     try:
@@ -89,8 +94,11 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     if result.exit_code != 0 and result.signum is None:
         from elasticrs.agent.report import print_report
 
-        print_report(launch.job, result)
-    logs.remove_if_empty()
+        print_report(launch.job, result, lambda text: _write(console, text, signals))
+    try:
+        logs.remove_if_empty()
+    except OSError as error:
+        console.say(f"{logs.directory} could not be removed: {error.strerror}")
     return result.exit_code
 
 
@@ -114,15 +122,45 @@ def _print_help(what: str) -> int:
     from elasticrs import __version__
     from elasticrs.launcher.options import help_text
 
-    sys.stdout.write(f"elasticrs {__version__}{os.linesep}" if what == "version" else help_text("elasticrun"))
+    text = f"elasticrs {__version__}{os.linesep}" if what == "version" else help_text("elasticrun")
+    left = text.encode()
+    try:
+        while left:
+            left = left[os.write(1, left) :]
+    except OSError as error:
+        return _fail(f"cannot write to standard output: {error.strerror}", 1)
     return 0
 
 
 def _fail(message: str, code: int) -> int:
+    from elasticrs.agent.console import Console
     from elasticrs.agent.texts import PREFIX
 
-    sys.stderr.write(PREFIX + message + os.linesep)
+    Console().write(PREFIX + message + os.linesep, _PATIENCE)
     return code
+
+
+def _write(console: Console, text: str, signals: SignalPipe | None) -> None:
+    """A report that nobody reads keeps nobody: a signal ends it, but for Control-Z."""
+    if signals is None:
+        return console.write(text, _PATIENCE)
+    pipe = signals
+
+    def is_asked_to_stop() -> bool:
+        taken = pipe.take()
+        if signal.SIGTSTP in taken:
+            stop_this_process()
+        return any(signum != signal.SIGTSTP for signum in taken)
+
+    return console.write(text, _PATIENCE, pipe.fd, is_asked_to_stop)
+
+
+def _open_standard_descriptors() -> None:
+    """Closed ones would be taken by what is opened next, and the workers would inherit that."""
+    # What is opened gets the lowest free number.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 if __name__ == "__main__":

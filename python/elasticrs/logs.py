@@ -73,6 +73,8 @@ class RunLogs:
         directory = ""
         if self.directory:
             directory = os.path.join(self.directory, f"attempt_{round}")
+            # Of a long job it may have been cleaned away meanwhile.
+            os.makedirs(self.directory, 0o700, exist_ok=True)
             os.mkdir(directory)
             for local_rank in range(self._nproc):
                 os.mkdir(os.path.join(directory, str(local_rank)))

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 
 from elasticrs.agent.texts import PREFIX
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _PIPE_BUF = 4096  # what poll's POLLOUT promises for a pipe, and what is written in one piece
 _KEPT = 1000
@@ -38,7 +43,7 @@ class Console:
         Args:
             text: without a newline; longer ones are cut to what a pipe takes in one piece.
         """
-        line = os.fsencode(PREFIX + " ".join(text.splitlines()))
+        line = _encode(PREFIX + " ".join(text.splitlines()))
         if len(self._lines) < _KEPT:
             self._lines.append(line[: _PIPE_BUF - 1] + b"\n")
         self.flush()
@@ -54,9 +59,45 @@ class Console:
                 return
             self._write(self._lines.pop(0))
 
+    def write(
+        self,
+        text: str,
+        patience: float,
+        wake_fd: int | None = None,
+        is_enough: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Write a text of any length after the waiting lines; waits for the reader, but not for ever.
+
+        Args:
+            text: as it shall appear.
+            patience: seconds to wait for a reader that takes nothing.
+            wake_fd: a descriptor whose readiness interrupts the wait.
+            is_enough: called then; true gives up.
+        """
+        data = _encode(text)
+        self._lines += [data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF)]
+        self.flush()
+        waiting = select.poll()
+        waiting.register(self._fd, select.POLLOUT)
+        if wake_fd is not None:
+            waiting.register(wake_fd, select.POLLIN)
+        while self._lines and not self._is_gone:
+            ready = [fd for fd, _ in waiting.poll(patience * 1000)]
+            if not ready or (wake_fd in ready and is_enough()):
+                return
+            self.flush()
+
     def _write(self, line: bytes) -> None:
         try:
             os.write(self._fd, line)
         except OSError:
             # A closed or broken stderr takes nothing any more, and there is nowhere left to say so.
             self._is_gone = True
+
+
+def _encode(text: str) -> bytes:
+    """In the file system's encoding: names of files appear as they are. What it cannot say is escaped."""
+    try:
+        return os.fsencode(text)
+    except UnicodeEncodeError:
+        return text.encode(sys.getfilesystemencoding(), "backslashreplace")

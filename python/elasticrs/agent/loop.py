@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from collections import deque
 
 from elasticrs import _core
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+
+ECHO = 0.1
+"""Seconds within which the same signal again is the same request: a wrapper that passes signals on, next to a
+terminal or a ``timeout`` that signals the whole group, delivers each of them twice."""
 
 DRAIN_TIMEOUT = 10.0
 """Seconds that a slow console gets at the end; the files have everything in any case."""
@@ -99,6 +104,7 @@ class Agent:
         self._plan: Plan | None = None
         self._result = JobResult()
         self._failure_ns: int | None = None
+        self._asked: dict[int, float] = {}
 
     def run(self) -> JobResult:
         """Run the job to its end.
@@ -255,9 +261,12 @@ class Agent:
     def _discard_empty_fault_files(self) -> None:
         from elasticrs.multiprocessing.errors.failure import discard_empty_fault_file
 
-        for attempt in self._result.attempts:
-            for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
-                discard_empty_fault_file(path)
+        try:
+            for attempt in self._result.attempts:
+                for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
+                    discard_empty_fault_file(path)
+        except OSError as error:
+            self._console.say(f"{error.filename}, an empty file, could not be removed: {error.strerror}")
 
     # --- events ---
 
@@ -265,8 +274,15 @@ class Agent:
         for signum in self._signals.take() if self._signals is not None else ():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
                 _suspend(supervisor)
-            else:
+            elif not self._is_echo(signum):
                 self._events.append(machine.SignalReceived(signum))
+
+    def _is_echo(self, signum: int) -> bool:
+        now = time.monotonic()
+        if now - self._asked.get(signum, -ECHO) < ECHO:
+            return True
+        self._asked[signum] = now
+        return False
 
     def _on_fd(self, supervisor: _core.Supervisor, event: _core.FdReady) -> None:
         if self._signals is not None and event.fd == self._signals.fd:

@@ -6,7 +6,6 @@ Imported only when something went wrong.
 from __future__ import annotations
 
 import os
-import sys
 
 from elasticrs import _core
 from elasticrs.agent import texts
@@ -15,6 +14,8 @@ from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elasticrs.agent.attempt import Attempt
     from elasticrs.agent.loop import JobResult
     from elasticrs.config import JobConfig
@@ -45,19 +46,20 @@ def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | 
     return ChildFailedError(job.name, failed) if failed else None
 
 
-def print_report(job: JobConfig, result: JobResult) -> None:
-    """Write the report to stderr, and the root cause's error file to the launcher's own, if it has one.
+def print_report(job: JobConfig, result: JobResult, write: Callable[[str], None]) -> None:
+    """Write the report, and the root cause's error file to the launcher's own, if it has one.
 
     Args:
         job: the job.
         result: how it ended.
+        write: takes the text.
     """
     error = child_failed_error(job, result)
     if result.message is not None:
-        sys.stderr.write(texts.PREFIX + result.message + os.linesep)
+        write(texts.PREFIX + result.message + os.linesep)
     if error is None:
         return
-    sys.stderr.write(error.format_msg() + os.linesep)
+    write(error.format_msg() + os.linesep)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         hand_on(error)
 

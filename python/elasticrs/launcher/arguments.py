@@ -321,12 +321,16 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
     python = environ.get("PYTHON_EXEC") or sys.executable
     _check_program(python, "PYTHON_EXEC" if environ.get("PYTHON_EXEC") else "the Python interpreter", environ)
     if args.module:
+        if not script:
+            raise UsageError("-m: got '', expected the name of a module")
         return [python, "-u", "-m", script, *args.training_script_args]
     if not os.path.exists(script):
         raise UsageError(f"script {script!r} does not exist")
     if not os.access(script, os.R_OK):
         raise UsageError(f"script {script!r} cannot be read: permission denied")
-    return [python, "-u", script, *args.training_script_args]
+    # Python would take it for an option.
+    path = os.path.join(os.curdir, script) if script.startswith("-") else script
+    return [python, "-u", path, *args.training_script_args]
 
 
 def _check_program(program: str, what: str, environ: Mapping[str, str]) -> None:

@@ -1,0 +1,133 @@
+"""Standard descriptors that are closed, full or stuck, odd names, directories that vanish."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import procs
+from helpers.launcher import LAUNCHERS, clean_environment
+
+pytestmark = pytest.mark.beyond_torchrun
+
+COMMAND = LAUNCHERS["elasticrs"]
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+def under_shell(redirection, *args, cwd):
+    """The launcher under a shell that redirects its descriptors."""
+    line = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *map(str, args)]
+    return subprocess.run(
+        line,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=clean_environment(),
+        timeout=procs.HANG,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_descriptor_is_taken_by_nothing_of_ours(tmp_path, worker_script, closed):
+    script = worker_script("""
+        import os
+        files = [os.readlink(f"/proc/{os.environ['LAUNCHER']}/fd/{fd}") for fd in (0, 1, 2)]
+        open(os.environ["LAUNCHER"], "w").write("\\n".join(files))
+    """)
+    program = f'LAUNCHER=$(cut -d " " -f 4 /proc/$PPID/stat) exec "{sys.executable}" "{script}"'
+    done = under_shell(closed, "--no-python", "sh", "-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (shown,) = [path for path in tmp_path.iterdir() if path.name.isdecimal()]
+    assert "socket" not in shown.read_text()
+    assert "anon_inode" not in shown.read_text()
+    assert "/dev/null" in shown.read_text()
+
+
+def test_a_mistake_has_its_exit_code_without_stderr(tmp_path):
+    assert under_shell("2>&-", "--no-such-flag", cwd=tmp_path).returncode == 2
+    assert under_shell("2>/dev/full", "--no-such-flag", cwd=tmp_path).returncode == 2
+
+
+def test_help_that_cannot_be_written_is_told_in_one_line(tmp_path):
+    done = under_shell(">/dev/full", "--help", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "elasticrs: cannot write to standard output: No space left on device\n"
+
+
+@pytest.fixture
+def stuck():
+    """A pipe that is full and that nobody reads."""
+    reader, writer = os.pipe()
+    other = os.open(f"/proc/self/fd/{writer}", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(other, b"x" * 4096)
+    except BlockingIOError:
+        yield writer
+    finally:
+        for fd in (reader, writer, other):
+            os.close(fd)
+
+
+@pytest.fixture
+def stuck_launcher(stuck, tmp_path):
+    """A launcher with a report for nobody."""
+    command = [*COMMAND, "--no-python", "false"]
+    launcher = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=stuck, cwd=tmp_path, env=clean_environment()
+    )
+    yield launcher
+    launcher.kill()
+    launcher.wait()
+
+
+def test_a_signal_ends_a_launcher_whose_report_nobody_reads(stuck_launcher):
+    with pytest.raises(subprocess.TimeoutExpired):
+        stuck_launcher.wait(2)
+    stuck_launcher.send_signal(signal.SIGTERM)
+    assert stuck_launcher.wait(5) == 1
+
+
+def test_a_report_that_nobody_reads_is_given_up(stuck_launcher):
+    assert stuck_launcher.wait(procs.HANG) == 1
+
+
+@pytest.mark.parametrize("env", [{}, ASCII], ids=["utf-8", "ascii"])
+def test_names_that_are_no_text(launch, tmp_path, env):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/a\xff\n b\xc3\xb6")
+    os.mkdir(folder)
+    script = Path(folder, os.fsdecode(b"-\xfe \n.py"))
+    script.write_text("raise ValueError('SAID')")
+    launched = launch(
+        "--log-dir", os.path.join(folder, "logs"), "--tee", "3", script.name, env=env, cwd=folder
+    )
+    assert launched.wait() == 2
+    assert "unknown option" in launched.stderr
+    launched = launch("--log-dir", "logs", "--tee", "3", "--", script.name, env=env, cwd=folder)
+    assert launched.wait() == 1
+    assert "[default0]:ValueError: SAID" in launched.stderr
+    assert "Root Cause" in launched.stderr
+    (log,) = Path(folder).glob("logs/*/attempt_0/0/stderr.log")
+    assert "SAID" in log.read_text()
+
+
+def test_a_descendant_whose_name_the_locale_lacks_is_named(launch, tmp_path):
+    program = tmp_path / "schläfer"
+    program.symlink_to("/bin/sleep")
+    launched = launch(
+        *("--linger", "0", "--no-python", "sh", "-c", f"setsid {program} 1000 & exec true"), env=ASCII
+    )
+    assert launched.wait() == 0, launched.stderr
+    assert "Traceback" not in launched.stderr
+
+
+def test_a_temporary_directory_that_was_cleaned_away_costs_no_restart(launch, tmp_path):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    program = f'[ "$TORCHELASTIC_RESTART_COUNT" = 1 ] && exit 0; rm -r {folder}/*; exit 1'
+    launched = launch("--max-restarts", "1", "--no-python", "sh", "-c", program, env={"TMPDIR": str(folder)})
+    assert launched.wait() == 0, launched.stderr
+    assert not list(folder.iterdir())
