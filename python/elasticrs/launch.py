@@ -43,7 +43,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return _main(sys.argv[1:] if args is None else args, signals)
     finally:
         if signals is not None:
-            signals.close()
+            # The exit code stands, and no signal shall take its place while the interpreter shuts down.
+            signals.close(ignore=args is None)
 
 
 def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:

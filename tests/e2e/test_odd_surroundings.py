@@ -131,3 +131,29 @@ def test_a_temporary_directory_that_was_cleaned_away_costs_no_restart(launch, tm
     launched = launch("--max-restarts", "1", "--no-python", "sh", "-c", program, env={"TMPDIR": str(folder)})
     assert launched.wait() == 0, launched.stderr
     assert not list(folder.iterdir())
+
+
+@pytest.mark.privileged
+def test_a_full_file_system_is_named_by_rank_and_file_once(launch, tmp_path):
+    mount = f'mount -t tmpfs -o size=64k none "{tmp_path}" && cd "{tmp_path}" && exec "$@"'
+    full = "seq 100000 2>&-; [ $(stat -f -c %a .) = 0 ] || exit 9"
+    launched = launch(
+        *("--log-dir", tmp_path, "--tee", "1", "--no-python", "sh", "-c", full),
+        prefix=("unshare", "-m", "sh", "-c", mount, "sh"),
+    )
+    assert launched.wait() == 0, launched.stderr
+    (line,) = launched.stderr.splitlines()
+    assert line.startswith("elasticrs: rank 0: log file ")
+    assert line.endswith("/attempt_0/0/stdout.log: No space left on device")
+
+
+@pytest.mark.privileged
+def test_a_limit_of_processes_is_named(launch):
+    # An uid of its own, so that nobody else's processes count; the agent's two threads and the nursery do.
+    limit = ("prlimit", "--nproc=4", "setpriv", "--reuid", "64999", "--clear-groups")
+    launched = launch("--nproc-per-node", "4", "--no-python", "/bin/true", prefix=limit, cwd=Path("/"))
+    assert launched.wait() == 1
+    assert launched.stderr.endswith(
+        "elasticrs: could not create the process for local rank 1: "
+        "a limit of processes is reached (RLIMIT_NPROC or pids.max)\n"
+    )

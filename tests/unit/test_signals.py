@@ -30,6 +30,14 @@ CASES = {
         assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
         assert signal.set_wakeup_fd(-1) == -1
     """,
+    "at_the_end_of_a_process_they_are_ignored": """
+        pipe = SignalPipe([signal.SIGTERM])
+        pipe.close(ignore=True)
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.set_wakeup_fd(-1) == -1
+        import atexit
+        atexit.register(signal.raise_signal, signal.SIGTERM)
+    """,
     "an_ignored_signal_stays_ignored": """
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         pipe = SignalPipe([signal.SIGHUP, signal.SIGTERM])

@@ -164,6 +164,9 @@ class Agent:
         if left:
             files = ", ".join(stream.path for stream in left)
             self._console.say(f"the console did not take everything in {DRAIN_TIMEOUT:g} s; see {files}")
+        # What the last bytes brought to light, such as a full file system, comes after the end of the group.
+        while isinstance(event := supervisor.next_event(0), (_core.LogTrouble, _core.Degraded)):
+            _TRANSLATORS[type(event)](self, supervisor, event)
 
     # --- actions ---
 

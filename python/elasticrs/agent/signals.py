@@ -119,11 +119,17 @@ class SignalPipe:
             self._forward(bytes(received))
         return [signum for signum in received if signum in self._caught]
 
-    def close(self) -> None:
-        """Put everything back as it was. Idempotent."""
+    def close(self, *, ignore: bool = False) -> None:
+        """Put everything back as it was. Idempotent.
+
+        Args:
+            ignore: the caught signals are ignored from now on instead: for a process that is about to exit.
+        """
         if self._reader.fileno() == -1:
             return
         for signum in list(self._caught):
+            if ignore:
+                self._caught[signum] = signal.SIG_IGN
             self._restore(signum)
         signal.set_wakeup_fd(self._host_fd, warn_on_full_buffer=False)
         self._reader.close()

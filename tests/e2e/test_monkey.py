@@ -1,0 +1,124 @@
+"""A monkey at the controls: everything that can be signalled is, in any order, and the account must be right.
+
+The soak test kills one thing at a time and waits for what follows; here launcher, nursery and workers are hit in
+short rows, without regard to what they are doing. A failure shows the seed; ``MONKEY_SEED`` repeats it.
+"""
+
+import os
+import random
+import signal
+
+import pytest
+from helpers import procs
+from helpers.steady import EXIT_0, EXIT_1, SteadyJob, send
+
+pytestmark = [pytest.mark.slow, pytest.mark.beyond_torchrun, pytest.mark.timeout(120)]
+
+GAMES = 60
+N = 3
+RESTARTS = 2
+FOR_WORKERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM, EXIT_0, EXIT_1)
+FOR_THE_LAUNCHER = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
+
+
+class Game:
+    """One job and what was done to it."""
+
+    def __init__(self, launch, folder, rng):
+        self.rng = rng
+        self.is_nursery_stopped = self.is_launcher_killed = self.is_nursery_killed = False
+        self.asked = False
+        grace = rng.choice(["0", "0.2", "1"])
+        arguments = ("--max-restarts", str(RESTARTS), "--shutdown-timeout", grace)
+        self.job = SteadyJob(launch, folder, N, *arguments, stubborn=rng.random() < 0.3)
+        self.story = [f"grace {grace}"]
+
+    def play(self):
+        launched, rng = self.job.launched, self.rng
+        launched.read_for(rng.uniform(0.0, 0.3))
+        for _ in range(rng.randint(1, 8)):
+            if launched.has_exited:
+                return
+            rng.choices([self.hit_worker, self.hit_launcher, self.hit_nursery], [6, 2, 1])[0]()
+            launched.read_for(rng.choice([0.0, 0.0, 0.001, 0.01, 0.08]))
+
+    def end(self):
+        """Nothing that was stopped may stand in the way, and whoever still runs is asked to stop, then told."""
+        launched = self.job.launched
+        while not launched.has_exited:
+            for process in [*launched.descendants(), procs.process(launched.pid)]:
+                if process is not None and process.state == "T":
+                    send(process.pid, signal.SIGCONT)
+            self.asked = True
+            launched.signal(signal.SIGTERM)
+            launched.read_for(0.3)
+        return launched.wait()
+
+    def hit_worker(self):
+        nursery = self.nursery()
+        workers = procs.children(nursery.pid) if nursery is not None else []
+        if workers:
+            victim, signum = self.rng.choice(workers), self.rng.choice(FOR_WORKERS)
+            self.tell(f"worker {victim.pid}", signum)
+            send(victim.pid, signum)
+
+    def hit_nursery(self):
+        nursery = self.nursery()
+        if nursery is not None:
+            self.is_nursery_killed = True
+            self.tell("nursery", signal.SIGKILL)
+            send(nursery.pid, signal.SIGKILL)
+
+    def hit_launcher(self):
+        kill = self.rng.random() < 0.1
+        signum = signal.SIGKILL if kill else self.rng.choice(FOR_THE_LAUNCHER)
+        self.is_launcher_killed |= kill
+        self.asked |= signum != signal.SIGTSTP
+        for _ in range(self.rng.choice([1, 1, 2, 10])):
+            self.tell("launcher", signum)
+            self.job.launched.signal(signum)
+
+    def nursery(self):
+        return next(iter(procs.children(self.job.launched.pid)), None)
+
+    def tell(self, whom, signum):
+        self.story.append(f"{signal.Signals(signum).name} to {whom}")
+
+
+def is_handled(launched):
+    """Whether the launcher has come as far as handling signals: before, the interpreter's own rules apply."""
+    with open(f"/proc/{launched.pid}/status", encoding="utf-8") as status:
+        (mask,) = [line.split()[1] for line in status if line.startswith("SigCgt:")]
+    return bool(int(mask, 16) >> (signal.SIGHUP - 1) & 1)
+
+
+@pytest.fixture
+def rng():
+    seed = int(os.environ.get("MONKEY_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"MONKEY_SEED={seed}")
+    return random.Random(seed)
+
+
+def test_whatever_is_signalled_the_account_is_right(launch, tmp_path, rng):
+    for number in range(GAMES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        game = Game(launch, folder, rng)
+        launched = game.job.launched
+        while not (launched.has_exited or is_handled(launched)):
+            launched.read_for(0.002)
+        game.play()
+        code = game.end()
+        story = f"game {number}: {game.story}\n{launched.stderr}"
+        if code == -signal.SIGKILL:
+            assert game.is_launcher_killed, story
+            if game.is_nursery_killed:
+                procs.assert_gone(child.pid for child in procs.children())
+            procs.reap_adopted()
+        else:
+            # 0 only when nobody asked to stop and all workers of one attempt left with 0.
+            assert code == 1 or (code == 0 and not game.asked), story
+            assert not procs.children(), story
+        # Those of workers have a prefix.
+        assert "\nTraceback" not in "\n" + launched.stderr, story
+        game.job.check_logs(is_console_complete=code != -signal.SIGKILL)
