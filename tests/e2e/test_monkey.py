@@ -1,7 +1,7 @@
-"""A monkey at the controls: everything that can be signalled is, in any order, and the account must be right.
+"""A monkey at the controls: everything that can be signalled is, in any order; the account must be right.
 
-The soak test kills one thing at a time and waits for what follows; here launcher, nursery and workers are hit in
-short rows, without regard to what they are doing. A failure shows the seed; ``MONKEY_SEED`` repeats it.
+The soak test kills one thing at a time and waits for what follows; here launcher, nursery and workers are hit
+in short rows, without regard to what they are doing. A failure shows the seed; ``MONKEY_SEED`` repeats it.
 """
 
 import os
@@ -26,7 +26,7 @@ class Game:
 
     def __init__(self, launch, folder, rng):
         self.rng = rng
-        self.is_nursery_stopped = self.is_launcher_killed = self.is_nursery_killed = False
+        self.is_launcher_killed = self.is_nursery_killed = False
         self.asked = False
         grace = rng.choice(["0", "0.2", "1"])
         arguments = ("--max-restarts", str(RESTARTS), "--shutdown-timeout", grace)
@@ -43,7 +43,7 @@ class Game:
             launched.read_for(rng.choice([0.0, 0.0, 0.001, 0.01, 0.08]))
 
     def end(self):
-        """Nothing that was stopped may stand in the way, and whoever still runs is asked to stop, then told."""
+        """Whoever was stopped goes on, and is asked until it ends; returns the exit code."""
         launched = self.job.launched
         while not launched.has_exited:
             for process in [*launched.descendants(), procs.process(launched.pid)]:
