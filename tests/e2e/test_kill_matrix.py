@@ -84,6 +84,16 @@ def test_the_agent_meets_its_fate(phase, event):
     phase.job.check_logs(is_console_complete=not was_killed)
 
 
+def test_a_nursery_that_somebody_stopped_goes_on_and_loses_no_exit_code(launch, tmp_path):
+    job = SteadyJob(launch, tmp_path, N)
+    pids = job.ready().values()
+    send(job.nursery(), signal.SIGSTOP)
+    for pid in pids:
+        send(pid, EXIT_0)
+    assert job.launched.wait() == 0, job.launched.stderr
+    job.check_logs()
+
+
 def test_a_killed_nursery_is_charged_to_the_budget_once(launch, tmp_path):
     job = SteadyJob(launch, tmp_path, N, "--max-restarts", "1")
     first = job.ready()

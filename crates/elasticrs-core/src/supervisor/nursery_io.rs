@@ -67,6 +67,12 @@ impl Nursery {
         self.kill();
     }
 
+    /// In case that somebody has stopped it.
+    pub(super) fn resume(&self) {
+        // The only error is ESRCH: its end is about to be told.
+        let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGCONT);
+    }
+
     pub(super) fn kill(&self) {
         // The only error is ESRCH: it has ended already, which is what was wanted.
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);

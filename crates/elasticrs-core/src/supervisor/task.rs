@@ -336,7 +336,8 @@ impl Task {
         }
     }
 
-    /// A worker that has been dead for a whole interval without a word from the nursery: it is stopped, or hangs.
+    /// A worker is dead without a word from the nursery: it is stopped. One that keeps silent for a whole interval
+    /// hangs.
     fn check(&mut self) {
         if self.config.owns_process && std::process::id() == 1 {
             watch::reap_orphans(self.nursery.as_ref().map(|nursery| nursery.pid));
@@ -346,10 +347,10 @@ impl Task {
         let own = running.members.iter().filter(|m| !m.adopted && running.group.living().any(|pid| pid == m.pid));
         let dead: Vec<i32> = own.filter(is_dead).map(|m| m.pid).collect();
         let overdue = dead.iter().any(|pid| running.unreported.contains(pid));
-        running.unreported = dead;
-        if let (true, Some(nursery)) = (overdue, &self.nursery) {
-            nursery.kill();
+        if let (false, Some(nursery)) = (dead.is_empty(), &self.nursery) {
+            if overdue { nursery.kill() } else { nursery.resume() }
         }
+        running.unreported = dead;
         self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
     }
 
