@@ -130,7 +130,7 @@ class CommandWorkers(Workers):
     """Workers that are programs.
 
     Args:
-        command: program and arguments; in an argument, ``${local_rank}`` stands for the worker's and ``$$`` for
+        command: program and arguments; in an argument, ``${local_rank}`` is the worker's and ``$$`` is
             a dollar, as in torch.
     """
 
