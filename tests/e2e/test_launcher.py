@@ -343,4 +343,4 @@ def test_modules_and_other_programs_are_run(launch, tmp_path):
     assert module.stdout == "['x']\n"
     program = launch("--no-python", "echo", "${local_rank}", "$$")
     assert program.wait() == 0
-    assert program.stdout == "0 $$\n"
+    assert program.stdout == "0 $\n"
