@@ -1,8 +1,7 @@
 """Where the output of workers goes: ``<log_dir>/<run_id>_XXXX/attempt_<round>/<local_rank>/``.
 
 Pure layout and directories; copying to the console is the core's work. An attempt's directory is never
-deleted or used
-again: it is the evidence of what happened.
+deleted or used again: it is the evidence of what happened.
 """
 
 from __future__ import annotations
@@ -81,11 +80,8 @@ class RunLogs:
 
     def remove_if_empty(self) -> None:
         """Remove a temporary directory that holds no file: nobody asked for it, nothing is in it."""
-        if not self.directory or not self._is_temporary:
-            return
-        for parent, _, _ in os.walk(self.directory, topdown=False):
-            _rmdir_if_empty(parent)
-        _rmdir_if_empty(os.path.dirname(self.directory))
+        if self.directory and self._is_temporary:
+            remove_if_empty(os.path.dirname(self.directory))
 
 
 def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
@@ -207,6 +203,19 @@ def temporary_directory() -> str:
         if path and os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
             return path
     return os.getcwd()
+
+
+def remove_if_empty(directory: str) -> None:
+    """Remove a tree of directories, apart from those that hold a file.
+
+    Args:
+        directory: its root.
+
+    Raises:
+        OSError: one cannot be removed for another reason.
+    """
+    for parent, _, _ in os.walk(directory, topdown=False):
+        _rmdir_if_empty(parent)
 
 
 def _rmdir_if_empty(path: str) -> None:

@@ -224,3 +224,20 @@ except RuntimeError as error:
     )
     assert program in text
     assert "No such file or directory" in text
+
+
+def test_a_temporary_directory_without_files_is_removed(tmp_path):
+    left, _ = host(
+        tmp_path,
+        """
+def work():
+    return rank()
+""",
+        """
+os.environ["TMPDIR"] = temporary = os.path.join(os.path.dirname(__file__), "tmp")
+os.mkdir(temporary)
+elastic_launch(LaunchConfig(1, 1, 2, rdzv_backend="c10d"), work)()
+print(json.dumps(os.listdir(temporary)))
+""",
+    )
+    assert left == []

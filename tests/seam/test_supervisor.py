@@ -15,6 +15,9 @@ from helpers.procs import HANG, assert_gone, descendants
 
 from elasticrs import _core
 
+# The substitution ends when the daemon has closed the pipe, which it does in a session of its own.
+LEAVE_A_DAEMON = "x=$(setsid sh -c 'echo x; exec sleep 1234 >/dev/null' &)"
+
 
 def test_exits_carry_code_signal_and_usage(group):
     group.start(["sh", "-c", "exit 0"], ["sh", "-c", "exit 0"])
@@ -71,7 +74,7 @@ def test_a_watched_descriptor_wakes_the_waiter(group):
 
 
 def test_descendants_are_ended_and_named(group):
-    group.start(["sh", "-c", "setsid sleep 1234 & exit 0"], linger=0.2)
+    group.start(["sh", "-c", LEAVE_A_DAEMON], linger=0.2)
     ended = group.end()
     assert ended.outcome == "succeeded"
     assert [d.command for d in ended.ended] == ["sleep 1234"]
@@ -173,7 +176,7 @@ def test_a_nursery_that_cannot_be_started_is_an_error(monkeypatch):
 
 def test_an_interpreter_serves_as_nursery_where_memory_files_cannot_be_executed():
     group = Group(_core.Supervisor(nursery="interpreter"))
-    group.start(["sh", "-c", "setsid sleep 1234 & exit 3"], ["sleep", "100"])
+    group.start(["sh", "-c", f"{LEAVE_A_DAEMON}; exit 3"], ["sleep", "100"])
     ended = group.end()
     assert ended.outcome == "failed"
     assert len(ended.ended) == 1

@@ -135,7 +135,7 @@ fn main() -> Result<()> {
             spawn(&mut nursery, if command == "daemonise" { 8 } else { 1 }, command)?;
             if command == "fork-bomb" {
                 // Full size: otherwise it is swept while it is small.
-                while elasticrs_core::nursery::tree::descendants(nursery.pid, &[]).len() < 150 {}
+                while elasticrs_core::nursery::tree::descendants(nursery.pid, &[]).count() < 150 {}
             }
             figures.push(sweep(&mut nursery)?);
         }

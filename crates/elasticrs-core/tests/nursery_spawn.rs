@@ -212,13 +212,11 @@ fn a_start_that_hangs_tells_its_stage_and_ends_with_the_nursery() {
     // Nobody ever reads from it, so opening it blocks, as on a dead network file system.
     process.stdio[1] = Stdio::File(fifo);
     client.request_spawn(&process, &[], Vec::new());
-    let mut stages: Vec<u8> = Vec::new();
-    // One byte for the start of the worker; /dev/null as standard input and the FIFO both announce "open the log".
-    while stages != [Stage::Clone as u8, Stage::OpenLog as u8, Stage::OpenLog as u8] {
+    loop {
         wait_readable(&client.nursery.stages, "the next stage");
-        let mut bytes = [0; 16];
-        let count = nix::unistd::read(&client.nursery.stages, &mut bytes).unwrap();
-        stages.extend(&bytes[..count]);
+        if client.nursery.stage_reached() == Some(Stage::OpenLog) {
+            break;
+        }
     }
     let blocked = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", client.nursery.pid)).unwrap();
     let blocked: i32 = blocked.trim().parse().unwrap();
@@ -273,4 +271,25 @@ fn a_signal_for_a_pid_that_is_no_worker_is_not_sent() {
     assert!(elasticrs_testkit::is_running(bystander.id().cast_signed()));
     bystander.kill().unwrap();
     bystander.wait().unwrap();
+}
+
+#[test]
+fn a_nursery_that_runs_out_of_descriptors_says_so_and_goes_on() {
+    let mut client = Client::start();
+    let limit = |nursery: i32, limit: &str| {
+        let status = std::process::Command::new("prlimit")
+            .args([format!("--pid={nursery}"), format!("--nofile={limit}:")])
+            .status();
+        assert!(status.unwrap().success());
+    };
+    let before = std::fs::read_to_string(format!("/proc/{}/limits", client.nursery.pid)).unwrap();
+    let before = before.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().nth(3);
+    limit(client.nursery.pid, "3");
+    let failure = client.try_spawn(&worker(&["sleep"])).err();
+    assert_eq!(failure, Some((Stage::Clone, libc::EMFILE, String::new())));
+    client.request_spawn(&with_stdout(worker(&["sleep"])), &[], vec![pipe().1]);
+    assert_eq!(client.spawned().err(), Some((Stage::Descriptors, libc::EMFILE, String::new())));
+    limit(client.nursery.pid, before.unwrap());
+    let (worker, _lines) = client.spawn_ready(&["exit", "3"]);
+    assert_eq!(client.exit_of(worker.pid).0, WorkerExit::Exited { code: 3 });
 }

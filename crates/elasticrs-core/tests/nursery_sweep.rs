@@ -189,3 +189,18 @@ fn leaving_leaves_the_descendants_alone() {
     wait_for_end(grandchild);
     elasticrs_core::sys::wait::reap(grandchild);
 }
+
+#[test]
+fn workers_after_a_sweep_do_not_inherit_its_priority() {
+    let nice = |pid: i32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let fields = stat.rsplit_once(')').unwrap().1.to_owned();
+        fields.split_whitespace().nth(16).unwrap().parse::<i32>().unwrap()
+    };
+    let mut client = Client::start();
+    client.spawn_ready(&["daemonise"]);
+    client.sweep(0, 0);
+    let (worker, _lines) = client.spawn_ready(&["sleep"]);
+    assert_eq!(nice(worker.pid), nice(std::process::id().cast_signed()));
+    client.sweep(0, 0);
+}

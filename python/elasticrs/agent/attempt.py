@@ -54,6 +54,7 @@ class Attempt:
         exits: by local rank, in the order in which they were seen.
         first_failure: the local rank that failed first.
         oom_kills: the counters of the OOM killer when it started.
+        oom_kills_after: the same counters when it had failed.
         signalled: siblings that were signalled for it.
         stamps: ``started``, ``failure_seen``, ``siblings_signalled``, ``ended``: monotonic nanoseconds.
     """
@@ -63,6 +64,7 @@ class Attempt:
         "first_failure",
         "nursery_exitcode",
         "oom_kills",
+        "oom_kills_after",
         "paths",
         "pids",
         "plan",
@@ -81,6 +83,7 @@ class Attempt:
         self.exits: dict[int, WorkerExited] = {}
         self.first_failure: int | None = None
         self.oom_kills: dict[str, int] = {}
+        self.oom_kills_after: dict[str, int] = {}
         self.signalled = 0
         self.nursery_exitcode: int | None = None
         self.stamps: dict[str, int] = {}

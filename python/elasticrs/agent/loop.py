@@ -16,7 +16,7 @@ from elasticrs.agent import state as machine
 from elasticrs.agent import texts
 from elasticrs.agent.attempt import Attempt, Plan
 from elasticrs.agent.console import Console
-from elasticrs.agent.evidence import oom_kills
+from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.signals import SignalPipe, stop_this_process
 from elasticrs.config import SAFETY_TICK
@@ -110,7 +110,7 @@ class Agent:
             _core.SupervisorError: the supervisor itself failed; nothing is left running.
             OSError: the same, for want of descriptors or of a recent kernel.
         """
-        self._take_signals()
+        self._take_signals(None)
         self._events.append(machine.Begin())
         supervisor: _core.Supervisor | None = None
         try:
@@ -150,7 +150,7 @@ class Agent:
             if event is not None:
                 _TRANSLATORS[type(event)](self, supervisor, event)
             else:
-                self._take_signals()
+                self._take_signals(supervisor)
 
     def _drain(self, supervisor: _core.Supervisor) -> None:
         """Let the console catch up, for a while."""
@@ -170,6 +170,8 @@ class Agent:
             self._console.say(texts.stop_line(self._state.signum, action.signum, action.grace))
             supervisor.stop(_core.StopPolicy(action.signum, action.grace))
         elif isinstance(action, machine.CollectEvidence):
+            attempt = self._result.attempts[-1]
+            attempt.oom_kills_after = read_counters(attempt.oom_kills)
             self._release_plan()
         elif isinstance(action, machine.AnnounceRestart):
             self._announce(action)
@@ -217,7 +219,10 @@ class Agent:
         failed = attempt.failed_exits()
         if attempt.first_failure is not None and failed:
             first = failed[0]
-            return f"{self._who(first.local_rank, first.pid)} {texts.how_it_ended(first.exitcode)}"
+            cause = f"{self._who(first.local_rank, first.pid)} {texts.how_it_ended(first.exitcode)}"
+            counters = attempt.oom_kills, attempt.oom_kills_after
+            is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
+            return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
         if attempt.nursery_exitcode is not None:
             return f"nursery {texts.how_it_ended(attempt.nursery_exitcode)}"
         return self._result.message or "the workers could not be started"
@@ -256,21 +261,18 @@ class Agent:
 
     # --- events ---
 
-    def _take_signals(self) -> None:
+    def _take_signals(self, supervisor: _core.Supervisor | None) -> None:
         for signum in self._signals.take() if self._signals is not None else ():
-            self._events.append(machine.SignalReceived(signum))
-
-    def _on_fd(self, supervisor: _core.Supervisor, event: _core.FdReady) -> None:
-        if self._signals is None or event.fd != self._signals.fd:
-            self._workers.fd_ready(supervisor, event.fd)
-            return
-        for signum in self._signals.take():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
-                supervisor.suspend()
-                stop_this_process()
-                supervisor.resume()
+                _suspend(supervisor)
             else:
                 self._events.append(machine.SignalReceived(signum))
+
+    def _on_fd(self, supervisor: _core.Supervisor, event: _core.FdReady) -> None:
+        if self._signals is not None and event.fd == self._signals.fd:
+            self._take_signals(supervisor)
+        else:
+            self._workers.fd_ready(supervisor, event.fd)
 
     def _on_started(self, supervisor: _core.Supervisor, event: _core.GroupStarted) -> None:
         attempt = self._result.attempts[-1]
@@ -341,6 +343,15 @@ class Agent:
     def _who(self, local_rank: int, pid: int | None = None) -> str:
         rank = self._result.attempts[-1].plan.ranks[local_rank].global_rank
         return f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
+
+
+def _suspend(supervisor: _core.Supervisor | None) -> None:
+    """Control-Z: the workers are not in the terminal's process group, so they are stopped from here."""
+    if supervisor is not None:
+        supervisor.suspend()
+    stop_this_process()
+    if supervisor is not None:
+        supervisor.resume()
 
 
 _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {

@@ -1,5 +1,4 @@
-"""From the attempt that failed to torch's :class:`~elasticrs.multiprocessing.errors.ProcessFailure` and
-report.
+"""From an attempt that failed to torch's ``ProcessFailure`` and its report.
 
 Imported only when something went wrong.
 """
@@ -11,7 +10,7 @@ import sys
 
 from elasticrs import _core
 from elasticrs.agent import texts
-from elasticrs.agent.evidence import oom_note, read_counters
+from elasticrs.agent.evidence import oom_note
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 TYPE_CHECKING = False
@@ -84,7 +83,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
         both = (("stdout", paths.stdouts.get(rank)), ("stderr", paths.stderrs.get(rank)))
         logs = {name: path for name, path in both if path and path != os.devnull}
     tail = _core.last_lines(logs["stderr"], _TAIL_LINES) if "stderr" in logs else []
-    note = oom_note(worker.exitcode, worker.sent_signal, attempt.oom_kills, read_counters(attempt.oom_kills))
+    note = oom_note(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
     return ProcessFailure(
         rank,
         worker.pid,

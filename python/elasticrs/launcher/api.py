@@ -194,6 +194,8 @@ def launch_agent(
     finally:
         if not is_signalled:
             _shut_down(spec)
+        if isinstance(config.logs_specs, DefaultLogsSpecs):
+            config.logs_specs._remove_if_empty()
 
 
 def _shut_down(spec: WorkerSpec) -> None:

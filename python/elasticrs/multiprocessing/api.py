@@ -145,6 +145,7 @@ class DefaultLogsSpecs(LogsSpecs):
         tee: Std | dict[int, Std] = Std.NONE,
         local_ranks_filter: set[int] | None = None,
     ) -> None:
+        self._is_temporary = not log_dir
         if not log_dir:
             log_dir = logs.make_private_directory(logs.temporary_directory(), "elasticrs_")
         elif os.path.isfile(log_dir):
@@ -179,6 +180,10 @@ class DefaultLogsSpecs(LogsSpecs):
             os.path.join(directory, "filtered_stdout.log") if directory else "",
             os.path.join(directory, "filtered_stderr.log") if directory else "",
         )
+
+    def _remove_if_empty(self) -> None:
+        if self._is_temporary:
+            logs.remove_if_empty(self.root_log_dir)
 
     def _settings(self) -> LogSettings:
         chosen = self._local_ranks_filter

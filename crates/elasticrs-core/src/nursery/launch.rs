@@ -42,10 +42,24 @@ pub struct Launched {
     pub pidfd: OwnedFd,
     /// The connection. Closing it ends the nursery and everything below it.
     pub link: AgentLink,
-    /// The reading end, non-blocking: the last byte is the [`Stage`] that the worker being started has reached.
+    /// The reading end of the stage pipe, non-blocking; see [`Launched::stage_reached`].
     pub stages: OwnedFd,
     /// What its descendants carry.
     pub token: Token,
+}
+
+impl Launched {
+    /// The stage that the start of the latest worker has reached since the last call, for a start that hangs: it is
+    /// the worker behind the last one that was answered.
+    pub fn stage_reached(&self) -> Option<Stage> {
+        let mut reached = None;
+        let mut bytes = [0; 256];
+        // An empty pipe is EAGAIN, one whose nursery is gone has an end: both mean that this is all.
+        while let Ok(count @ 1..) = nix::unistd::read(&self.stages, &mut bytes) {
+            reached = Stage::from_byte(bytes[count - 1]);
+        }
+        reached
+    }
 }
 
 /// No nursery could be started.

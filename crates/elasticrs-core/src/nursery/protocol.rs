@@ -169,6 +169,23 @@ pub enum Stage {
     Receive = 8,
 }
 
+impl Stage {
+    /// The stage with this number, as the stage pipe carries it.
+    pub fn from_byte(byte: u8) -> Option<Self> {
+        const ALL: [Stage; 8] = [
+            Stage::Clone,
+            Stage::NewSession,
+            Stage::ParentDeathSignal,
+            Stage::OpenLog,
+            Stage::Descriptors,
+            Stage::ChangeDir,
+            Stage::Exec,
+            Stage::Receive,
+        ];
+        ALL.into_iter().find(|&stage| stage as u8 == byte)
+    }
+}
+
 impl std::fmt::Display for Stage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {

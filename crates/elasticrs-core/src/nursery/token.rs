@@ -5,7 +5,7 @@
 //! `/proc/PID/limits`, and neither `env -i` nor a process that is not dumpable hides it.
 //!
 //! A process that means to outlive its job leaves its session and resets the limit to `unlimited` (`ulimit -S -R
-//! unlimited` in a shell).
+//! unlimited` in bash).
 
 use std::fs;
 use std::io::{self, Read};

@@ -59,23 +59,45 @@ impl Status {
 }
 
 /// All processes below `root`, parents before their children, without those in `except` and what is below them.
-pub fn descendants(root: i32, except: &[i32]) -> Vec<Listed> {
+///
+/// Each is found when it is asked for, after its own children were: whoever kills what it gets makes room on the CPUs
+/// before the rest is looked for, and loses nobody by it.
+pub fn descendants(root: i32, except: &[i32]) -> Descendants {
     let all = if Features::get().proc_children { None } else { Some(all_by_parent()) };
-    let mut found = Vec::new();
     // A pid that is used again while the listing is made could close a circle.
-    let mut known: BTreeSet<i32> = except.iter().copied().chain([root]).collect();
-    let mut parents = vec![root];
-    while let Some(parent) = parents.pop() {
-        let children = match &all {
-            Some(all) => all.get(&parent).cloned().unwrap_or_default(),
+    let known = except.iter().copied().chain([root]).collect();
+    let mut walk = Descendants { all, known, pending: Vec::new() };
+    walk.add_children(root);
+    walk
+}
+
+/// See [`descendants`].
+#[derive(Debug)]
+pub struct Descendants {
+    all: Option<BTreeMap<i32, Vec<i32>>>,
+    known: BTreeSet<i32>,
+    pending: Vec<Listed>,
+}
+
+impl Descendants {
+    fn add_children(&mut self, parent: i32) {
+        let children = match &mut self.all {
+            Some(all) => all.remove(&parent).unwrap_or_default(),
             None => children(parent),
         };
-        for pid in children.into_iter().filter(|&pid| known.insert(pid)) {
-            found.push(Listed { pid, parent });
-            parents.push(pid);
-        }
+        let new = children.into_iter().filter(|&pid| self.known.insert(pid));
+        self.pending.extend(new.map(|pid| Listed { pid, parent }));
     }
-    found
+}
+
+impl Iterator for Descendants {
+    type Item = Listed;
+
+    fn next(&mut self) -> Option<Listed> {
+        let listed = self.pending.pop()?;
+        self.add_children(listed.pid);
+        Some(listed)
+    }
 }
 
 fn children(parent: i32) -> Vec<i32> {
@@ -207,8 +229,8 @@ mod tests {
         child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
         child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
         let (me, pid) = (std::process::id().cast_signed(), child.id().cast_signed());
-        assert!(descendants(me, &[]).contains(&Listed { pid, parent: me }));
-        assert!(!descendants(me, &[pid]).contains(&Listed { pid, parent: me }));
+        assert!(descendants(me, &[]).any(|listed| listed == Listed { pid, parent: me }));
+        assert!(descendants(me, &[pid]).all(|listed| listed.pid != pid));
         assert!(all_by_parent()[&me].contains(&pid));
         assert_eq!(describe(pid).command, "cat -u");
         Target::open(me, Listed { pid, parent: me }).unwrap().signal(Signal::SIGKILL);

@@ -10,6 +10,7 @@ pub mod features;
 pub mod pidfd;
 #[cfg(feature = "agent")]
 pub mod poll;
+pub mod priority;
 #[cfg(feature = "agent")]
 pub mod readiness;
 pub mod signals;

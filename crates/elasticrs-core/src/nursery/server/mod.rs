@@ -28,7 +28,7 @@ use crate::clock::Stamp;
 use crate::exit::WorkerExit;
 use crate::sys::spawn::Stack;
 use crate::sys::wait::{self, Waited};
-use crate::sys::{fds, signals};
+use crate::sys::{fds, priority, signals};
 
 /// When the agent is gone, this long is tried; then what does not die has its SIGKILL pending and needs nobody.
 const LAST_SWEEP: Duration = Duration::from_secs(10);
@@ -61,6 +61,8 @@ struct Nursery {
     /// The sessions of all workers since the last sweep, those that have ended included.
     sessions: BTreeSet<i32>,
     sweep: Option<Sweep>,
+    /// Our nice value before the sweep, when it could be lowered.
+    nice: Option<i32>,
     /// The agent is gone: nobody is to be told anything, and the sweep that runs is the last.
     orphaned: bool,
 }
@@ -74,6 +76,9 @@ impl Nursery {
         }
         prctl::set_child_subreaper(true)?;
         prctl::set_name(c"worker-nursery")?;
+        // Where the scheduler shares by sessions first, the nice value counts within one only. Ours has nobody else in
+        // it. Without permission a fair share has to do.
+        let _ = std::fs::write("/proc/self/autogroup", "-20");
         // Ignored, it would make the kernel reap in our place.
         signals::set_default(Signal::SIGCHLD)?;
         sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None)?;
@@ -92,6 +97,7 @@ impl Nursery {
             workers: BTreeSet::new(),
             sessions: BTreeSet::new(),
             sweep: None,
+            nice: None,
             orphaned: false,
         };
         nursery.tell(&Reply::Ready { protocol: PROTOCOL, pid: nursery.pid }, Vec::new());
@@ -203,10 +209,12 @@ impl Nursery {
     }
 
     fn begin_sweep(&mut self, deadlines: Deadlines) {
-        match &mut self.sweep {
-            Some(sweep) => sweep.bring_forward(deadlines),
-            none => *none = Some(Sweep::new(deadlines)),
+        if let Some(sweep) = &mut self.sweep {
+            return sweep.bring_forward(deadlines);
         }
+        self.sweep = Some(Sweep::new(deadlines));
+        // Against hundreds of busy processes a fair share of the CPU is too little. Without permission it has to do.
+        self.nice = priority::set_nice(-20).ok();
     }
 
     fn step_sweep(&mut self) -> Served {
@@ -219,6 +227,10 @@ impl Nursery {
                     return Served::Leave;
                 }
                 self.sessions.clone_from(&self.workers);
+                if let Some(nice) = self.nice.take() {
+                    // Going up again is always permitted.
+                    let _ = priority::set_nice(nice);
+                }
                 let Ended { named: ended, more } = sweep.into_ended();
                 self.tell(&Reply::Swept { ended, more, stuck, spared }, Vec::new());
             }

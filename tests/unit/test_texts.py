@@ -1,0 +1,35 @@
+"""What the agent tells the user."""
+
+import pytest
+
+from elasticrs.agent.texts import how_it_ended, milliseconds, restart_line, signal_name, stop_line
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "text"),
+    [
+        (3, "exited with code 3"),
+        (-9, "died by SIGKILL"),
+        (-40, "died by SIG40"),
+        (None, "was lost"),
+    ],
+)
+def test_an_end_has_a_name(exitcode, text):
+    assert how_it_ended(exitcode) == text
+
+
+def test_a_restart_says_what_it_costs():
+    line = restart_line("rank 2 (pid 42) died by SIGKILL", 3, 1, 3)
+    assert line == "rank 2 (pid 42) died by SIGKILL; 3 siblings stopped; restarting (1 of 3 restarts left)"
+    assert restart_line("x", 1, 0, 1) == "x; 1 sibling stopped; restarting (0 of 1 restarts left)"
+    assert restart_line("x", 0, 0, 1) == "x; restarting (0 of 1 restarts left)"
+
+
+def test_a_stop_says_how_long_it_may_take():
+    assert stop_line(15, 15, 30.0) == "SIGTERM received: passing it on to the workers, SIGKILL in 30 s"
+    assert stop_line(2, 9, 0.0) == "asked again: SIGKILL to all workers"
+
+
+def test_small_things_are_readable():
+    assert signal_name(11) == "SIGSEGV"
+    assert milliseconds(12_345_678) == "12.3 ms"
