@@ -89,7 +89,9 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
         **how: Any,
     ) -> Launched:
         command = [*prefix, *launcher, *args]
-        started.append(Launched(command, env=clean_environment(env), cwd=cwd or tmp_path, **how))
+        # Log directories that nobody named belong to the test, too.
+        environment = clean_environment({"TMPDIR": str(tmp_path), **(env or {})})
+        started.append(Launched(command, env=environment, cwd=cwd or tmp_path, **how))
         return started[-1]
 
     yield start

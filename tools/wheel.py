@@ -31,7 +31,7 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 
 def build(scratch: Path) -> Path:
     """The wheel, by way of the sdist; compiled into the tree's own target, so that repeating is quick."""
-    run(sys.executable, "-m", "maturin", "sdist", "--quiet", "--out", DIST)
+    run(sys.executable, "-m", "maturin", "sdist", "--out", DIST)
     (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         if sys.version_info >= (3, 12):
