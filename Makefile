@@ -62,7 +62,9 @@ demo: build ## train a real model with 4 workers; one is killed midway, and the 
 
 test: test-rust test-python ## all tests but the slow ones; ALL=1: every test
 
+# Tests run the programs of the workspace, and cargo builds only those of a package that has such tests itself.
 test-rust:
+	@cargo build --locked --quiet --bins
 	@if cargo nextest --version >/dev/null 2>&1; then \
 	    cargo nextest run --locked $(NEXTEST_IGNORED); \
 	else \

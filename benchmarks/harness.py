@@ -5,6 +5,7 @@ carried. A report is one line, ``<event> <rank> <attempt> <pid> <nanoseconds>``,
 than PIPE_BUF).
 """
 
+import json
 import os
 import select
 import signal
@@ -117,14 +118,15 @@ class Run:
 
     def __init__(self, launcher: Launcher, arguments: Sequence[str], stdout: int, folder: Path) -> None:
         self.reports = Reports(folder / "reports")
-        env = environment() | {"BENCH_REPORTS": str(folder / "reports")}
+        self._timeline = folder / "timeline"
+        own = {"BENCH_REPORTS": str(folder / "reports"), "ELASTICRS_TIMELINE": str(self._timeline)}
         self.started_ns = time.monotonic_ns()
         self.process = subprocess.Popen(
             (*launcher.command, *arguments),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.DEVNULL,
-            env=env,
+            env=environment() | own,
             cwd=folder,
             start_new_session=True,
         )
@@ -146,6 +148,13 @@ class Run:
         if self.process.returncode is None:
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
             self.wait()
+
+    def timeline(self, event: str) -> dict[int, int]:
+        """The launcher's own stamps of this event by attempt, once it has ended; torchrun keeps none."""
+        if not self._timeline.exists():
+            return {}
+        records = map(json.loads, self._timeline.read_text(encoding="utf-8").splitlines())
+        return {record["attempt"]: record["ns"] for record in records if record["event"] == event}
 
     def close(self) -> None:
         self.reports.close()
