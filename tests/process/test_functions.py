@@ -241,3 +241,23 @@ print(json.dumps(os.listdir(temporary)))
 """,
     )
     assert left == []
+
+
+def test_a_health_check_server_runs_as_long_as_the_workers(tmp_path):
+    found, _ = host(
+        tmp_path,
+        "",
+        """
+said = []
+class Server:
+    def start(self): said.append("start")
+    def stop(self): said.append("stop")
+config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", max_restarts=0)
+try:
+    elastic_launch(config, "false", Server())()
+except ChildFailedError as error:
+    said.append(error.name)
+print(json.dumps(said))
+""",
+    )
+    assert found == ["start", "stop", "false"]
