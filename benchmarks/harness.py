@@ -20,7 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 WORKERS = Path(__file__).resolve().parent / "workers"
-HANG = 120.0
+HANG = 60.0
+MAX_LOST_TURNS = 3
 
 
 class Launcher(NamedTuple):
@@ -195,11 +196,25 @@ def worker(name: str) -> str:
 
 
 def take_turns(options: Options, rounds: int, measure: Callable[[Launcher], None]) -> None:
-    """A B A B …: so many times each."""
+    """A B A B …: so many times each.
+
+    A turn in which the launcher hung is told of, and repeated; what it had measured before counts.
+    """
+    lost = 0
     for number in range(rounds):
         for launcher in options.launchers:
             print(f"  {launcher.name} {number + 1}/{rounds}", end="\r", file=sys.stderr, flush=True)
-            measure(launcher)
+            while True:
+                try:
+                    measure(launcher)
+                    break
+                except TimeoutError as error:
+                    lost += 1
+                    print(
+                        f"  {launcher.name} {number + 1}/{rounds} hung: {error}", file=sys.stderr, flush=True
+                    )
+                    if lost > MAX_LOST_TURNS:
+                        raise
     print(" " * 40, end="\r", file=sys.stderr)
 
 
