@@ -158,6 +158,10 @@ class Agent:
         if left:
             files = ", ".join(stream.path for stream in left)
             self._console.say(f"the console did not take everything in {DRAIN_TIMEOUT:g} s; see {files}")
+        # What was wrong with the files is often found by the last look at them.
+        while (event := supervisor.next_event(0.0)) is not None:
+            if isinstance(event, (_core.LogTrouble, _core.Degraded)):
+                _TRANSLATORS[type(event)](self, supervisor, event)
 
     # --- actions ---
 

@@ -69,7 +69,7 @@ pub enum LaunchError {
     #[error(transparent)]
     Unsupported(#[from] UnsupportedKernel),
     /// The program did not start; the error of the last image that was tried.
-    #[error("could not start the nursery: could not {stage}: {}", .errno.desc())]
+    #[error("could not start the nursery: could not {stage}: {}", .stage.reason(*.errno))]
     Start {
         /// Where it failed.
         stage: Stage,

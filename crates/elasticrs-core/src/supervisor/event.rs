@@ -150,7 +150,9 @@ pub enum Outcome {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StartFailure {
     /// One worker could not be started.
-    #[error("could not {stage} `{subject}` for local rank {local_rank}: {}", nix::errno::Errno::from_raw(*errno).desc())]
+    #[error("could not {stage}{} for local rank {local_rank}: {}",
+        if subject.is_empty() { String::new() } else { format!(" `{subject}`") },
+        stage.reason(nix::errno::Errno::from_raw(*errno)))]
     Worker {
         /// The worker.
         local_rank: u32,
