@@ -25,7 +25,9 @@ def recorded(directory: Path, name: str, callstack: str) -> str:
 
 
 def test_the_layout_is_torchs(tmp_path: Path) -> None:
-    files = [recorded(tmp_path, name, f"Traceback of {name}:\n  line\nE: x\n") for name in "ab"]
+    folder = tmp_path / ("long" * 15)  # so that the longest line is wider than the report gets
+    folder.mkdir()
+    files = [recorded(folder, name, f"Traceback of {name}:\n  line\nE: x\n") for name in "ab"]
     failures = {rank: ProcessFailure(rank, 100 + rank, 1, file) for rank, file in enumerate(files)}
     when = failures[0].timestamp_isoformat()
     host = os.uname().nodename
