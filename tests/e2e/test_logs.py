@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from helpers import procs
@@ -158,3 +159,14 @@ def test_nothing_is_lost_when_the_launcher_is_killed(launch, worker_script, tmp_
     accepted = int((tmp_path / "count").read_bytes())
     lines = logs_of(tmp_path / "logs")[0, "stdout.log"].split(b"\n")
     assert lines[:accepted] == [b"%012d" % number for number in range(accepted)]
+
+
+@pytest.mark.beyond_torchrun
+def test_paths_may_be_any_bytes(launch, worker_script, tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/l\xffgs of\nmine"))
+    script = worker_script("print('said')", name=os.fsdecode(b"w\xfe rk.py"))
+    launched = launch("--standalone", "--log-dir", folder, "--tee", "1", script)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout == "[default0]:said\n"
+    (log,) = folder.glob("*/attempt_0/0/stdout.log")
+    assert log.read_text() == "said\n"

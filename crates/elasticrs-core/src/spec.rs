@@ -17,7 +17,7 @@ pub enum Stdio {
     /// `/dev/null`.
     Null,
     /// A file, opened in the child for appending, created with mode 0644 when it is not there.
-    File(PathBuf),
+    File(#[serde(with = "os_path")] PathBuf),
 }
 
 /// One descriptor that a worker gets under a given number.
@@ -41,6 +41,7 @@ pub struct ProcessSpec {
     #[serde(with = "os_strings")]
     pub env: Vec<OsString>,
     /// Working directory; the agent's when `None`.
+    #[serde(with = "optional_os_path")]
     pub cwd: Option<PathBuf>,
     /// Standard input, output and error.
     pub stdio: [Stdio; 3],
@@ -96,5 +97,40 @@ mod os_strings {
 
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<OsString>, D::Error> {
         Ok(Vec::<Vec<u8>>::deserialize(deserializer)?.into_iter().map(OsString::from_vec).collect())
+    }
+}
+
+/// A path as bytes: serde's own form is UTF-8, and fails for other paths.
+mod os_path {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    use std::path::{Path, PathBuf};
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+        path.as_os_str().as_bytes().serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PathBuf, D::Error> {
+        Ok(OsString::from_vec(Vec::deserialize(deserializer)?).into())
+    }
+}
+
+mod optional_os_path {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    use std::path::PathBuf;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[expect(clippy::ref_option, reason = "serde's signature")]
+    pub fn serialize<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+        path.as_ref().map(|path| path.as_os_str().as_bytes()).serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PathBuf>, D::Error> {
+        let bytes = Option::<Vec<u8>>::deserialize(deserializer)?;
+        Ok(bytes.map(|bytes| OsString::from_vec(bytes).into()))
     }
 }

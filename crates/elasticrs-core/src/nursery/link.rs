@@ -186,9 +186,12 @@ impl Received {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
     use std::fs::File;
     use std::io::Write;
+    use std::os::unix::ffi::OsStrExt;
     use std::os::unix::net::UnixStream;
+    use std::path::PathBuf;
 
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     use proptest::prelude::*;
@@ -258,6 +261,18 @@ mod tests {
             a.write_all(&bytes).unwrap();
             while let Ok(Some(_)) = nursery.receive() {}
         }
+    }
+
+    #[test]
+    fn paths_that_are_not_utf_8_arrive() {
+        let odd = || PathBuf::from(OsStr::from_bytes(b"log\xff/\n"));
+        let stdio = [Stdio::Null, Stdio::File(odd()), Stdio::Inherit];
+        let process =
+            ProcessSpec { local_rank: 0, argv: Vec::new(), env: Vec::new(), cwd: Some(odd()), stdio, pass_fds: vec![] };
+        let request = Request::Spawn { process, keep_ignored: Vec::new() };
+        let (mut agent, mut nursery) = ends();
+        agent.send(&request, Vec::new()).unwrap();
+        assert_eq!(nursery.receive().unwrap().unwrap().0, request);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 
 /// Changes with every change of this file.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;

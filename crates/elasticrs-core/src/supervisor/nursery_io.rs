@@ -1,5 +1,6 @@
 //! The agent's end of the link to its nursery, as a source of events for the runtime.
 
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
@@ -55,10 +56,15 @@ impl Nursery {
 
     /// Sends as much as goes; the rest follows from [`Self::next`].
     pub(super) fn send(&mut self, request: &Request, fds: Vec<OwnedFd>) {
-        // An error means that it is dying; its pidfd tells the rest.
         if self.link_is_open && self.link.get_mut().send(request, fds).is_err() {
-            self.link_is_open = false;
+            self.give_up();
         }
+    }
+
+    /// After an error of the link. As a rule the nursery is dying; one that is not would be waited for in vain.
+    fn give_up(&mut self) {
+        self.link_is_open = false;
+        self.kill();
     }
 
     pub(super) fn kill(&self) {
@@ -83,8 +89,11 @@ impl Nursery {
                 Ok(Some((reply, fds))) => return FromNursery::Reply(reply, fds),
                 // The stream of a dead nursery may stay open in a child that hangs in its exec.
                 Ok(None) if self.link_is_open && !self.has_died => {}
-                Ok(None) | Err(_) => {
+                end @ (Ok(None) | Err(_)) => {
                     self.link_is_open = false;
+                    if end.is_err_and(|error| error.kind() != ErrorKind::UnexpectedEof) {
+                        self.give_up();
+                    }
                     return FromNursery::Died(self.wait_for_end().await);
                 }
             }
@@ -96,7 +105,9 @@ impl Nursery {
                 Ok(mut guard) = self.link.readable() => guard.clear_ready(),
                 Ok(mut guard) = self.link.writable(), if wants_to_write => {
                     guard.clear_ready();
-                    self.link_is_open = self.link.get_mut().flush().is_ok();
+                    if self.link.get_mut().flush().is_err() {
+                        self.give_up();
+                    }
                 }
                 _ = self.pidfd.readable() => self.has_died = true,
             }
