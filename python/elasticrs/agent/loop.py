@@ -133,7 +133,10 @@ class Agent:
         if not isinstance(first, machine.SignalReceived):
             return False
         self._state, actions = machine.step(self._state, first)
-        return any(self._finish(action) for action in actions if isinstance(action, machine.Exit))
+        for action in actions:
+            if isinstance(action, machine.Exit):
+                self._finish(action)
+        return self._state.phase.is_terminal
 
     def _drive(self, supervisor: _core.Supervisor) -> None:
         while True:
@@ -201,8 +204,10 @@ class Agent:
         self._result.attempts.append(attempt)
         try:
             self._workers.start(supervisor, attempt)
-        except (OSError, _core.SupervisorError) as error:
+        except BaseException as error:
             self._workers.ended(supervisor, attempt)
+            if not isinstance(error, (OSError, _core.SupervisorError)):
+                raise
             transient = isinstance(error, OSError) and error.errno in _TRANSIENT
             self._events.append(machine.StartFailed(f"the workers could not be started: {error}", transient))
 
@@ -236,7 +241,7 @@ class Agent:
             self._plan.close()
             self._plan = None
 
-    def _finish(self, action: machine.Exit) -> bool:
+    def _finish(self, action: machine.Exit) -> None:
         self._release_plan()
         self._discard_empty_fault_files()
         self._write_timeline()
@@ -245,7 +250,6 @@ class Agent:
         self._result.signum = self._state.signum
         if action.code == 0:
             self._result.return_values = self._workers.return_values()
-        return True
 
     def _write_timeline(self) -> None:
         if os.environ.get("ELASTICRS_TIMELINE"):

@@ -116,8 +116,12 @@ class FunctionWorkers(Workers):
         """What the functions returned.
 
         Raises:
+            RuntimeError: a worker exited with 0, but not by returning (``os._exit``).
             pickle.UnpicklingError: or whatever else the value's own class raises.
         """
+        silent = [str(rank) for rank, data in self._values.items() if not data]
+        if silent:
+            raise RuntimeError(f"rank {', '.join(silent)} exited with code 0 before its function returned")
         return {rank: pickle.loads(data) for rank, data in self._values.items()}
 
 
@@ -243,5 +247,10 @@ def _load_process(fd: int) -> BaseProcess:
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
     value = record(function)(*arguments)
+    # A value that cannot be pickled is the worker's failure as well, and multiprocessing only prints it.
+    record(_send)(value, result)
+
+
+def _send(value: object, result: int) -> None:
     with open(result, "wb") as file:
         file.write(pickle.dumps(value))
