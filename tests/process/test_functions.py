@@ -150,7 +150,7 @@ except RuntimeError as error:
     print(json.dumps(str(error)))
 """,
     )
-    assert text == "rank 1 exited with code 0 before its function returned"
+    assert text == "rank 1 exited with code 0 before the function returned"
 
 
 def test_a_function_that_cannot_be_sent_leaves_no_descriptor(tmp_path):

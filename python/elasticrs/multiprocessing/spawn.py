@@ -121,7 +121,8 @@ class FunctionWorkers(Workers):
         """
         silent = [str(rank) for rank, data in self._values.items() if not data]
         if silent:
-            raise RuntimeError(f"rank {', '.join(silent)} exited with code 0 before its function returned")
+            who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
+            raise RuntimeError(f"{who} exited with code 0 before the function returned")
         return {rank: pickle.loads(data) for rank, data in self._values.items()}
 
 
