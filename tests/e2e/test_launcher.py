@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
+from helpers import procs
 from helpers.procs import assert_gone, process, reap_adopted
 
 WAITS = """
@@ -271,6 +273,24 @@ def test_a_console_that_nobody_reads_holds_up_no_restart(launch, worker_script, 
         pass
     assert job.wait() == 0
     assert job.stdout.count("a line that nobody reads\n") == 200_000
+
+
+@pytest.mark.beyond_torchrun
+def test_a_console_that_nobody_reads_at_the_end_costs_no_success(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import sys
+        sys.stdout.write("a line that nobody reads\\n" * 100_000)
+    """)
+    short = (
+        "import sys; from elasticrs.agent import loop; from elasticrs.launch import main;"
+        "loop.DRAIN_TIMEOUT = 0.2; sys.exit(main())"
+    )
+    job = launch("-t", "1", "--log-dir", tmp_path / "logs", script, argv=[sys.executable, "-c", short])
+    # Nobody reads its stdout until it has ended.
+    assert procs.wait_readable(job.pidfd, 30)
+    assert job.wait() == 0
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
+    assert job.stderr == f"elasticrs: the console did not take everything in 0.2 s; see {log}\n"
 
 
 def test_sigkill_of_the_launcher_leaves_nothing(launch, worker_script):

@@ -118,6 +118,60 @@ except ChildFailedError as error:
     assert failure == ["work", 1, 1, "RuntimeError: boom"]
 
 
+def test_a_value_that_cannot_be_returned_is_reported(tmp_path):
+    message, _ = host(
+        tmp_path,
+        """
+def work():
+    return lambda: None
+""",
+        """
+try:
+    launch(work)
+except ChildFailedError as error:
+    print(json.dumps(error.get_first_failure()[1].message["message"]))
+""",
+    )
+    assert "pickle" in message
+
+
+def test_a_function_that_ends_its_process_is_named(tmp_path):
+    text, _ = host(
+        tmp_path,
+        """
+def work():
+    if rank() == 1:
+        os._exit(0)
+""",
+        """
+try:
+    launch(work)
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+""",
+    )
+    assert text == "rank 1 exited with code 0 before the function returned"
+
+
+def test_a_function_that_cannot_be_sent_leaves_no_descriptor(tmp_path):
+    (before, after), _ = host(
+        tmp_path,
+        "",
+        """
+counts = []
+multiprocessing.resource_tracker.getfd()
+for _ in range(2):
+    counts.append(len(os.listdir("/proc/self/fd")))
+    try:
+        launch(lambda: None)
+    except Exception as error:
+        assert "pickle" in str(error), error
+print(json.dumps(counts))
+""",
+    )
+    assert after == before
+
+
 def test_output_of_functions_is_teed(tmp_path):
     _, stderr = host(
         tmp_path,

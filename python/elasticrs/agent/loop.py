@@ -109,6 +109,7 @@ class Agent:
         Raises:
             _core.SupervisorError: the supervisor itself failed; nothing is left running.
             OSError: the same, for want of descriptors or of a recent kernel.
+            Exception: of the user's: a function or a value that cannot be pickled, a rendezvous handler.
         """
         self._take_signals(None)
         self._events.append(machine.Begin())
@@ -125,6 +126,9 @@ class Agent:
             if supervisor is not None:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
         self._console.flush()
+        if self._result.exit_code == 0:
+            # Loads what the user's functions made, which may raise: nothing may be left to do then.
+            self._result.return_values = self._workers.return_values()
         return self._result
 
     def _events_end_it(self) -> bool:
@@ -133,7 +137,10 @@ class Agent:
         if not isinstance(first, machine.SignalReceived):
             return False
         self._state, actions = machine.step(self._state, first)
-        return any(self._finish(action) for action in actions if isinstance(action, machine.Exit))
+        for action in actions:
+            if isinstance(action, machine.Exit):
+                self._finish(action)
+        return self._state.phase.is_terminal
 
     def _drive(self, supervisor: _core.Supervisor) -> None:
         while True:
@@ -201,10 +208,13 @@ class Agent:
         self._result.attempts.append(attempt)
         try:
             self._workers.start(supervisor, attempt)
-        except (OSError, _core.SupervisorError) as error:
+        except BaseException as error:
             self._workers.ended(supervisor, attempt)
+            if not isinstance(error, (OSError, _core.SupervisorError)):
+                raise
             transient = isinstance(error, OSError) and error.errno in _TRANSIENT
-            self._events.append(machine.StartFailed(f"the workers could not be started: {error}", transient))
+            self._result.message = f"the workers could not be started: {error}"
+            self._events.append(machine.StartFailed(self._result.message, transient))
 
     def _announce(self, action: machine.AnnounceRestart) -> None:
         attempt = self._result.attempts[-1]
@@ -227,7 +237,7 @@ class Agent:
             counters = attempt.oom_kills, attempt.oom_kills_after
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
             return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
-        if attempt.nursery_exitcode is not None:
+        if "started" in attempt.stamps:
             return f"nursery {texts.how_it_ended(attempt.nursery_exitcode)}"
         return self._result.message or "the workers could not be started"
 
@@ -236,16 +246,13 @@ class Agent:
             self._plan.close()
             self._plan = None
 
-    def _finish(self, action: machine.Exit) -> bool:
+    def _finish(self, action: machine.Exit) -> None:
         self._release_plan()
         self._discard_empty_fault_files()
         self._write_timeline()
         self._result.phase = self._state.phase
         self._result.exit_code = action.code
         self._result.signum = self._state.signum
-        if action.code == 0:
-            self._result.return_values = self._workers.return_values()
-        return True
 
     def _write_timeline(self) -> None:
         if os.environ.get("ELASTICRS_TIMELINE"):

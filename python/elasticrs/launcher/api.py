@@ -49,7 +49,7 @@ class LaunchConfig:
         log_line_prefix_template: before tee'd lines.
         metrics_cfg: settings of metrics.
         local_addr: address of this node.
-        event_log_handler: where events go.
+        event_log_handler: where events go; this release has none.
         numa_options: not supported by this release.
         signals_to_handle: names, separated by commas.
         duplicate_stdout_filters: not supported by this release.

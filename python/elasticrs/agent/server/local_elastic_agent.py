@@ -88,7 +88,10 @@ class LocalElasticAgent(ElasticAgent):
         if uninterruptible_state_timeout is not None:
             raise ValueError("uninterruptible_state_timeout is not supported by this release")
         names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
-        self._signals = defaults.parse_signals(names or defaults.DEFAULT_SIGNALS)
+        try:
+            self._signals = defaults.parse_signals(names or defaults.DEFAULT_SIGNALS)
+        except ValueError as error:
+            raise ValueError(f"signals_to_handle: expected {error}") from None
         self._signal_names = names or defaults.DEFAULT_SIGNALS
         self._worker_group = WorkerGroup(spec)
         self._remaining_restarts = spec.max_restarts

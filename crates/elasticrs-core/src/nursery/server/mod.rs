@@ -20,6 +20,7 @@ use nix::sys::time::TimeSpec;
 use nix::unistd::{getpid, getsid, setsid};
 
 use self::sweep::{Deadlines, Sweep, Verdict};
+use super::NAME;
 use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::token::Token;
@@ -77,7 +78,7 @@ impl Nursery {
             setsid()?;
         }
         prctl::set_child_subreaper(true)?;
-        prctl::set_name(c"worker-nursery")?;
+        prctl::set_name(NAME)?;
         // Where the scheduler shares by sessions first, the nice value counts within one only. Ours has nobody else in
         // it. Without permission a fair share has to do.
         let _ = std::fs::write("/proc/self/autogroup", "-20");
