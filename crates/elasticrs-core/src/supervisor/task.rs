@@ -473,7 +473,14 @@ impl Task {
 
     /// Ends the nursery, and with it whatever is left.
     async fn close(mut self, keep_descendants: bool) {
-        let Some(nursery) = self.nursery.take() else { return };
+        let Some(nursery) = self.nursery.take() else {
+            // The nursery was lost, and what it left may still be being ended. What does not end in time has its
+            // SIGKILL pending.
+            if let Some(sweep) = self.own_sweep.take() {
+                let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
+            }
+            return;
+        };
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
         let leave = keep_descendants && matches!(self.current, Current::Idle);
         nursery.end(leave, CLOSE_LIMIT).await;
