@@ -62,11 +62,14 @@ demo: build ## train a real model with 4 workers; one is killed midway, and the 
 
 test: test-rust test-python ## all tests but the slow ones; ALL=1: every test
 
+# Tests run the programs of the workspace, and cargo builds only those of a package that has such tests itself. Without
+# nextest they share a process, whose descriptors and children are everybody's: one at a time.
 test-rust:
+	@cargo build --locked --quiet --bins
 	@if cargo nextest --version >/dev/null 2>&1; then \
 	    cargo nextest run --locked $(NEXTEST_IGNORED); \
 	else \
-	    cargo test --locked --lib --bins --tests -- $(CARGO_IGNORED); \
+	    cargo test --locked --no-fail-fast --lib --bins --tests -- $(CARGO_IGNORED) --test-threads=1; \
 	fi
 	@cargo test --locked --doc --quiet
 

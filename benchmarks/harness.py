@@ -5,6 +5,7 @@ carried. A report is one line, ``<event> <rank> <attempt> <pid> <nanoseconds>``,
 than PIPE_BUF).
 """
 
+import json
 import os
 import select
 import signal
@@ -19,7 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 WORKERS = Path(__file__).resolve().parent / "workers"
-HANG = 120.0
+HANG = 60.0
+MAX_LOST_TURNS = 3
 
 
 class Launcher(NamedTuple):
@@ -117,14 +119,15 @@ class Run:
 
     def __init__(self, launcher: Launcher, arguments: Sequence[str], stdout: int, folder: Path) -> None:
         self.reports = Reports(folder / "reports")
-        env = environment() | {"BENCH_REPORTS": str(folder / "reports")}
+        self._timeline = folder / "timeline"
+        own = {"BENCH_REPORTS": str(folder / "reports"), "ELASTICRS_TIMELINE": str(self._timeline)}
         self.started_ns = time.monotonic_ns()
         self.process = subprocess.Popen(
             (*launcher.command, *arguments),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.DEVNULL,
-            env=env,
+            env=environment() | own,
             cwd=folder,
             start_new_session=True,
         )
@@ -146,6 +149,13 @@ class Run:
         if self.process.returncode is None:
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
             self.wait()
+
+    def timeline(self, event: str) -> dict[int, int]:
+        """The launcher's own stamps of this event by attempt, once it has ended; torchrun keeps none."""
+        if not self._timeline.exists():
+            return {}
+        records = map(json.loads, self._timeline.read_text(encoding="utf-8").splitlines())
+        return {record["attempt"]: record["ns"] for record in records if record["event"] == event}
 
     def close(self) -> None:
         self.reports.close()
@@ -186,11 +196,25 @@ def worker(name: str) -> str:
 
 
 def take_turns(options: Options, rounds: int, measure: Callable[[Launcher], None]) -> None:
-    """A B A B …: so many times each."""
+    """A B A B …: so many times each.
+
+    A turn in which the launcher hung is told of, and repeated; what it had measured before counts.
+    """
+    lost = 0
     for number in range(rounds):
         for launcher in options.launchers:
             print(f"  {launcher.name} {number + 1}/{rounds}", end="\r", file=sys.stderr, flush=True)
-            measure(launcher)
+            while True:
+                try:
+                    measure(launcher)
+                    break
+                except TimeoutError as error:
+                    lost += 1
+                    print(
+                        f"  {launcher.name} {number + 1}/{rounds} hung: {error}", file=sys.stderr, flush=True
+                    )
+                    if lost > MAX_LOST_TURNS:
+                        raise
     print(" " * 40, end="\r", file=sys.stderr)
 
 

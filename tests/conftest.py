@@ -68,6 +68,7 @@ class Launch(Protocol):
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         prefix: Sequence[str | Path] = (),
+        argv: Sequence[str | Path] | None = None,
         **how: Any,
     ) -> Launched: ...
 
@@ -76,7 +77,8 @@ class Launch(Protocol):
 def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
     """Starts the launcher with these arguments; see :class:`helpers.launcher.Launched`.
 
-    ``prefix`` is put before the command line, for programs such as ``unshare``.
+    ``prefix`` is put before the command line, for programs such as ``unshare``; ``argv`` is in place of the
+    launcher's own, for another interpreter.
     """
     launcher = LAUNCHERS[request.config.getoption("launcher")]
     started: list[Launched] = []
@@ -86,10 +88,13 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         prefix: Sequence[str | Path] = (),
+        argv: Sequence[str | Path] | None = None,
         **how: Any,
     ) -> Launched:
-        command = [*prefix, *launcher, *args]
-        started.append(Launched(command, env=clean_environment(env), cwd=cwd or tmp_path, **how))
+        command = [*prefix, *(launcher if argv is None else argv), *args]
+        # Log directories that nobody named belong to the test, too.
+        environment = clean_environment({"TMPDIR": str(tmp_path), **(env or {})})
+        started.append(Launched(command, env=environment, cwd=cwd or tmp_path, **how))
         return started[-1]
 
     yield start

@@ -21,17 +21,16 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
     """Run to the end and return stdout; what goes wrong is shown and ends this script."""
     # Neither the source tree nor an activated environment may help.
     env = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
-    done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        sys.exit(
-            f"wheel: {' '.join(map(str, command))} failed with exit code {done.returncode}\n{done.stdout}"
-        )
+        told = f"{done.stdout}\n{done.stderr}"
+        sys.exit(f"wheel: {' '.join(map(str, command))} failed with exit code {done.returncode}\n{told}")
     return done.stdout
 
 
 def build(scratch: Path) -> Path:
     """The wheel, by way of the sdist; compiled into the tree's own target, so that repeating is quick."""
-    run(sys.executable, "-m", "maturin", "sdist", "--quiet", "--out", DIST)
+    run(sys.executable, "-m", "maturin", "sdist", "--out", DIST)
     (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         if sys.version_info >= (3, 12):

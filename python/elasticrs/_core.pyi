@@ -1,10 +1,8 @@
 """The native part of elasticrs. Private: the public names are in the Python modules beside it.
 
 Every call that can block releases the GIL. Rust threads never call into Python: what happens is put into a
-queue, and
-:meth:`Supervisor.next_event` hands it out. Times called ``*_ns`` are on the clock of
-:func:`time.monotonic_ns`; all
-other times are seconds.
+queue, and :meth:`Supervisor.next_event` hands it out. Times called ``*_ns`` are on the clock of
+:func:`time.monotonic_ns`; all other times are seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +22,8 @@ class ProcessSpec:
         argv: program and arguments; a program without a slash is searched for in ``PATH`` of ``env``.
         env: the whole environment.
         cwd: working directory; the agent's when ``None``.
-        stdin, stdout, stderr: the path of a file (opened for appending in the child, created with mode
-        0644), or
-            ``None`` for the agent's own descriptor.
+        stdin, stdout, stderr: the path of a file (opened for appending in the child, created with mode 0644),
+            or ``None`` for the agent's own descriptor.
         pass_fds: descriptors that the worker gets under the same numbers; all others are closed.
             Default: none.
 
@@ -70,9 +67,8 @@ class GroupSpec:
     Args:
         processes: local ranks ``0..n-1`` in order.
         on_failure: carried out in Rust the moment the first worker fails.
-        linger: seconds that descendants may go on when all workers have exited 0, before SIGTERM, one
-        second, SIGKILL;
-            ``None`` leaves them alone. Failed and stopped groups are swept at once. Default: 5.
+        linger: seconds that descendants may go on when all workers have exited 0, before SIGTERM, one second,
+            SIGKILL; ``None`` leaves them alone. Failed and stopped groups are swept at once. Default: 5.
         start_deadline: seconds within which all must run.
         keep_ignored: signals that stay ignored in the workers (``nohup``). Default: none.
     """
@@ -265,8 +261,7 @@ Event: TypeAlias = (
 
 class SupervisorError(Exception):
     """The supervisor cannot do what was asked: it was closed, its runtime panicked (the workers are gone
-    then), a group
-    is running already, none is, or the process was forked.
+    then), a group is running already, none is, or the process was forked.
     """
 
 @final

@@ -130,7 +130,8 @@ class CommandWorkers(Workers):
     """Workers that are programs.
 
     Args:
-        command: program and arguments; ``${local_rank}`` in an argument stands for the worker's, as in torch.
+        command: program and arguments; in an argument, ``${local_rank}`` is the worker's and ``$$`` is
+            a dollar, as in torch.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class CommandWorkers(Workers):
         return [
             _core.ProcessSpec(
                 local_rank,
-                [self._command[0], *(a.replace("${local_rank}", str(local_rank)) for a in self._command[1:])],
+                [self._command[0], *(_filled_in(argument, local_rank) for argument in self._command[1:])],
                 env=env,
                 stdout=paths.stdouts.get(local_rank) or None,
                 stderr=paths.stderrs.get(local_rank) or None,
@@ -161,6 +162,14 @@ class CommandWorkers(Workers):
     def return_values(self) -> dict[int, object]:
         """Programs return nothing; torch gives ``None`` for each rank, and so do we."""
         return dict.fromkeys(range(self._job.nproc))
+
+
+def _filled_in(argument: str, local_rank: int) -> str:
+    if "$" not in argument:
+        return argument
+    from string import Template  # imports `re`: only where there is something to fill in
+
+    return Template(argument).safe_substitute(local_rank=local_rank)
 
 
 def directory_logs(run: RunLogs) -> Callable[[int, dict[int, dict[str, str]]], LogPaths]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from helpers import procs
@@ -109,15 +110,16 @@ def test_what_was_written_just_before_the_end_is_not_lost(launch, worker_script,
 
 @pytest.mark.beyond_torchrun
 def test_bytes_that_are_no_text_pass_unchanged(launch, worker_script, tmp_path):
-    script = worker_script("import os; os.write(1, bytes(range(256)).replace(b'\\n', b'') + b'\\n')")
+    # Without carriage returns: those replace what stands before them, as on a terminal.
+    script = worker_script(r"""
+        import os
+        os.write(1, bytes(range(256)).translate(None, b"\r\n") + b"\n")
+    """)
     launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", script)
     assert launched.wait() == 0, launched.stderr
-    written = bytes(range(256)).replace(b"\n", b"") + b"\n"
+    written = bytes(range(256)).translate(None, b"\r\n") + b"\n"
     assert logs_of(tmp_path / "logs")[0, "stdout.log"] == written
-    # The console shows a progress bar's carriage returns as lines, so only those bytes may differ.
-    assert launched.stdout_bytes.replace(b"[default0]:", b"").translate(None, b"\r\n") == written.translate(
-        None, b"\r\n"
-    )
+    assert launched.stdout_bytes == b"[default0]:" + written
 
 
 @pytest.mark.beyond_torchrun
@@ -157,3 +159,14 @@ def test_nothing_is_lost_when_the_launcher_is_killed(launch, worker_script, tmp_
     accepted = int((tmp_path / "count").read_bytes())
     lines = logs_of(tmp_path / "logs")[0, "stdout.log"].split(b"\n")
     assert lines[:accepted] == [b"%012d" % number for number in range(accepted)]
+
+
+@pytest.mark.beyond_torchrun
+def test_paths_may_be_any_bytes(launch, worker_script, tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/l\xffgs of\nmine"))
+    script = worker_script("print('said')", name=os.fsdecode(b"w\xfe rk.py"))
+    launched = launch("--standalone", "--log-dir", folder, "--tee", "1", script)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout == "[default0]:said\n"
+    (log,) = folder.glob("*/attempt_0/0/stdout.log")
+    assert log.read_text() == "said\n"

@@ -140,7 +140,8 @@ def test_ctrl_z_stops_the_workers_and_the_launcher_and_fg_resumes_them(running):
     launched, pids = running(source)
     launched.signal(signal.SIGTSTP)
     launched.wait_stopped()
-    assert [procs.process(pid).state for pid in pids] == ["T"] * N
+    for pid in pids:
+        procs.wait_state(pid, "T")
     launched.signal(signal.SIGCONT)
     launched.wait_for_lines("RESUMED", N)
     launched.signal(signal.SIGTERM)

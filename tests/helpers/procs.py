@@ -99,6 +99,15 @@ def wait_gone(pid: int, timeout: float = HANG) -> bool:
         os.close(pidfd)
 
 
+def wait_state(pid: int, state: str, timeout: float = HANG) -> None:
+    """Wait until a process is in this state. Nothing tells of it but to its parent, so this looks again."""
+    deadline = time.monotonic() + timeout
+    while (now := process(pid)) is None or now.state != state:
+        assert now is not None, f"{pid} is gone"
+        assert time.monotonic() < deadline, f"not in state {state}: {now}"
+        os.sched_yield()
+
+
 def assert_gone(pids: Iterable[int], timeout: float = HANG) -> None:
     """All of them end by themselves, within one deadline."""
     deadline = time.monotonic() + timeout

@@ -118,6 +118,60 @@ except ChildFailedError as error:
     assert failure == ["work", 1, 1, "RuntimeError: boom"]
 
 
+def test_a_value_that_cannot_be_returned_is_reported(tmp_path):
+    message, _ = host(
+        tmp_path,
+        """
+def work():
+    return lambda: None
+""",
+        """
+try:
+    launch(work)
+except ChildFailedError as error:
+    print(json.dumps(error.get_first_failure()[1].message["message"]))
+""",
+    )
+    assert "pickle" in message
+
+
+def test_a_function_that_ends_its_process_is_named(tmp_path):
+    text, _ = host(
+        tmp_path,
+        """
+def work():
+    if rank() == 1:
+        os._exit(0)
+""",
+        """
+try:
+    launch(work)
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+""",
+    )
+    assert text == "rank 1 exited with code 0 before the function returned"
+
+
+def test_a_function_that_cannot_be_sent_leaves_no_descriptor(tmp_path):
+    (before, after), _ = host(
+        tmp_path,
+        "",
+        """
+counts = []
+multiprocessing.resource_tracker.getfd()
+for _ in range(2):
+    counts.append(len(os.listdir("/proc/self/fd")))
+    try:
+        launch(lambda: None)
+    except Exception as error:
+        assert "pickle" in str(error), error
+print(json.dumps(counts))
+""",
+    )
+    assert after == before
+
+
 def test_output_of_functions_is_teed(tmp_path):
     _, stderr = host(
         tmp_path,
@@ -241,3 +295,23 @@ print(json.dumps(os.listdir(temporary)))
 """,
     )
     assert left == []
+
+
+def test_a_health_check_server_runs_as_long_as_the_workers(tmp_path):
+    found, _ = host(
+        tmp_path,
+        "",
+        """
+said = []
+class Server:
+    def start(self): said.append("start")
+    def stop(self): said.append("stop")
+config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", max_restarts=0)
+try:
+    elastic_launch(config, "false", Server())()
+except ChildFailedError as error:
+    said.append(error.name)
+print(json.dumps(said))
+""",
+    )
+    assert found == ["start", "stop", "false"]

@@ -15,7 +15,6 @@ from helpers.procs import HANG, assert_gone, descendants
 
 from elasticrs import _core
 
-
 # The substitution ends when the daemon has closed the pipe, which it does in a session of its own.
 LEAVE_A_DAEMON = "x=$(setsid sh -c 'echo x; exec sleep 1234 >/dev/null' &)"
 

@@ -21,6 +21,8 @@ pub mod limits;
 #[cfg(feature = "agent")]
 pub mod logs;
 pub mod nursery;
+#[cfg(feature = "agent")]
+mod panics;
 pub mod signal;
 pub mod spec;
 #[cfg(feature = "agent")]

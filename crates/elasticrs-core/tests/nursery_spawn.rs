@@ -9,6 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 
 use common::{Client, Lines, pipe, process, with_stdout, worker};
 use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::nursery::launch::stage_reached;
 use elasticrs_core::nursery::protocol::{Reply, Request, Stage};
 use elasticrs_core::spec::{PassedFd, Stdio};
 use elasticrs_testkit::{open_fds, wait_readable};
@@ -214,7 +215,7 @@ fn a_start_that_hangs_tells_its_stage_and_ends_with_the_nursery() {
     client.request_spawn(&process, &[], Vec::new());
     loop {
         wait_readable(&client.nursery.stages, "the next stage");
-        if client.nursery.stage_reached() == Some(Stage::OpenLog) {
+        if stage_reached(&client.nursery.stages) == Some(Stage::OpenLog) {
             break;
         }
     }

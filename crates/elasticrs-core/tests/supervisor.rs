@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::{Lines, image, pipe, process, worker};
 use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::nursery::protocol::Stage;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, Stdio, StopPolicy};
@@ -234,14 +235,14 @@ fn the_loss_of_the_nursery_ends_the_group_and_the_next_one_gets_a_new_one() {
 }
 
 #[test]
-fn a_nursery_that_is_stopped_is_noticed_by_its_silence() {
+fn a_nursery_that_is_stopped_is_noticed_by_its_silence_and_resumed() {
     let supervisor = supervisor();
     let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"]]));
     kill(supervisor.nursery_pid().unwrap(), libc::SIGSTOP);
     kill(pids[0], libc::SIGKILL);
     let (exits, end) = until_end(&supervisor);
     assert_eq!(exits.len(), 2);
-    assert_eq!(outcome(&end), Outcome::Lost);
+    assert_eq!(outcome(&end), Outcome::Failed, "how the worker ended is known");
     close(supervisor);
 }
 
@@ -323,4 +324,34 @@ fn a_stop_before_all_are_started_is_not_lost() {
     supervisor.stop(TERM).unwrap();
     assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Stopped);
     close(supervisor);
+}
+
+#[test]
+fn a_panic_of_the_runtime_is_an_error_and_not_a_hang() {
+    // A nursery that says `Ready` in protocol 999, which no build has, and ends when its link does.
+    let code = r"printf '\004\000\000\000\000\347\007\002' >&3; cat <&3 >/dev/null";
+    let args = ["sh", "-c", code].map(Into::into).to_vec();
+    let impostor = NurseryImage::Program { path: "/bin/sh".into(), args };
+    let supervisor = Supervisor::new(Config { nursery: vec![impostor], owns_process: true }).unwrap();
+    let Event::Panicked { message } = event(&supervisor) else { panic!("the runtime accepts any protocol") };
+    assert!(message.contains("the nursery is of another build"), "{message}");
+    assert!(matches!(supervisor.start(group(vec![])), Err(SupervisorError::Ended)));
+    supervisor.close(false).unwrap();
+    nix::sys::wait::wait().unwrap();
+    assert_no_children();
+}
+
+#[test]
+fn in_a_host_application_a_lost_nursery_leaves_no_daemon_either() {
+    nix::sys::prctl::set_child_subreaper(true).unwrap();
+    let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: false }).unwrap();
+    run(&supervisor, launch(&[&["daemonise"]]));
+    kill(supervisor.nursery_pid().unwrap(), libc::SIGKILL);
+    let (_, end) = until_end(&supervisor);
+    let Event::GroupEnded { outcome: Outcome::Lost, swept, .. } = end else { panic!("{end:?}") };
+    assert_eq!(swept.ended.len(), 1, "found by its token: {swept:?}");
+    supervisor.close(false).unwrap();
+    // The worker and its daemon have fallen to this process, because the test made it a subreaper.
+    while nix::sys::wait::wait().is_ok() {}
+    assert_no_children();
 }

@@ -1,6 +1,6 @@
 //! Events of the core as Python objects.
 
-use std::path::PathBuf;
+use std::ffi::OsString;
 
 use elasticrs_core::exit::{Usage, WorkerExit};
 use elasticrs_core::nursery::protocol;
@@ -90,7 +90,7 @@ pub struct GroupEnded {
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
 pub struct LogTrouble {
     local_rank: u32,
-    path: PathBuf,
+    path: OsString,
     errno: i32,
 }
 
@@ -166,7 +166,9 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
             };
             object(py, group_ended)
         }
-        Event::LogTrouble { local_rank, path, errno } => object(py, LogTrouble { local_rank, path, errno }),
+        Event::LogTrouble { local_rank, path, errno } => {
+            object(py, LogTrouble { local_rank, path: path.into(), errno })
+        }
         Event::Degraded { message } => object(py, Degraded { message }),
         Event::Panicked { message } => {
             Err(SupervisorError::new_err(format!("the supervisor's runtime panicked: {message}")))

@@ -223,7 +223,7 @@ impl LogStream {
     }
 
     #[getter]
-    fn path(&self) -> PathBuf {
-        self.inner.path.clone()
+    fn path(&self) -> &OsStr {
+        self.inner.path.as_os_str()
     }
 }

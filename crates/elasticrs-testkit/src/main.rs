@@ -4,6 +4,7 @@
 //! `READY` on standard output, or by a byte on descriptor N. What a command has to say comes before that line.
 
 mod forking;
+mod old_kernel;
 mod output;
 mod state;
 
@@ -89,6 +90,7 @@ fn run() -> Result<ExitCode, Problem> {
             request.ready()?;
             return Ok(ExitCode::from(code));
         }
+        "old-kernel" => match old_kernel::run(&mut request)? {},
         "signal" => {
             let number = Signal::try_from(request.number::<i32>()?)?;
             request.ready()?;

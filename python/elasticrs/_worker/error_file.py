@@ -2,8 +2,7 @@
 
 The format is torch's (``message`` with ``extraInfo``, whose values are strings); what torch has no field for
 stands beside it, under ``elasticrs``. Used by :class:`elasticrs.multiprocessing.errors.ErrorHandler`, and run
-by path in workers that cannot import
-elasticrs: so it needs nothing but the standard library of Python 3.8.
+by path in workers that cannot import elasticrs: so it needs nothing but the standard library of Python 3.8.
 """
 
 import json

@@ -6,8 +6,7 @@ agent takes :func:`oom_kills` when an attempt starts and again after a failure; 
 sent, together with a rise, is its work as good as certainly.
 
 Reading is the only effect here, the rest are pure functions. A counter that cannot be read is no evidence,
-never an
-error: most of this depends on how the container was set up.
+never an error: most of this depends on how the container was set up.
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ class Agent:
         Raises:
             _core.SupervisorError: the supervisor itself failed; nothing is left running.
             OSError: the same, for want of descriptors or of a recent kernel.
+            Exception: of the user's: a function or a value that cannot be pickled, a rendezvous handler.
         """
         self._take_signals(None)
         self._events.append(machine.Begin())
@@ -131,6 +132,9 @@ class Agent:
             if supervisor is not None:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
         self._console.flush()
+        if self._result.exit_code == 0:
+            # Loads what the user's functions made, which may raise: nothing may be left to do then.
+            self._result.return_values = self._workers.return_values()
         return self._result
 
     def _events_end_it(self) -> bool:
@@ -139,7 +143,10 @@ class Agent:
         if not isinstance(first, machine.SignalReceived):
             return False
         self._state, actions = machine.step(self._state, first)
-        return any(self._finish(action) for action in actions if isinstance(action, machine.Exit))
+        for action in actions:
+            if isinstance(action, machine.Exit):
+                self._finish(action)
+        return self._state.phase.is_terminal
 
     def _drive(self, supervisor: _core.Supervisor) -> None:
         while True:
@@ -164,9 +171,15 @@ class Agent:
         if left:
             files = ", ".join(stream.path for stream in left)
             self._console.say(f"the console did not take everything in {DRAIN_TIMEOUT:g} s; see {files}")
-        # What the last bytes brought to light, such as a full file system, comes after the end of the group.
-        while isinstance(event := supervisor.next_event(0), (_core.LogTrouble, _core.Degraded)):
-            _TRANSLATORS[type(event)](self, supervisor, event)
+        # What was wrong with the files is often found by the last look at them.
+        while (event := supervisor.next_event(0.0)) is not None:
+            if isinstance(event, (_core.LogTrouble, _core.Degraded)):
+                _TRANSLATORS[type(event)](self, supervisor, event)
+            elif isinstance(event, _core.FdReady):
+                # Ready until it is read: a signal, for which nothing is left to stop.
+                if self._signals is None or event.fd != self._signals.fd:
+                    return
+                self._take_signals(None)
 
     # --- actions ---
 
@@ -206,10 +219,13 @@ class Agent:
         self._result.attempts.append(attempt)
         try:
             self._workers.start(supervisor, attempt)
-        except (OSError, _core.SupervisorError) as error:
+        except BaseException as error:
             self._workers.ended(supervisor, attempt)
+            if not isinstance(error, (OSError, _core.SupervisorError)):
+                raise
             transient = isinstance(error, OSError) and error.errno in _TRANSIENT
-            self._events.append(machine.StartFailed(f"the workers could not be started: {error}", transient))
+            self._result.message = f"the workers could not be started: {error}"
+            self._events.append(machine.StartFailed(self._result.message, transient))
 
     def _announce(self, action: machine.AnnounceRestart) -> None:
         attempt = self._result.attempts[-1]
@@ -232,7 +248,7 @@ class Agent:
             counters = attempt.oom_kills, attempt.oom_kills_after
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
             return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
-        if attempt.nursery_exitcode is not None:
+        if "started" in attempt.stamps:
             return f"nursery {texts.how_it_ended(attempt.nursery_exitcode)}"
         return self._result.message or "the workers could not be started"
 
@@ -241,16 +257,13 @@ class Agent:
             self._plan.close()
             self._plan = None
 
-    def _finish(self, action: machine.Exit) -> bool:
+    def _finish(self, action: machine.Exit) -> None:
         self._release_plan()
         self._discard_empty_fault_files()
         self._write_timeline()
         self._result.phase = self._state.phase
         self._result.exit_code = action.code
         self._result.signum = self._state.signum
-        if action.code == 0:
-            self._result.return_values = self._workers.return_values()
-        return True
 
     def _write_timeline(self) -> None:
         if os.environ.get("ELASTICRS_TIMELINE"):

@@ -39,6 +39,6 @@ def _tail(path: str) -> bytes:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _MAX_BYTES))
             return file.read()
-    except FileNotFoundError:
-        # A worker that did not fail in Python writes no error file.
+    except OSError:
+        # A worker that did not fail in Python writes no error file; a broken disk tells nothing.
         return b""

@@ -84,7 +84,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     if paths is not None:
         both = (("stdout", paths.stdouts.get(rank)), ("stderr", paths.stderrs.get(rank)))
         logs = {name: path for name, path in both if path and path != os.devnull}
-    tail = _core.last_lines(logs["stderr"], _TAIL_LINES) if "stderr" in logs else []
+    tail = _tail(logs["stderr"]) if "stderr" in logs else []
     note = oom_note(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
     return ProcessFailure(
         rank,
@@ -97,8 +97,16 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
         cause=_cause(attempt, worker),
         note=note if worker.sent_signal is None else None,
         log_paths=logs,
-        stderr_tail=[line.decode(errors="replace") for line in tail],
+        stderr_tail=tail,
     )
+
+
+def _tail(path: str) -> list[str]:
+    try:
+        lines = _core.last_lines(path, _TAIL_LINES)
+    except OSError as error:
+        return [f"(the file cannot be read: {error.strerror})"]
+    return [line.decode(errors="replace") for line in lines]
 
 
 def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:

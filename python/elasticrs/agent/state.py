@@ -394,9 +394,8 @@ def _on_group(
         return ended._next(Phase.STOPPED), [CollectEvidence(), Exit(1)]
     if event.stuck_ranks:
         ranks = ", ".join(map(str, event.stuck_ranks))
-        return _fail(
-            ended, f"local rank {ranks} cannot be killed; this node is not fit for a restart", evidence=True
-        )
+        message = f"SIGKILL does not end local rank(s) {ranks}; this node is not fit for a restart"
+        return _fail(ended, message, evidence=True)
     if event.outcome == "succeeded" and not state.worker_failed:
         return ended._next(Phase.SUCCEEDED), [CloseRendezvous(), Exit(0)]
     if event.port_conflict and state.port_retries < MAX_PORT_RETRIES:

@@ -6,7 +6,7 @@ PREFIX = "elasticrs: "
 
 
 def signal_name(signum: int) -> str:
-    """The usual name of a signal, such as ``SIGKILL``."""
+    """``"SIGTERM"`` for 15; ``"SIG40"`` where the signal has no name of its own."""
     import signal
 
     try:

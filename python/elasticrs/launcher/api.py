@@ -23,6 +23,8 @@ from elasticrs.rendezvous.registry import get_rendezvous_handler
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elasticrs.agent.server.local_elastic_agent import HealthCheckServer
+
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 
@@ -47,7 +49,7 @@ class LaunchConfig:
         log_line_prefix_template: before tee'd lines.
         metrics_cfg: settings of metrics.
         local_addr: address of this node.
-        event_log_handler: where events go.
+        event_log_handler: where events go; this release has none.
         numa_options: not supported by this release.
         signals_to_handle: names, separated by commas.
         duplicate_stdout_filters: not supported by this release.
@@ -117,19 +119,29 @@ class elastic_launch:  # noqa: N801 -- torch's name
     Args:
         config: what the job is to be.
         entrypoint: a function that can be imported by name, or a program.
+        health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
     """
 
-    def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str | None) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entrypoint: Callable[..., Any] | str | None,
+        health_check_server: HealthCheckServer | None = None,
+    ) -> None:
         self._config = config
         self._entrypoint = entrypoint
+        self._health_check_server = health_check_server
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         """Run the job; see :func:`launch_agent`."""
-        return launch_agent(self._config, self._entrypoint, list(args))
+        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
 
 
 def launch_agent(
-    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str | None,
+    args: list[Any],
+    health_check_server: HealthCheckServer | None = None,
 ) -> dict[int, Any]:
     """Run the agent of this node until the job has ended.
 
@@ -137,6 +149,7 @@ def launch_agent(
         config: what the job is to be; gets a ``run_id`` if it has none.
         entrypoint: a function or a program.
         args: for it.
+        health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
 
     Returns:
         What the functions of this node returned, by global rank; ``None`` for programs.
@@ -178,6 +191,7 @@ def launch_agent(
         exit_barrier_timeout=config.exit_barrier_timeout,
         log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=config.shutdown_timeout,
+        health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
     )
     name = _get_entrypoint_name(entrypoint, args)

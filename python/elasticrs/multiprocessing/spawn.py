@@ -116,8 +116,13 @@ class FunctionWorkers(Workers):
         """What the functions returned.
 
         Raises:
+            RuntimeError: a worker exited with 0, but not by returning (``os._exit``).
             pickle.UnpicklingError: or whatever else the value's own class raises.
         """
+        silent = [str(rank) for rank, data in self._values.items() if not data]
+        if silent:
+            who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
+            raise RuntimeError(f"{who} exited with code 0 before the function returned")
         return {rank: pickle.loads(data) for rank, data in self._values.items()}
 
 
@@ -243,5 +248,10 @@ def _load_process(fd: int) -> BaseProcess:
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
     value = record(function)(*arguments)
+    # A value that cannot be pickled is the worker's failure as well, and multiprocessing only prints it.
+    record(_send)(value, result)
+
+
+def _send(value: object, result: int) -> None:
     with open(result, "wb") as file:
         file.write(pickle.dumps(value))

@@ -50,6 +50,8 @@ use console::{Output, errno_of};
 use follow::Opened;
 use pump::{Command, Pump};
 
+use crate::panics;
+
 /// How long [`Logs::close`] waits for a thread that is not stuck.
 const CLOSE_GRACE: Duration = Duration::from_millis(200);
 
@@ -309,9 +311,7 @@ fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
     shared.is_gone.store(true, Ordering::Release);
     shared.changed.notify_waiters();
     if let Err(panic) = result {
-        let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-        let message = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-        notify(Notice::Panicked { message });
+        notify(Notice::Panicked { message: panics::message(panic.as_ref()) });
     }
 }
 

@@ -1,6 +1,6 @@
 //! Starting a nursery from the agent.
 
-use std::ffi::{CString, OsString};
+use std::ffi::{CString, OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -42,24 +42,22 @@ pub struct Launched {
     pub pidfd: OwnedFd,
     /// The connection. Closing it ends the nursery and everything below it.
     pub link: AgentLink,
-    /// The reading end of the stage pipe, non-blocking; see [`Launched::stage_reached`].
+    /// The reading end of the stage pipe, non-blocking; see [`stage_reached`].
     pub stages: OwnedFd,
     /// What its descendants carry.
     pub token: Token,
 }
 
-impl Launched {
-    /// The stage that the start of the latest worker has reached since the last call, for a start that hangs: it is
-    /// the worker behind the last one that was answered.
-    pub fn stage_reached(&self) -> Option<Stage> {
-        let mut reached = None;
-        let mut bytes = [0; 256];
-        // An empty pipe is EAGAIN, one whose nursery is gone has an end: both mean that this is all.
-        while let Ok(count @ 1..) = nix::unistd::read(&self.stages, &mut bytes) {
-            reached = Stage::from_byte(bytes[count - 1]);
-        }
-        reached
+/// The stage that the start of the latest worker has reached since the last call, for a start that hangs: it is the
+/// worker behind the last one that was answered.
+pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
+    let mut reached = None;
+    let mut bytes = [0; 4096];
+    // An empty pipe is EAGAIN, one whose nursery is gone has an end: both mean that this is all.
+    while let Ok(count @ 1..) = nix::unistd::read(stages, &mut bytes) {
+        reached = Stage::from_byte(bytes[count - 1]);
     }
+    reached
 }
 
 /// No nursery could be started.
@@ -69,7 +67,7 @@ pub enum LaunchError {
     #[error(transparent)]
     Unsupported(#[from] UnsupportedKernel),
     /// The program did not start; the error of the last image that was tried.
-    #[error("could not start the nursery: could not {stage}: {}", .errno.desc())]
+    #[error("could not start the nursery: could not {stage}: {}", .stage.reason(*.errno))]
     Start {
         /// Where it failed.
         stage: Stage,
@@ -106,14 +104,14 @@ pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
         let memory_file;
         let (program, argv, env) = match image {
             NurseryImage::Embedded(content) => {
-                memory_file = match fds::executable_memory_file(c"worker-nursery", content) {
+                memory_file = match fds::executable_memory_file(NAME, content) {
                     Ok(file) => file,
                     Err(error) => {
                         failure.errno = Errno::from_raw(error.raw_os_error().unwrap_or(libc::EACCES));
                         continue;
                     }
                 };
-                (Program::File(memory_file.as_fd()), vec![OsString::from(NAME)], Vec::new())
+                (Program::File(memory_file.as_fd()), vec![OsStr::from_bytes(NAME.to_bytes()).to_owned()], Vec::new())
             }
             NurseryImage::Program { path, args } => {
                 let path = c_string(path.as_os_str().as_bytes().to_vec())?;

@@ -35,4 +35,4 @@ pub mod tree;
 
 /// The name of the nursery's process. Nothing in it says what it belongs to, so that killing the agent "by name" does
 /// not take the nursery with it.
-pub const NAME: &str = "worker-nursery";
+pub const NAME: &std::ffi::CStr = c"worker-nursery";

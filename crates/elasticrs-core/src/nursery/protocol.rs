@@ -4,6 +4,7 @@
 //! another build being run by mistake. A frame is a little-endian `u32` length and that many bytes of postcard.
 //! Descriptors travel as `SCM_RIGHTS` with the first byte of the frame that announces them.
 
+use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::clock::Stamp;
@@ -170,6 +171,15 @@ pub enum Stage {
 }
 
 impl Stage {
+    /// Why it failed, in words.
+    pub fn reason(self, errno: Errno) -> &'static str {
+        match (self, errno) {
+            // The kernel's own words are "Try again".
+            (Self::Clone, Errno::EAGAIN) => "the limit of processes is reached (RLIMIT_NPROC or a pids.max)",
+            _ => errno.desc(),
+        }
+    }
+
     /// The stage with this number, as the stage pipe carries it.
     pub fn from_byte(byte: u8) -> Option<Self> {
         const ALL: [Stage; 8] = [

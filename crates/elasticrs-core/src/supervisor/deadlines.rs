@@ -30,14 +30,12 @@ impl Deadlines {
     /// Sets the deadline of `timer` to `delay` after `now`, in place of an earlier one.
     pub fn arm(&mut self, timer: Timer, delay: Duration, now: Instant) {
         self.disarm(timer);
-        // An `Instant` cannot hold "in 300 years"; a year is for ever here.
-        let at = now + delay.min(Duration::from_secs(365 * 24 * 3600));
-        self.armed.push((timer, at));
+        self.armed.push((timer, after(now, delay)));
     }
 
     /// As [`Self::arm`], but never later than it was.
     pub fn hasten(&mut self, timer: Timer, delay: Duration, now: Instant) {
-        let sooner = self.armed.iter().all(|(t, at)| *t != timer || now + delay < *at);
+        let sooner = self.armed.iter().all(|(t, at)| *t != timer || after(now, delay) < *at);
         if sooner {
             self.arm(timer, delay, now);
         }
@@ -88,6 +86,11 @@ impl Deadlines {
     }
 }
 
+/// An `Instant` cannot hold any number of years; one is for ever here.
+pub(super) fn after(now: Instant, delay: Duration) -> Instant {
+    now + delay.min(Duration::from_secs(365 * 24 * 3600))
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -132,6 +135,15 @@ mod tests {
         assert_eq!(deadlines.next(), Some(t0 + ms(30)));
         deadlines.hasten(Timer::Kill, ms(5), t0 + ms(10));
         assert_eq!(deadlines.next(), Some(t0 + ms(15)));
+    }
+
+    #[test]
+    fn a_delay_beyond_the_clocks_range_is_no_error() {
+        let t0 = Instant::now();
+        let mut deadlines = Deadlines::default();
+        deadlines.arm(Timer::Kill, Duration::MAX, t0);
+        deadlines.hasten(Timer::Kill, Duration::MAX, t0 + ms(10));
+        assert_eq!(deadlines.next(), Some(after(t0, Duration::MAX)));
     }
 
     proptest! {

@@ -151,7 +151,8 @@ pub enum Outcome {
 pub enum StartFailure {
     /// One worker could not be started.
     #[error("could not {stage}{} for local rank {local_rank}: {}",
-        if subject.is_empty() { String::new() } else { format!(" `{subject}`") }, reason(*stage, *errno))]
+        if subject.is_empty() { String::new() } else { format!(" `{subject}`") },
+        stage.reason(nix::errno::Errno::from_raw(*errno)))]
     Worker {
         /// The worker.
         local_rank: u32,
@@ -176,12 +177,4 @@ pub enum StartFailure {
         /// See [`crate::spec::GroupSpec::start_deadline`].
         deadline: std::time::Duration,
     },
-}
-
-/// The kernel's words, but for the one case in which they mislead.
-fn reason(stage: Stage, errno: i32) -> &'static str {
-    match (stage, nix::errno::Errno::from_raw(errno)) {
-        (Stage::Clone, nix::errno::Errno::EAGAIN) => "a limit of processes is reached (RLIMIT_NPROC or pids.max)",
-        (_, errno) => errno.desc(),
-    }
 }

@@ -9,15 +9,12 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::exit::WorkerExit;
-use crate::nursery::launch::{LaunchError, Launched, NurseryImage, launch};
+use crate::nursery::launch::{LaunchError, Launched, NurseryImage, launch, stage_reached};
 use crate::nursery::link::AgentLink;
 use crate::nursery::protocol::{Reply, Request, Stage};
 use crate::nursery::token::Token;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
-
-/// The stages that a start reports before it may hang in them.
-const STAGES: [Stage; 3] = [Stage::OpenLog, Stage::ChangeDir, Stage::Exec];
 
 /// What came from the nursery.
 #[derive(Debug)]
@@ -78,14 +75,9 @@ impl Nursery {
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
     }
 
-    /// The last stage that a start has reported since the last call.
-    pub(super) fn last_stage(&self) -> Option<Stage> {
-        let mut buffer = [0; 4096];
-        let mut last = None;
-        while let Ok(n @ 1..) = nix::unistd::read(&self.stages, &mut buffer) {
-            last = STAGES.into_iter().find(|stage| *stage as u8 == buffer[n - 1]);
-        }
-        last
+    /// See [`stage_reached`].
+    pub(super) fn stage_reached(&self) -> Option<Stage> {
+        stage_reached(&self.stages)
     }
 
     /// The next thing from the nursery. Cancel-safe: nothing is held across an await.

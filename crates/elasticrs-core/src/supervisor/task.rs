@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinHandle, JoinSet, LocalSet};
 
-use super::deadlines::{Deadlines, Timer};
+use super::deadlines::{Deadlines, Timer, after};
 use super::event::{Event, StartFailure, Swept};
 use super::handle::{Command, Config, Reply, Shared, SupervisorError};
 use super::nursery_io::{FromNursery, Nursery};
@@ -22,6 +22,7 @@ use crate::clock::Stamp;
 use crate::exit::WorkerExit;
 use crate::nursery::protocol::{PROTOCOL, Reply as FromLink, Request};
 use crate::nursery::token::Token;
+use crate::panics;
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
@@ -60,13 +61,8 @@ pub(super) fn run(
         Ok(Err(error)) => {
             let _ = ready.send(Err(error));
         }
-        Err(panic) => told.push(Event::Panicked { message: panic_message(panic.as_ref()) }),
+        Err(panic) => told.push(Event::Panicked { message: panics::message(panic.as_ref()) }),
     }
-}
-
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without a text".into())
 }
 
 /// How often what was told is compared with what the kernel says.
@@ -215,7 +211,9 @@ impl Task {
             Command::Drain(limit, reply) => {
                 let logs = Arc::clone(&self.shared.logs);
                 // A panic in it drops the reply, which its asker sees.
-                tokio::task::spawn_local(async move { answer(&reply, logs.drained(Instant::now() + limit).await) });
+                tokio::task::spawn_local(
+                    async move { answer(&reply, logs.drained(after(Instant::now(), limit)).await) },
+                );
             }
             Command::Close { .. } => unreachable!("taken by `wake`"),
         }
@@ -232,7 +230,7 @@ impl Task {
         }
         let nursery = self.nursery.as_mut().expect("launched above");
         // What earlier starts have reported is of no interest.
-        nursery.last_stage();
+        nursery.stage_reached();
         for (request, fds) in spawn_requests(spec)? {
             nursery.send(&request, fds);
         }
@@ -285,8 +283,8 @@ impl Task {
     fn on_hung_start(&mut self) {
         let Current::Starting(starting) = &mut self.current else { return };
         if let Some(nursery) = &self.nursery {
-            starting.hung(nursery.last_stage(), &watch::wait_channel_of_child(nursery.pid));
-            // The child that hangs dies with it, as far as it can: see `Timer::GiveUp`.
+            starting.hung(nursery.stage_reached(), &watch::wait_channel_of_child(nursery.pid));
+            // The child that hangs dies with it, as far as it can: `on_nursery_death` sweeps, for so long as that takes.
             nursery.kill();
         }
     }
@@ -476,7 +474,14 @@ impl Task {
 
     /// Ends the nursery, and with it whatever is left.
     async fn close(mut self, keep_descendants: bool) {
-        let Some(nursery) = self.nursery.take() else { return };
+        let Some(nursery) = self.nursery.take() else {
+            // The nursery was lost, and what it left may still be being ended. What does not end in time has its
+            // SIGKILL pending.
+            if let Some(sweep) = self.own_sweep.take() {
+                let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
+            }
+            return;
+        };
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
         let leave = keep_descendants && matches!(self.current, Current::Idle);
         nursery.end(leave, CLOSE_LIMIT).await;

@@ -84,8 +84,7 @@ def _start() -> None:
     del sys.modules["sitecustomize"]
     failed = True
     try:
-        # Raises when the user has none; `site` takes that, like everything else, as if it came from the
-        # user's.
+        # Raises when the user has none; `site` takes that, like everything else, as if it came from theirs.
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 
         failed = False

@@ -55,7 +55,7 @@ class WorkerSpec:
         master_port: of the workers' store; the rendezvous tells when ``None``.
         master_addr: of the workers' store; the rendezvous tells when ``None``.
         local_addr: of this node.
-        event_log_handler: where events go.
+        event_log_handler: where events go; this release has none.
         numa_options: not supported by this release.
         duplicate_stdout_filters: not supported by this release.
         duplicate_stderr_filters: not supported by this release.

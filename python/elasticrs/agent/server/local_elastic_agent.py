@@ -35,8 +35,17 @@ from elasticrs.workers import CommandWorkers, Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Protocol
 
     from elasticrs.multiprocessing.api import LogsSpecs
+
+    class HealthCheckServer(Protocol):
+        """What torch calls a health check server."""
+
+        def start(self) -> None: ...
+
+        def stop(self) -> None: ...
+
 
 __all__ = ["LocalElasticAgent"]
 
@@ -52,10 +61,13 @@ class LocalElasticAgent(ElasticAgent):
             ``None``.
         log_line_prefix_template: before tee'd lines.
         shutdown_timeout: seconds between the signal and SIGKILL; from the environment or 30 when ``None``.
+        health_check_server: started before the workers and stopped after them: anything with ``start`` and
+            ``stop``.
+        uninterruptible_state_timeout: not supported by this release.
         signals_to_handle: names; from ``TORCHELASTIC_SIGNALS_TO_HANDLE``, or the usual four, when ``None``.
 
     Raises:
-        ValueError: a start method that this release does not support, or names that are no signals.
+        ValueError: what this release does not support, or names that are no signals.
     """
 
     def __init__(
@@ -66,17 +78,25 @@ class LocalElasticAgent(ElasticAgent):
         exit_barrier_timeout: float | None = None,
         log_line_prefix_template: str | None = None,
         shutdown_timeout: float | None = None,
+        health_check_server: HealthCheckServer | None = None,
+        uninterruptible_state_timeout: float | None = None,
         *,
         signals_to_handle: str | None = None,
     ) -> None:
         if callable(spec.entrypoint) and start_method != "spawn":
             raise ValueError(f"start_method {start_method!r} is not supported by this release: use 'spawn'")
+        if uninterruptible_state_timeout is not None:
+            raise ValueError("uninterruptible_state_timeout is not supported by this release")
         names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
-        self._signals = defaults.parse_signals(names or defaults.DEFAULT_SIGNALS)
+        try:
+            self._signals = defaults.parse_signals(names or defaults.DEFAULT_SIGNALS)
+        except ValueError as error:
+            raise ValueError(f"signals_to_handle: expected {error}") from None
         self._signal_names = names or defaults.DEFAULT_SIGNALS
         self._worker_group = WorkerGroup(spec)
         self._remaining_restarts = spec.max_restarts
         self._logs_specs = logs_specs
+        self._health_check_server = health_check_server
         self._log_line_prefix_template = log_line_prefix_template
         self._exit_barrier_timeout = exit_barrier_timeout
         self._shutdown_timeout = (
@@ -103,6 +123,8 @@ class LocalElasticAgent(ElasticAgent):
         signals = catch_signals(self._signals)
         if signals is None:
             warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=2)
+        if self._health_check_server is not None:
+            self._health_check_server.start()
         try:
             agent = Agent(
                 job, self._workers(job), _Planner(self._worker_group), signals=signals, owns_process=False
@@ -111,6 +133,8 @@ class LocalElasticAgent(ElasticAgent):
         finally:
             if signals is not None:
                 signals.close()
+            if self._health_check_server is not None:
+                self._health_check_server.stop()
             self._total_execution_time = int(time.monotonic() - started)
         return self._run_result(result)
 

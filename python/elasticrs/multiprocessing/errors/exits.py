@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
+from elasticrs.agent.texts import signal_name
 
-def signal_name(number: int) -> str:
-    """``"SIGTERM"`` for 15; ``"SIG40"`` where the signal has no name of its own."""
-    import signal
-
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"
+__all__ = ["describe_exit", "signal_name"]
 
 
 def describe_exit(exitcode: int | None) -> str:

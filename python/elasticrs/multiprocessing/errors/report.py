@@ -106,8 +106,8 @@ def _traceback(failure: ProcessFailure) -> str:
         message = str(callstack or message.get("message", NOT_AVAILABLE)).rstrip()
     elif failure.error_file == NOT_AVAILABLE and failure.seen_ns is not None and not failure.signal_number():
         message = failure.cause or (
-            f"no uncaught exception: {describe_exit(failure.exitcode)},"
-            " from sys.exit, os._exit or a program other than Python"
+            f"{describe_exit(failure.exitcode)}, and no exception was recorded"
+            " (sys.exit, os._exit, a program other than Python)"
         )
     if failure.signal_number():
         message = _enriched(message, failure)

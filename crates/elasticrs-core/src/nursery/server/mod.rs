@@ -20,6 +20,7 @@ use nix::sys::time::TimeSpec;
 use nix::unistd::{getpid, getsid, setsid};
 
 use self::sweep::{Deadlines, Sweep, Verdict};
+use super::NAME;
 use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::token::Token;
@@ -63,6 +64,8 @@ struct Nursery {
     sweep: Option<Sweep>,
     /// Our nice value before the sweep, when it could be lowered.
     nice: Option<i32>,
+    /// Descriptors for the sweep, which opens what `/proc` tells: without them it would see nobody.
+    reserve: Vec<OwnedFd>,
     /// The agent is gone: nobody is to be told anything, and the sweep that runs is the last.
     orphaned: bool,
 }
@@ -75,7 +78,7 @@ impl Nursery {
             setsid()?;
         }
         prctl::set_child_subreaper(true)?;
-        prctl::set_name(c"worker-nursery")?;
+        prctl::set_name(NAME)?;
         // Where the scheduler shares by sessions first, the nice value counts within one only. Ours has nobody else in
         // it. Without permission a fair share has to do.
         let _ = std::fs::write("/proc/self/autogroup", "-20");
@@ -86,6 +89,7 @@ impl Nursery {
         child_signal.add(Signal::SIGCHLD);
         let child_signals = SignalFd::with_flags(&child_signal, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
         let mut nursery = Self {
+            reserve: reserve_of(&agent),
             pid: getpid().as_raw(),
             link: NurseryLink::new(socket)?,
             agent,
@@ -212,6 +216,7 @@ impl Nursery {
         if let Some(sweep) = &mut self.sweep {
             return sweep.bring_forward(deadlines);
         }
+        self.reserve.clear();
         self.sweep = Some(Sweep::new(deadlines));
         // Against hundreds of busy processes a fair share of the CPU is too little. Without permission it has to do.
         self.nice = priority::set_nice(-20).ok();
@@ -227,6 +232,7 @@ impl Nursery {
                     return Served::Leave;
                 }
                 self.sessions.clone_from(&self.workers);
+                self.reserve = reserve_of(&self.agent);
                 if let Some(nice) = self.nice.take() {
                     // Going up again is always permitted.
                     let _ = priority::set_nice(nice);
@@ -264,6 +270,11 @@ struct Ready {
     child: bool,
     agent_gone: bool,
     socket: bool,
+}
+
+/// As many as a sweep has open at once, or as there are.
+fn reserve_of(any: &OwnedFd) -> Vec<OwnedFd> {
+    (0..4).map_while(|_| any.try_clone().ok()).collect()
 }
 
 /// Makes this process the last that the kernel picks when memory runs out, where that is permitted, and returns what

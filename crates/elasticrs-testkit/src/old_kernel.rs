@@ -1,0 +1,78 @@
+//! Running a program as on an older kernel: a seccomp filter denies what is newer.
+
+use std::ffi::CString;
+use std::io;
+
+use libc::{sock_filter, sock_fprog};
+
+use super::{Problem, Request};
+
+/// Offsets in `struct seccomp_data`: the number of the call, and the lower half of its fourth argument.
+const NUMBER: u32 = 0;
+const FOURTH_ARGUMENT: u32 = 16 + 3 * 8;
+
+/// The instructions that are used: load a word from a fixed place, jump if equal, return.
+const LOAD: u16 = 0x20;
+const JUMP_IF_EQUAL: u16 = 0x15;
+const RETURN: u16 = 0x06;
+
+/// `old-kernel NAME[,NAME…] PROGRAM [ARGUMENT …]`: executes the program without the system calls that are named, and,
+/// for `group_signal`, without the flags of `pidfd_send_signal`. Its descendants inherit the filter.
+pub(super) fn run(request: &mut Request) -> Result<std::convert::Infallible, Problem> {
+    let filter = request.next()?.split(',').map(denial).collect::<Result<Vec<_>, _>>()?.concat();
+    deny([filter, vec![statement(RETURN, libc::SECCOMP_RET_ALLOW)]].concat())?;
+    let arguments = request.arguments.by_ref().map(CString::new).collect::<Result<Vec<_>, _>>()?;
+    let program = arguments.first().ok_or("a program is missing")?;
+    Ok(nix::unistd::execvp(program, &arguments)?)
+}
+
+fn denial(name: &str) -> Result<Vec<sock_filter>, Problem> {
+    let call = match name {
+        "close_range" => libc::SYS_close_range,
+        "memfd" => libc::SYS_memfd_create,
+        "pidfd_open" => libc::SYS_pidfd_open,
+        "group_signal" => {
+            return Ok(vec![
+                statement(LOAD, NUMBER),
+                jump_unless(number(libc::SYS_pidfd_send_signal)?, 3),
+                statement(LOAD, FOURTH_ARGUMENT),
+                jump_if(0, 1),
+                fail(libc::EINVAL),
+            ]);
+        }
+        other => return Err(format!("`{other}` cannot be denied").into()),
+    };
+    let load = statement(LOAD, NUMBER);
+    Ok(vec![load, jump_unless(number(call)?, 1), fail(libc::ENOSYS)])
+}
+
+fn number(call: libc::c_long) -> Result<u32, Problem> {
+    Ok(u32::try_from(call)?)
+}
+
+fn fail(errno: i32) -> sock_filter {
+    statement(RETURN, libc::SECCOMP_RET_ERRNO | errno.cast_unsigned())
+}
+
+fn statement(code: u16, k: u32) -> sock_filter {
+    sock_filter { code, jt: 0, jf: 0, k }
+}
+
+/// Passes over `skip` instructions when the loaded value is not `k`.
+fn jump_unless(k: u32, skip: u8) -> sock_filter {
+    sock_filter { code: JUMP_IF_EQUAL, jt: 0, jf: skip, k }
+}
+
+/// Passes over `skip` instructions when the loaded value is `k`.
+fn jump_if(k: u32, skip: u8) -> sock_filter {
+    sock_filter { code: JUMP_IF_EQUAL, jt: skip, jf: 0, k }
+}
+
+fn deny(mut filter: Vec<sock_filter>) -> io::Result<()> {
+    let program = sock_fprog { len: u16::try_from(filter.len()).expect("a few lines"), filter: filter.as_mut_ptr() };
+    // SAFETY: takes numbers only.
+    let promised = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    // SAFETY: the program and its instructions live through the call, which copies them.
+    let set = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
+    if promised == 0 && set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

@@ -1,0 +1,325 @@
+"""Disks that are full, broken or read-only, descriptors that ran out: the launcher lives until the end.
+
+Whatever the kernel accepted is in the files, and each trouble is told once, by rank and file. Processes and
+descriptors are seen to by the guard around every test.
+"""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from helpers import procs
+from helpers.broken_logs import BrokenLogsJob, namespace, take_descriptors, why_not
+from helpers.procs import HANG
+from helpers.steady import EXIT_0, EXIT_1, send
+
+pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.slow]
+
+N = 4
+PHASES = ("starting", "running", "stopping", "restarting")
+
+
+@pytest.fixture
+def mounts(tmp_path):
+    """Makes a prefix from a line of shell, in which ``$0`` is the folder of the logs."""
+    (tmp_path / "logs").mkdir(exist_ok=True)
+
+    def make(setup):
+        prefix = namespace(setup, tmp_path / "logs")
+        if (reason := why_not(prefix)) is not None:
+            pytest.skip(reason)
+        return prefix
+
+    return make
+
+
+@pytest.fixture
+def broken_job(launch, tmp_path):
+    """Makes the job; see :class:`BrokenLogsJob`."""
+    made = []
+
+    def make(*args, **how):
+        made.append(BrokenLogsJob(launch, tmp_path, N, *args, **how))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
+
+
+class Phase:
+    """A job brought to a certain point, and then, when something has befallen it, to its end."""
+
+    def __init__(self, name, make, restarts=0, **how):
+        self.name = name
+        budget = 1 if name == "restarting" else restarts
+        arguments = ("--max-restarts", str(budget), "--shutdown-timeout", "1")
+        self.job = make(*arguments, stubborn=name == "stopping", **how)
+        self.attempt = 1 if name == "restarting" else 0
+        if name == "starting":
+            self.job.ready(count=1)
+        else:
+            pids = self.job.ready()
+        # Before the launcher is gone: what it sees is out of reach then.
+        self.job.inside()
+        if name in {"stopping", "restarting"}:
+            send(pids[0], EXIT_1)
+        if name == "stopping":
+            self.job.wait_for("STOPPING .*", N - 1)
+        if name == "restarting":
+            # One of them runs; the others are on their way.
+            self.job.ready(attempt=1, count=1)
+
+    def end(self, refused=None):
+        """Bring the job to its end; returns the exit code.
+
+        Args:
+            refused: what the writes of all workers must have met by then.
+        """
+        pids = {} if self.name == "stopping" else self.job.ready(self.attempt)
+        if refused is not None and (pids or self.name == "stopping"):
+            ranks = N - 1 if self.name == "stopping" else N
+            assert self.job.wait_for(rf"REFUSED {refused} .* {self.attempt} .*", ranks)
+        assert self.name == "stopping" or not pids or not self.job.launched.has_exited
+        for pid in pids.values():
+            send(pid, EXIT_0)
+        return self.job.launched.wait()
+
+    @property
+    def stdouts(self):
+        """Rank and standard output's file of all workers."""
+        return {(rank, f"attempt_{self.attempt}/{rank}/stdout.log") for rank in range(N)}
+
+
+def assert_no_traceback(job):
+    assert "Traceback" not in job.launched.stderr
+    assert "panicked" not in job.launched.stderr
+
+
+def assert_told_once(phase, error):
+    told = phase.job.troubles(error)
+    assert len(told) == len(set(told)), told
+    assert phase.stdouts <= set(told), phase.job.launched.stderr
+
+
+# --- no space ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("name", PHASES)
+def test_a_full_disk(name, broken_job, mounts):
+    prefix = mounts('mount -t tmpfs -o size=64k none "$0"')
+    phase = Phase(name, broken_job, prefix=prefix)
+    phase.job.fill()
+    assert phase.end(errno.ENOSPC) == (1 if name == "stopping" else 0), phase.job.launched.stderr
+    assert_told_once(phase, "No space left on device")
+    assert_no_traceback(phase.job)
+    phase.job.check_files(phase.job.inside())
+
+
+@pytest.mark.privileged
+def test_a_full_disk_is_told_while_the_job_runs(broken_job, mounts):
+    prefix = mounts('mount -t tmpfs -o size=64k none "$0"')
+    phase = Phase("running", broken_job, prefix=prefix)
+    phase.job.fill()
+    # Every five seconds the file system is asked.
+    phase.job.launched.wait_for_line(r"rank 0: log file .*: No space left on device")
+    assert phase.end() == 0
+
+
+@pytest.mark.privileged
+def test_a_restart_onto_a_full_disk(broken_job, mounts):
+    # Directories of a tmpfs take no space, but inodes.
+    prefix = mounts('mount -t tmpfs -o size=64k,nr_inodes=20 none "$0"')
+    phase = Phase("running", broken_job, restarts=3, prefix=prefix)
+    phase.job.take_inodes()
+    send(phase.job.ready()[0], EXIT_1)
+    assert phase.job.launched.wait() == 1
+    (line,) = [line for line in phase.job.launched.stderr.splitlines() if "could not be started" in line]
+    assert "No space left on device" in line
+    assert "attempt_1" in line
+    assert_no_traceback(phase.job)
+    phase.job.check_files(phase.job.inside())
+
+
+# --- input/output errors -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def image(mounts, tmp_path):
+    """An ext4 file system in a file, and the shell that mounts it."""
+    path = tmp_path / "image"
+    if shutil.which("mke2fs", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+        pytest.skip("no mke2fs")
+    make = ["mke2fs", "-q", "-F", "-t", "ext4", path, "8M"]
+    environment = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    subprocess.run(make, check=True, capture_output=True, env=environment)
+    return mounts(f'mount -o loop "{path}" "$0"')
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("name", PHASES)
+def test_a_broken_disk(name, broken_job, image, tmp_path):
+    phase = Phase(name, broken_job, prefix=image)
+    phase.job.shut_down()
+    code = phase.end(errno.EIO)
+    stderr = phase.job.launched.stderr
+    assert_no_traceback(phase.job)
+    if "could not open the log file" in stderr:
+        # It broke before the last worker had its files.
+        assert name in {"starting", "restarting"}
+        assert code == 1
+    else:
+        assert code == (1 if name == "stopping" else 0), stderr
+        assert_told_once(phase, "Input/output error")
+    # The launcher's mounts have gone with it, and the files are what a machine finds after its repair.
+    out = tmp_path / "out"
+    subprocess.run([*image, "cp", "-r", tmp_path / "logs", out], check=True)
+    phase.job.check_files(out)
+
+
+# --- unwritable directories ----------------------------------------------------------------------------
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("name", PHASES)
+def test_logs_that_become_read_only(name, broken_job, mounts):
+    phase = Phase(name, broken_job, prefix=mounts("true"))
+    phase.job.make_read_only()
+    code = phase.end()
+    stderr = phase.job.launched.stderr
+    assert_no_traceback(phase.job)
+    if "Read-only file system" in stderr:
+        # It came before the last worker had its files.
+        assert name in {"starting", "restarting"}
+        assert code == 1
+    else:
+        # What is open stays so.
+        assert code == (1 if name == "stopping" else 0), stderr
+    phase.job.check_files(phase.job.logs)
+
+
+@pytest.mark.privileged
+def test_a_restart_into_logs_that_became_read_only(broken_job, mounts):
+    prefix = mounts("true")
+    phase = Phase("running", broken_job, restarts=3, prefix=prefix)
+    phase.job.make_read_only()
+    send(phase.job.ready()[0], EXIT_1)
+    assert phase.job.launched.wait() == 1
+    (line,) = [line for line in phase.job.launched.stderr.splitlines() if "could not be started" in line]
+    assert "Read-only file system" in line
+    assert "attempt_1" in line
+    assert_no_traceback(phase.job)
+    phase.job.check_files(phase.job.logs)
+
+
+@pytest.mark.privileged
+def test_logs_that_are_read_only_from_the_beginning(launch, worker_script, mounts, tmp_path):
+    prefix = mounts('mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"')
+    arguments = ("--log-dir", tmp_path / "logs", "--tee", "3")
+    launched = launch(*arguments, worker_script("print('STARTED')"), prefix=prefix)
+    assert launched.wait() == 2
+    assert "STARTED" not in launched.stdout
+    (line,) = launched.stderr.splitlines()
+    assert "Read-only file system" in line
+    assert str(tmp_path / "logs") in line
+
+
+def test_logs_that_are_removed_while_the_job_runs(broken_job):
+    phase = Phase("running", broken_job)
+    shutil.rmtree(phase.job.logs)
+    assert phase.end() == 0, phase.job.launched.stderr
+    assert_no_traceback(phase.job)
+
+
+def test_a_failure_is_reported_without_its_logs(broken_job):
+    phase = Phase("running", broken_job)
+    shutil.rmtree(phase.job.logs)
+    send(phase.job.ready()[2], EXIT_1)
+    assert phase.job.launched.wait() == 1
+    assert "Root Cause (first observed failure)" in phase.job.launched.stderr
+    assert_no_traceback(phase.job)
+
+
+def test_a_restart_without_the_removed_logs(broken_job):
+    phase = Phase("running", broken_job, restarts=3)
+    shutil.rmtree(phase.job.logs)
+    send(phase.job.ready()[0], EXIT_1)
+    assert phase.job.launched.wait() == 1
+    (line,) = [line for line in phase.job.launched.stderr.splitlines() if "could not be started" in line]
+    assert "attempt_1" in line
+    assert_no_traceback(phase.job)
+
+
+# --- descriptors ---------------------------------------------------------------------------------------
+
+
+def nursery_of(launched):
+    (nursery,) = procs.children(launched.pid)
+    return nursery.pid
+
+
+@pytest.mark.parametrize("name", PHASES)
+@pytest.mark.parametrize("whose", ["agent", "nursery"])
+def test_no_descriptor_is_left(name, whose, broken_job):
+    phase = Phase(name, broken_job)
+    launched = phase.job.launched
+    take_descriptors(launched.pid if whose == "agent" else nursery_of(launched))
+    code = phase.end()
+    assert_no_traceback(phase.job)
+    if "Too many open files" in launched.stderr:
+        # It came before the last worker was there.
+        assert name in {"starting", "restarting"}
+        assert code == 1
+    else:
+        assert code == (1 if name == "stopping" else 0), launched.stderr
+    phase.job.check_files(phase.job.logs)
+
+
+def test_a_restart_needs_no_more_descriptors_than_the_start(broken_job):
+    phase = Phase("running", broken_job, restarts=1)
+    take_descriptors(phase.job.launched.pid)
+    send(phase.job.ready()[0], EXIT_1)
+    phase.attempt = 1
+    assert phase.end() == 0, phase.job.launched.stderr
+    phase.job.check_files(phase.job.logs)
+
+
+def test_a_restart_without_descriptors_for_the_nursery(broken_job):
+    phase = Phase("running", broken_job, restarts=1)
+    take_descriptors(nursery_of(phase.job.launched))
+    send(phase.job.ready()[0], EXIT_1)
+    assert phase.job.launched.wait() == 1
+    assert "Too many open files" in phase.job.launched.stderr
+    assert_no_traceback(phase.job)
+    phase.job.check_files(phase.job.logs)
+
+
+def test_a_nursery_without_descriptors_ends_what_a_worker_left_behind(launch, worker_script):
+    script = worker_script("""
+        import os, signal, subprocess
+        signal.signal(signal.SIGUSR2, lambda *_: os._exit(1))
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print("READY", os.getpid(), flush=True)
+        while True:
+            signal.pause()
+    """)
+    launched = launch(script)
+    pid = int(launched.wait_for_line(r"READY (\d+)")[1])
+    take_descriptors(nursery_of(launched))
+    send(pid, EXIT_1)
+    # Well before the nursery would give it up.
+    assert launched.wait(timeout=HANG / 2) == 1
+
+
+def test_a_failure_is_reported_without_descriptors(broken_job):
+    phase = Phase("running", broken_job)
+    take_descriptors(phase.job.launched.pid)
+    send(phase.job.ready()[2], signal.SIGSEGV)
+    assert phase.job.launched.wait() == 1
+    assert "Root Cause (first observed failure)" in phase.job.launched.stderr
+    assert "SIGSEGV" in phase.job.launched.stderr
+    assert_no_traceback(phase.job)

@@ -1,0 +1,265 @@
+"""Limits of the machine and of the user: a clear word and exit code, or the job runs; nothing is ever left.
+
+Processes and descriptors are seen to by the guard around every test.
+"""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import elasticrs
+
+pytestmark = pytest.mark.beyond_torchrun
+
+PACKAGE = Path(elasticrs.__file__).parent
+UID = 54_321
+"""Nobody's, so that its limit of processes counts ours alone."""
+
+SAY = """
+    import os
+    os.write(1, f"RUNS {os.environ['RANK']}\\n".encode())
+"""
+
+
+def assert_clear(launched, code, *words):
+    """It ended by itself with this code, a line that holds all these words, and nothing else of Python's."""
+    assert launched.wait() == code, launched.stderr
+    lines = [line for line in launched.stderr.splitlines() if all(word in line for word in words)]
+    assert lines, launched.stderr
+    assert "Traceback" not in launched.stderr
+    assert "panicked" not in launched.stderr
+
+
+# --- descriptors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [8, 20, 40, 60, 71])
+def test_too_few_descriptors_are_told_before_anything_starts(launch, worker_script, tmp_path, limit):
+    prefix = ("prlimit", f"--nofile={limit}")
+    arguments = ("--nproc-per-node", "8", "--log-dir", tmp_path / "logs", "--tee", "3")
+    launched = launch(*arguments, worker_script(SAY), prefix=prefix)
+    assert_clear(launched, 2, "8 processes are more than RLIMIT_NOFILE allows")
+    assert "RUNS" not in launched.stdout
+
+
+def test_eight_workers_fit_into_what_the_check_demands(launch, worker_script, tmp_path):
+    prefix = ("prlimit", "--nofile=72")
+    arguments = ("--nproc-per-node", "8", "--log-dir", tmp_path / "logs", "--tee", "3")
+    launched = launch(*arguments, worker_script(SAY), prefix=prefix)
+    assert launched.wait() == 0, launched.stderr
+    launched.wait_for_lines("RUNS", 8)
+
+
+# --- processes -----------------------------------------------------------------------------------------
+
+
+def as_user():
+    # The rights of root go with an exec only, and do not count for the one after it.
+    return ("setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "env")
+
+
+def old_enough(interpreter):
+    program = "import sys; sys.exit(sys.version_info < (3, 10))"
+    command = [*as_user(), interpreter, "-c", program]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def unprivileged(launch):
+    """Starts the launcher as a user without any rights, in a directory of his."""
+    interpreters = (sys.executable, "/usr/local/bin/python3", "/usr/bin/python3")
+    interpreter = next(filter(old_enough, interpreters), None)
+    if interpreter is None:
+        pytest.skip("no Python >= 3.10 that another user can execute")
+    # Below a directory of pytest's, which is its user's alone, nobody else can look.
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        shutil.copytree(PACKAGE, home / "python" / "elasticrs", ignore=shutil.ignore_patterns("__pycache__"))
+        (home / "tmp").mkdir()
+        for each in (home, *home.rglob("*")):
+            each.chmod(0o755)
+        os.chown(home / "tmp", UID, UID)
+
+        def start(*args, script=SAY, limits=(), **how):
+            path = home / "worker.py"
+            path.write_text("".join(line.removeprefix("    ") for line in script.splitlines(keepends=True)))
+            user = as_user()
+            limited = ("prlimit", *limits) if limits else ()
+            env = {"PYTHONPATH": str(home / "python"), "TMPDIR": str(home / "tmp")}
+            argv = (*user, *limited, interpreter, "-m", "elasticrs.launch", *args, path)
+            return launch(argv=argv, env=env, cwd=home, **how)
+
+        start.home = home
+        yield start
+
+
+@pytest.mark.privileged
+def test_a_user_without_rights_launches(unprivileged):
+    logs = unprivileged.home / "tmp" / "logs"
+    launched = unprivileged("--nproc-per-node", "2", "--log-dir", logs, "--tee", "3")
+    assert launched.wait() == 0, launched.stderr
+    launched.wait_for_lines("RUNS", 2)
+
+
+@pytest.mark.privileged
+def test_a_log_directory_of_somebody_else(unprivileged):
+    logs = unprivileged.home / "logs"
+    logs.mkdir(mode=0o755)
+    launched = unprivileged("--log-dir", logs, "--tee", "3")
+    assert_clear(launched, 2, "--log-dir", str(logs), "Permission denied")
+    assert len(launched.stderr.splitlines()) == 1
+    assert "RUNS" not in launched.stdout
+
+
+@pytest.mark.privileged
+def test_a_log_directory_that_is_taken_away_before_a_restart(unprivileged):
+    script = """
+    import os
+    os.write(1, b"RUNS\\n")
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        logs = os.path.dirname(os.path.dirname(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])))
+        os.chmod(logs, 0o555)
+    os._exit(1)
+    """
+    logs = unprivileged.home / "tmp" / "logs"
+    launched = unprivileged("--log-dir", logs, "--tee", "3", "--max-restarts", "3", script=script)
+    assert_clear(launched, 1, "could not be started", "Permission denied", "attempt_1")
+    assert launched.stdout.count("RUNS") == 1
+
+
+@pytest.mark.privileged
+def test_more_workers_than_the_user_may_have_processes(unprivileged):
+    launched = unprivileged("--nproc-per-node", "8", limits=("--nproc=4",))
+    assert_clear(launched, 2, "8 processes are more than RLIMIT_NPROC allows (4)")
+    assert "RUNS" not in launched.stdout
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("restarts", [0, 2])
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
+def test_the_processes_of_the_user_run_out(unprivileged, limit, restarts):
+    # Launcher, its threads and the nursery count as well: it passes the check, and then some are too many.
+    arguments = ("--nproc-per-node", str(min(limit, 6)), "--max-restarts", str(restarts))
+    launched = unprivileged(*arguments, limits=(f"--nproc={limit}",))
+    if limit == 1:
+        assert_clear(launched, 1, "the supervisor ran out of resources")
+    else:
+        assert_clear(launched, 1, "could not create the process", "the limit of processes is reached")
+        # Others may have ended in the meantime: a restart is tried, where a nursery could be had.
+        assert launched.stderr.count("restarting") == (restarts if limit > 2 else 0)
+
+
+# --- a control group -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pids_group(tmp_path):
+    """Makes a control group that holds at most so many processes; returns a prefix that enters it."""
+    made = []
+
+    def make(limit):
+        for root in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")):
+            group = root / f"elasticrs-test-{os.getpid()}"
+            try:
+                group.mkdir()
+            except OSError:
+                continue
+            made.append(group)
+            try:
+                (group / "pids.max").write_text(str(limit))
+            except OSError:
+                continue
+            return ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group))
+        pytest.skip("no control group for pids can be made")
+
+    yield make
+    for group in made:
+        group.rmdir()
+
+
+@pytest.mark.privileged
+def test_more_workers_than_the_control_group_holds(launch, worker_script, pids_group):
+    launched = launch("--nproc-per-node", "8", worker_script(SAY), prefix=pids_group(6))
+    assert_clear(launched, 2, "8 processes are more than", "pids.max", "allows (6)")
+    assert "RUNS" not in launched.stdout
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("limit", [2, 3, 5, 8])
+def test_the_control_group_fills_up(launch, worker_script, pids_group, limit):
+    prefix = pids_group(limit)
+    launched = launch("--nproc-per-node", str(min(limit, 6)), worker_script(SAY), prefix=prefix)
+    assert_clear(launched, 1, "could not create the process", "the limit of processes is reached")
+
+
+# --- the environment -----------------------------------------------------------------------------------
+
+
+def test_a_variable_that_is_too_long_for_a_program(launch, worker_script):
+    # 128 KiB is the kernel's limit for one string: we come to it by adding to what was just short enough.
+    length = 32 * resource.getpagesize() - len("PYTHONPATH=") - 1
+    entries = f"{PACKAGE.parent}{os.pathsep}"
+    launched = launch(worker_script(SAY), env={"PYTHONPATH": entries + "x" * (length - len(entries))})
+    assert_clear(launched, 1, "Argument list too long")
+
+
+def test_large_variables_pass(launch, worker_script):
+    script = worker_script("""
+        import os
+        assert all(os.environ[f"LARGE_{number}"] == "x" * 100_000 for number in range(10))
+        os.write(1, b"RUNS\\n")
+    """)
+    launched = launch(script, env={f"LARGE_{number}": "x" * 100_000 for number in range(10)})
+    assert launched.wait() == 0, launched.stderr
+    launched.wait_for_line("RUNS")
+
+
+def test_an_argument_that_becomes_too_long(launch, worker_script):
+    launched = launch("--nproc-per-node", "2", worker_script(SAY), "${local_rank}" + "x" * 131_058)
+    # "${local_rank}" is longer than the rank: whatever came to us can be passed on.
+    assert launched.wait() == 0, launched.stderr
+
+
+# --- temporary files -----------------------------------------------------------------------------------
+
+
+def test_a_temporary_directory_that_is_missing(launch, worker_script, tmp_path):
+    launched = launch(worker_script(SAY), env={"TMPDIR": str(tmp_path / "missing")})
+    assert launched.wait() == 0, launched.stderr
+    launched.wait_for_line("RUNS")
+
+
+@pytest.mark.privileged
+def test_no_temporary_directory_can_be_written(unprivileged):
+    everything = ("unshare", "--mount", "--", "sh", "-c")
+    # The working directory is not his either.
+    setup = (
+        'for d in /tmp /var/tmp "$0"; do mount --bind $d $d && mount -o remount,bind,ro $d; done; exec "$@"'
+    )
+    prefix = (*everything, setup, str(unprivileged.home / "tmp"))
+    launched = unprivileged(prefix=prefix)
+    assert_clear(launched, 2, "cannot make a temporary directory")
+    assert len(launched.stderr.splitlines()) == 1
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("how", ["0", "1"])
+def test_a_temporary_directory_that_becomes_read_only(launch, worker_script, tmp_path, how):
+    script = worker_script("""
+        import os, subprocess, sys
+        directory = os.environ["TMPDIR"]
+        subprocess.run(["mount", "--bind", directory, directory], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", directory], check=True)
+        os._exit(int(sys.argv[1]))
+    """)
+    (tmp_path / "own").mkdir()
+    prefix = ("unshare", "--mount", "--")
+    launched = launch(script, how, env={"TMPDIR": str(tmp_path / "own")}, prefix=prefix)
+    assert launched.wait() == int(how), launched.stderr
+    assert "Traceback" not in launched.stderr

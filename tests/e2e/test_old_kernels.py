@@ -1,0 +1,58 @@
+"""What newer kernels offer is taken where it is there, and not needed where it is not.
+
+The testkit puts a seccomp filter before the launcher, which all that it starts inherits.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target"))
+OLD_KERNEL = (TARGET / "debug" / "testkit-worker", "old-kernel")
+
+SCRIPT = """
+    import os, signal, subprocess, sys
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    if attempt == "0":
+        # In the group of its worker, and in a session of its own.
+        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        os.write(1, b"READY\\n")
+        if rank == "1":
+            sys.stdin.readline()
+            sys.exit(7)
+        signal.pause()
+    os.write(1, f"attempt {attempt} {len(os.listdir('/proc/self/fd'))}\\n".encode())
+"""
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize(
+    "features", ["group_signal", "close_range", "memfd", "close_range,group_signal,memfd"]
+)
+def test_a_restart_without(launch, worker_script, features):
+    reader, writer = os.pipe()
+    launched = launch(
+        *("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", worker_script(SCRIPT)),
+        prefix=(*OLD_KERNEL, features),
+        stdin=reader,
+        # The hook would open a file for the stack of a fatal signal.
+        env={"ELASTICRS_TRACEBACKS": "0"},
+    )
+    launched.wait_for_lines("READY", 3, "stdout")
+    os.write(writer, b"go\n")
+    assert launched.wait() == 0, launched.stderr
+    os.close(reader)
+    os.close(writer)
+    # Three standard descriptors, and the one that reads the list.
+    launched.wait_for_lines("attempt 1 4", 3, "stdout")
+    assert "exited with code 7; 2 siblings stopped" in launched.stderr
+
+
+@pytest.mark.beyond_torchrun
+def test_a_kernel_below_the_floor_is_named_in_one_line(launch, worker_script):
+    launched = launch("--standalone", worker_script(""), prefix=(*OLD_KERNEL, "pidfd_open"))
+    assert launched.wait() == 1
+    (line,) = launched.stderr.splitlines()
+    assert "elasticrs needs Linux 5.4 or later: pidfd_open is not usable here" in line

@@ -1,0 +1,210 @@
+"""Jobs whose logs break while they run: mounts of their own, and what the workers say past them.
+
+The launcher runs in a mount namespace of its own, which vanishes with its last process, whatever becomes of
+the test. From outside it is reached through ``/proc``.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import resource
+import select
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from helpers.launcher import Launched
+from helpers.procs import HANG
+
+SCRIPT = Path(__file__).resolve().parent.parent / "workers" / "refused.py"
+WIDTH = 120
+
+OWN_SIZE = 16 << 20
+"""No file system of these tests is as large, in bytes."""
+
+FS_IOC_SHUTDOWN = 0x8004587D
+"""From now on, everything on the file system is EIO; what was accepted before is written out first."""
+
+
+def namespace(setup: str, folder: Path) -> tuple[str, ...]:
+    """A prefix for a command: mounts of its own, made by a line of shell in which ``$0`` is the folder."""
+    return ("unshare", "--mount", "--", "sh", "-c", f'{setup} && exec "$@"', str(folder))
+
+
+def why_not(prefix: Sequence[str]) -> str | None:
+    """Why this machine cannot run anything behind this prefix, or ``None``."""
+    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
+    return None if tried.returncode == 0 else f"cannot mount here: {tried.stderr.strip()}"
+
+
+class BrokenLogsJob:
+    """A launcher with N workers of `tests/workers/refused.py`, all streams tee'd.
+
+    Args:
+        launch: the fixture.
+        folder: for everything.
+        n: number of workers.
+        stubborn: workers go on when told to stop.
+        prefix: before the launcher's command line.
+        how: goes to the fixture.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[..., Launched],
+        folder: Path,
+        n: int,
+        *args: str,
+        stubborn: bool = False,
+        prefix: Sequence[str] = (),
+        **how: object,
+    ) -> None:
+        self.n = n
+        self.logs, self.outside = folder / "logs", folder / "outside"
+        self.logs.mkdir(exist_ok=True)
+        self.outside.mkdir()
+        self.outside.chmod(0o777)
+        os.mkfifo(self.outside / "events")
+        (self.outside / "events").chmod(0o666)
+        self._events = os.open(self.outside / "events", os.O_RDWR | os.O_NONBLOCK)
+        self._told = ""
+        self._inside: int | None = None
+        env = {"OUTSIDE": str(self.outside)} | ({"STUBBORN": "1"} if stubborn else {})
+        arguments = ("--nproc-per-node", str(n), "--log-dir", self.logs, "--tee", "3", *args, SCRIPT)
+        self.launched = launch(*arguments, env=env, prefix=prefix, **how)
+
+    def close(self) -> None:
+        """Let go of the pipe and the logs."""
+        os.close(self._events)
+        self.let_go()
+
+    # --- what the workers say --------------------------------------------------------------------------
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]] | None:
+        """The first ``count`` lines of workers that match; ``None`` when the launcher ends before.
+
+        Raises:
+            AssertionError: neither comes.
+        """
+        deadline = time.monotonic() + HANG
+        poll = select.poll()
+        poll.register(self._events, select.POLLIN)
+        poll.register(self.launched.pidfd, select.POLLIN)
+        while True:
+            found = list(re.finditer(rf"^{pattern}\n", self._told, re.MULTILINE))
+            if len(found) >= count:
+                return found[:count]
+            ready = {fd for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)}
+            if self._events in ready:
+                self._told += os.read(self._events, 1 << 16).decode()
+            elif self.launched.pidfd in ready:
+                return None
+            assert ready, f"{len(found)} of {count} lines match {pattern!r}:\n{self._told}"
+
+    def ready(self, attempt: int = 0, count: int | None = None) -> dict[int, int]:
+        """Wait until that many workers of an attempt (all, by default) run; returns pids by rank.
+
+        It may be that there are none: when the attempt cannot be started.
+        """
+        found = self.wait_for(rf"READY (\d+) {attempt} (\d+)", self.n if count is None else count)
+        return {int(line[1]): int(line[2]) for line in found or ()}
+
+    # --- what befalls them -----------------------------------------------------------------------------
+
+    def inside(self) -> Path:
+        """The logs as the launcher sees them; they stay there when it has ended, until :meth:`let_go`.
+
+        To be called when a worker runs: before, the launcher's mounts may not be there yet.
+        """
+        if self._inside is None:
+            self._inside = os.open(f"/proc/{self.launched.pid}/root{self.logs}", os.O_RDONLY)
+        return Path(f"/proc/self/fd/{self._inside}")
+
+    def let_go(self) -> None:
+        """Let the file system of the logs be unmounted."""
+        if self._inside is not None:
+            os.close(self._inside)
+            self._inside = None
+
+    def fill(self) -> None:
+        """Take all the space that is left."""
+        self._assert_own_file_system()
+        filler = os.open(self.inside() / "filler", os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            # Never more than this, whatever was mounted.
+            for _ in range(OWN_SIZE >> 12):
+                os.write(filler, bytes(1 << 12))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        else:
+            raise AssertionError("it is not full")
+        finally:
+            os.close(filler)
+
+    def take_inodes(self) -> None:
+        """Take all that are left: no file or directory can be made any more."""
+        self._assert_own_file_system()
+        for number in range(os.statvfs(self.inside()).f_ffree):
+            (self.inside() / f"inode-{number}").touch()
+
+    def shut_down(self) -> None:
+        """Make everything on the file system of the logs an input/output error."""
+        self._assert_own_file_system()
+        assert self._inside is not None
+        fcntl.ioctl(self._inside, FS_IOC_SHUTDOWN, struct.pack("I", 0))
+        self.let_go()
+
+    def make_read_only(self) -> None:
+        """Nothing can be made in the logs any more, nor opened for writing; what is open stays so."""
+        theirs = f"/proc/{self.launched.pid}/ns/mnt"
+        assert os.readlink(theirs) != os.readlink("/proc/self/ns/mnt"), "these mounts are everybody's"
+        enter = ("nsenter", f"--mount={theirs}", "--", "sh", "-c")
+        # Made elsewhere and put there in one step: a mount that is written to cannot be made read-only.
+        bind = 'mount --bind "$0" "$1" && mount -o remount,bind,ro "$1" && mount --bind "$1" "$0"'
+        elsewhere = self.logs.with_name("read-only")
+        elsewhere.mkdir()
+        subprocess.run([*enter, bind, str(self.logs), str(elsewhere)], check=True)
+
+    def _assert_own_file_system(self) -> None:
+        """What is about to be ruined belongs to this test alone."""
+        inside = self.inside()
+        assert inside.stat().st_dev != self.logs.stat().st_dev, "nothing is mounted there"
+        size = os.statvfs(inside)
+        assert size.f_blocks * size.f_frsize <= OWN_SIZE, "this is no file system of ours"
+
+    # --- what must hold --------------------------------------------------------------------------------
+
+    def check_files(self, logs: Path) -> None:
+        """Every byte that the kernel accepted from a worker is in its file, and nothing else.
+
+        Args:
+            logs: the log directory, wherever it can be seen now.
+        """
+        counted = [each for each in self.outside.iterdir() if each.name != "events"]
+        assert counted
+        for count in counted:
+            rank, attempt = count.name.split(".")
+            (log,) = logs.glob(f"*/attempt_{attempt}/{rank}/stdout.log")
+            written, accepted = log.read_bytes(), int(count.read_bytes() or b"0")
+            # A worker may be killed between a write and the count.
+            assert accepted <= len(written) <= accepted + WIDTH, log
+            lines = b"".join(b"%0*d\n" % (WIDTH - 1, number) for number in range(len(written) // WIDTH + 1))
+            assert lines.startswith(written), log
+
+    def troubles(self, error: str) -> list[tuple[int, str]]:
+        """Rank and file (below the attempt) of every line of the launcher that tells of this trouble."""
+        pattern = rf"rank (\d+): log file \S*/(attempt_\d+/\d+/std\w+\.log): {error}$"
+        found = re.findall(pattern, self.launched.stderr, re.MULTILINE)
+        return [(int(rank), file) for rank, file in found]
+
+
+def take_descriptors(pid: int) -> None:
+    """No further descriptor for this process."""
+    used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    free = next(number for number in range(len(used) + 1) if number not in used)
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, hard))

@@ -1,0 +1,48 @@
+"""A worker for tests that break its log: writes without end, refused or not, and does as signals tell it.
+
+SIGUSR1: exit 0. SIGUSR2: exit 1. SIGTERM and SIGINT: say so and go on if STUBBORN is set, else exit 143.
+
+Its standard output is one stream of bytes, the same in every attempt: whatever part of a write the kernel
+refuses is written again. How much the kernel accepted is kept in ``$OUTSIDE/<rank>.<attempt>``. What the
+worker has to say goes to the named pipe ``$OUTSIDE/events``: no log is needed for it.
+"""
+
+import os
+import select
+import signal
+
+WIDTH = 120
+
+OUTSIDE, RANK, ATTEMPT = (os.environ[name] for name in ("OUTSIDE", "RANK", "TORCHELASTIC_RESTART_COUNT"))
+events = os.open(f"{OUTSIDE}/events", os.O_WRONLY)
+
+
+def tell(what):
+    os.write(events, f"{what} {RANK} {ATTEMPT} {os.getpid()}\n".encode())
+
+
+def on_stop(signum, frame):
+    tell("STOPPING")
+    if "STUBBORN" not in os.environ:
+        os._exit(143)
+
+
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+signal.signal(signal.SIGUSR2, lambda *_: os._exit(1))
+signal.signal(signal.SIGTERM, on_stop)
+signal.signal(signal.SIGINT, on_stop)
+
+counter = os.open(f"{OUTSIDE}/{RANK}.{ATTEMPT}", os.O_WRONLY | os.O_CREAT, 0o644)
+tell("READY")
+accepted = 0
+refused = set()
+while True:
+    number, done = divmod(accepted, WIDTH)
+    try:
+        accepted += os.write(1, (b"%0*d\n" % (WIDTH - 1, number))[done:])
+    except OSError as error:
+        if error.errno not in refused:
+            refused.add(error.errno)
+            tell(f"REFUSED {error.errno}")
+    os.pwrite(counter, b"%012d" % accepted, 0)
+    select.select([], [], [], 0.002)
