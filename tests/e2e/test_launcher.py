@@ -166,7 +166,7 @@ def test_the_second_signal_kills(launch, worker_script):
     workers = ready(job, 2)
     job.signal(signal.SIGINT)
     job.wait_for_lines("^GOT 2$", 2)
-    job.signal(signal.SIGINT)
+    job.insist(signal.SIGINT)
     assert job.wait() == 1
     assert_gone(workers)
     assert "asked again: SIGKILL to all workers" in job.stderr
@@ -217,7 +217,7 @@ def test_control_z_stops_the_workers_and_continuing_reverses_it(launch, worker_s
     job.signal(signal.SIGCONT)
     job.signal(signal.SIGTERM)
     job.wait_for_lines("^GOT 15$", 2)
-    job.signal(signal.SIGTERM)
+    job.insist(signal.SIGTERM)
     assert job.wait() == 1
 
 

@@ -77,10 +77,7 @@ def test_a_second_interrupt_kills_at_once(running):
     launched, _ = running(STUBBORN, "--shutdown-timeout", "3000")
     launched.signal(signal.SIGINT)
     launched.wait_for_lines("IGNORED", N)
-    # Again and again: what follows within a moment is the same request.
-    while not launched.has_exited:
-        launched.signal(signal.SIGINT)
-        launched.read_for(0.2)
+    launched.insist(signal.SIGINT)
     assert launched.wait() == 1
 
 

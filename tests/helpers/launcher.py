@@ -137,6 +137,13 @@ class Launched:
         """Signal the launcher alone."""
         signal.pidfd_send_signal(self.pidfd, signum)
 
+    def insist(self, signum: int) -> None:
+        """Signal the launcher until it ends: the same signal again within a moment counts as one."""
+        deadline = time.monotonic() + HANG
+        while not self.has_exited and time.monotonic() < deadline:
+            self.signal(signum)
+            self.read_for(0.2)
+
     def wait_stopped(self) -> None:
         """Wait until it has been stopped by a signal."""
         os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED)
