@@ -85,7 +85,7 @@ def test_stuck_workers_end_the_job_whatever_the_budget():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))], max_restarts=9)
     assert state.phase is Phase.FAILED
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert "local rank 0, 2 cannot be killed" in report.message
+    assert "SIGKILL does not end local rank(s) 0, 2" in report.message
 
 
 def test_a_port_conflict_is_not_charged():
