@@ -91,7 +91,7 @@ def test_what_a_failed_worker_left_behind_is_gone(launch, worker_script):
         import os, signal, subprocess
         left = subprocess.Popen(["setsid", "sh", "-c", "trap '' TERM; echo LEFT $$; exec sleep 1000"])
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))
-        print("WORKER", os.getpid(), flush=True)
+        os.write(1, f"WORKER {os.getpid()}\\n".encode())
         while True:
             signal.pause()
     """)
