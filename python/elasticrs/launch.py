@@ -64,9 +64,10 @@ def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
     from elasticrs import _core
     from elasticrs.agent.console import Console
+    from elasticrs.agent.decisions import OneNode
     from elasticrs.agent.loop import Agent
     from elasticrs.logs import RunLogs
-    from elasticrs.rendezvous.one_node import OneNode
+    from elasticrs.rendezvous.one_node import OneNodePlanner
     from elasticrs.workers import CommandWorkers, directory_logs
 
     console = Console()
@@ -86,7 +87,12 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         launch.command,
     )
     agent = Agent(
-        launch.job, workers, OneNode(launch.job), signals=signals, owns_process=True, console=console
+        launch.job,
+        workers,
+        OneNode(launch.job, OneNodePlanner(launch.job)),
+        signals=signals,
+        owns_process=True,
+        console=console,
     )
     try:
         result = agent.run()

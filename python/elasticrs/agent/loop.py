@@ -1,6 +1,7 @@
-"""The loop of the agent: events of the core in, decisions of :func:`elasticrs.agent.state.step`, actions out.
+"""The loop of the agent: events of the core in, decisions of a :class:`~elasticrs.agent.decisions.Decisions`,
+actions out.
 
-It owns the supervisor, the plan of the present attempt and the signal pipe, and decides nothing itself.
+It owns the supervisor and the signal pipe, and decides nothing itself.
 Blocks in one place only: :meth:`_core.Supervisor.next_event`.
 """
 
@@ -15,27 +16,20 @@ from collections import deque
 from elasticrs import _core
 from elasticrs.agent import state as machine
 from elasticrs.agent import texts
-from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.console import Console
 from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.signals import SignalPipe, stop_this_process
-from elasticrs.config import SAFETY_TICK
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, Protocol
+    from typing import Any
 
+    from elasticrs.agent.decisions import Decisions
     from elasticrs.config import JobConfig
     from elasticrs.workers import Workers
-
-    class Planner(Protocol):
-        """Where plans come from."""
-
-        def next(self) -> Plan: ...
-
-        def close(self) -> None: ...
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
@@ -77,7 +71,7 @@ class Agent:
     Args:
         job: what to run.
         workers: starts the processes.
-        rendezvous: plans attempts.
+        decisions: say what to do.
         signals: the caught signals; ``None`` outside of the main thread.
         owns_process: the process is ours alone (the command line).
         console: for lines to the user.
@@ -87,7 +81,7 @@ class Agent:
         self,
         job: JobConfig,
         workers: Workers,
-        rendezvous: Planner,
+        decisions: Decisions,
         *,
         signals: SignalPipe | None,
         owns_process: bool,
@@ -95,13 +89,12 @@ class Agent:
     ) -> None:
         self._job = job
         self._workers = workers
-        self._rendezvous = rendezvous
+        self._decisions = decisions
         self._signals = signals
         self._owns_process = owns_process
         self._console = console or Console()
-        self._state = machine.AgentState(job.max_restarts, job.shutdown_timeout)
         self._events: deque[machine.Event] = deque()
-        self._plan: Plan | None = None
+        self._actions: deque[machine.Action] = deque()
         self._result = JobResult()
         self._failure_ns: int | None = None
         self._asked: dict[int, float] = {}
@@ -125,12 +118,13 @@ class Agent:
                 supervisor = _core.Supervisor(owns_process=self._owns_process)
                 if self._signals is not None:
                     supervisor.watch_fd(self._signals.fd)
+                self._decisions.open(supervisor)
                 self._drive(supervisor)
         finally:
-            if self._plan is not None:
-                self._plan.close()
+            self._decisions.release_plan()
             if supervisor is not None:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
+            self._decisions.close()
         self._console.flush()
         if self._result.exit_code == 0:
             # Loads what the user's functions made, which may raise: nothing may be left to do then.
@@ -142,28 +136,30 @@ class Agent:
         first = self._events[0]
         if not isinstance(first, machine.SignalReceived):
             return False
-        self._state, actions = machine.step(self._state, first)
-        for action in actions:
+        for action in self._decisions.step(first):
             if isinstance(action, machine.Exit):
                 self._finish(action)
-        return self._state.phase.is_terminal
+        return self._decisions.phase.is_terminal
 
     def _drive(self, supervisor: _core.Supervisor) -> None:
         while True:
-            while self._events:
-                self._state, actions = machine.step(self._state, self._events.popleft())
-                for action in actions:
-                    if isinstance(action, machine.Exit):
-                        self._finish(action)
-                        self._drain(supervisor)
-                        return
-                    self._carry_out(supervisor, action)
+            while self._events or self._actions:
+                if not self._actions:
+                    self._actions.extend(self._decisions.step(self._events.popleft()))
+                    continue
+                action = self._actions.popleft()
+                if isinstance(action, machine.Exit):
+                    self._finish(action)
+                    self._drain(supervisor)
+                    return
+                self._carry_out(supervisor, action)
             self._console.flush()
-            event = supervisor.next_event(SAFETY_TICK)
+            event = supervisor.next_event(self._decisions.seconds_left())
             if event is not None:
                 _TRANSLATORS[type(event)](self, supervisor, event)
             else:
                 self._take_signals(supervisor)
+                self._actions.extend(self._decisions.look_around())
 
     def _drain(self, supervisor: _core.Supervisor) -> None:
         """Let the console catch up, for a while."""
@@ -185,38 +181,30 @@ class Agent:
 
     def _carry_out(self, supervisor: _core.Supervisor, action: machine.Action) -> None:
         if isinstance(action, machine.Rendezvous):
-            self._plan_attempt()
+            self._events.append(self._decisions.next_plan())
         elif isinstance(action, machine.Start):
             self._start(supervisor, action)
         elif isinstance(action, machine.Stop):
-            self._console.say(texts.stop_line(self._state.signum, action.signum, action.grace))
+            self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
             supervisor.stop(_core.StopPolicy(action.signum, action.grace))
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
-            self._release_plan()
+            self._decisions.release_plan()
         elif isinstance(action, machine.AnnounceRestart):
             self._announce(action)
         elif isinstance(action, machine.ReportFailure):
             self._result.message = action.message
         elif isinstance(action, machine.CloseRendezvous):
-            self._rendezvous.close()
-
-    def _plan_attempt(self) -> None:
-        self._release_plan()
-        try:
-            self._plan = self._rendezvous.next()
-        except OSError as error:
-            self._events.append(machine.RendezvousFailed(f"no address for the workers: {error}"))
-        else:
-            self._events.append(machine.RendezvousCompleted())
+            self._decisions.close_rendezvous()
 
     def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
-        plan = self._plan
+        plan = self._decisions.plan
         if plan is None:
             raise RuntimeError("workers are started without a rendezvous")
         attempt = Attempt(action.round, action.restarts, plan)
         self._result.attempts.append(attempt)
+        self._decisions.observe(attempt)
         try:
             self._workers.start(supervisor, attempt)
         except BaseException as error:
@@ -252,18 +240,13 @@ class Agent:
             return f"nursery {texts.how_it_ended(attempt.nursery_exitcode)}"
         return self._result.message or "the workers could not be started"
 
-    def _release_plan(self) -> None:
-        if self._plan is not None:
-            self._plan.close()
-            self._plan = None
-
     def _finish(self, action: machine.Exit) -> None:
-        self._release_plan()
+        self._decisions.release_plan()
         self._discard_empty_fault_files()
         self._write_timeline()
-        self._result.phase = self._state.phase
+        self._result.phase = self._decisions.phase
         self._result.exit_code = action.code
-        self._result.signum = self._state.signum
+        self._result.signum = self._decisions.signum
 
     def _write_timeline(self) -> None:
         if os.environ.get("ELASTICRS_TIMELINE"):
@@ -303,8 +286,12 @@ class Agent:
     def _on_fd(self, supervisor: _core.Supervisor, event: _core.FdReady) -> None:
         if self._signals is not None and event.fd == self._signals.fd:
             self._take_signals(supervisor)
-        else:
+            return
+        actions = self._decisions.fd_ready(event.fd)
+        if actions is None:
             self._workers.fd_ready(supervisor, event.fd)
+        else:
+            self._actions.extend(actions)
 
     def _on_started(self, supervisor: _core.Supervisor, event: _core.GroupStarted) -> None:
         attempt = self._result.attempts[-1]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from elasticrs.config import JobConfig
 
 
-class OneNode:
+class OneNodePlanner:
     """Plans attempts for one node.
 
     Args:

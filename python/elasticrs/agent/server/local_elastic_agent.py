@@ -14,6 +14,7 @@ from elasticrs import _core
 from elasticrs import config as defaults
 from elasticrs._worker import hook_environment
 from elasticrs.agent.attempt import Plan
+from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent, JobResult
 from elasticrs.agent.server.api import (
     DEFAULT_ROLE,
@@ -127,7 +128,11 @@ class LocalElasticAgent(ElasticAgent):
             self._health_check_server.start()
         try:
             agent = Agent(
-                job, self._workers(job), _Planner(self._worker_group), signals=signals, owns_process=False
+                job,
+                self._workers(job),
+                OneNode(job, _Planner(self._worker_group)),
+                signals=signals,
+                owns_process=False,
             )
             result = agent.run()
         finally:
