@@ -21,6 +21,7 @@ from elasticrs.agent.console import Console
 from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.signals import SignalPipe, stop_this_process
+from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,17 +51,30 @@ class JobResult:
         exit_code: of the launcher.
         signum: the signal that ended it, if one did.
         message: the reason of a failure that is not a worker's.
+        first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
+        clock: of the store in which the nodes met.
         attempts: all of them, the last one last.
         return_values: by global rank.
     """
 
-    __slots__ = ("attempts", "exit_code", "message", "phase", "return_values", "signum")
+    __slots__ = (
+        "attempts",
+        "clock",
+        "exit_code",
+        "first_cause",
+        "message",
+        "phase",
+        "return_values",
+        "signum",
+    )
 
     def __init__(self) -> None:
         self.phase = machine.Phase.INIT
         self.exit_code = 1
         self.signum: int | None = None
         self.message: str | None = None
+        self.first_cause: dict[str, Any] | None = None
+        self.clock = Clock()
         self.attempts: list[Attempt] = []
         self.return_values: dict[int, object] = {}
 

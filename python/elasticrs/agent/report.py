@@ -35,6 +35,21 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     }
 
 
+def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
+    """The failures of this node in the last attempt, and the first of the whole job if that was elsewhere.
+
+    Args:
+        result: how the job ended.
+    """
+    failed = failures(result.attempts[-1]) if result.attempts else {}
+    cause = result.first_cause
+    if cause is None or cause.get("rank") is None or cause["rank"] in failed:
+        return failed
+    from elasticrs.agent.cause import remote_failure
+
+    return {cause["rank"]: remote_failure(cause, result.clock), **failed}
+
+
 def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | None:
     """The error of a failed job; ``None`` when no worker failed (none could be started).
 
@@ -42,7 +57,7 @@ def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | 
         job: the job.
         result: how it ended.
     """
-    failed = failures(result.attempts[-1]) if result.attempts else {}
+    failed = all_failures(result)
     return ChildFailedError(job.name, failed) if failed else None
 
 

@@ -183,10 +183,10 @@ class LocalElasticAgent(ElasticAgent):
             group.state = WorkerState.STOPPED
             sigval = signal.Signals(result.signum)
             raise SignalException(f"stopped by {sigval.name}", sigval)
-        from elasticrs.agent.report import failures
+        from elasticrs.agent.report import all_failures
 
         group.state = WorkerState.FAILED
-        failed = failures(result.attempts[-1]) if result.attempts else {}
+        failed = all_failures(result)
         if not failed:
             raise RuntimeError(result.message or "the workers could not be started")
         return RunResult(WorkerState.FAILED, failures=failed)

@@ -37,6 +37,7 @@ class ProcessFailure:
         note: a line for the report, such as a word on the OOM killer.
         log_paths: by name of the stream, where its output went.
         stderr_tail: its last lines on stderr.
+        host: the name of its machine; ``None`` for this one.
 
     Attributes:
         error_file: the path, or ``"<N/A>"`` when the worker has written none.
@@ -65,7 +66,9 @@ class ProcessFailure:
         note: str | None = None,
         log_paths: Mapping[str, str] | None = None,
         stderr_tail: Sequence[str] = (),
+        host: str | None = None,
     ) -> None:
+        self.host = host
         self.local_rank = local_rank
         self.pid = pid
         self.exitcode = exitcode
