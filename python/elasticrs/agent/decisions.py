@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from elasticrs.agent import state as machine
+from elasticrs.clock import Clock
 from elasticrs.config import SAFETY_TICK
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Protocol
+    from typing import Any, Protocol
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, Plan
@@ -28,9 +29,13 @@ class Decisions(ABC):
 
     Attributes:
         plan: of the attempt that :class:`~elasticrs.agent.state.Start` asks for.
+        first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
+        clock: of the store in which the nodes met.
     """
 
     plan: Plan | None = None
+    first_cause: dict[str, Any] | None = None
+    clock = Clock()
 
     @property
     @abstractmethod

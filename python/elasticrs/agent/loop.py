@@ -199,7 +199,8 @@ class Agent:
         elif isinstance(action, machine.Start):
             self._start(supervisor, action)
         elif isinstance(action, machine.Stop):
-            self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
+            if not action.is_announced:
+                self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
             supervisor.stop(_core.StopPolicy(action.signum, action.grace))
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
@@ -261,6 +262,8 @@ class Agent:
         self._result.phase = self._decisions.phase
         self._result.exit_code = action.code
         self._result.signum = self._decisions.signum
+        self._result.first_cause = self._decisions.first_cause
+        self._result.clock = self._decisions.clock
 
     def _write_timeline(self) -> None:
         if os.environ.get("ELASTICRS_TIMELINE"):
