@@ -53,6 +53,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
 
     try:
         launch = resolve(parse(argv, os.environ), os.environ)
+        _check_nodes(launch)
         _check_limits(launch.job.nproc)
         return _run(launch, signals)
     except HelpRequested as request:
@@ -113,6 +114,15 @@ def _environment(launch: Launch) -> dict[str, str]:
     from elasticrs._worker import hook_environment
 
     return hook_environment({**os.environ, **launch.variables})
+
+
+def _check_nodes(launch: Launch) -> None:
+    from elasticrs.config import UsageError
+
+    rendezvous = launch.job.rendezvous
+    if rendezvous is not None and rendezvous.max_nodes > 1:
+        nodes = f"{rendezvous.min_nodes}:{rendezvous.max_nodes}"
+        raise UsageError(f"--nnodes: got {nodes}, expected 1: several nodes need the coordination release")
 
 
 def _check_limits(nproc: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 from elasticrs.config import DEFAULT_MASTER_PORT
-from elasticrs.launcher.arguments import parse_endpoint
 from elasticrs.ports import ReservedPort
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
@@ -12,6 +14,8 @@ from elasticrs.rendezvous.api import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
+from elasticrs.rendezvous.elastic.describe import BACKENDS, PYTHON, describe
+from elasticrs.rendezvous.endpoint import parse_endpoint
 
 __all__ = ["OneNodeRendezvous"]
 
@@ -26,7 +30,7 @@ class OneNodeRendezvous(RendezvousHandler):
         params: what to make it from.
 
     Raises:
-        ValueError: more than one node, or a malformed endpoint.
+        ValueError: more than one node, a malformed endpoint, or bad settings.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -34,6 +38,8 @@ class OneNodeRendezvous(RendezvousHandler):
             raise ValueError(
                 f"{params.min_nodes}:{params.max_nodes} nodes: several nodes need the coordination release"
             )
+        if params.backend in BACKENDS:
+            _check(params)
         self._backend = params.backend
         self._run_id = params.run_id
         self._address = params.local_addr or "localhost"
@@ -92,3 +98,18 @@ class OneNodeRendezvous(RendezvousHandler):
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
+
+
+def _check(params: RendezvousParameters) -> None:
+    _, notices = describe(
+        params.backend,
+        params.endpoint.strip(),
+        params.run_id,
+        (params.min_nodes, params.max_nodes),
+        params.config,
+        os.environ,
+        local_addr=params.local_addr,
+        words=PYTHON,
+    )
+    for notice in notices:
+        warnings.warn(notice, RuntimeWarning, stacklevel=4)
