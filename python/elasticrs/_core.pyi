@@ -186,18 +186,33 @@ class Descendant:
     def command(self) -> str: ...
 
 @final
+class Fenced:
+    """The deadline of the fence has passed: the nursery kills everything that runs.
+
+    Told at once, also without a group. A group that runs ends with the outcome ``"stopped"``, and its workers
+    with ``sent_signal`` SIGKILL. Until a new deadline is set (or none), no worker can be started.
+    """
+
+    @property
+    def fenced_ns(self) -> int:
+        """When the nursery saw it."""
+
+@final
 class GroupEnded:
     """Nothing of the group is left; another one may be started.
 
     ``outcome`` is ``"succeeded"`` (all exited 0), ``"failed"`` (a worker failed first), ``"stopped"`` (by
-    :meth:`Supervisor.stop`), or ``"lost"`` (the nursery died, and the workers with it).
+    :meth:`Supervisor.stop`, or by the fence), or ``"lost"`` (the nursery died, and the workers with it).
     """
 
     @property
     def outcome(self) -> Literal["succeeded", "failed", "stopped", "lost"]: ...
     @property
     def nursery_exitcode(self) -> int | None:
-        """With ``"lost"``: how the nursery ended, as in :attr:`WorkerExited.exitcode`."""
+        """How the nursery ended, when it was lost, as in :attr:`WorkerExited.exitcode`."""
+    @property
+    def nursery_hung(self) -> bool:
+        """The nursery was lost because it kept silent, and we killed it."""
     @property
     def stuck_ranks(self) -> list[int]:
         """Workers that did not end after SIGKILL (state D); the node is not fit for a restart."""
@@ -251,6 +266,7 @@ Event: TypeAlias = (
     | FailureSeen
     | WorkerPaused
     | WorkerResumed
+    | Fenced
     | GroupEnded
     | LogTrouble
     | Degraded
@@ -326,6 +342,31 @@ class Supervisor:
     def suspend(self) -> None:
         """SIGSTOP to all groups; deadlines stand still until :meth:`resume`."""
     def resume(self) -> None: ...
+    def guard_connection(self, fd: int) -> None:
+        """Give the nursery a duplicate of this socket to hold, in place of an earlier one.
+
+        When this process dies, the connection ends only after the nursery has ended all workers and what they
+        had started. A nursery that replaces a lost one holds it as well.
+
+        Raises:
+            OSError: ``fd`` is not open, or descriptors ran out.
+            SupervisorError: see the class.
+        """
+    def release_connection(self) -> None:
+        """Undo :meth:`guard_connection`."""
+    def fence_at(self, from_now: float | None) -> bool:
+        """Set the moment at which the nursery kills all workers, even if this process is stopped then.
+
+        Args:
+            from_now: seconds from now on the clock that goes on while the machine is suspended; ``None`` takes
+                the deadline back.
+
+        Returns:
+            ``False`` when the deadline before had passed already: :class:`Fenced` tells, or has told.
+
+        Raises:
+            ValueError: the time is not finite.
+        """
     def next_event(self, timeout: float | None = None) -> Event | None:
         """The next event, or ``None`` after ``timeout`` seconds. One thread at a time.
 

@@ -68,7 +68,7 @@ fn spawn(nursery: &mut Launched, count: u32, command: &str) -> Result<Vec<i32>> 
 
 fn sweep(nursery: &mut Launched) -> Result<Duration> {
     let begin = Instant::now();
-    nursery.link.send(&Request::Sweep { linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 }, Vec::new())?;
+    nursery.link.send(&Request::Sweep { number: 1, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 }, Vec::new())?;
     while !matches!(next(nursery)?.0, Reply::Swept { .. }) {}
     Ok(begin.elapsed())
 }

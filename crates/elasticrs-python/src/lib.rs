@@ -23,8 +23,8 @@ mod _core {
     use crate::error::SupervisorError;
     #[pymodule_export]
     use crate::event::{
-        Degraded, Descendant, FailureSeen, FdReady, GroupEnded, GroupStarted, LogTrouble, StartFailed, WorkerExited,
-        WorkerPaused, WorkerResumed,
+        Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, LogTrouble, StartFailed,
+        WorkerExited, WorkerPaused, WorkerResumed,
     };
     #[pymodule_export]
     use crate::helpers::{check_limits, kernel_features, last_lines};

@@ -142,13 +142,13 @@ impl Client {
     }
 
     pub fn sweep(&mut self, linger_ms: u64, grace_ms: u64) -> Swept {
-        self.send(&Request::Sweep { linger_ms, grace_ms, give_up_ms: 10_000 });
+        self.send(&Request::Sweep { number: 1, linger_ms, grace_ms, give_up_ms: 10_000 });
         self.swept()
     }
 
     pub fn swept(&mut self) -> Swept {
         let pick = |reply: &Reply| match reply.clone() {
-            Reply::Swept { ended, more, stuck, spared } => Some(Swept { ended, more, stuck, spared }),
+            Reply::Swept { ended, more, stuck, spared, .. } => Some(Swept { ended, more, stuck, spared }),
             _ => None,
         };
         self.find(pick).0
