@@ -267,6 +267,13 @@ impl Supervisor {
         self.fence.clone()
     }
 
+    /// Tells the agent what it should say to its user, from tasks given to [`Self::spawn`], as
+    /// [`super::Event::Degraded`].
+    pub fn teller(&self) -> impl Fn(String) + Send + 'static {
+        let queue = Arc::clone(&self.queue);
+        move |message| queue.push(super::Event::Degraded { message })
+    }
+
     /// The queue of events.
     ///
     /// # Errors
