@@ -66,6 +66,10 @@ class Decisions(ABC):
         """What follows from a descriptor's being readable; ``None`` when it is none of ours."""
         return None
 
+    def fenced(self) -> list[machine.Action]:
+        """What follows from the end of this node's lease: the nursery kills the workers already."""
+        return []
+
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
         """The attempt that the following events are about."""
 

@@ -355,6 +355,9 @@ class Agent:
         conflict = event.outcome == "failed" and is_port_conflict(attempt)
         self._events.append(machine.GroupEnded(event.outcome, tuple(event.stuck_ranks), conflict))
 
+    def _on_fenced(self, _supervisor: _core.Supervisor, _event: _core.Fenced) -> None:
+        self._actions.extend(self._decisions.fenced())
+
     def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
         name = texts.signal_name(event.signal)
         self._console.say(
@@ -397,6 +400,7 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.FailureSeen: Agent._on_failure,
     _core.WorkerExited: Agent._on_exit,
     _core.GroupEnded: Agent._on_ended,
+    _core.Fenced: Agent._on_fenced,
     _core.WorkerPaused: Agent._on_paused,
     _core.WorkerResumed: Agent._on_resumed,
     _core.LogTrouble: Agent._on_log_trouble,
