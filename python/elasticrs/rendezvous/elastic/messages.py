@@ -1,7 +1,7 @@
 """What goes into the rendezvous machine and what comes out of it.
 
-:class:`Connected`, :class:`ConnectionLost`, :class:`Reply` and :class:`Changes` have the names and attributes of
-the native client's events: the machine takes either, as it looks at a type's name and at attributes only.
+:class:`Connected`, :class:`ConnectionLost`, :class:`Reply` and :class:`Changes` have the names and attributes
+of the native client's events: the machine takes either, as it looks at a type's name and at attributes only.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class TimerFired(Event):
 
 
 class Leave(Event):
-    """This agent was asked to stop.
+    """Somebody asked this agent to stop.
 
     Args:
         reason: for the user.
@@ -368,7 +368,10 @@ class Stop(Action):
 
 
 class BindStore(Action):
-    """Bind a fresh listener for the worker store; answered by :class:`StorePort` or :class:`StorePortFailed`."""
+    """Bind a fresh listener for the worker store.
+
+    Answered by :class:`StorePort` or :class:`StorePortFailed`.
+    """
 
     __slots__ = ()
 
@@ -417,9 +420,10 @@ class Outcome(Value):
 
     Args:
         kind: ``succeeded``; ``failed`` (budget, losses, set-up: ``cause`` and ``message`` say why); ``closed``
-            (joined too late); ``aborted`` (somebody closed the job); ``timeout`` (not enough nodes, or no store);
-            ``left`` (asked to leave); ``lost`` (the store is gone); ``stuck`` (workers that SIGKILL does not end);
-            ``refused`` (settings, token, version or run differ); ``spare`` (the job succeeded without this node).
+            (joined too late); ``aborted`` (somebody closed the job); ``timeout`` (not enough nodes, or no
+            store); ``left`` (asked to leave); ``lost`` (the store is gone); ``stuck`` (workers that SIGKILL
+            does not end); ``refused`` (settings, token, version or run differ); ``spare`` (the job succeeded
+            without this node).
         message: one line for the user.
         cause: the job's first failure.
     """
@@ -462,8 +466,8 @@ class Settings(Value):
         role, nproc: of this node's workers.
         order_hint: sorts before the name; ``None`` sorts last.
         local_addr: the address that the user wants peers to use for this node.
-        fallback_addr: an address or name that other hosts can reach, used when the connection to the store is a
-            loopback one and the round spans hosts.
+        fallback_addr: an address or name that other hosts can reach, used when the connection to the store is
+            a loopback one and the round spans hosts.
         master_port: fixed port of the worker store; ``None``: a fresh one for every round.
         backend: what keeps the state; has to be the same everywhere.
         hosts_store: this process serves the store, and so stays until the job is over.
