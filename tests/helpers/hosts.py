@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from helpers import procs
@@ -148,6 +149,16 @@ class Host(Namespaces):
             signal.pidfd_send_signal(pidfd, signum)
         finally:
             os.close(pidfd)
+
+    def wait_empty(self) -> None:
+        """Wait until all that runs on it has ended by itself, what it still starts included.
+
+        Raises:
+            AssertionError: it has not; names what is there.
+        """
+        deadline = time.monotonic() + procs.HANG
+        while running := self.processes():
+            procs.assert_gone([each.pid for each in running], deadline - time.monotonic())
 
     def power_off(self) -> None:
         """Cut it off and kill all that runs on it: what a host does that dies. The peers hear nothing."""

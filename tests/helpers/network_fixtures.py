@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers import hosts as hosts_of
 from helpers import packets
 from helpers.hosts import Host, Network
+from helpers.launcher import Launched
+from helpers.nodes import Job
 from helpers.packets import PacketRelay
 
 
@@ -38,6 +41,18 @@ def hosts(network: Callable[..., Network]) -> Callable[..., list[Host]]:
 
     def make(count: int, *, is_ipv6_only: bool = False) -> list[Host]:
         return network(count, is_ipv6_only=is_ipv6_only).hosts
+
+    return make
+
+
+@pytest.fixture
+def multinode(
+    network: Callable[..., Network], launch: Callable[..., Launched], tmp_path: Path
+) -> Callable[..., Job]:
+    """Makes a job with its store on a host; see :class:`helpers.nodes.Job`."""
+
+    def make(store: Host, nnodes: str, *options: str, **how: Any) -> Job:
+        return Job(launch, tmp_path, store, nnodes, *options, **how)
 
     return make
 
