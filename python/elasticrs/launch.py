@@ -68,7 +68,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     from elasticrs.agent.loop import Agent
     from elasticrs.logs import RunLogs
     from elasticrs.rendezvous.one_node import OneNode
-    from elasticrs.workers import CommandWorkers, directory_logs
+    from elasticrs.workers import CommandWorkers, WorkerSetup, directory_logs
 
     console = Console()
     if signals is None:
@@ -78,14 +78,10 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
     for notice in launch.notices:
         console.say(notice)
-    workers = CommandWorkers(
-        launch.job,
-        directory_logs(logs),
-        launch.logs.prefix_template,
-        _environment(launch),
-        ignored_signals(),
-        launch.command,
+    setup = WorkerSetup(
+        launch.job, directory_logs(logs), launch.logs.prefix_template, _environment(launch), ignored_signals()
     )
+    workers = CommandWorkers(setup, launch.command)
     agent = Agent(
         launch.job, workers, OneNode(launch.job), signals=signals, owns_process=True, console=console
     )
