@@ -54,7 +54,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
     try:
         launch = resolve(parse(argv, os.environ), os.environ)
         _check_nodes(launch)
-        _check_limits(launch.job.nproc)
+        _check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:
         return _print_help(request.what)
@@ -115,12 +115,14 @@ def _check_nodes(launch: Launch) -> None:
         raise UsageError(f"--nnodes: got {nodes}, expected 1: several nodes need the coordination release")
 
 
-def _check_limits(nproc: int) -> None:
+def _check_limits(launch: Launch) -> None:
     from elasticrs import _core
     from elasticrs.config import UsageError
+    from elasticrs.logs import followed_files
 
+    nproc = launch.job.nproc
     try:
-        _core.check_limits(nproc)
+        _core.check_limits(nproc, followed_files(launch.logs, nproc))
     except ValueError as error:
         raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
 
