@@ -441,9 +441,13 @@ class WorkerStore:
 def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:
     """The last ``count`` lines of a file, without their newlines, from its last ``max_bytes`` bytes."""
 
-def check_limits(processes: int) -> None:
+def check_limits(processes: int, files: int = 0) -> None:
     """Compare with ``pids.max``, ``pid_max``, ``RLIMIT_NPROC`` and ``RLIMIT_NOFILE`` before anything is
     started.
+
+    Args:
+        processes: how many will be started.
+        files: how many of their log files will be followed.
 
     Raises:
         ValueError: names the limit and its value.

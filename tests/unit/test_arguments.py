@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from elasticrs.config import UsageError
 from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 from elasticrs.launcher.options import NOT_YET, OPTIONS, help_text
+from elasticrs.rendezvous.elastic.settings import KEYS
 
 ENV = {"PATH": "/usr/bin:/bin"}
 
@@ -199,6 +200,9 @@ def test_help_is_asked_for(argv):
 def test_help_names_every_option():
     text = help_text("elasticrun")
     assert all(option.flag in text for option in OPTIONS)
+    assert all(key.name in text for key in KEYS)
+    assert "  join_timeout                until at least MIN nodes have met (default 600)" in text
+    assert max(map(len, text.splitlines())) <= 120
     assert not any("--" + name in text for name in NOT_YET)
 
 

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -283,11 +285,35 @@ def test_this_machine_knows_itself():
     assert machine.resolve("127.0.0.1") == ["127.0.0.1"]
     assert set(machine.resolve("localhost")) <= {"127.0.0.1", "::1"}
     assert machine.is_local("127.0.0.1")
+    assert machine.is_local("127.0.1.1")
     assert machine.is_local("0.0.0.0")
     # Addresses that are reserved for documentation.
     assert not machine.is_local("192.0.2.1")
     assert not machine.is_local("2001:db8::1")
     assert not machine.is_local("no address")
+
+
+ASK = """
+import sys
+from elasticrs.rendezvous.elastic.hosting import SystemResolver
+print(*(SystemResolver().is_local(address) for address in sys.argv[1:]))
+"""
+
+
+@pytest.mark.privileged
+def test_an_address_that_can_be_bound_may_still_be_anothers():
+    # Load balancers allow that. The third has a route, the fourth has none.
+    setup = """
+        sysctl -q -w net.ipv4.ip_nonlocal_bind=1
+        ip link set lo up
+        ip address add 10.77.0.1/32 dev lo
+        ip route add 10.77.0.0/24 dev lo
+        exec "$@"
+    """
+    addresses = ("127.0.0.1", "10.77.0.1", "10.77.0.2", "192.0.2.1")
+    command = ["unshare", "--net", "sh", "-ec", setup, "sh", sys.executable, "-c", ASK, *addresses]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == ["True", "True", "False", "False"]
 
 
 def test_a_name_that_cannot_be_one_is_not_resolved():

@@ -89,7 +89,7 @@ def hand_on(error: ChildFailedError) -> None:
 
     _, first = error.get_first_failure()
     if os.path.isfile(first.error_file):
-        get_error_handler().dump_error_file(first.error_file, first.exitcode)
+        get_error_handler().dump_error_file(first.error_file, first.exitcode or 0)
 
 
 def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
@@ -104,8 +104,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     return ProcessFailure(
         rank,
         worker.pid,
-        # Torch's signature has no word for an end that nobody saw; the report says it in the cause.
-        worker.exitcode if worker.exitcode is not None else 1,
+        worker.exitcode,
         paths.error_files.get(rank, "") if paths is not None else "",
         seen_ns=worker.seen_ns,
         sent_signal=worker.sent_signal,

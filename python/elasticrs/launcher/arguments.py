@@ -13,7 +13,6 @@ import sys
 from elasticrs import config, devices
 from elasticrs.config import JobConfig, LogSettings, UsageError
 from elasticrs.launcher.options import NOT_YET, OPTIONS, Option
-from elasticrs.rendezvous.endpoint import parse_endpoint
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -300,6 +299,7 @@ def _described(
     args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str], *, is_plain: bool
 ) -> _Meeting:
     from elasticrs.rendezvous.elastic.describe import STATIC, check_backend, describe
+    from elasticrs.rendezvous.endpoint import parse_endpoint
 
     backend = STATIC if is_plain else check_backend(args.rdzv_backend)
     endpoint: str = args.rdzv_endpoint.strip()

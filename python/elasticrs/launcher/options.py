@@ -306,12 +306,29 @@ def help_text(program: str) -> str:
         for option in OPTIONS:
             if option.group == group:
                 lines += _help_lines(option, width)
+    lines += ["", "Settings for --rdzv-conf (in seconds, unless it says something else):"]
+    lines += _settings_lines(width)
     lines += [
         "",
         "Underscores may stand for dashes, and a name may be shortened while it is clear.",
         "PET_<NAME> in the environment gives the default of every option, such as PET_MAX_RESTARTS=3.",
     ]
     return os.linesep.join(lines) + os.linesep
+
+
+def _settings_lines(width: int) -> list[str]:
+    from elasticrs.rendezvous.elastic.settings import KEYS
+
+    shown = [key for key in KEYS if key.is_stored]
+    accepted = ", ".join(key.name for key in KEYS if not key.is_stored)
+    lines = [f"  {key.name}".ljust(width) + key.help + _default(key.default) for key in shown]
+    return [*lines, f"  Torch's {accepted} are accepted and have no effect."]
+
+
+def _default(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return ""
+    return f" (default {value:g})" if isinstance(value, float) else f" (default {value})"
 
 
 def _help_lines(option: Option, width: int) -> list[str]:

@@ -32,7 +32,7 @@ from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, assign
 from elasticrs.rendezvous.api import RendezvousError
 from elasticrs.rendezvous.static import OneNodeRendezvous
-from elasticrs.workers import CommandWorkers, Workers
+from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,14 +159,13 @@ class LocalElasticAgent(ElasticAgent):
         spec = self._worker_group.spec
         environ = hook_environment({**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names})
         template = self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        logs = _logs(self._logs_specs)
-        ignored = ignored_signals()
+        setup = WorkerSetup(job, _logs(self._logs_specs), template, environ, ignored_signals())
         if callable(spec.entrypoint):
             from elasticrs.multiprocessing.spawn import FunctionWorkers
 
-            return FunctionWorkers(job, logs, template, environ, ignored, spec.entrypoint, spec.args)
+            return FunctionWorkers(setup, spec.entrypoint, spec.args)
         command = [str(spec.entrypoint), *map(str, spec.args)]
-        return CommandWorkers(job, logs, template, environ, ignored, command)
+        return CommandWorkers(setup, command)
 
     def _run_result(self, result: JobResult) -> RunResult:
         group = self._worker_group

@@ -20,6 +20,7 @@ Decisions are pure functions over a :class:`Resolver`; :class:`SystemResolver` a
 from __future__ import annotations
 
 import _socket
+import errno
 
 from elasticrs._value import Value
 from elasticrs.config import UsageError
@@ -277,7 +278,9 @@ class SystemResolver:
         """See :class:`Resolver`."""
         name = _socket.gethostname()
         try:
-            found = _socket.getaddrinfo(name, None, 0, _socket.SOCK_STREAM, 0, _socket.AI_CANONNAME)
+            found = _socket.getaddrinfo(
+                _plain_text(name), None, 0, _socket.SOCK_STREAM, 0, _socket.AI_CANONNAME
+            )
         except OSError:
             # A host that does not know its own name still has it.
             return [name]
@@ -287,7 +290,7 @@ class SystemResolver:
     def resolve(self, name: str) -> list[str]:
         """See :class:`Resolver`."""
         try:
-            found = _socket.getaddrinfo(name, None, 0, _socket.SOCK_STREAM)
+            found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
         except UnicodeError:
             # Of the codec for international names: a label that is empty or too long.
             raise OSError("not a host name") from None
@@ -301,15 +304,20 @@ class SystemResolver:
         """
         family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
         try:
-            sockaddr = _socket.getaddrinfo(address, 0, family, _socket.SOCK_DGRAM, 0, _socket.AI_NUMERICHOST)[
-                0
-            ][4]
-            with_port = (sockaddr[0], 9, *sockaddr[2:])
-            if not _can_bind(family, sockaddr):
-                return False
+            found = _socket.getaddrinfo(address, 9, family, _socket.SOCK_DGRAM, 0, _socket.AI_NUMERICHOST)
         except OSError:
             return False
-        return is_unspecified(address) or _source_towards(family, with_port) in (None, packed(address))
+        host, port, *rest = found[0][4]
+        if not _can_bind(family, (host, 0, *rest)):
+            return False
+        # From one loopback address a machine talks to all of them.
+        is_special = is_unspecified(address) or is_loopback(address)
+        return is_special or _talks_from(family, (host, port, *rest), address)
+
+
+def _plain_text(name: str) -> str | bytes:
+    # For text the codec of international names is loaded, which takes longer than all the rest.
+    return name.encode() if name.isascii() else name
 
 
 def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
@@ -323,13 +331,14 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
     return True
 
 
-def _source_towards(family: int, sockaddr: tuple[object, ...]) -> bytes | None:
-    """From which address this machine talks to another; nothing is sent. ``None`` without a route."""
+def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
+    """Whether this machine would talk to an address of its own from there; nothing is sent."""
     sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
     try:
         sock.connect(sockaddr)
-        return packed(sock.getsockname()[0])
-    except OSError:
-        return None
+        return packed(sock.getsockname()[0]) == packed(address)
+    except OSError as error:
+        # Nobody comes to an address without a route. Other errors are of a sandbox: then the bind counts.
+        return error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH)
     finally:
         sock.close()

@@ -151,11 +151,17 @@ def _drain(value: object) -> str:
 
 
 def _address(value: object) -> str:
+    import _socket
+
     text = str(value).strip()
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    if not host or any(character.isspace() or character in "[]/," for character in host):
-        raise ValueError("the address of an interface of this node")
-    return host
+    for family in (_socket.AF_INET, _socket.AF_INET6):
+        try:
+            _socket.inet_pton(family, host.partition("%")[0])
+        except (OSError, ValueError):
+            continue
+        return host
+    raise ValueError("the numeric address of an interface of this node")
 
 
 def _port_range(value: object) -> tuple[int, int]:
@@ -189,7 +195,7 @@ KEYS: tuple[Key, ...] = (
     Key("last_call_timeout", 30.0, _seconds(0), "for further nodes once MIN have met, at the first start"),
     Key("restart_call_timeout", 0.0, _seconds(0), "for a replacement before going on with fewer nodes"),
     Key("scale_up_delay", 1.0, _or_off(_seconds(0)), "from a waiting node to the restart; off: never"),
-    Key("settle", None, _seconds(0, above=True), "for the workers of a lost round to end"),
+    Key("settle", None, _seconds(0, above=True), "for lost rounds to end; default: grace + lease + 5"),
     Key("close_timeout", 30.0, _seconds(0), "that the host of the store waits for the others at the end"),
     Key("store_lost_timeout", 10.0, _seconds(0), "to find the store again before the job fails"),
     Key("connect_timeout", 5.0, _seconds(0, above=True), "for one attempt to connect"),
