@@ -65,6 +65,7 @@ class Workers(ABC):
                 restarts=attempt.restarts,
                 max_restarts=self._job.max_restarts,
                 inherited=self._environ,
+                use_agent_store=attempt.plan.use_agent_store,
             )
             for ranks in attempt.plan.ranks
         }

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     class Planner(Protocol):
         """Where plans come from."""
 
-        def next(self) -> Plan: ...
+        def next(self, supervisor: _core.Supervisor) -> Plan: ...
 
         def close(self) -> None: ...
 
@@ -185,7 +185,7 @@ class Agent:
 
     def _carry_out(self, supervisor: _core.Supervisor, action: machine.Action) -> None:
         if isinstance(action, machine.Rendezvous):
-            self._plan_attempt()
+            self._plan_attempt(supervisor)
         elif isinstance(action, machine.Start):
             self._start(supervisor, action)
         elif isinstance(action, machine.Stop):
@@ -202,10 +202,10 @@ class Agent:
         elif isinstance(action, machine.CloseRendezvous):
             self._rendezvous.close()
 
-    def _plan_attempt(self) -> None:
+    def _plan_attempt(self, supervisor: _core.Supervisor) -> None:
         self._release_plan()
         try:
-            self._plan = self._rendezvous.next()
+            self._plan = self._rendezvous.next(supervisor)
         except OSError as error:
             self._events.append(machine.RendezvousFailed(f"no address for the workers: {error}"))
         else:
@@ -255,6 +255,8 @@ class Agent:
     def _release_plan(self) -> None:
         if self._plan is not None:
             self._plan.close()
+            for notice in self._plan.notices():
+                self._console.say(notice)
             self._plan = None
 
     def _finish(self, action: machine.Exit) -> None:
