@@ -394,14 +394,15 @@ class Supervisor:
 class WorkerStore:
     """A server for torch's ``TCPStore`` clients (2.4 and later): the store of one round's workers.
 
-    Made, it is bound and listens, so that clients may connect; :meth:`serve` makes it answer. What a client does
-    wrong (no client of a TCPStore, a request beyond the protocol's limits, silence, replies that it does not
-    take) closes its connection alone, with one line for the user. Everything that clients make it hold is at
-    most 1 GiB.
+    Made, it is bound and listens, so that clients may connect; :meth:`serve` makes it answer. What a client
+    does wrong (no client of a TCPStore, a request beyond the protocol's limits, silence, replies that it does
+    not take) closes its connection alone, with one line for the user. Everything that clients make it hold
+    is at most 1 GiB.
 
     Args:
         host: a name or an address to listen on; every address, IPv6 and IPv4, when ``None``.
-        port: a port, 0 for a free one, or the first and the last of a range of which the first free one is taken.
+        port: a port, 0 for a free one, or the first and the last of a range, of which the first free one is
+            taken.
 
     Raises:
         OSError: no such port can be had, or no descriptor; names address and port.
@@ -414,7 +415,7 @@ class WorkerStore:
     def serve(self, supervisor: Supervisor | None = None) -> None:
         """Begin to answer: on the supervisor's thread, or on one of its own. Returns at once.
 
-        With a supervisor the lines for the user come as :class:`Degraded`, otherwise see :meth:`take_notices`.
+        With a supervisor, lines for the user come as :class:`Degraded`; otherwise see :meth:`take_notices`.
 
         Raises:
             SupervisorError: it is served already, or closed, or the supervisor has ended.
@@ -427,8 +428,8 @@ class WorkerStore:
         its own, without keys.
         """
     def take_notices(self) -> list[str]:
-        """Lines for the user since the last call, without a supervisor: at most 10 in 10 seconds, and the last
-        100.
+        """Lines for the user since the last call, when there is no supervisor: at most 10 in 10 seconds, of
+        which the last 100 are kept.
         """
     def close(self) -> None:
         """End the listener and every connection; returns when they are gone. Idempotent.

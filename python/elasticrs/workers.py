@@ -79,6 +79,7 @@ class Workers(ABC):
                 restarts=attempt.restarts,
                 max_restarts=job.max_restarts,
                 inherited=environ,
+                use_agent_store=attempt.plan.use_agent_store,
             )
             for ranks in attempt.plan.ranks
         }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     class Planner(Protocol):
         """Where plans come from."""
 
-        def next(self) -> Plan: ...
+        def next(self, supervisor: _core.Supervisor) -> Plan: ...
 
         def close(self) -> None: ...
 
@@ -73,19 +73,28 @@ class Decisions(ABC):
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
         """The attempt that the following events are about."""
 
-    def next_plan(self) -> machine.Event:
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
         """Agree on ranks and addresses: the answer to :class:`~elasticrs.agent.state.Rendezvous`.
+
+        Args:
+            supervisor: serves the workers' store, where that falls to this agent.
 
         Raises:
             Exception: of a user's rendezvous handler.
         """
         raise RuntimeError("plans come with the rounds")
 
-    def release_plan(self) -> None:
-        """The attempt is over: give its port back. Idempotent."""
-        if self.plan is not None:
-            self.plan.close()
-            self.plan = None
+    def release_plan(self) -> list[str]:
+        """The attempt is over: give its port back. Idempotent.
+
+        Returns:
+            Lines for the user.
+        """
+        plan, self.plan = self.plan, None
+        if plan is None:
+            return []
+        plan.close()
+        return plan.notices()
 
     def close_rendezvous(self) -> None:  # noqa: B027 -- not everybody has one
         """No further attempt follows."""
@@ -121,11 +130,11 @@ class OneNode(Decisions):
         self._state, actions = machine.step(self._state, event)
         return actions
 
-    def next_plan(self) -> machine.Event:
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
         """See the base class."""
         self.release_plan()
         try:
-            self.plan = self._planner.next()
+            self.plan = self._planner.next(supervisor)
         except OSError as error:
             return machine.RendezvousFailed(f"no address for the workers: {error}")
         return machine.RendezvousCompleted()

@@ -135,7 +135,7 @@ class Agent:
                 self._decisions.open(supervisor)
                 self._drive(supervisor)
         finally:
-            self._decisions.release_plan()
+            self._release_plan()
             if supervisor is not None:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
             self._decisions.close()
@@ -195,7 +195,7 @@ class Agent:
 
     def _carry_out(self, supervisor: _core.Supervisor, action: machine.Action) -> None:
         if isinstance(action, machine.Rendezvous):
-            self._events.append(self._decisions.next_plan())
+            self._events.append(self._decisions.next_plan(supervisor))
         elif isinstance(action, machine.Start):
             self._start(supervisor, action)
         elif isinstance(action, machine.Stop):
@@ -205,7 +205,7 @@ class Agent:
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
-            self._decisions.release_plan()
+            self._release_plan()
         elif isinstance(action, machine.AnnounceRestart):
             self._announce(action)
         elif isinstance(action, machine.ReportFailure):
@@ -255,8 +255,12 @@ class Agent:
             return f"nursery {texts.how_it_ended(attempt.nursery_exitcode)}"
         return self._result.message or "the workers could not be started"
 
+    def _release_plan(self) -> None:
+        for line in self._decisions.release_plan():
+            self._console.say(line)
+
     def _finish(self, action: machine.Exit) -> None:
-        self._decisions.release_plan()
+        self._release_plan()
         self._discard_empty_fault_files()
         self._write_timeline()
         self._result.phase = self._decisions.phase

@@ -197,17 +197,18 @@ class _Planner:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
-    def next(self) -> Plan:
+    def next(self, _supervisor: _core.Supervisor) -> Plan:
         group, spec = self._group, self._group.spec
         info = spec.rdzv_handler.next_rendezvous()
         if info.world_size != 1:
             raise RendezvousError(f"{info.world_size} nodes: several nodes need the coordination release")
         reserved: ReservedPort | None = None
+        store: _core.WorkerStore | None = None
         bootstrap = info.bootstrap_store_info
         address = spec.master_addr or (bootstrap.master_addr if bootstrap else "localhost")
         port = spec.master_port or (bootstrap.master_port if bootstrap else None)
         if isinstance(spec.rdzv_handler, OneNodeRendezvous):
-            reserved = spec.rdzv_handler.reserved_port
+            reserved, store = spec.rdzv_handler.reserved_port, spec.rdzv_handler.agent_store
         elif port is None:
             reserved = ReservedPort()
         if port is None:
@@ -220,7 +221,9 @@ class _Planner:
         for worker, own in zip(group.workers, ranks, strict=True):
             worker.global_rank, worker.role_rank = own.global_rank, own.role_rank
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
-        return Plan(ranks, address, port, reserved)
+        # A port of the user's own is rank 0's to listen on.
+        use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
+        return Plan(ranks, address, port, reserved, store=store, use_agent_store=use_agent_store)
 
     def close(self) -> None:
         """The launcher shuts the handler down: an agent may be run more than once."""
