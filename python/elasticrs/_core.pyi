@@ -358,8 +358,8 @@ class Supervisor:
         """Set the moment at which the nursery kills all workers, even if this process is stopped then.
 
         Args:
-            from_now: seconds from now on the clock that goes on while the machine is suspended; ``None`` takes
-                the deadline back.
+            from_now: seconds from now, on the clock that goes on while the machine is suspended; ``None``
+                takes the deadline back.
 
         Returns:
             ``False`` when the deadline before had passed already: :class:`Fenced` tells, or has told.

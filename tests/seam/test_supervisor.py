@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -270,3 +271,42 @@ def test_an_agent_that_ends_without_closing_leaves_nothing():
     assert_gone([nursery, worker])
     # The nursery has fallen to this process, which is a subreaper.
     assert os.waitpid(nursery, 0)[1] == 0
+
+
+def test_a_passed_fence_ends_the_group_as_stopped(group):
+    group.start(["sh", "-c", "trap '' TERM; sleep 100"], ["sleep", "100"])
+    assert group.supervisor.fence_at(3600.0)
+    assert group.supervisor.fence_at(0.0)
+    fenced = group.until(_core.Fenced)
+    ended = group.end()
+    assert ended.outcome == "stopped"
+    assert fenced.fenced_ns <= ended.ended_ns
+    exits = [e for e in group.events if isinstance(e, _core.WorkerExited)]
+    assert [(e.exitcode, e.sent_signal) for e in exits] == [(-signal.SIGKILL, signal.SIGKILL)] * 2
+    assert not any(isinstance(e, _core.FailureSeen) for e in group.events)
+
+    assert not group.supervisor.fence_at(None), "the deadline before had passed"
+    group.start(["true"])
+    assert group.end().outcome == "succeeded"
+    with pytest.raises(ValueError, match="the deadline"):
+        group.supervisor.fence_at(float("nan"))
+
+
+def test_the_nursery_holds_a_duplicate_of_the_connection(group):
+    ours, peer = socket.socketpair()
+    with peer:
+        with ours:
+            group.supervisor.guard_connection(ours.fileno())
+        # The nursery serves requests in order, so it holds the duplicate when the worker runs.
+        group.start(["sleep", "100"])
+        peer.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        group.supervisor.release_connection()
+        peer.settimeout(HANG)
+        assert peer.recv(1) == b""
+        with pytest.raises(OSError, match="could not duplicate the connection") as refused:
+            group.supervisor.guard_connection(1_000_000)
+        assert refused.value.errno == errno.EBADF
+        group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
+        group.end()

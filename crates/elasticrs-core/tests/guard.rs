@@ -8,8 +8,11 @@ use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use common::Lines;
+use common::{Client, Lines};
 use elasticrs_core::clock::boot_now;
+use elasticrs_core::nursery::fence::Fence;
+use elasticrs_core::nursery::launch::NurseryImage;
+use elasticrs_core::nursery::protocol::{Reply, Request};
 use elasticrs_core::sys::wait;
 use elasticrs_testkit::{assert_no_children, is_running, pidfd, state, wait_for_end, wait_readable, worker_program};
 
@@ -165,4 +168,40 @@ fn workers_of_a_stopped_agent_are_killed_at_the_deadline_and_it_hears_of_it() {
     drop(agent.process.stdin.take());
     assert!(agent.process.wait().unwrap().success());
     assert_no_children();
+}
+
+#[test]
+fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
+    let fence = Fence::new().unwrap();
+    let mut client = Client::start();
+    client.nursery.link.send(&Request::Fence, fence.descriptors().unwrap()).unwrap();
+    for number in 1..=3 {
+        fence.set(None);
+        let (worker, lines) = client.spawn_ready(&["daemonise"]);
+        let daemon: i32 = lines.said[0].parse().unwrap();
+        fence.set(Some(boot_now()));
+        wait_for_end(daemon);
+        client.send(&Request::Sweep { number, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 });
+        assert!(matches!(client.next().0, Reply::Fenced { .. }), "first of all");
+        let Reply::Exited { pid, .. } = client.next().0 else { panic!("then the worker") };
+        assert_eq!(pid, worker.pid);
+        let (answer, _) = client.next();
+        let Reply::Swept { number: answered, ended, .. } = answer else { panic!("{answer:?}") };
+        assert_eq!(answered, number);
+        assert_eq!(ended.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [daemon]);
+    }
+}
+
+#[test]
+fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
+    // The limit just covers its own: the standard ones, the fixed ones, SIGCHLD, and those in reserve.
+    let code = format!("ulimit -n 11; exec {} \"$0\"", env!("CARGO_BIN_EXE_worker-nursery"));
+    let args = vec!["sh".into(), "-c".into(), code.into()];
+    let mut client = Client::start_from(NurseryImage::Program { path: "/bin/sh".into(), args });
+    let fence = Fence::new().unwrap();
+    let page = fence.descriptors().unwrap().remove(0);
+    for (request, fds) in [(Request::Hold, vec![page]), (Request::Fence, fence.descriptors().unwrap())] {
+        client.nursery.link.send(&request, fds).unwrap();
+        assert_eq!(client.next().0, Reply::NotGuarded { errno: libc::EMFILE });
+    }
 }

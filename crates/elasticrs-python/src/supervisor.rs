@@ -70,7 +70,9 @@ impl Supervisor {
 
     fn fence_at(&self, from_now: Option<f64>) -> PyResult<bool> {
         let at = |from_now: f64| {
-            let nanoseconds = duration(from_now.max(0.0), "the deadline")?.as_nanos();
+            // Not `max`, which would make a number of NaN.
+            let from_now = if from_now < 0.0 { 0.0 } else { from_now };
+            let nanoseconds = duration(from_now, "the deadline")?.as_nanos();
             Ok::<_, PyErr>(boot_now().saturating_add(u64::try_from(nanoseconds).unwrap_or(u64::MAX)))
         };
         let deadline = from_now.map(at).transpose()?;

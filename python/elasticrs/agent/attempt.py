@@ -76,6 +76,7 @@ class Attempt:
         "exits",
         "first_failure",
         "nursery_exitcode",
+        "nursery_hung",
         "oom_kills",
         "oom_kills_after",
         "paths",
@@ -99,6 +100,7 @@ class Attempt:
         self.oom_kills_after: dict[str, int] = {}
         self.signalled = 0
         self.nursery_exitcode: int | None = None
+        self.nursery_hung = False
         self.stamps: dict[str, int] = {}
 
     def failed_exits(self) -> list[WorkerExited]:

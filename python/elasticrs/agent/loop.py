@@ -252,7 +252,7 @@ class Agent:
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
             return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
         if "started" in attempt.stamps:
-            return f"nursery {texts.how_it_ended(attempt.nursery_exitcode)}"
+            return f"nursery {texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)}"
         return self._result.message or "the workers could not be started"
 
     def _release_plan(self) -> None:
@@ -347,6 +347,7 @@ class Agent:
         attempt = self._result.attempts[-1]
         attempt.stamps["ended"] = event.ended_ns
         attempt.nursery_exitcode = event.nursery_exitcode
+        attempt.nursery_hung = event.nursery_hung
         self._workers.ended(supervisor, attempt)
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
             self._console.say(
@@ -376,6 +377,9 @@ class Agent:
 
     def _on_degraded(self, _supervisor: _core.Supervisor, event: _core.Degraded) -> None:
         self._console.say(event.message)
+
+    def _on_fenced(self, _supervisor: _core.Supervisor, _event: _core.Fenced) -> None:
+        self._console.say("the lease of the connection to the store has run out: the workers were killed")
 
     def _name_descendants(self, verb: str, left: list[_core.Descendant], more: int = 0) -> None:
         if left:
@@ -407,6 +411,7 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.Fenced: Agent._on_fenced,
     _core.WorkerPaused: Agent._on_paused,
     _core.WorkerResumed: Agent._on_resumed,
+    _core.Fenced: Agent._on_fenced,
     _core.LogTrouble: Agent._on_log_trouble,
     _core.Degraded: Agent._on_degraded,
 }

@@ -125,7 +125,8 @@ def _tail(path: str) -> list[str]:
 
 def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
     if attempt.nursery_exitcode is not None:
-        return f"the nursery {texts.how_it_ended(attempt.nursery_exitcode)}, and the worker with it"
+        how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+        return f"the nursery {how}, and the worker with it"
     if worker.exitcode is None:
         return "the worker is gone, and nobody can tell how it ended"
     return None

@@ -94,19 +94,14 @@ impl Fence {
     /// # Errors
     /// None that is known.
     pub fn look(&self) -> io::Result<Look> {
-        let mut look = self.deadline.look(boot_now());
-        loop {
-            match look {
-                Look::At(at) => self.set_timer(at)?,
-                Look::Unset | Look::Passed { .. } => self.timer.unset()?,
-            }
-            match self.deadline.look(boot_now()) {
-                same if same == look => return Ok(look),
-                // The first look has written it.
-                Look::Passed { first: false } if matches!(look, Look::Passed { .. }) => return Ok(look),
-                other => look = other,
-            }
-        }
+        settle(
+            || self.deadline.look(boot_now()),
+            |look| match look {
+                Look::At(at) => self.set_timer(at),
+                Look::Unset | Look::Passed { .. } => self.timer.unset(),
+            },
+        )
+        .map_err(io::Error::from)
     }
 
     /// Readable when [`Self::look`] is due.
@@ -117,6 +112,20 @@ impl Fence {
     fn set_timer(&self, at: u64) -> nix::Result<()> {
         let at = TimeSpec::from(Duration::from_nanos(at));
         self.timer.set(Expiration::OneShot(at), TimerSetTimeFlags::TFD_TIMER_ABSTIME)
+    }
+}
+
+/// Looks, and sets the timer for what was found, until nobody has changed that meanwhile.
+fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>) -> Result<Look, E> {
+    let mut found = look();
+    loop {
+        set_timer(found)?;
+        match (found, look()) {
+            // The first look has written it.
+            (Look::Passed { .. }, Look::Passed { first: false }) => return Ok(found),
+            (found, same) if same == found => return Ok(found),
+            (_, other) => found = other,
+        }
     }
 }
 
@@ -162,6 +171,9 @@ impl Deadline {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     use proptest::prelude::*;
 
     use super::*;
@@ -276,27 +288,58 @@ mod tests {
         assert_eq!(deadline.look(400), Look::Unset);
     }
 
+    fn is_readable(fence: &Fence) -> bool {
+        let mut polled = [PollFd::new(fence.timer(), PollFlags::POLLIN)];
+        poll(&mut polled, PollTimeout::ZERO).unwrap() > 0
+    }
+
+    fn until_readable(fence: &Fence) {
+        let mut polled = [PollFd::new(fence.timer(), PollFlags::POLLIN)];
+        assert_eq!(poll(&mut polled, PollTimeout::from(10_000_u16)), Ok(1));
+    }
+
     #[test]
-    fn two_sides_that_set_the_timer_at_once_leave_it_set_for_the_deadline() {
-        let agent = std::sync::Arc::new(Fence::new().unwrap());
+    fn a_look_quiets_the_timer_until_the_deadline() {
+        let agent = Fence::new().unwrap();
         let nursery = Fence::from_descriptors(agent.descriptors().unwrap()).unwrap();
-        let far = boot_now() + 3_600_000_000_000;
-        let mover = {
-            let agent = std::sync::Arc::clone(&agent);
-            std::thread::spawn(move || {
-                for round in 0..20_000_u64 {
-                    // Nearer each time, so that the agent sets the timer each time.
-                    agent.set(Some(far - round));
-                }
-            })
-        };
-        while !mover.is_finished() {
-            nursery.look().unwrap();
+        assert_eq!(nursery.look().unwrap(), Look::Unset);
+        let (near, far) = (boot_now() + 1_000_000, boot_now() + 3_600_000_000_000);
+        assert!(agent.set(Some(near)) && agent.set(Some(far)));
+        until_readable(&nursery);
+        assert_eq!(nursery.look().unwrap(), Look::At(far));
+        assert!(!is_readable(&nursery), "it would be looked at again and again");
+        assert_eq!(left(&nursery).map(|left| left > Duration::from_secs(3000)), Some(true));
+        assert!(agent.set(Some(near)));
+        until_readable(&nursery);
+        assert_eq!(nursery.look().unwrap(), Look::Passed { first: true });
+        assert_eq!(nursery.look().unwrap(), Look::Passed { first: false });
+        assert!(!is_readable(&nursery));
+        assert!(!agent.set(None));
+        assert_eq!((nursery.look().unwrap(), left(&nursery)), (Look::Unset, None));
+    }
+
+    fn left(fence: &Fence) -> Option<Duration> {
+        match fence.timer.get().unwrap()? {
+            Expiration::OneShot(left) => Some(left.into()),
+            other => panic!("{other:?}"),
         }
-        mover.join().unwrap();
-        let Some(Expiration::OneShot(left)) = nursery.timer.get().unwrap() else { panic!("it runs") };
-        let deadline = agent.deadline.page.number().load(Ordering::SeqCst);
-        let expires = Duration::from(left) + Duration::from_nanos(boot_now());
-        assert!(expires <= Duration::from_nanos(deadline) + Duration::from_secs(1), "{expires:?} {deadline}");
+    }
+
+    #[test]
+    fn a_deadline_that_comes_nearer_during_a_look_is_not_overwritten() {
+        let (agent, nursery) = both();
+        let timer = Cell::new(None);
+        agent.set(Some(300));
+        let nearer = Cell::new(Some(200));
+        let set_timer = |look| {
+            if let Some(nearer) = nearer.take() {
+                // The agent's call comes between the nursery's look and its own.
+                timer.set(agent.set(Some(nearer)).timer.map(Look::At));
+            }
+            timer.set(Some(look));
+            Ok::<_, ()>(())
+        };
+        assert_eq!(settle(|| nursery.deadline.look(100), set_timer), Ok(Look::At(200)));
+        assert_eq!(timer.get(), Some(Look::At(200)));
     }
 }

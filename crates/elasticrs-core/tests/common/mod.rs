@@ -55,8 +55,12 @@ pub fn image() -> NurseryImage {
 impl Client {
     /// Starts a nursery; this process becomes a child subreaper, so that the leak check at the end is exact.
     pub fn start() -> Self {
+        Self::start_from(image())
+    }
+
+    pub fn start_from(image: NurseryImage) -> Self {
         nix::sys::prctl::set_child_subreaper(true).unwrap();
-        let nursery = launch(&[image()]).unwrap();
+        let nursery = launch(&[image]).unwrap();
         let mut client = Self { nursery, early: VecDeque::new(), reaped: false };
         let (ready, _) = client.next();
         assert_eq!(ready, Reply::Ready { protocol: PROTOCOL, pid: client.nursery.pid });
