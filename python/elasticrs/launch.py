@@ -53,7 +53,8 @@ def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
 
     try:
         launch = resolve(parse(argv, os.environ), os.environ)
-        _check_limits(launch.job.nproc)
+        _check_nodes(launch)
+        _check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:
         return _print_help(request.what)
@@ -68,7 +69,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     from elasticrs.agent.loop import Agent
     from elasticrs.logs import RunLogs
     from elasticrs.rendezvous.one_node import OneNodePlanner
-    from elasticrs.workers import CommandWorkers, directory_logs
+    from elasticrs.workers import CommandWorkers, WorkerSetup, directory_logs
 
     console = Console()
     if signals is None:
@@ -78,14 +79,10 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
     for notice in launch.notices:
         console.say(notice)
-    workers = CommandWorkers(
-        launch.job,
-        directory_logs(logs),
-        launch.logs.prefix_template,
-        _environment(launch),
-        ignored_signals(),
-        launch.command,
+    setup = WorkerSetup(
+        launch.job, directory_logs(logs), launch.logs.prefix_template, _environment(launch), ignored_signals()
     )
+    workers = CommandWorkers(setup, launch.command)
     agent = Agent(
         launch.job,
         workers,
@@ -115,12 +112,23 @@ def _environment(launch: Launch) -> dict[str, str]:
     return hook_environment({**os.environ, **launch.variables})
 
 
-def _check_limits(nproc: int) -> None:
-    from elasticrs import _core
+def _check_nodes(launch: Launch) -> None:
     from elasticrs.config import UsageError
 
+    rendezvous = launch.job.rendezvous
+    if rendezvous is not None and rendezvous.max_nodes > 1:
+        nodes = f"{rendezvous.min_nodes}:{rendezvous.max_nodes}"
+        raise UsageError(f"--nnodes: got {nodes}, expected 1: several nodes need the coordination release")
+
+
+def _check_limits(launch: Launch) -> None:
+    from elasticrs import _core
+    from elasticrs.config import UsageError
+    from elasticrs.logs import followed_files
+
+    nproc = launch.job.nproc
     try:
-        _core.check_limits(nproc)
+        _core.check_limits(nproc, followed_files(launch.logs, nproc))
     except ValueError as error:
         raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
 

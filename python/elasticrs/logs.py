@@ -116,6 +116,17 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
     return paths
 
 
+def followed_files(settings: LogSettings, nproc: int) -> int:
+    """How many log files the agent copies to the console while workers run.
+
+    Args:
+        settings: what goes where.
+        nproc: workers on this node.
+    """
+    paths = layout(settings, "" if settings.log_dir == os.devnull else os.curdir, nproc)
+    return len(paths.tee_stdouts) + len(paths.tee_stderrs)
+
+
 def parse_streams(text: str) -> int | dict[int, int]:
     """Which streams, as ``--redirects`` and ``--tee`` take them.
 

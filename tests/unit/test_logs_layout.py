@@ -5,7 +5,7 @@ import os
 import pytest
 
 from elasticrs.config import LogSettings, UsageError
-from elasticrs.logs import RunLogs, coloured, layout, line_prefix, parse_streams, wants_colour
+from elasticrs.logs import RunLogs, coloured, followed_files, layout, line_prefix, parse_streams, wants_colour
 
 
 def test_nothing_is_redirected_by_default():
@@ -109,3 +109,12 @@ def test_colour_is_for_terminals_without_no_color():
     finally:
         for fd in (reader, writer, main, tty):
             os.close(fd)
+
+
+def test_files_that_are_followed_are_counted():
+    assert followed_files(LogSettings(), 4) == 0
+    assert followed_files(LogSettings(tee=3), 4) == 8
+    assert followed_files(LogSettings(tee={1: 3}, capture_stderr=True), 4) == 5
+    assert followed_files(LogSettings(redirects=3), 4) == 0
+    assert followed_files(LogSettings(tee=1, local_ranks_filter=frozenset({1})), 4) == 1
+    assert followed_files(LogSettings(tee=3, log_dir=os.devnull), 4) == 0

@@ -4,3 +4,4 @@
 //! agent's one runtime thread, or an own one where there is no agent.
 
 pub mod runtime;
+pub mod worker;

@@ -32,7 +32,7 @@ from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, assign
 from elasticrs.rendezvous.api import RendezvousError
 from elasticrs.rendezvous.static import OneNodeRendezvous
-from elasticrs.workers import CommandWorkers, Workers
+from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,14 +159,13 @@ class LocalElasticAgent(ElasticAgent):
         spec = self._worker_group.spec
         environ = hook_environment({**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names})
         template = self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        logs = _logs(self._logs_specs)
-        ignored = ignored_signals()
+        setup = WorkerSetup(job, _logs(self._logs_specs), template, environ, ignored_signals())
         if callable(spec.entrypoint):
             from elasticrs.multiprocessing.spawn import FunctionWorkers
 
-            return FunctionWorkers(job, logs, template, environ, ignored, spec.entrypoint, spec.args)
+            return FunctionWorkers(setup, spec.entrypoint, spec.args)
         command = [str(spec.entrypoint), *map(str, spec.args)]
-        return CommandWorkers(job, logs, template, environ, ignored, command)
+        return CommandWorkers(setup, command)
 
     def _run_result(self, result: JobResult) -> RunResult:
         group = self._worker_group
@@ -198,17 +197,18 @@ class _Planner:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
-    def next(self) -> Plan:
+    def next(self, _supervisor: _core.Supervisor) -> Plan:
         group, spec = self._group, self._group.spec
         info = spec.rdzv_handler.next_rendezvous()
         if info.world_size != 1:
             raise RendezvousError(f"{info.world_size} nodes: several nodes need the coordination release")
         reserved: ReservedPort | None = None
+        store: _core.WorkerStore | None = None
         bootstrap = info.bootstrap_store_info
         address = spec.master_addr or (bootstrap.master_addr if bootstrap else "localhost")
         port = spec.master_port or (bootstrap.master_port if bootstrap else None)
         if isinstance(spec.rdzv_handler, OneNodeRendezvous):
-            reserved = spec.rdzv_handler.reserved_port
+            reserved, store = spec.rdzv_handler.reserved_port, spec.rdzv_handler.agent_store
         elif port is None:
             reserved = ReservedPort()
         if port is None:
@@ -221,7 +221,9 @@ class _Planner:
         for worker, own in zip(group.workers, ranks, strict=True):
             worker.global_rank, worker.role_rank = own.global_rank, own.role_rank
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
-        return Plan(ranks, address, port, reserved)
+        # A port of the user's own is rank 0's to listen on.
+        use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
+        return Plan(ranks, address, port, reserved, store=store, use_agent_store=use_agent_store)
 
     def close(self) -> None:
         """The launcher shuts the handler down: an agent may be run more than once."""
