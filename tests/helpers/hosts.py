@@ -52,6 +52,14 @@ def why_not() -> str | None:
     return None if tried.returncode == 0 else f"no network namespaces: {tried.stderr.strip()}"
 
 
+def network_of(pid: int) -> str | None:
+    """The network namespace of a process; ``None`` if it has ended (zombies, too) or is somebody else's."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+
+
 class Namespaces:
     """A set of namespaces, held by a process in them."""
 
@@ -59,7 +67,7 @@ class Namespaces:
         unshare = ("unshare", *NAMESPACES, "--propagation", "private", "--", "sh", "-c", *set_up)
         self._holder = Program("holder", prefix=unshare)
         self.pid = self._holder.pid
-        self._net = os.readlink(f"/proc/{self.pid}/ns/net")
+        self._net = network_of(self.pid)
 
     def prefix(self, cwd: Path | str = "/") -> tuple[str, ...]:
         """What to put before a command line so that it runs inside; its pid is that of the command."""
@@ -80,10 +88,7 @@ class Namespaces:
 
     def holds(self, pid: int) -> bool:
         """Whether a process runs inside."""
-        try:
-            return os.readlink(f"/proc/{pid}/ns/net") == self._net
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False  # gone, or somebody else's
+        return network_of(pid) == self._net
 
     def close(self) -> list[str]:
         """End everything inside; returns what should have ended before."""

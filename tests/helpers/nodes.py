@@ -2,6 +2,7 @@
 
 import re
 import select
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from helpers import procs
 from helpers.control import Program
-from helpers.hosts import Host
+from helpers.hosts import Host, network_of
 from helpers.launcher import Launched
 from helpers.procs import HANG
 
@@ -116,6 +117,7 @@ class Job:
         options: Iterable[str] = (),
         endpoint: str | None = None,
         nproc: int | None = None,
+        conf: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Agent]:
         """One agent on each of these hosts.
@@ -124,11 +126,11 @@ class Job:
             options: behind those of the job, so that they win.
             endpoint: instead of the job's: through a relay, say.
         """
-        conf = ",".join(f"{name}={value}" for name, value in self.conf.items())
+        all_conf = ",".join(f"{name}={value}" for name, value in {**self.conf, **(conf or {})}.items())
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint or self.endpoint)
         arguments = (
             *rendezvous,
-            *("--rdzv-id", "job", "--rdzv-conf", conf, "--nproc-per-node", str(nproc or self.nproc)),
+            *("--rdzv-id", "job", "--rdzv-conf", all_conf, "--nproc-per-node", str(nproc or self.nproc)),
             *self._options,
             *options,
             self.script,
@@ -142,6 +144,14 @@ class Job:
             started.append(Agent(host, launched))
         self.agents += started
         return started
+
+    def finish(self, agents: Iterable[Agent], workers: Iterable[Worker], timeout: float = HANG) -> None:
+        """Let these workers succeed; then these agents do, and nothing is left on their hosts."""
+        chosen = tuple(agents)
+        self.tell(workers, signal.SIGUSR1)
+        codes = self.ended(*chosen, timeout=timeout)
+        assert not any(codes), self.story(f"exit codes {codes}")
+        self.assert_empty(*(agent.host for agent in chosen))
 
     # --- what they do together -------------------------------------------------------------------------
 
@@ -232,8 +242,9 @@ class Job:
     def reap(self) -> list[procs.Process]:
         """Collect what a killed agent has left, which becomes this process's when it ends."""
         keep = {agent.pid for agent in self.agents} | Program.running
-        own = {each.pid for each in procs.children() if each.state != "Z"}
-        return procs.reap_adopted(keep=keep | own)
+        # What a test has started beside the job still has its namespaces; what is on its way out has not.
+        running = {each.pid for each in procs.children() if network_of(each.pid) is not None}
+        return procs.reap_adopted(keep=keep | running)
 
     def story(self, what: str) -> str:
         """All output, agent by agent."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import procs
-from helpers.hosts import Network
+from helpers.hosts import Network, network_of
 from helpers.leaks import snapshot
 from helpers.talk import connecting, serving
 
@@ -108,21 +108,11 @@ def test_nothing_stays(tmp_path):
     before = snapshot(), links_of_the_machine(), mounts_and_names()
     network = Network(tmp_path, 3)
     network.hosts[0].link_down()
-    namespaces = {os.readlink(f"/proc/{host.pid}/ns/net") for host in network.hosts}
+    namespaces = {network_of(host.pid) for host in network.hosts}
     assert len(namespaces) == 3
     assert network.close() == []
     assert (snapshot(), links_of_the_machine(), mounts_and_names()) == before
-    assert not namespaces & used_namespaces()
-
-
-def used_namespaces():
-    found = set()
-    for each in procs.processes():
-        try:
-            found.add(os.readlink(f"/proc/{each.pid}/ns/net"))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
+    assert not namespaces & {network_of(each.pid) for each in procs.processes()}
 
 
 def test_what_a_test_leaves_on_a_host_is_named_and_ended(tmp_path):
@@ -138,7 +128,7 @@ def test_what_a_test_leaves_on_a_host_is_named_and_ended(tmp_path):
 OWNER = """
 import subprocess, sys
 from pathlib import Path
-from helpers.hosts import Network
+from helpers.hosts import Network, network_of
 network = Network(Path(sys.argv[1]), 2)
 started = subprocess.Popen([*network.hosts[0].prefix(), "sleep", "1000"])
 print(started.pid, network.switch.pid, *(host.pid for host in network.hosts), flush=True)
