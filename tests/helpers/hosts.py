@@ -248,6 +248,14 @@ class Network:
         relay.set(**how)
         return relay
 
+    def separate(self, *hosts: Host) -> None:
+        """These hosts do not reach each other any more, but all others, who reach them; nobody is told."""
+        self.switch.configure(*(f"link set {host.port} type bridge_slave isolated on" for host in hosts))
+
+    def reunite(self, *hosts: Host) -> None:
+        """After :meth:`separate`."""
+        self.switch.configure(*(f"link set {host.port} type bridge_slave isolated off" for host in hosts))
+
     def _put_back(self, host: Host) -> None:
         self.switch.configure(f"link set {host.port} master br0", f"link delete br{host.port[1:]}")
 
