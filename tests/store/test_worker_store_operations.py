@@ -23,8 +23,14 @@ def test_others_see_it(client, connect):
     other = connect()
     client.call("set", "key", "value")
     assert other.call("get", "key") == b"value"
-    other.ask("clone")
-    assert other.call("get", "key") == b"value"
+
+
+def test_a_clone_is_a_connection_of_its_own(client):
+    client.call("set", "key", "value")
+    if not client.ask("can", "clone"):
+        pytest.skip("this torch cannot clone")
+    client.ask("clone")
+    assert client.call("get", "key") == b"value"
 
 
 def test_numbers_are_added_and_stored_as_text(client):

@@ -45,6 +45,9 @@ class Own:
         given = [] if timeout is None else [timedelta(seconds=timeout)]
         return getattr(self.store, method)(*args, *given)
 
+    def can(self, method):
+        return hasattr(self.store, method)
+
     def clone(self):
         self.store = self.store.clone()
 
@@ -54,10 +57,12 @@ class Own:
         """
         rng = random.Random(seed)
         store, model, queues, added = self.store, {}, {}, 0
+        # Queues came with torch 2.8.
+        weights = WEIGHTS if hasattr(store, "queue_push") else WEIGHTS_WITHOUT_QUEUES
         for _ in range(operations):
             key = f"{number}/{rng.randrange(8)}"
             value = rng.randbytes(rng.choice((1, 10, 100, 1000)))
-            action = rng.choices(ACTIONS, WEIGHTS)[0]
+            action = rng.choices(ACTIONS, weights)[0]
             if action == "set":
                 store.set(key, value)
                 model[key] = value
@@ -114,8 +119,9 @@ class Own:
         return gathered
 
 
-ACTIONS = ("set", "get", "add", "append", "compare_set", "delete", "check", "multi", "push", "pop", "wait")
+ACTIONS = ("set", "get", "add", "append", "compare_set", "delete", "check", "multi", "wait", "push", "pop")
 WEIGHTS = (20, 25, 15, 5, 5, 5, 10, 2, 5, 5, 5)
+WEIGHTS_WITHOUT_QUEUES = (20, 25, 15, 5, 5, 5, 10, 2, 5, 0, 0)
 
 
 def check(found, expected):
