@@ -200,7 +200,7 @@ KEYS: tuple[Key, ...] = (
     Key("store_lost_timeout", 10.0, _seconds(0), "to find the store again before the job fails"),
     Key("connect_timeout", 5.0, _seconds(0, above=True), "for one attempt to connect"),
     Key("keep_alive_interval", 1.0, _seconds(0.05, 3600), "between two signs of life"),
-    Key("keep_alive_max_attempt", 5, _whole(2), "missed signs of life that make a node lost"),
+    Key("keep_alive_max_attempt", 5, _whole(3), "missed signs of life that make a node lost"),
     Key("stall_timeout", 60.0, _or_off(_seconds(1)), "that an agent may hang before it counts as lost"),
     # --- how often ---
     Key("scale_up", True, _truth, "whether a running job is restarted to take in further nodes"),
