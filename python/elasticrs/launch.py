@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs.agent.console import Console
+    from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.launcher.arguments import Launch
 
@@ -53,7 +54,6 @@ def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
 
     try:
         launch = resolve(parse(argv, os.environ), os.environ)
-        _check_nodes(launch)
         _check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:
@@ -65,10 +65,8 @@ def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
     from elasticrs import _core
     from elasticrs.agent.console import Console
-    from elasticrs.agent.decisions import OneNode
     from elasticrs.agent.loop import Agent
     from elasticrs.logs import RunLogs
-    from elasticrs.rendezvous.one_node import OneNodePlanner
     from elasticrs.workers import CommandWorkers, WorkerSetup, directory_logs
 
     console = Console()
@@ -86,7 +84,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     agent = Agent(
         launch.job,
         workers,
-        OneNode(launch.job, OneNodePlanner(launch.job)),
+        _decisions(launch, console),
         signals=signals,
         owns_process=True,
         console=console,
@@ -106,19 +104,21 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     return result.exit_code
 
 
+def _decisions(launch: Launch, console: Console) -> Decisions:
+    if launch.job.rendezvous is not None:
+        from elasticrs.agent.several_nodes import SeveralNodes
+
+        return SeveralNodes(launch.job, console)
+    from elasticrs.agent.decisions import OneNode
+    from elasticrs.rendezvous.one_node import OneNodePlanner
+
+    return OneNode(launch.job, OneNodePlanner(launch.job))
+
+
 def _environment(launch: Launch) -> dict[str, str]:
     from elasticrs._worker import hook_environment
 
     return hook_environment({**os.environ, **launch.variables})
-
-
-def _check_nodes(launch: Launch) -> None:
-    from elasticrs.config import UsageError
-
-    rendezvous = launch.job.rendezvous
-    if rendezvous is not None and rendezvous.max_nodes > 1:
-        nodes = f"{rendezvous.min_nodes}:{rendezvous.max_nodes}"
-        raise UsageError(f"--nnodes: got {nodes}, expected 1: several nodes need the coordination release")
 
 
 def _check_limits(launch: Launch) -> None:

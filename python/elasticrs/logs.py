@@ -61,18 +61,18 @@ class RunLogs:
             "" if settings.log_dir == os.devnull else _make_run_directory(settings.log_dir, run_id)
         )
 
-    def attempt(self, round: int) -> LogPaths:  # noqa: A002 -- the field's own word
+    def attempt(self, name: str) -> LogPaths:
         """Make the directories of an attempt.
 
         Args:
-            round: number of the attempt.
+            name: of the attempt.
 
         Raises:
             OSError: a directory cannot be made.
         """
         directory = ""
         if self.directory:
-            directory = os.path.join(self.directory, f"attempt_{round}")
+            directory = os.path.join(self.directory, f"attempt_{name}")
             # Of a long job it may have been cleaned away meanwhile.
             os.makedirs(self.directory, 0o700, exist_ok=True)
             os.mkdir(directory)

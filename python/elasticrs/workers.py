@@ -23,7 +23,7 @@ class WorkerSetup:
 
     Args:
         job: the job.
-        logs: makes the files of an attempt from its number and the variables of its workers by local rank, to
+        logs: makes the files of an attempt from its name and the variables of its workers by local rank, to
             which it adds what workers need to know (their error file).
         prefix_template: of console lines.
         environ: the environment that all workers inherit.
@@ -35,7 +35,7 @@ class WorkerSetup:
     def __init__(
         self,
         job: JobConfig,
-        logs: Callable[[int, dict[int, dict[str, str]]], LogPaths],
+        logs: Callable[[str, dict[int, dict[str, str]]], LogPaths],
         prefix_template: str | None,
         environ: Mapping[str, str],
         keep_ignored: Sequence[int] = (),
@@ -83,7 +83,7 @@ class Workers(ABC):
             )
             for ranks in attempt.plan.ranks
         }
-        attempt.paths = paths = self._setup.logs(attempt.round, variables)
+        attempt.paths = paths = self._setup.logs(attempt.name, variables)
         processes = self.specs(paths, {
             local_rank: {**environ, **own} for local_rank, own in variables.items()
         })  # fmt: skip
@@ -180,15 +180,15 @@ def _filled_in(argument: str, local_rank: int) -> str:
     return Template(argument).safe_substitute(local_rank=local_rank)
 
 
-def directory_logs(run: RunLogs) -> Callable[[int, dict[int, dict[str, str]]], LogPaths]:
+def directory_logs(run: RunLogs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
     """The layout of the command line.
 
     Args:
         run: the directory of the run.
     """
 
-    def attempt_logs(round: int, variables: dict[int, dict[str, str]]) -> LogPaths:  # noqa: A002
-        paths = run.attempt(round)
+    def attempt_logs(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
+        paths = run.attempt(name)
         for local_rank, own in variables.items():
             own["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
         return paths

@@ -53,7 +53,7 @@ def why_not() -> str | None:
 
 
 def network_of(pid: int) -> str | None:
-    """The network namespace of a process; ``None`` when it has ended (a zombie, too), or is somebody else's."""
+    """The network namespace of a process; ``None`` if it has ended (zombies, too) or is somebody else's."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -247,6 +247,14 @@ class Network:
         )
         relay.set(**how)
         return relay
+
+    def separate(self, *hosts: Host) -> None:
+        """These hosts do not reach each other any more, but all others, who reach them; nobody is told."""
+        self.switch.configure(*(f"link set {host.port} type bridge_slave isolated on" for host in hosts))
+
+    def reunite(self, *hosts: Host) -> None:
+        """After :meth:`separate`."""
+        self.switch.configure(*(f"link set {host.port} type bridge_slave isolated off" for host in hosts))
 
     def _put_back(self, host: Host) -> None:
         self.switch.configure(f"link set {host.port} master br0", f"link delete br{host.port[1:]}")

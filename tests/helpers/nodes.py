@@ -205,6 +205,12 @@ class Job:
         self._seen |= {worker.pid for agent in agents for worker in agent.workers()}
         return workers
 
+    def forget(self) -> None:
+        """The next :meth:`formed` is to return workers that have not told of themselves yet."""
+        for agent in self.agents:
+            agent.launched.read_for(0)
+            self._seen |= {worker.pid for worker in agent.workers()}
+
     def line(self, agent: Agent, pattern: str, timeout: float = HANG) -> re.Match[str]:
         """Wait for a line of one agent, in either stream."""
 

@@ -1,8 +1,11 @@
 """Nodes of a job meet, get their ranks and finish: on good networks and on bad ones."""
 
 import signal
+import time
 
 import pytest
+from helpers.nodes import PORT
+from helpers.procs import HANG
 from helpers.relay import TcpRelay
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(150)]
@@ -62,10 +65,25 @@ def test_two_agents_on_one_host(hosts, multinode):
 def test_the_store_may_come_last(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2")
-    (early,) = job.start(second)
-    job.line(early, "29400")
-    (late,) = job.start(first)
-    job.finish((early, late), job.formed(early, late))
+    relay = TcpRelay(second, first, PORT)
+    try:
+        (early,) = job.start(second, endpoint=relay.endpoint, conf={"is_host": 0})
+        deadline = time.monotonic() + HANG
+        while not relay.counts()["connections"]:
+            assert time.monotonic() < deadline, job.story("it does not even try")
+        (late,) = job.start(first)
+        job.finish((early, late), job.formed(early, late))
+    finally:
+        relay.close()
+
+
+def test_agents_need_not_reach_each_other_but_the_store(network, multinode):
+    net = network(3)
+    net.separate(*net.hosts[1:])
+    job = multinode(net.hosts[0], "3")
+    agents = job.start(*net.hosts)
+    workers = fail_once(job, agents, job.formed(*agents))
+    job.finish(agents, workers)
 
 
 def fail_once(job, agents, workers):
@@ -105,7 +123,7 @@ def test_lost_repeated_and_reordered_packets(hosts, multinode, impair, seed):
 def test_a_slow_connection_to_the_store(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2")
-    relay = TcpRelay(second, first, 29400)
+    relay = TcpRelay(second, first, PORT)
     try:
         relay.set(rate=20_000, delay_up=0.05, delay_down=0.05)
         agents = job.start(first) + job.start(second, endpoint=relay.endpoint, conf={"is_host": 0})

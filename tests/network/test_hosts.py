@@ -82,6 +82,17 @@ def test_only_processes_of_a_host_are_killed_through_it(hosts):
             assert [each.pid for each in second.processes()] == [client.pid]
 
 
+def test_hosts_can_be_separated_from_each_other_alone(network):
+    net = network(3)
+    first, second, third = net.hosts
+    net.separate(second, third)
+    assert not second.can_ping(third, seconds=0.2)
+    assert first.can_ping(second)
+    assert third.can_ping(first)
+    net.reunite(second, third)
+    assert third.can_ping(second)
+
+
 def test_two_networks_have_the_same_addresses_and_do_not_meet(network):
     one, other = network(2), network(2)
     with serving(one.hosts[0]) as server:

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from helpers import procs
+from helpers.nodes import PORT
 from helpers.relay import TcpRelay
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
@@ -97,7 +98,7 @@ def test_a_stopped_agent_is_given_up_and_its_workers_are_killed_for_it(three):
 def relayed(hosts, multinode):
     """The same, with a relay between the third node and the store."""
     machines = hosts(3)
-    relay = TcpRelay(machines[1], machines[0], 29400)
+    relay = TcpRelay(machines[1], machines[0], PORT)
     try:
         job = multinode(machines[0], "2:3", conf=QUICK)
         agents = job.start(*machines[:2])

@@ -10,16 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.config import UsageError
-from elasticrs.rendezvous.elastic import hosting
 from elasticrs.rendezvous.elastic.hosting import (
     Hosting,
     SystemResolver,
-    advertised_address,
+    chosen_address,
     decide,
+    fallback_address,
+    host_identity,
     is_loopback,
     is_loopback_name,
+    is_unspecified,
     is_usable_elsewhere,
-    unmapped,
+    packed,
     unresolved,
 )
 from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings
@@ -39,7 +41,7 @@ class Machine:
         return list(self.names)
 
     def resolve(self, name):
-        if hosting.packed(name) is not None:
+        if packed(name) is not None:
             return [name]
         if name not in self.known:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -115,6 +117,7 @@ def test_is_host_is_obeyed():
     assert listens("localhost", NODE1, is_host=True) == (("127.0.0.1", 29400), ("::1", 29400))
     assert listens("0.0.0.0", NODE1, is_host=True) == (("::", 29400),)
     assert not decide(rendezvous("node1"), NODE1).is_explicit
+    assert decide(rendezvous("node1", is_host=False), NODE1).is_explicit
 
 
 def test_bind_addr_is_obeyed():
@@ -183,13 +186,13 @@ def test_every_decision_holds_its_promises(host, port, is_host, bind_addr, machi
     try:
         found = decide(rendezvous(host, port, **how), machine)
     except UsageError:
-        assert port == 0 or host in {"0.0.0.0", "::"}
+        assert port == 0 or is_unspecified(host)
         return
     assert found == decide(rendezvous(host, port, **how), machine)
     assert found.may_host or port
     assert {number for _, number in found.listen} <= {port}
     if is_host is not None:
-        assert (found.may_host, found.is_explicit) == (is_host, is_host)
+        assert (found.may_host, found.is_explicit) == (is_host, True)
     if found.may_host and bind_addr:
         assert found.listen == (("10.0.0.1", port),)
     elif found.may_host:
@@ -197,7 +200,7 @@ def test_every_decision_holds_its_promises(host, port, is_host, bind_addr, machi
         assert on_loopback == {is_loopback_name(host)}
 
 
-@given(hosts.filter(lambda host: not is_loopback_name(host) and host not in {"0.0.0.0", "::"}))
+@given(hosts.filter(lambda host: not (is_loopback_name(host) or is_unspecified(host))))
 def test_at_most_one_of_two_machines_hosts(host):
     guesses = [decide(rendezvous(host), machine).may_host for machine in (NODE1, NODE2)]
     # Both have 127.0.1.1 in some sense, and an endpoint there is one that others cannot use.
@@ -207,39 +210,57 @@ def test_at_most_one_of_two_machines_hosts(host):
 # --- the address of a node ---
 
 
-CLIENT = Hosting((), "")
-HOST = Hosting([("::", 29400)], "")
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [
+        (rendezvous("node1"), None),
+        (rendezvous("node1", local_addr="n2.example"), "n2.example"),
+        (rendezvous("node1", local_addr="[fd00::2]"), "fd00::2"),
+        (rendezvous("node1", backend="static", node_rank=0), "node1"),
+        (rendezvous("node1", backend="static", node_rank=0, local_addr="a"), "node1"),
+        (rendezvous("node1", backend="static", node_rank=1, local_addr="a"), "a"),
+        (rendezvous("node1", backend="static", node_rank=1), None),
+    ],
+)
+def test_an_address_can_be_chosen(endpoint, address):
+    assert chosen_address(endpoint) == address
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "how", "connection", "machine", "address"),
+    ("endpoint", "machine", "address"),
     [
-        # What the user names goes before everything.
-        (rendezvous("node1", local_addr="n2.example"), CLIENT, "10.0.0.2", NODE2, "n2.example"),
-        (rendezvous("node1", local_addr="[fd00::2]"), CLIENT, "10.0.0.2", NODE2, "fd00::2"),
-        # The interface that leads to the store, in the form that others can use.
-        (rendezvous("node1"), CLIENT, "10.0.0.2", NODE2, "10.0.0.2"),
-        (rendezvous("node1"), CLIENT, "::ffff:10.0.0.2", NODE2, "10.0.0.2"),
-        (rendezvous("node1"), CLIENT, "fd00::2", NODE2, "fd00::2"),
-        # The host's own connection is a loopback one: the endpoint is good for the others.
-        (rendezvous("node1"), HOST, "127.0.1.1", NODE1, "node1"),
-        (rendezvous("10.0.0.1"), HOST, "10.0.0.1", NODE1, "10.0.0.1"),
+        # The host of the store, and any other agent on its machine.
+        (rendezvous("node1"), NODE1, "node1"),
+        (rendezvous("10.0.0.1"), NODE1, "10.0.0.1"),
+        (rendezvous("node2"), NODE2, "node2"),
         # Everybody is on this machine.
-        (rendezvous("localhost"), HOST, "127.0.0.1", NODE1, "127.0.0.1"),
-        (rendezvous("localhost"), CLIENT, "::1", NODE1, "::1"),
-        # A second agent on the host's machine, and a link-local connection.
-        (rendezvous("node2"), CLIENT, "127.0.1.1", NODE2, "10.0.0.2"),
-        (rendezvous("fe80::1"), CLIENT, "fe80::2%eth0", NODE2, "10.0.0.2"),
-        (rendezvous("node1"), CLIENT, "127.0.1.1", NODE1, "127.0.1.1"),
-        (rendezvous("0.0.0.0", is_host=True), HOST, "127.0.0.1", NODE2, "10.0.0.2"),
-        # With static, torch gives the endpoint's host.
-        (rendezvous("node1", backend="static", node_rank=0), HOST, "127.0.1.1", NODE1, "node1"),
-        (rendezvous("head", backend="static", node_rank=0, local_addr="a"), HOST, "10.0.0.1", NODE1, "head"),
-        (rendezvous("node1", backend="static", node_rank=1), CLIENT, "10.0.0.2", NODE2, "10.0.0.2"),
+        (rendezvous("localhost"), NODE1, None),
+        (rendezvous("::1", is_host=True), NODE1, None),
+        # The connection comes from another machine: it is no loopback one.
+        (rendezvous("node1"), NODE2, None),
+        (rendezvous("later"), NODE2, None),
+        # Decided by hand: the endpoint may be an address that leads to one port only.
+        (rendezvous("service", is_host=True), NODE2, "10.0.0.2"),
+        (rendezvous("service", is_host=True), NODE1, "service"),
+        (rendezvous("0.0.0.0", is_host=True), NODE2, "10.0.0.2"),
+        (rendezvous("0.0.0.0", is_host=True), NODE1, None),
+        (rendezvous("node2", is_host=False), NODE2, "10.0.0.2"),
+        (rendezvous("node1", is_host=False), NODE1, None),
     ],
 )
-def test_the_address_of_a_node(endpoint, how, connection, machine, address):
-    assert advertised_address(endpoint, how, connection, machine) == address
+def test_the_fallback_is_what_other_machines_reach(endpoint, machine, address):
+    assert fallback_address(endpoint, decide(endpoint, machine), machine) == address
+
+
+def test_agents_that_share_loopback_are_on_one_host(tmp_path):
+    assert host_identity() == host_identity()
+    ask = "from elasticrs.rendezvous.elastic.hosting import host_identity; print(host_identity())"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == host_identity()
+    other = tmp_path / "net"
+    other.symlink_to("net:[1]")
+    assert host_identity(network=str(other)) != host_identity()
+    assert host_identity(boot_id=str(tmp_path / "none")) == os.uname().nodename
 
 
 @pytest.mark.parametrize(
@@ -269,7 +290,7 @@ def test_kinds_of_addresses(address, loopback, elsewhere):
 
 @given(st.ip_addresses(v=4))
 def test_an_ipv4_address_is_the_same_in_both_forms(address):
-    assert unmapped(f"::ffff:{address}") == unmapped(str(address)) == str(address)
+    assert packed(f"::ffff:{address}") == packed(str(address)) == address.packed
     assert is_loopback(f"::ffff:{address}") == address.is_loopback
     assert is_usable_elsewhere(str(address)) == (
         not (address.is_loopback or address.is_link_local or address.is_unspecified)

@@ -29,7 +29,7 @@ def test_defaults():
     assert (made.join_timeout, made.last_call_timeout, made.close_timeout) == (600, 30, 30)
     assert (made.keep_alive_interval, made.keep_alive_max_attempt, made.ttl) == (1, 5, 5)
     assert (made.restart_call_timeout, made.scale_up_delay, made.store_lost_timeout) == (0, 1, 10)
-    assert (made.max_short_rounds, made.short_round, made.max_node_losses) == (10, 60, None)
+    assert (made.max_short_losses, made.short_round, made.max_node_losses) == (10, 60, None)
     assert (made.stall_timeout, made.connect_timeout, made.exit_barrier_timeout) == (60, 5, 300)
     assert (made.is_host, made.bind_addr, made.worker_port_range, made.order_hint) == (None,) * 4
     assert (made.homogeneous, made.fresh, made.drain, made.token, made.rank) == (
@@ -49,6 +49,7 @@ def test_settle_is_the_longest_stop_and_the_lease_and_a_margin():
 
 
 ANY_SECONDS = {
+    "scale_up_delay",
     "last_call_timeout",
     *("restart_call_timeout", "close_timeout", "store_lost_timeout", "short_round"),
 }
@@ -86,17 +87,15 @@ def test_what_only_torch_needs_is_read_and_has_no_effect(name, value):
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("scale_up_delay", "0.2", 0.2),
-        ("scale_up_delay", "off", None),
+        ("scale_up", "0", False),
         ("stall_timeout", "OFF", None),
         ("stall_timeout", "5", 5),
         ("settle", "5.5", 5.5),
         ("keep_alive_interval", "0.4", 0.4),
-        ("keep_alive_max_attempt", "2", 2),
+        ("keep_alive_max_attempt", "3", 3),
         ("max_node_losses", "0", 0),
         ("max_node_losses", "off", None),
-        ("max_short_rounds", "1", 1),
-        ("max_short_rounds", None, None),
+        ("max_short_losses", "1", 1),
         ("is_host", "1", True),
         ("is_host", "False", False),
         ("is_host", True, True),
@@ -122,17 +121,17 @@ def test_values(name, text, value):
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("scale_up_delay", "-1", "seconds, 0 or more, or off"),
+        ("scale_up", "off", "1 or 0 (or true, false, yes, no)"),
         ("stall_timeout", "0.5", "seconds, 1 or more, or off"),
         ("settle", "0", "seconds, more than 0"),
         ("settle", "5", "seconds, more than keep_alive_interval x keep_alive_max_attempt (5)"),
         ("keep_alive_interval", "0.01", "seconds, 0.05 to 3600"),
         ("keep_alive_interval", "3601", "seconds, 0.05 to 3600"),
-        ("keep_alive_max_attempt", "1", "a whole number from 2"),
-        ("keep_alive_max_attempt", "2.5", "a whole number from 2"),
+        ("keep_alive_max_attempt", "2", "a whole number from 3"),
+        ("keep_alive_max_attempt", "2.5", "a whole number from 3"),
         ("max_node_losses", "-1", "a whole number from 0, or off"),
-        ("max_short_rounds", "0", "a whole number from 1, or off"),
-        ("max_short_rounds", 1.5, "a whole number from 1, or off"),
+        ("max_short_losses", "0", "a whole number from 1"),
+        ("max_short_losses", 1.5, "a whole number from 1"),
         ("is_host", "maybe", "1 or 0 (or true, false, yes, no)"),
         ("is_host", 2, "1 or 0 (or true, false, yes, no)"),
         ("homogeneous", "", "1 or 0 (or true, false, yes, no)"),

@@ -3,7 +3,6 @@
 import pytest
 
 from elasticrs.config import UsageError
-from elasticrs.launch import main
 from elasticrs.launcher.arguments import parse, resolve
 from elasticrs.rendezvous import RendezvousParameters
 from elasticrs.rendezvous.elastic.describe import PYTHON, check_backend, describe
@@ -199,15 +198,6 @@ def test_a_mistake_is_one_clear_line(launch, argv, line):
 def test_drain_is_node_or_job():
     with pytest.raises(UsageError, match=r"^--drain: got 'all', expected node or job$"):
         parse(["--drain=all", "x.py"], {})
-
-
-def test_several_nodes_are_not_started_yet(script, capfd):
-    assert main(["--nnodes=2", *C10D, script]) == 2
-    said = capfd.readouterr()
-    assert "STARTED" not in said.out
-    assert said.err == (
-        "elasticrs: --nnodes: got 2:2, expected 1: several nodes need the coordination release\n"
-    )
 
 
 # --- the Python API ---

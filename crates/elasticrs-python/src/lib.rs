@@ -5,11 +5,14 @@
 
 use pyo3::prelude::*;
 
+mod coordination;
 mod error;
 mod event;
 mod helpers;
+mod lease;
 mod nursery;
 mod spec;
+mod store_runtime;
 mod supervisor;
 mod worker_store;
 
@@ -20,6 +23,10 @@ mod _core {
     #[expect(non_upper_case_globals, reason = "Python's name for it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
+    #[pymodule_export]
+    use crate::coordination::{
+        Change, Changes, Connected, ConnectionLost, CoordinationClient, CoordinationServer, Entry, Reply,
+    };
     #[pymodule_export]
     use crate::error::SupervisorError;
     #[pymodule_export]

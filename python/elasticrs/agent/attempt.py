@@ -61,6 +61,7 @@ class Attempt:
     Attributes:
         round: its number.
         restarts: charged restarts when it began.
+        name: of its log directory: the restarts, and the round where another attempt had as many.
         plan: ranks and addresses.
         paths: its files.
         pids: of the workers, by local rank.
@@ -75,6 +76,7 @@ class Attempt:
     __slots__ = (
         "exits",
         "first_failure",
+        "name",
         "nursery_exitcode",
         "nursery_hung",
         "oom_kills",
@@ -88,9 +90,10 @@ class Attempt:
         "stamps",
     )
 
-    def __init__(self, round: int, restarts: int, plan: Plan) -> None:  # noqa: A002 -- the field's own word
+    def __init__(self, round: int, restarts: int, plan: Plan, name: str = "") -> None:  # noqa: A002 -- the field's own word
         self.round = round
         self.restarts = restarts
+        self.name = name or str(restarts)
         self.plan = plan
         self.paths: LogPaths | None = None
         self.pids: list[int] = []

@@ -73,7 +73,7 @@ class Decisions(ABC):
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
         """The attempt that the following events are about."""
 
-    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- for others
         """Agree on ranks and addresses: the answer to :class:`~elasticrs.agent.state.Rendezvous`.
 
         Args:

@@ -217,7 +217,9 @@ class Agent:
         plan = self._decisions.plan
         if plan is None:
             raise RuntimeError("workers are started without a rendezvous")
-        attempt = Attempt(action.round, action.restarts, plan)
+        is_again = any(earlier.restarts == action.restarts for earlier in self._result.attempts)
+        name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
+        attempt = Attempt(action.round, action.restarts, plan, name)
         self._result.attempts.append(attempt)
         self._decisions.observe(attempt)
         try:
@@ -323,7 +325,7 @@ class Agent:
         self._events.append(machine.Started())
         if self._failure_ns is not None:
             span = texts.milliseconds(event.started_ns - self._failure_ns)
-            self._console.say(f"attempt {attempt.round} runs, {span} after the failure was seen")
+            self._console.say(f"attempt {attempt.name} runs, {span} after the failure was seen")
             self._failure_ns = None
 
     def _on_start_failed(self, supervisor: _core.Supervisor, event: _core.StartFailed) -> None:
@@ -360,9 +362,6 @@ class Agent:
         conflict = event.outcome == "failed" and is_port_conflict(attempt)
         self._events.append(machine.GroupEnded(event.outcome, tuple(event.stuck_ranks), conflict))
 
-    def _on_fenced(self, _supervisor: _core.Supervisor, _event: _core.Fenced) -> None:
-        self._actions.extend(self._decisions.fenced())
-
     def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
         name = texts.signal_name(event.signal)
         self._console.say(
@@ -380,6 +379,7 @@ class Agent:
 
     def _on_fenced(self, _supervisor: _core.Supervisor, _event: _core.Fenced) -> None:
         self._console.say("the lease of the connection to the store has run out: the workers were killed")
+        self._actions.extend(self._decisions.fenced())
 
     def _name_descendants(self, verb: str, left: list[_core.Descendant], more: int = 0) -> None:
         if left:

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
 use super::queue::{Next, Queue};
 use super::task;
@@ -109,6 +109,28 @@ impl Fence {
     /// deadline is that of the next group. Until it is set, none can be started.
     pub fn set(&self, boot_ns: Option<u64>) -> bool {
         self.shared.set(boot_ns)
+    }
+}
+
+/// For tasks on the runtime thread that hold a lease: the connection, and the deadline. Keeps nothing alive.
+#[derive(Clone)]
+pub struct Keeper {
+    commands: WeakUnboundedSender<Command>,
+    fence: Fence,
+}
+
+impl Keeper {
+    /// As [`Supervisor::guard_connection`]; `None` as [`Supervisor::release_connection`]. Nothing, once it has ended.
+    pub fn guard(&self, connection: Option<OwnedFd>) {
+        if let Some(commands) = self.commands.upgrade() {
+            // Refused only when the runtime has ended, and the nursery with it.
+            let _ = commands.send(Command::Guard(connection));
+        }
+    }
+
+    /// As [`Fence::set`].
+    pub fn fence(&self, boot_ns: Option<u64>) -> bool {
+        self.fence.set(boot_ns)
     }
 }
 
@@ -260,6 +282,11 @@ impl Supervisor {
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn release_connection(&self) -> Result<(), SupervisorError> {
         self.tell(Command::Guard(None))
+    }
+
+    /// What a task needs that holds this agent's lease.
+    pub fn keeper(&self) -> Keeper {
+        Keeper { commands: self.commands.downgrade(), fence: self.fence.clone() }
     }
 
     /// The handle for the deadline of this agent's lease.

@@ -25,4 +25,4 @@ mod task;
 mod watch;
 
 pub use event::{Event, NurseryEnd, Outcome, StartFailure, Swept};
-pub use handle::{Config, Fence, Supervisor, SupervisorError, Task};
+pub use handle::{Config, Fence, Keeper, Supervisor, SupervisorError, Task};

@@ -23,33 +23,6 @@ const MAX_UNSENT: usize = 64 * 1024;
 /// What a connection may keep of its buffers while it is idle.
 const MAX_IDLE: usize = 16 * 1024;
 
-/// Serves a connection to its end.
-///
-/// # Errors
-/// It was ended by us, or broke off; a client that leaves between two requests is no error.
-pub(super) async fn run(id: Id, stream: TcpStream, peer: &Rc<Peer>, hub: &Rc<RefCell<Hub>>) -> Result<(), Closed> {
-    // Refused by the kernel only for a connection that is gone, and then reading tells.
-    let _ = stream.set_nodelay(true);
-    let limits = hub.borrow().limits.clone();
-    let mut connection = Connection {
-        id,
-        stream,
-        hub: Rc::clone(hub),
-        peer: Rc::clone(peer),
-        parser: Parser::default(),
-        unparsed: Vec::new(),
-        sent: 0,
-        charged: 0,
-        woken: Vec::new(),
-        stall: None,
-    };
-    match connection.serve(limits.greeting).await {
-        // How the connection of a worker that was killed ends.
-        Err(Closed::Lost(error)) if matches!(error.kind(), ConnectionReset | BrokenPipe) => Ok(()),
-        result => result,
-    }
-}
-
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
     Greeted,
@@ -61,7 +34,8 @@ enum End {
     Left,
 }
 
-struct Connection {
+/// A connection and what is known of its two directions; the socket is closed with it.
+pub(super) struct Connection {
     id: Id,
     stream: TcpStream,
     hub: Rc<RefCell<Hub>>,
@@ -85,7 +59,37 @@ struct Stall {
 }
 
 impl Connection {
-    async fn serve(&mut self, greeting: Duration) -> Result<(), Closed> {
+    pub(super) fn new(id: Id, stream: TcpStream, peer: Rc<Peer>, hub: Rc<RefCell<Hub>>) -> Self {
+        // Refused by the kernel only for a connection that is gone, and then reading tells.
+        let _ = stream.set_nodelay(true);
+        Self {
+            id,
+            stream,
+            hub,
+            peer,
+            parser: Parser::default(),
+            unparsed: Vec::new(),
+            sent: 0,
+            charged: 0,
+            woken: Vec::new(),
+            stall: None,
+        }
+    }
+
+    /// Serves it to its end.
+    ///
+    /// # Errors
+    /// It is to be closed for what it did; a client that leaves between two requests is no error.
+    pub(super) async fn serve(&mut self) -> Result<(), Closed> {
+        let limit = self.hub.borrow().limits.greeting;
+        match self.serve_within(limit).await {
+            // How the connection of a worker that was killed ends.
+            Err(Closed::Lost(error)) if matches!(error.kind(), ConnectionReset | BrokenPipe) => Ok(()),
+            result => result,
+        }
+    }
+
+    async fn serve_within(&mut self, greeting: Duration) -> Result<(), Closed> {
         match timeout(greeting, poll_fn(|cx| self.poll(cx, Until::Greeted))).await {
             Err(_) => Err(Closed::Silent(greeting)),
             Ok(Err(reason)) => Err(reason),

@@ -18,7 +18,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinSet};
 
-use super::connection;
+use super::connection::{CHUNK, Connection};
 use super::handle::Question;
 use super::map::{Id, Map, Refused};
 use super::notices::Notices;
@@ -132,7 +132,7 @@ pub(super) async fn run(
     let hub = Rc::new(RefCell::new(Hub {
         map: Map::new(limits.bytes),
         peers: HashMap::new(),
-        scratch: vec![0; connection::CHUNK],
+        scratch: vec![0; CHUNK],
         limits,
         notices: Notices::new(tell),
     }));
@@ -178,7 +178,9 @@ fn admit(hub: &Rc<RefCell<Hub>>, connections: &mut JoinSet<()>, id: Id, stream: 
     hub.borrow_mut().peers.insert(id, Rc::clone(&peer));
     let hub = Rc::clone(hub);
     connections.spawn_local(async move {
-        if let Err(reason) = connection::run(id, stream, &peer, &hub).await {
+        let mut connection = Connection::new(id, stream, Rc::clone(&peer), Rc::clone(&hub));
+        // Said before the socket is closed: who sees it closed can know why.
+        if let Err(reason) = connection.serve().await {
             hub.borrow_mut().say(format!("the workers' store has closed the connection from {peer}: {reason}"));
         }
     });

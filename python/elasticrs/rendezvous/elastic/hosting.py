@@ -9,18 +9,21 @@ Decisions are pure functions over a :class:`Resolver`; :class:`SystemResolver` a
   ``bind_addr`` says otherwise: a host's own name may mean 127.0.1.1 to itself and something else to others.
 - **HOST-3** A name that cannot be resolved is no mistake yet: in a cluster names appear after the containers
   do. Such an agent is a client, which tries again, and :attr:`Hosting.trouble` is what it says in the end.
-- **ADDR-1** The address given to the others is one that they can use as far as this node can tell: what the
-  user named, else the local end of the connection to the store, which needs no name service and is of the
-  interface that leads to the other nodes. Torch gives out the host's full name, which the others may not
-  know. With ``static`` it is the endpoint's host, as in torch.
-- **ADDR-2** The host's own connection may be a loopback one. All others have come through the endpoint, so
-  the endpoint is an address of the host that works for them.
+- **ADDR-1** A node gives to the others the address that the user names (with ``static`` the endpoint's host
+  for rank 0, as in torch), else its own end of the connection to the store: that needs no name service, and
+  is of the interface that leads to the other nodes. Torch gives out the host's full name, which the others
+  may not know.
+- **ADDR-2** On the machine of the store that connection may be a loopback one. Agents on other machines have
+  come through the endpoint, so it is an address of this machine that works for them.
+- **ADDR-3** Two agents share their loopback interface when they are in one network namespace of one boot of a
+  machine. Names cannot tell: containers and cloned machines may all have the same one.
 """
 
 from __future__ import annotations
 
 import _socket
 import errno
+import os
 
 from elasticrs._value import Value
 from elasticrs.config import UsageError
@@ -60,8 +63,8 @@ class Hosting(Value):
         listen: where to listen, numeric addresses and the port; empty for a client. ``"::"`` stands for all
             interfaces, IPv4 included.
         reason: why, for the log.
-        is_explicit: whether the user demanded to host: then a port that is taken is an error, and no reason
-            to become a client.
+        is_explicit: whether the user decided: then a port that is taken is an error, and no reason to become
+            a client.
         trouble: why the endpoint's name could not be resolved; ``None`` when it could.
     """
 
@@ -107,7 +110,8 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
             "the same on all nodes"
         )
     if wanted is False:
-        return _client(rendezvous, "another agent hosts the store", _trouble(rendezvous.host, resolver))
+        trouble = _trouble(rendezvous.host, resolver)
+        return _client(rendezvous, "another agent hosts the store", trouble, is_explicit=True)
     if wanted:
         return Hosting(_listen(rendezvous, resolver), "told to host the store", is_explicit=True)
     if is_loopback_name(rendezvous.host):
@@ -140,33 +144,38 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
     )
 
 
-def advertised_address(rendezvous: Rendezvous, hosting: Hosting, connection: str, resolver: Resolver) -> str:
-    """Where the workers of other nodes reach this node: ``MASTER_ADDR`` if it has rank 0.
+def chosen_address(rendezvous: Rendezvous) -> str | None:
+    """The address of this node that was chosen by hand.
 
     Args:
-        rendezvous: for ``local_addr`` and the endpoint.
-        hosting: whether this agent hosts; only one that really does passes a decision to host.
-        connection: the local address of the connection to the store.
-        resolver: whom to ask about this host's names when the connection is of no use.
+        rendezvous: for ``local_addr``, and the endpoint's host with ``static``.
 
     Returns:
-        A name or an address without brackets. A loopback address only where this node knows no better: then
-        the others are on this machine as well, or cannot reach it.
+        A name or an address without brackets; ``None`` for this node's end of the connection to the store.
     """
     if rendezvous.backend == "static" and rendezvous.node_rank == 0:
         return rendezvous.host
-    if rendezvous.local_addr:
-        return rendezvous.local_addr.strip("[]")
-    own = unmapped(connection)
-    if is_usable_elsewhere(own):
-        return own
-    # The others have the endpoint from their own command lines, and it led them here.
-    if hosting.may_host and not is_loopback_name(rendezvous.host) and not is_unspecified(rendezvous.host):
+    return rendezvous.local_addr.strip("[]") if rendezvous.local_addr else None
+
+
+def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolver) -> str | None:
+    """Where other machines reach this node when its end of the connection is a loopback address.
+
+    Args:
+        rendezvous: the endpoint.
+        hosting: what was decided about it.
+        resolver: whom to ask about this host's names, where the endpoint does not say.
+
+    Returns:
+        A name or an address without brackets; ``None`` when there can be no such node, or nothing is known.
+    """
+    if is_loopback_name(rendezvous.host) or not (hosting.may_host or hosting.is_explicit):
+        return None
+    is_usable = hosting.may_host and not is_unspecified(rendezvous.host)
+    if is_usable and not hosting.is_explicit:
         return rendezvous.host
-    if is_loopback(own) and is_loopback_name(rendezvous.host):
-        # Whoever else came through this endpoint is on this machine.
-        return own
-    return _address_of_own_name(resolver) or own
+    # Told to host, it may be behind an address that leads to the store's port alone.
+    return _address_of_own_name(resolver) or (rendezvous.host if is_usable else None)
 
 
 def _address_of_own_name(resolver: Resolver) -> str | None:
@@ -195,13 +204,15 @@ def _listen(rendezvous: Rendezvous, resolver: Resolver) -> list[tuple[str, int]]
     return [(address, port) for address in (served if port else served[:1])]
 
 
-def _client(rendezvous: Rendezvous, reason: str, trouble: str | None) -> Hosting:
+def _client(
+    rendezvous: Rendezvous, reason: str, trouble: str | None, *, is_explicit: bool = False
+) -> Hosting:
     if rendezvous.port == 0:
         raise UsageError(
             f"--rdzv-endpoint: got {rendezvous.endpoint!r}, expected a port other than 0: {reason}, "
             "and its free port cannot be known here"
         )
-    return Hosting((), reason, trouble=trouble)
+    return Hosting((), reason, is_explicit=is_explicit, trouble=trouble)
 
 
 def _trouble(name: str, resolver: Resolver) -> str | None:
@@ -235,12 +246,6 @@ def packed(address: str) -> bytes | None:
     return None
 
 
-def unmapped(address: str) -> str:
-    """An address, without the prefix that a dual-stack socket puts before IPv4 ones."""
-    data = packed(address)
-    return _socket.inet_ntop(_socket.AF_INET, data) if data is not None and len(data) == 4 else address
-
-
 def is_loopback(address: str) -> bool:
     """Whether a numeric address is 127.0.0.0/8 or ::1."""
     data = packed(address)
@@ -267,6 +272,24 @@ def is_usable_elsewhere(address: str) -> bool:
 
 
 # --- the machine ---
+
+
+def host_identity(
+    boot_id: str = "/proc/sys/kernel/random/boot_id", network: str = "/proc/self/ns/net"
+) -> str:
+    """What tells hosts apart: the same for two agents if they share their loopback interface.
+
+    Args:
+        boot_id: the file with the id of this boot of the machine.
+        network: the link that names the network namespace.
+    """
+    try:
+        with open(boot_id, encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink(network)}"
+    except (OSError, UnicodeError):
+        # Without /proc the name has to do.
+        return _socket.gethostname()
 
 
 class SystemResolver:

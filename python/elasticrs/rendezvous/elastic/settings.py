@@ -194,17 +194,18 @@ KEYS: tuple[Key, ...] = (
     Key("join_timeout", 600.0, _seconds(0, above=True), "until at least MIN nodes have met"),
     Key("last_call_timeout", 30.0, _seconds(0), "for further nodes once MIN have met, at the first start"),
     Key("restart_call_timeout", 0.0, _seconds(0), "for a replacement before going on with fewer nodes"),
-    Key("scale_up_delay", 1.0, _or_off(_seconds(0)), "from a waiting node to the restart; off: never"),
+    Key("scale_up_delay", 1.0, _seconds(0), "from a waiting node to the restart that takes it in"),
     Key("settle", None, _seconds(0, above=True), "for lost rounds to end; default: grace + lease + 5"),
     Key("close_timeout", 30.0, _seconds(0), "that the host of the store waits for the others at the end"),
     Key("store_lost_timeout", 10.0, _seconds(0), "to find the store again before the job fails"),
     Key("connect_timeout", 5.0, _seconds(0, above=True), "for one attempt to connect"),
     Key("keep_alive_interval", 1.0, _seconds(0.05, 3600), "between two signs of life"),
-    Key("keep_alive_max_attempt", 5, _whole(2), "missed signs of life that make a node lost"),
+    Key("keep_alive_max_attempt", 5, _whole(3), "missed signs of life that make a node lost"),
     Key("stall_timeout", 60.0, _or_off(_seconds(1)), "that an agent may hang before it counts as lost"),
     # --- how often ---
+    Key("scale_up", True, _truth, "whether a running job is restarted to take in further nodes"),
     Key("max_node_losses", None, _or_off(_whole(0)), "lost nodes before the job fails; off: any number"),
-    Key("max_short_rounds", 10, _or_off(_whole(1)), "short rounds lost in a row before the job fails"),
+    Key("max_short_losses", 10, _whole(1), "short rounds lost in a row before the job fails"),
     Key("short_round", 60.0, _seconds(0), "a round that is lost sooner is a short one"),
     # --- who ---
     Key("is_host", None, _truth, "whether this agent hosts the store; guessed from the endpoint by default"),
@@ -246,7 +247,8 @@ class Settings(Value):
         join_timeout: float
         last_call_timeout: float
         restart_call_timeout: float
-        scale_up_delay: float | None
+        scale_up_delay: float
+        scale_up: bool
         settle: float
         close_timeout: float
         store_lost_timeout: float
@@ -255,7 +257,7 @@ class Settings(Value):
         keep_alive_max_attempt: int
         stall_timeout: float | None
         max_node_losses: int | None
-        max_short_rounds: int | None
+        max_short_losses: int
         short_round: float
         is_host: bool | None
         bind_addr: str | None
