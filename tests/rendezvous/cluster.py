@@ -1,4 +1,4 @@
-"""A few agents on the simulated store, where everything is delivered at once, in order; the test is the clock."""
+"""A few agents on the simulated store: everything is delivered at once, in order; the test is the clock."""
 
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.keys import Keys

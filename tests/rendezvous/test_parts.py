@@ -150,9 +150,18 @@ def test_a_cause_is_bounded(cause):
 @given(causes, texts, texts, texts)
 def test_a_head_is_bounded_and_comes_back(cause, reason, message, name):
     head = Head(
-        "CLOSED", 2**31, "9" * 30, 99, 10**6, 10**8, ("h" * 255, 65535), reason=reason, cause=cause, outcome="failed",
+        "CLOSED",
+        2**31,
+        "9" * 30,
+        used=99,
+        size=10**6,
+        world_size=10**8,
+        master=("h" * 255, 65535),
+        reason=reason,
+        cause=cause,
+        outcome="failed",
         end={"kind": "failure", "node": name, "message": message, "member": "f" * 30, "group_rank": 10**6},
-    )  # fmt: skip
+    )
     value = head.encode()
     assert len(value) <= MAX_HEAD
     assert Head.decode(value).encode() == value
