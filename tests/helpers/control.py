@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from helpers.procs import HANG, wait_readable
+from helpers.procs import HANG, bystanders, wait_readable
 
 INSIDE = Path(__file__).resolve().parent / "inside"
 """Where these programs are."""
@@ -26,9 +26,6 @@ class Program:
         AssertionError: it ended before it was ready; the message has what it said.
     """
 
-    running: ClassVar[set[int]] = set()
-    """Pids of all that have not been closed."""
-
     def __init__(self, name: str, *args: str, prefix: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-I", "-S", str(INSIDE / f"{name}.py"), *args],
@@ -37,7 +34,7 @@ class Program:
             start_new_session=True,
         )
         self.pid = self._process.pid
-        self.running.add(self.pid)
+        bystanders.add(self.pid)
         self._buffer = b""
         try:
             self.greeting = self.read_line()
@@ -77,7 +74,7 @@ class Program:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
-        self.running.discard(self.pid)
+        bystanders.discard(self.pid)
         try:
             return self._process.wait(HANG)
         except subprocess.TimeoutExpired:

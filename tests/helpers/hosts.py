@@ -150,7 +150,10 @@ class Host(Namespaces):
         """
         pidfd = os.pidfd_open(pid)
         try:
-            assert self.holds(pid), f"{procs.process(pid)} does not run on {self}"
+            where = network_of(pid)
+            if where is None:  # on its way out
+                raise ProcessLookupError(pid)
+            assert where == self._net, f"{procs.process(pid)} does not run on {self}"
             signal.pidfd_send_signal(pidfd, signum)
         finally:
             os.close(pidfd)
@@ -158,12 +161,14 @@ class Host(Namespaces):
     def wait_empty(self) -> None:
         """Wait until all that runs on it has ended by itself, what it still starts included.
 
+        Bystanders stay.
+
         Raises:
             AssertionError: it has not; names what is there.
         """
         deadline = time.monotonic() + procs.HANG
-        while running := self.processes():
-            procs.assert_gone([each.pid for each in running], deadline - time.monotonic())
+        while running := [each.pid for each in self.processes() if each.pid not in procs.bystanders]:
+            procs.assert_gone(running, deadline - time.monotonic())
 
     def power_off(self) -> None:
         """Cut it off and kill all that runs on it: what a host does that dies. The peers hear nothing."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from helpers import procs
-from helpers.control import Program
 from helpers.hosts import Host, network_of
 from helpers.launcher import Launched
 from helpers.procs import HANG
@@ -247,7 +246,7 @@ class Job:
 
     def reap(self) -> list[procs.Process]:
         """Collect what a killed agent has left, which becomes this process's when it ends."""
-        keep = {agent.pid for agent in self.agents} | Program.running
+        keep = {agent.pid for agent in self.agents} | procs.bystanders
         # What a test has started beside the job still has its namespaces; what is on its way out has not.
         running = {each.pid for each in procs.children() if network_of(each.pid) is not None}
         return procs.reap_adopted(keep=keep | running)

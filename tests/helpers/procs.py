@@ -18,6 +18,9 @@ HANG = 30.0
 
 PR_SET_CHILD_SUBREAPER = 36
 
+bystanders: set[int] = set()
+"""Pids of the programs that a test runs beside what it tests; they end with the test."""
+
 
 class Process(NamedTuple):
     """A row of the process table. Pid and start time together are never reused."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from helpers.control import INSIDE
 from helpers.hosts import Host
 from helpers.launcher import Launched
+from helpers.procs import bystanders
 
 
 class End:
@@ -28,6 +29,7 @@ class End:
             self.launched = Launched(argv, env=dict(os.environ), cwd=Path("/"), stdin=theirs)
         finally:
             os.close(theirs)
+        bystanders.add(self.pid)
         self._heard = 0
 
     @property
@@ -52,6 +54,7 @@ class End:
     def close(self) -> None:
         """End it, if it has not ended."""
         os.close(self._input)
+        bystanders.discard(self.pid)
         self.launched.close()
 
 

@@ -137,11 +137,13 @@ def test_what_a_test_leaves_on_a_host_is_named_and_ended(tmp_path):
 
 
 OWNER = """
-import subprocess, sys
+import os, subprocess, sys
 from pathlib import Path
 from helpers.hosts import Network, network_of
 network = Network(Path(sys.argv[1]), 2)
 started = subprocess.Popen([*network.hosts[0].prefix(), "sleep", "1000"])
+while [each.command for each in network.hosts[0].processes()] != ["sleep 1000"]:
+    os.sched_yield()  # nsenter, at first
 print(started.pid, network.switch.pid, *(host.pid for host in network.hosts), flush=True)
 sys.stdin.read()
 """
