@@ -295,7 +295,10 @@ impl Greeter<'_> {
             };
             match read {
                 Ok(0) if self.frames.is_untouched() => {
-                    return Err(self.not_ours("it closed the connection when it heard who we are"));
+                    // Another program, or a proxy in front of a store that does not run yet: that one is worth waiting for.
+                    let what =
+                        "closed the connection when it heard who we are: another program, or a proxy without a store";
+                    return Err(Lost::new(LostKind::Closed, format!("{} {what}", endpoint(self.options))));
                 }
                 Ok(0) => return Err(self.said(LostKind::Closed, "closed the connection")),
                 Ok(length) => self.frames.feed(&chunk[..length]),

@@ -148,7 +148,8 @@ impl Connection {
         }
         match &self.hub.config.run_id {
             Some(served) if *served != hello.run_id => {
-                Err(End::Refused((LostKind::Run, format!("this endpoint serves run {served}"))))
+                let said = format!("this endpoint serves run {served}, not {}", hello.run_id);
+                Err(End::Refused((LostKind::Run, said)))
             }
             Some(_) | None => Ok(hello.run_id.clone()),
         }
