@@ -158,7 +158,8 @@ def test_draining_one_node_ends_the_round_at_once_and_the_others_go_on():
     b.send(m.GroupEnded())
     assert b.outcome == m.Outcome("left", "SIGTERM")
     assert (cluster.head.state, cluster.head.size, cluster.head.losses) == ("RUNNING", 1, 0)
-    assert any("node b left (SIGTERM); round 2 starts with 1 node (not charged" in text for text in a.texts)
+    assert [stop.why for stop in a.all(m.Stop)] == ["node b left (SIGTERM)"]
+    assert a.texts[-1].startswith("round 2 starts with 1 node (not charged")
 
 
 def test_a_drained_node_is_not_lost_whoever_leads():
@@ -169,6 +170,33 @@ def test_a_drained_node_is_not_lost_whoever_leads():
     assert a.outcome.kind == "left"
     b.send(m.GroupEnded())
     assert (cluster.head.state, cluster.head.losses) == ("RUNNING", 0)
+
+
+def test_who_cannot_connect_is_told_why_and_that_it_is_tried_again():
+    member = Member(m.Settings("job", "01", "a", endpoint="b:29400", join_timeout=60))
+    step(member, m.Begin())
+    step(member, m.ConnectionLost("refused", "connection refused"))
+    _, actions = step(member, m.TimerFired("connect_news"))
+    text = "no way to the rendezvous store b:29400 yet, trying for 60 s: connection refused"
+    assert actions == [m.Announce(text)]
+
+
+def test_no_news_of_connecting_when_there_is_a_connection():
+    _, (a,) = running(1)
+    assert "connect_news" not in a.timers
+    _, actions = step(a.member, m.TimerFired("connect_news"))
+    assert actions == []
+
+
+def test_a_lost_connection_is_told_of_with_and_without_workers():
+    cluster, (a, b) = running(2)
+    spare = cluster.add("z")
+    b.refuses = spare.refuses = ("refused", "connection refused")
+    b.lose(message="reset")
+    assert b.all(m.Stop)[-1].why == "lost the rendezvous store head:29400: reset"
+    spare.lose(message="reset")
+    assert spare.texts[-1] == "lost the rendezvous store head:29400: reset; trying to join again"
+    assert a.all(m.Stop)[-1].why == "node b was lost"
 
 
 def test_leaving_does_not_wait_for_a_silent_store():
@@ -196,7 +224,7 @@ def test_closing_ends_the_job_for_all():
     spare = cluster.add("z")
     a.send(m.Leave("SIGTERM on the host of the store", close=True))
     assert (cluster.head.state, cluster.head.outcome) == ("CLOSED", "aborted")
-    assert spare.outcome == m.Outcome("aborted", "SIGTERM on the host of the store")
+    assert spare.outcome == m.Outcome("aborted", "the job was ended: SIGTERM on the host of the store")
     a.send(m.GroupEnded())
     b.send(m.GroupEnded())
     assert a.outcome == b.outcome == spare.outcome

@@ -76,7 +76,32 @@ def test_a_failure_is_charged_when_all_members_have_stopped():
     a.send(m.GroupEnded())
     assert (cluster.head.state, cluster.head.used) == ("RUNNING", 1)
     assert [start.restarts for start in a.starts + b.starts] == [0, 1, 0, 1]
-    assert "a worker failed on node b: boom; round 2 starts with 2 nodes (restart 1 of 1)" in a.texts
+    starts = "round 2 starts with 2 nodes (restart 1 of 1)"
+    assert [agent.texts for agent in (a, b)] == [[starts], [starts]]
+    assert [agent.all(m.Stop)[0].why for agent in (a, b)] == ["a worker failed on node b"] * 2
+
+
+def test_the_error_of_a_traceback_is_told_with_the_next_round():
+    _, (a, b) = running(2, max_restarts=1)
+    cause = {"node": "b", "rank": 1, "pid": 7, "exitcode": 1, "time_ns": 9}
+    b.send(m.WorkerFailed(cause))
+    b.send(m.GroupEnded({**cause, "message": "Traceback:\n  line\nValueError: boom\n"}))
+    a.send(m.GroupEnded())
+    failure = "rank 1 (pid 7) on node b exited with code 1"
+    starts = "round 2 starts with 2 nodes (restart 1 of 1)"
+    for agent in (a, b):
+        assert agent.all(m.Stop)[0].why == failure
+        assert agent.texts == [f"{failure}: ValueError: boom; {starts}"]
+
+
+def test_who_told_of_its_own_failure_hears_of_the_first_one():
+    _, (a, b) = running(2, max_restarts=1)
+    early = {"node": "a", "rank": 0, "exitcode": 1, "time_ns": 4}
+    b.send(m.WorkerFailed({"node": "b", "rank": 1, "exitcode": 1, "time_ns": 9}))
+    a.send(m.GroupEnded(early))
+    b.send(m.GroupEnded())
+    line = "rank 0 on node a exited with code 1; round 2 starts with 2 nodes (restart 1 of 1)"
+    assert [agent.texts for agent in (a, b)] == [[line], [line]]
 
 
 def test_a_failure_beyond_the_budget_fails_the_job_with_one_cause():

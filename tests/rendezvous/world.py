@@ -291,7 +291,7 @@ class World:
             if kind == "settle" and (silent or self.is_stopping(faults)):
                 # It is longer than any lease, and than the grace of workers.
                 continue
-            if kind == "waiting" or (kind == "reconnect" and not self.server_alive):
+            if kind in ("waiting", "connect_news") or (kind == "reconnect" and not self.server_alive):
                 # They come again and again; in the fair part nothing new comes of that.
                 if faults:
                     add((0.1, self.timer, proc, name))

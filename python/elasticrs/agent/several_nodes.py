@@ -55,8 +55,8 @@ class SeveralNodes(Decisions):
         self._driver: Driver | None = None
         self._attempt: Attempt | None = None
         self._first_failure: int | None = None
+        self._first_word: dict[str, Any] | None = None
         self._group_exists = False
-        self._counts: set[int] = set()
 
     # --- what the loop asks ---
 
@@ -84,7 +84,7 @@ class SeveralNodes(Decisions):
     def observe(self, attempt: Attempt) -> None:
         """See the base class."""
         self._attempt = attempt
-        self._first_failure = None
+        self._first_failure = self._first_word = None
 
     def seconds_left(self) -> float:
         """See the base class."""
@@ -106,6 +106,9 @@ class SeveralNodes(Decisions):
             return []
         # The client may have seen it as well, and knows why.
         found = self._translate(self._driver.poll())
+        if not self._group_exists:
+            # The deadline of a connection that is lost already, and had no workers left to guard.
+            return found
         return found + self._translate(self._driver.lose("no sign of life reached the store in time"))
 
     def release_plan(self) -> list[str]:
@@ -156,10 +159,18 @@ class SeveralNodes(Decisions):
             return kill + self._translate(self._driver.hasten())
         self._signum = signum
         name = texts.signal_name(signum)
-        ends_the_job = self._driver.hosts or self._rendezvous.settings.drain == "job"
-        if ends_the_job and self._driver.hosts and self._rendezvous.settings.drain != "job":
-            self._console.say(f"{name} received: this node hosts the rendezvous store, so the job ends")
-        return self._tell(messages.Leave(f"{name} on node {node_name()}", close=ends_the_job))
+        reason, ends_the_job = name, True
+        if self._rendezvous.settings.drain == "job":
+            what, reason = "the job ends (drain=job)", f"{name} to node {node_name()} (drain=job)"
+        elif self._driver.hosts:
+            what = "this node hosts the rendezvous store, so the job ends"
+            reason = f"{name} to node {node_name()}, which hosts the rendezvous store"
+        else:
+            what, ends_the_job = "this node leaves the job", False
+        if self._group_exists:
+            what += f"; {name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s"
+        self._console.say(f"{name} received: {what}")
+        return self._tell(messages.Leave(reason, close=ends_the_job))
 
     def _on_exit(self, event: machine.WorkerExited) -> list[machine.Action]:
         attempt = self._attempt
@@ -168,7 +179,8 @@ class SeveralNodes(Decisions):
         from elasticrs.agent.cause import first_word
 
         worker = attempt.exits[event.local_rank]
-        return self._tell(messages.WorkerFailed(first_word(attempt, worker, self._place(), self._clock())))
+        self._first_word = first_word(attempt, worker, self._place(), self._clock())
+        return self._tell(messages.WorkerFailed(self._first_word))
 
     def _on_group_ended(self, event: machine.GroupEnded) -> list[machine.Action]:
         self._group_exists = False
@@ -186,6 +198,9 @@ class SeveralNodes(Decisions):
             stuck = f"SIGKILL does not end local rank(s) {ranks}; this node is not fit for a restart"
         if self._phase is not machine.Phase.STOPPING or self._first_failure is not None:
             cause = own_cause(attempt, self._place(), self._clock())
+            if cause is not None and self._first_word is not None:
+                # The estimate of the store's clock moves: what is known in full must not seem later for that.
+                cause["time_ns"] = min(cause["time_ns"], self._first_word["time_ns"])
         else:
             cause = None
         return self._tell(messages.GroupEnded(cause, stuck))
@@ -234,10 +249,11 @@ class SeveralNodes(Decisions):
     def _stop(self, action: messages.Stop) -> list[machine.Action]:
         self._phase = machine.Phase.STOPPING
         if action.fenced:
-            self._console.say(f"{action.why}: the workers of round {action.round} are killed")
+            then = "" if self._signum is not None else ", then this node tries to join again"
+            self._console.say(f"{action.why}; the workers of round {action.round} are killed{then}")
             return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
         if self._signum is not None:
-            return [machine.Stop(self._signum, self._job.shutdown_timeout)]
+            return [machine.Stop(self._signum, self._job.shutdown_timeout, is_announced=True)]
         self._console.say(f"{action.why}: stopping the workers of round {action.round}")
         return [machine.Stop(signal.SIGTERM, self._job.shutdown_timeout, is_announced=True)]
 

@@ -9,7 +9,15 @@
 from __future__ import annotations
 
 from elasticrs.rendezvous.elastic import leader, rounds
-from elasticrs.rendezvous.elastic.messages import BindStore, CloseStore, Connect, Outcome, Unwatch, Watch
+from elasticrs.rendezvous.elastic.messages import (
+    Announce,
+    BindStore,
+    CloseStore,
+    Connect,
+    Outcome,
+    Unwatch,
+    Watch,
+)
 from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, decode, encode
 from elasticrs.rendezvous.elastic.state import Phase
 from elasticrs.rendezvous.elastic.texts import closed_line
@@ -25,6 +33,9 @@ FIRST_DELAY = 0.02
 LONGEST_DELAY = 0.5
 """Seconds between attempts to connect."""
 
+FIRST_NEWS = 5.0
+"""Seconds without a connection before the user is told why."""
+
 FINAL = frozenset({"version", "token", "not_ours", "run"})
 """Losses of a connection that no waiting cures."""
 
@@ -37,6 +48,7 @@ def begin(member: Member) -> None:
     if member.phase is not Phase.NEW:
         return
     member.arm("connect", member.settings.join_timeout)
+    member.arm("connect_news", FIRST_NEWS)
     if member.port is None:
         member.do(BindStore())
     retry(member)
@@ -68,18 +80,22 @@ def connection_lost(member: Member, event: Any) -> None:
 
 def lose(member: Member, why: str) -> None:
     """Without its connection an agent is fenced: nothing of a round may be left before it registers again."""
-    if member.registered:
+    was_registered = member.registered
+    if was_registered:
         member.arm("store_lost", member.settings.store_lost_timeout)
         member.disarm("give_up")
         member.disarm("barrier")
     member.forget_connection()
     member.lost = why
     member.idle_after_port = None
+    text = f"lost the rendezvous store {member.settings.endpoint}: {why}"
     if may_rejoin(member):
+        if was_registered and not rounds.is_leaving(member):
+            member.do(Announce(f"{text}; trying to join again"))
         without_workers(member)
     else:
         member.phase = Phase.FENCED
-        member.stop("the connection to the rendezvous store is lost", fenced=True)
+        member.stop(text, fenced=True)
 
 
 def may_rejoin(member: Member) -> bool:
@@ -137,6 +153,15 @@ def connect_timeout(member: Member) -> None:
     why = f": {member.lost}" if member.lost else ""
     text = f"could not join at {settings.endpoint} within {settings.join_timeout:g} s{why}"
     _give_up(member, Outcome("timeout", text))
+
+
+def connect_news(member: Member) -> None:
+    """The user may want to know why nothing happens."""
+    if member.was_registered or member.phase is not Phase.CONNECTING or member.lost is None:
+        return
+    settings = member.settings
+    text = f"no way to the rendezvous store {settings.endpoint} yet, trying for {settings.join_timeout:g} s"
+    member.do(Announce(f"{text}: {member.lost}"))
 
 
 def _give_up(member: Member, outcome: Outcome) -> None:
@@ -319,7 +344,7 @@ def _registered(member: Member, reply: Any) -> None:
     member.create_revision = reply.revision
     member.lost = None
     member.phase = Phase.IDLE
-    for timer in ("connect", "store_lost"):
+    for timer in ("connect", "connect_news", "store_lost"):
         member.disarm(timer)
     member.arm("give_up", 2 * member.settings.join_timeout)
     follow(member, reply.results[-1])

@@ -120,7 +120,7 @@ def _close_job(member: Member, reason: str) -> None:
         return
     if member.held is not None and member.phase is not Phase.FENCED:
         member.phase = Phase.STOP
-        member.stop("the job is closed")
+        member.stop("the job ends")
 
 
 def abort(member: Member) -> None:

@@ -117,6 +117,7 @@ _HANDLERS: dict[str, Callable[[Member, Any], None]] = {
 _TIMERS: dict[str, Callable[[Member], None]] = {
     "reconnect": joining.reconnect,
     "connect": joining.connect_timeout,
+    "connect_news": joining.connect_news,
     "store_lost": joining.store_lost,
     "give_up": rounds.give_up,
     "barrier": rounds.barrier,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 from elasticrs._value import Value
+from elasticrs.rendezvous.elastic.addresses import is_loopback
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ class Node(Value):
     @property
     def shown(self) -> str:
         """Name and address, for the user."""
-        return f"{self.name} ({self.local_addr or self.address})"
+        seen = self.fallback_addr if is_loopback(self.address) and self.fallback_addr else self.address
+        return f"{self.name} ({self.local_addr or seen})"
 
 
 class Head(Value):

@@ -14,7 +14,7 @@ from elasticrs.rendezvous.elastic import joining, leaving
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
 from elasticrs.rendezvous.elastic.records import Head, Slot, bound_cause, encode, time_of
 from elasticrs.rendezvous.elastic.state import Phase
-from elasticrs.rendezvous.elastic.texts import round_line
+from elasticrs.rendezvous.elastic.texts import end_of, failure_of, round_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _closed(member: Member, head: Head) -> None:
         member.exit(outcome_of(member, head))
         return
     member.phase = Phase.STOP
-    member.stop("the job is closed")
+    member.stop("the job ends")
 
 
 def _ended(member: Member, head: Head) -> None:
@@ -72,7 +72,7 @@ def _ended(member: Member, head: Head) -> None:
         member.arm("give_up", 2 * member.settings.join_timeout)
     if member.held is not None:
         member.phase = Phase.STOP
-        member.stop(f"round {head.round} has ended")
+        _stop(member, end_of(head))
         return
     look(member)
 
@@ -82,11 +82,20 @@ def _running(member: Member, head: Head, is_news: bool) -> None:
         member.seen_round = head.round
         member.arm("round_age", member.settings.short_round)
         if head.round > 1 and is_news:
-            member.do(Announce(round_line(head, member.settings.max_restarts)))
+            number, told = member.told_end
+            known = told if number == head.round - 1 else None
+            member.do(Announce(round_line(head, member.settings.max_restarts, known)))
     member.disarm("give_up")
     look(member)
     if member.phase is Phase.IDLE and head.size >= member.settings.max_nodes and not _is_mine(member):
         member.do(Announce(f"waiting as a spare: round {head.round} runs with all of its {head.size} nodes"))
+
+
+def _stop(member: Member, why: str) -> None:
+    """Stop the workers, if they are not stopping already, and remember what the user was told."""
+    if member.held is not None and not member.stopping:
+        member.told_end = member.held, why
+        member.stop(why)
 
 
 def _is_mine(member: Member) -> bool:
@@ -144,7 +153,7 @@ def worker_failed(member: Member, event: Any) -> None:
         return
     _report_failure(member, event.cause)
     member.phase = Phase.STOP
-    member.stop("a worker has failed")
+    _stop(member, failure_of(event.cause, member.settings.node))
 
 
 def _report_failure(member: Member, cause: Cause | None) -> None:
@@ -313,7 +322,7 @@ def outcome_of(member: Member, head: Head) -> Outcome:
             return Outcome("succeeded")
         return Outcome("spare", "the job has succeeded without this node")
     if head.outcome == "aborted":
-        return Outcome("aborted", head.reason)
+        return Outcome("aborted", f"the job was ended: {head.reason}")
     if head.outcome == "timeout":
         return Outcome("timeout", head.reason)
     return Outcome("failed", head.reason, head.cause)

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
 
+_REMEDIES = {
+    "not_ours": "choose another port with --rdzv-endpoint HOST:PORT on all nodes",
+    "run": "give all nodes of a job the same --rdzv-id, and each job a port of its own",
+    "token": "give all nodes the same token (ELASTICRS_TOKEN, or token_file=PATH in --rdzv-conf)",
+    "version": "install the same release of elasticrs on all nodes",
+}
+"""What the user can do, by the kind of loss."""
+
+
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
     """The agent was told to host the store, and cannot; the text says why and what to do."""
 
@@ -182,7 +191,8 @@ class Session:
     def _explained(self, lost: _core.ConnectionLost) -> str:
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
-        return lost.message
+        todo = _REMEDIES.get(lost.kind)
+        return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def txn(self, action: Txn) -> None:
         """Send a transaction; dropped without a connection, whose loss is told of anyway."""

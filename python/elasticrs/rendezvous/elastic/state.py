@@ -59,6 +59,7 @@ class Member:
         done_round: the last round that finished here.
         is_done_known: the store has the record of that.
         own_round, own_cause: the last failure on this node.
+        told_end: the last round whose end the user was told of here, and in which words.
         was_short: whether the last round ended soon after its start; ``None`` when its start was not seen.
         port: of the listener for the next round's store.
         port_used: that listener has served a round.
@@ -122,6 +123,7 @@ class Member:
         "slot",
         "slot_revision",
         "stopping",
+        "told_end",
         "was_registered",
         "was_short",
     )
@@ -149,6 +151,7 @@ class Member:
         self.is_done_known = False
         self.own_round = 0
         self.own_cause: Cause | None = None
+        self.told_end = 0, ""
         self.was_short: bool | None = None
         self.seen_round = 0
         self.aged_round = 0

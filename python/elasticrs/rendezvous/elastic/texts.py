@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 
+from elasticrs.agent.texts import how_it_ended
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
     from elasticrs.rendezvous.elastic.records import Head
 
@@ -32,16 +35,12 @@ def utc(time_ns: int) -> str:
 def end_of(head: Head) -> str:
     """How a round ended: of ENDED the head's own, of RUNNING the one before."""
     end = head.end or {}
-    where = f"on node {end['node']}" if end.get("node") else "on an unknown node"
     kind = end.get("kind")
     if kind == "failure":
-        cause = head.cause or {}
-        where = f"on node {cause['node']}" if cause.get("node") else where
-        rank = f" (rank {cause['rank']})" if cause.get("rank") is not None else ""
-        why = f": {cause['message']}" if cause.get("message") else ""
-        return f"a worker failed {where}{rank}{why}"
+        error = error_of(head.cause)
+        return failure_of(head.cause, end.get("node")) + (f": {error}" if error else "")
     if kind == "setup":
-        return f"the workers {where} could not be started: {end.get('message')}"
+        return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
     if kind == "lost":
         return f"node {end.get('node')} was lost"
     if kind == "left":
@@ -50,15 +49,45 @@ def end_of(head: Head) -> str:
     return "more nodes are here"
 
 
-def round_line(head: Head, max_restarts: int) -> str:
-    """What to tell when a round follows another."""
+def failure_of(cause: Mapping[str, Any] | None, node: object = None) -> str:
+    """Which worker failed where, and how it ended.
+
+    Args:
+        cause: what is known of it.
+        node: where, should the cause not tell.
+    """
+    told = cause or {}
+    where = f"on node {told.get('node') or node or '?'}"
+    if told.get("rank") is None:
+        return f"a worker failed {where}"
+    pid = f" (pid {told['pid']})" if told.get("pid") else ""
+    how = how_it_ended(told["exitcode"]) if "exitcode" in told else "failed"
+    return f"rank {told['rank']}{pid} {where} {how}"
+
+
+def error_of(cause: Mapping[str, Any] | None) -> str | None:
+    """The line that says most of a worker's traceback; without one its end says all."""
+    lines = str((cause or {}).get("message") or "").strip().splitlines()
+    return lines[-1].strip() if len(lines) > 1 else None
+
+
+def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:
+    """What to tell when a round follows another.
+
+    Args:
+        head: of the round that runs.
+        max_restarts: of the job.
+        told: what the user was told of the end of the round before; it is not said again.
+    """
     charged = bool((head.end or {}).get("charged"))
     cost = (
         f"restart {head.used} of {max_restarts}"
         if charged
         else f"not charged, {head.used} of {max_restarts} used"
     )
-    return f"{end_of(head)}; round {head.round} starts with {nodes(head.size)} ({cost})"
+    starts = f"round {head.round} starts with {nodes(head.size)} ({cost})"
+    why = end_of(head)
+    return starts if why == told else f"{why}; {starts}"
 
 
 def closed_line(run_id: str, head: Head) -> str:
