@@ -180,6 +180,9 @@ async fn connect(
 }
 
 fn kind_of(error: &io::Error) -> LostKind {
+    if matches!(error.raw_os_error(), Some(nix::libc::EMFILE | nix::libc::ENFILE)) {
+        return LostKind::Limit;
+    }
     match error.kind() {
         io::ErrorKind::ConnectionRefused => LostKind::Refused,
         io::ErrorKind::TimedOut => LostKind::Timeout,
