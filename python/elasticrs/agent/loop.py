@@ -1,6 +1,7 @@
-"""The loop of the agent: events of the core in, decisions of :func:`elasticrs.agent.state.step`, actions out.
+"""The loop of the agent: events of the core in, decisions of a :class:`~elasticrs.agent.decisions.Decisions`,
+actions out.
 
-It owns the supervisor, the plan of the present attempt and the signal pipe, and decides nothing itself.
+It owns the supervisor and the signal pipe, and decides nothing itself.
 Blocks in one place only: :meth:`_core.Supervisor.next_event`.
 """
 
@@ -15,27 +16,21 @@ from collections import deque
 from elasticrs import _core
 from elasticrs.agent import state as machine
 from elasticrs.agent import texts
-from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.console import Console
 from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.signals import SignalPipe, stop_this_process
-from elasticrs.config import SAFETY_TICK
+from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, Protocol
+    from typing import Any
 
+    from elasticrs.agent.decisions import Decisions
     from elasticrs.config import JobConfig
     from elasticrs.workers import Workers
-
-    class Planner(Protocol):
-        """Where plans come from."""
-
-        def next(self) -> Plan: ...
-
-        def close(self) -> None: ...
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
@@ -56,17 +51,30 @@ class JobResult:
         exit_code: of the launcher.
         signum: the signal that ended it, if one did.
         message: the reason of a failure that is not a worker's.
+        first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
+        clock: of the store in which the nodes met.
         attempts: all of them, the last one last.
         return_values: by global rank.
     """
 
-    __slots__ = ("attempts", "exit_code", "message", "phase", "return_values", "signum")
+    __slots__ = (
+        "attempts",
+        "clock",
+        "exit_code",
+        "first_cause",
+        "message",
+        "phase",
+        "return_values",
+        "signum",
+    )
 
     def __init__(self) -> None:
         self.phase = machine.Phase.INIT
         self.exit_code = 1
         self.signum: int | None = None
         self.message: str | None = None
+        self.first_cause: dict[str, Any] | None = None
+        self.clock = Clock()
         self.attempts: list[Attempt] = []
         self.return_values: dict[int, object] = {}
 
@@ -77,7 +85,7 @@ class Agent:
     Args:
         job: what to run.
         workers: starts the processes.
-        rendezvous: plans attempts.
+        decisions: say what to do.
         signals: the caught signals; ``None`` outside of the main thread.
         owns_process: the process is ours alone (the command line).
         console: for lines to the user.
@@ -87,7 +95,7 @@ class Agent:
         self,
         job: JobConfig,
         workers: Workers,
-        rendezvous: Planner,
+        decisions: Decisions,
         *,
         signals: SignalPipe | None,
         owns_process: bool,
@@ -95,13 +103,12 @@ class Agent:
     ) -> None:
         self._job = job
         self._workers = workers
-        self._rendezvous = rendezvous
+        self._decisions = decisions
         self._signals = signals
         self._owns_process = owns_process
         self._console = console or Console()
-        self._state = machine.AgentState(job.max_restarts, job.shutdown_timeout)
         self._events: deque[machine.Event] = deque()
-        self._plan: Plan | None = None
+        self._actions: deque[machine.Action] = deque()
         self._result = JobResult()
         self._failure_ns: int | None = None
         self._asked: dict[int, float] = {}
@@ -125,12 +132,13 @@ class Agent:
                 supervisor = _core.Supervisor(owns_process=self._owns_process)
                 if self._signals is not None:
                     supervisor.watch_fd(self._signals.fd)
+                self._decisions.open(supervisor)
                 self._drive(supervisor)
         finally:
-            if self._plan is not None:
-                self._plan.close()
+            self._release_plan()
             if supervisor is not None:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
+            self._decisions.close()
         self._console.flush()
         if self._result.exit_code == 0:
             # Loads what the user's functions made, which may raise: nothing may be left to do then.
@@ -142,28 +150,30 @@ class Agent:
         first = self._events[0]
         if not isinstance(first, machine.SignalReceived):
             return False
-        self._state, actions = machine.step(self._state, first)
-        for action in actions:
+        for action in self._decisions.step(first):
             if isinstance(action, machine.Exit):
                 self._finish(action)
-        return self._state.phase.is_terminal
+        return self._decisions.phase.is_terminal
 
     def _drive(self, supervisor: _core.Supervisor) -> None:
         while True:
-            while self._events:
-                self._state, actions = machine.step(self._state, self._events.popleft())
-                for action in actions:
-                    if isinstance(action, machine.Exit):
-                        self._finish(action)
-                        self._drain(supervisor)
-                        return
-                    self._carry_out(supervisor, action)
+            while self._events or self._actions:
+                if not self._actions:
+                    self._actions.extend(self._decisions.step(self._events.popleft()))
+                    continue
+                action = self._actions.popleft()
+                if isinstance(action, machine.Exit):
+                    self._finish(action)
+                    self._drain(supervisor)
+                    return
+                self._carry_out(supervisor, action)
             self._console.flush()
-            event = supervisor.next_event(SAFETY_TICK)
+            event = supervisor.next_event(self._decisions.seconds_left())
             if event is not None:
                 _TRANSLATORS[type(event)](self, supervisor, event)
             else:
                 self._take_signals(supervisor)
+                self._actions.extend(self._decisions.look_around())
 
     def _drain(self, supervisor: _core.Supervisor) -> None:
         """Let the console catch up, for a while."""
@@ -185,11 +195,12 @@ class Agent:
 
     def _carry_out(self, supervisor: _core.Supervisor, action: machine.Action) -> None:
         if isinstance(action, machine.Rendezvous):
-            self._plan_attempt()
+            self._events.append(self._decisions.next_plan(supervisor))
         elif isinstance(action, machine.Start):
             self._start(supervisor, action)
         elif isinstance(action, machine.Stop):
-            self._console.say(texts.stop_line(self._state.signum, action.signum, action.grace))
+            if not action.is_announced:
+                self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
             supervisor.stop(_core.StopPolicy(action.signum, action.grace))
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
@@ -200,23 +211,17 @@ class Agent:
         elif isinstance(action, machine.ReportFailure):
             self._result.message = action.message
         elif isinstance(action, machine.CloseRendezvous):
-            self._rendezvous.close()
-
-    def _plan_attempt(self) -> None:
-        self._release_plan()
-        try:
-            self._plan = self._rendezvous.next()
-        except OSError as error:
-            self._events.append(machine.RendezvousFailed(f"no address for the workers: {error}"))
-        else:
-            self._events.append(machine.RendezvousCompleted())
+            self._decisions.close_rendezvous()
 
     def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
-        plan = self._plan
+        plan = self._decisions.plan
         if plan is None:
             raise RuntimeError("workers are started without a rendezvous")
-        attempt = Attempt(action.round, action.restarts, plan)
+        is_again = any(earlier.restarts == action.restarts for earlier in self._result.attempts)
+        name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
+        attempt = Attempt(action.round, action.restarts, plan, name)
         self._result.attempts.append(attempt)
+        self._decisions.observe(attempt)
         try:
             self._workers.start(supervisor, attempt)
         except BaseException as error:
@@ -249,21 +254,22 @@ class Agent:
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
             return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
         if "started" in attempt.stamps:
-            return f"nursery {texts.how_it_ended(attempt.nursery_exitcode)}"
+            return f"nursery {texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)}"
         return self._result.message or "the workers could not be started"
 
     def _release_plan(self) -> None:
-        if self._plan is not None:
-            self._plan.close()
-            self._plan = None
+        for line in self._decisions.release_plan():
+            self._console.say(line)
 
     def _finish(self, action: machine.Exit) -> None:
         self._release_plan()
         self._discard_empty_fault_files()
         self._write_timeline()
-        self._result.phase = self._state.phase
+        self._result.phase = self._decisions.phase
         self._result.exit_code = action.code
-        self._result.signum = self._state.signum
+        self._result.signum = self._decisions.signum
+        self._result.first_cause = self._decisions.first_cause
+        self._result.clock = self._decisions.clock
 
     def _write_timeline(self) -> None:
         if os.environ.get("ELASTICRS_TIMELINE"):
@@ -303,8 +309,12 @@ class Agent:
     def _on_fd(self, supervisor: _core.Supervisor, event: _core.FdReady) -> None:
         if self._signals is not None and event.fd == self._signals.fd:
             self._take_signals(supervisor)
-        else:
+            return
+        actions = self._decisions.fd_ready(event.fd)
+        if actions is None:
             self._workers.fd_ready(supervisor, event.fd)
+        else:
+            self._actions.extend(actions)
 
     def _on_started(self, supervisor: _core.Supervisor, event: _core.GroupStarted) -> None:
         attempt = self._result.attempts[-1]
@@ -315,7 +325,7 @@ class Agent:
         self._events.append(machine.Started())
         if self._failure_ns is not None:
             span = texts.milliseconds(event.started_ns - self._failure_ns)
-            self._console.say(f"attempt {attempt.round} runs, {span} after the failure was seen")
+            self._console.say(f"attempt {attempt.name} runs, {span} after the failure was seen")
             self._failure_ns = None
 
     def _on_start_failed(self, supervisor: _core.Supervisor, event: _core.StartFailed) -> None:
@@ -339,6 +349,7 @@ class Agent:
         attempt = self._result.attempts[-1]
         attempt.stamps["ended"] = event.ended_ns
         attempt.nursery_exitcode = event.nursery_exitcode
+        attempt.nursery_hung = event.nursery_hung
         self._workers.ended(supervisor, attempt)
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
             self._console.say(
@@ -365,6 +376,10 @@ class Agent:
 
     def _on_degraded(self, _supervisor: _core.Supervisor, event: _core.Degraded) -> None:
         self._console.say(event.message)
+
+    def _on_fenced(self, _supervisor: _core.Supervisor, _event: _core.Fenced) -> None:
+        self._console.say("the lease of the connection to the store has run out: the workers were killed")
+        self._actions.extend(self._decisions.fenced())
 
     def _name_descendants(self, verb: str, left: list[_core.Descendant], more: int = 0) -> None:
         if left:
@@ -393,8 +408,10 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.FailureSeen: Agent._on_failure,
     _core.WorkerExited: Agent._on_exit,
     _core.GroupEnded: Agent._on_ended,
+    _core.Fenced: Agent._on_fenced,
     _core.WorkerPaused: Agent._on_paused,
     _core.WorkerResumed: Agent._on_resumed,
+    _core.Fenced: Agent._on_fenced,
     _core.LogTrouble: Agent._on_log_trouble,
     _core.Degraded: Agent._on_degraded,
 }

@@ -35,6 +35,21 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     }
 
 
+def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
+    """The failures of this node in the last attempt, and the first of the whole job if that was elsewhere.
+
+    Args:
+        result: how the job ended.
+    """
+    failed = failures(result.attempts[-1]) if result.attempts else {}
+    cause = result.first_cause
+    if cause is None or cause.get("rank") is None or cause["rank"] in failed:
+        return failed
+    from elasticrs.agent.cause import remote_failure
+
+    return {cause["rank"]: remote_failure(cause, result.clock), **failed}
+
+
 def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | None:
     """The error of a failed job; ``None`` when no worker failed (none could be started).
 
@@ -42,7 +57,7 @@ def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | 
         job: the job.
         result: how it ended.
     """
-    failed = failures(result.attempts[-1]) if result.attempts else {}
+    failed = all_failures(result)
     return ChildFailedError(job.name, failed) if failed else None
 
 
@@ -74,7 +89,7 @@ def hand_on(error: ChildFailedError) -> None:
 
     _, first = error.get_first_failure()
     if os.path.isfile(first.error_file):
-        get_error_handler().dump_error_file(first.error_file, first.exitcode)
+        get_error_handler().dump_error_file(first.error_file, first.exitcode or 0)
 
 
 def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
@@ -89,8 +104,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     return ProcessFailure(
         rank,
         worker.pid,
-        # Torch's signature has no word for an end that nobody saw; the report says it in the cause.
-        worker.exitcode if worker.exitcode is not None else 1,
+        worker.exitcode,
         paths.error_files.get(rank, "") if paths is not None else "",
         seen_ns=worker.seen_ns,
         sent_signal=worker.sent_signal,
@@ -111,7 +125,8 @@ def _tail(path: str) -> list[str]:
 
 def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
     if attempt.nursery_exitcode is not None:
-        return f"the nursery {texts.how_it_ended(attempt.nursery_exitcode)}, and the worker with it"
+        how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+        return f"the nursery {how}, and the worker with it"
     if worker.exitcode is None:
         return "the worker is gone, and nobody can tell how it ended"
     return None

@@ -67,13 +67,14 @@ def _entry(
     failure = failures[rank]
     signal = failure.signal_name()
     name = f" ({signal})" if signal != NOT_AVAILABLE else ""
+    exitcode = "unknown" if failure.exitcode is None else failure.exitcode
     traceback = _traceback(failure)
     lines = [
         f"[{index}]:",
         f"  time      : {_when(failure, failures[root])}",
-        f"  host      : {os.uname().nodename}",
+        f"  host      : {failure.host or os.uname().nodename}",
         f"  rank      : {rank} (local_rank: {failure.local_rank})",
-        f"  exitcode  : {failure.exitcode} (pid: {failure.pid}) {name}".rstrip(),
+        f"  exitcode  : {exitcode} (pid: {failure.pid}) {name}".rstrip(),
         f"  error_file: {failure.error_file}",
         f"  traceback : {_once(traceback, f'[{index}]', shown)}",
         *(f"  note      : {note}" for note in _notes(failure)),
@@ -99,6 +100,15 @@ def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
 
 def _traceback(failure: ProcessFailure) -> str:
     """What stands behind ``traceback :``; from its second line on indented."""
+    return traceback_text(failure).replace("\n", "\n  ")
+
+
+def traceback_text(failure: ProcessFailure) -> str:
+    """The traceback of a failure, or what else is known of it.
+
+    Args:
+        failure: of a worker.
+    """
     message = failure.message
     if isinstance(message, dict):
         extra = message.get("extraInfo")
@@ -113,7 +123,7 @@ def _traceback(failure: ProcessFailure) -> str:
         message = _enriched(message, failure)
     if failure.stack:
         message = f"{message}\n{failure.stack}"
-    return message.replace("\n", "\n  ")
+    return message
 
 
 def _enriched(message: str, failure: ProcessFailure) -> str:

@@ -1,0 +1,157 @@
+"""The first failure of a node, small enough to be told to every other node, and back to a failure there.
+
+A cause is a dictionary that can be written as JSON::
+
+    node, host, group_rank        where
+    rank, local_rank, pid         which worker; no ``rank`` when the workers could not be started
+    exitcode                      as in ``ProcessFailure``
+    message, lines                its traceback or what else is known, and its last lines on stderr; shortened
+    time_ns, error_ns             when, on the wall clock of the store, and how far off that may be
+
+Imported only when something went wrong.
+"""
+
+from __future__ import annotations
+
+import time
+
+from elasticrs.agent.report import failures
+from elasticrs.multiprocessing.errors import ProcessFailure
+from elasticrs.multiprocessing.errors.report import traceback_text
+from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from elasticrs._core import WorkerExited
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.clock import Clock
+
+MAX_MESSAGE = 1400
+"""Characters of the message: the end of a traceback says most."""
+
+MAX_LINES = 8
+MAX_LINE = 120
+
+
+class Place:
+    """Which node this is in a round.
+
+    Args:
+        node: its name in the rendezvous.
+        host: its host name.
+        group_rank: its rank.
+    """
+
+    __slots__ = ("group_rank", "host", "node")
+
+    def __init__(self, node: str, host: str, group_rank: int) -> None:
+        self.node = node
+        self.host = host
+        self.group_rank = group_rank
+
+    def fields(self) -> dict[str, Any]:
+        """As they stand in a cause."""
+        return {"node": self.node, "host": self.host, "group_rank": self.group_rank}
+
+
+def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Clock) -> dict[str, Any]:
+    """What can be said at once of the worker that failed first, without reading any file.
+
+    Args:
+        attempt: the attempt.
+        worker: its end.
+        place: where.
+        clock: of the store.
+    """
+    return {
+        **place.fields(),
+        "rank": attempt.plan.ranks[worker.local_rank].global_rank,
+        "local_rank": worker.local_rank,
+        "pid": worker.pid,
+        "exitcode": worker.exitcode,
+        "time_ns": clock.from_monotonic(worker.seen_ns),
+        "error_ns": clock.error_ns,
+    }
+
+
+def own_cause(attempt: Attempt, place: Place, clock: Clock) -> dict[str, Any] | None:
+    """What failed first on this node, in full; ``None`` when its workers only ended because of a stop.
+
+    Args:
+        attempt: that has ended.
+        place: where.
+        clock: of the store.
+    """
+    failed = failures(attempt)
+    if not failed:
+        return None
+    rank = root_cause(failed)
+    first = failed[rank]
+    if rank in victims(failed):
+        return None
+    at = failed_ns(first)
+    return {
+        **place.fields(),
+        "rank": rank,
+        "local_rank": first.local_rank,
+        "pid": first.pid,
+        "exitcode": first.exitcode,
+        "message": _end(traceback_text(first), MAX_MESSAGE),
+        "lines": [_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
+        "time_ns": clock.from_monotonic(at if at is not None else time.monotonic_ns()),
+        "error_ns": clock.error_ns,
+    }
+
+
+def not_started(message: str, place: Place, clock: Clock) -> dict[str, Any]:
+    """The cause when the workers of this node could not be started.
+
+    Args:
+        message: why.
+        place: where.
+        clock: of the store.
+    """
+    return {
+        **place.fields(),
+        "message": message[:MAX_MESSAGE],
+        "time_ns": clock.from_monotonic(time.monotonic_ns()),
+        "error_ns": clock.error_ns,
+    }
+
+
+def remote_failure(cause: dict[str, Any], clock: Clock) -> ProcessFailure:
+    """A worker's failure on another node, for the report of this one.
+
+    Args:
+        cause: with a ``rank``.
+        clock: of the store.
+    """
+    exitcode = cause.get("exitcode")
+    error_ms = (cause.get("error_ns", 0) + clock.error_ns) / 1e6
+    return ProcessFailure(
+        int(cause["local_rank"]),
+        int(cause["pid"]),
+        1 if exitcode is None else int(exitcode),
+        "",
+        seen_ns=clock.to_monotonic(int(cause["time_ns"])),
+        cause=str(cause["message"]) if cause.get("message") else None,
+        note=f"on node {cause.get('node')}; times of different nodes are comparable to {error_ms:.1f} ms",
+        stderr_tail=[str(line) for line in cause.get("lines", ())],
+        host=str(cause.get("host")),
+    )
+
+
+def who(cause: dict[str, Any]) -> str:
+    """The worker and its end in a few words, for one line."""
+    from elasticrs.agent.texts import how_it_ended
+
+    where = f"node {cause.get('node')}"
+    if cause.get("rank") is None:
+        return f"{where}: {cause.get('message') or 'the workers could not be started'}"
+    return f"rank {cause['rank']} on {where} (pid {cause.get('pid')}) {how_it_ended(cause.get('exitcode'))}"
+
+
+def _end(text: str, limit: int) -> str:
+    return text if len(text) <= limit else "…" + text[-limit + 1 :]

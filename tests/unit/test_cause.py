@@ -1,0 +1,106 @@
+"""The first failure of a node, told to others and shown there."""
+
+import json
+import time
+from types import SimpleNamespace
+
+from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.cause import (
+    MAX_LINE,
+    MAX_LINES,
+    MAX_MESSAGE,
+    Place,
+    not_started,
+    own_cause,
+    remote_failure,
+)
+from elasticrs.agent.loop import JobResult
+from elasticrs.agent.report import all_failures
+from elasticrs.clock import Clock
+from elasticrs.logs import LogPaths
+from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.ranks import NodeShare, assign
+
+PLACE = Place("b", "host-b", 1)
+
+
+def attempt_of(exits, group_rank=1, paths=None):
+    nodes = [NodeShare("default", 2), NodeShare("default", 2)]
+    attempt = Attempt(3, 1, Plan(assign(nodes, group_rank), "a", 1))
+    attempt.paths = paths
+    now = time.monotonic_ns()
+    for local_rank, exitcode, sent in exits:
+        attempt.exits[local_rank] = SimpleNamespace(
+            local_rank=local_rank,
+            pid=100 + local_rank,
+            exitcode=exitcode,
+            sent_signal=sent,
+            seen_ns=now + local_rank,
+        )
+    attempt.first_failure = exits[0][0] if exits else None
+    return attempt
+
+
+def test_a_node_whose_workers_were_only_stopped_has_no_cause():
+    assert own_cause(attempt_of([(0, -15, 15), (1, -15, 15)]), PLACE, Clock()) is None
+    assert own_cause(attempt_of([]), PLACE, Clock()) is None
+
+
+def test_a_cause_names_the_worker_and_is_small(tmp_path):
+    stderr = tmp_path / "stderr.log"
+    stderr.write_text("".join(f"line {number} {'x' * 500}\n" for number in range(100)))
+    error_file = tmp_path / "error.json"
+    error_file.write_text(json.dumps({"message": "y" * 100_000 + " the end", "timestamp": 5}))
+    paths = LogPaths({}, {1: str(stderr)}, {}, {}, {1: str(error_file)})
+    cause = own_cause(attempt_of([(1, 7, None)], paths=paths), PLACE, Clock())
+    assert cause is not None
+    assert (cause["node"], cause["host"], cause["group_rank"]) == ("b", "host-b", 1)
+    assert (cause["rank"], cause["local_rank"], cause["pid"], cause["exitcode"]) == (3, 1, 101, 7)
+    assert cause["message"].endswith(" the end")
+    assert len(cause["message"]) == MAX_MESSAGE
+    assert len(cause["lines"]) == MAX_LINES
+    assert all(len(line) <= MAX_LINE for line in cause["lines"])
+    assert len(json.dumps(cause)) < 3072
+
+
+def test_times_are_told_on_the_clock_of_the_store():
+    fast, slow = Clock(offset_ns=5_000_000_000), Clock(offset_ns=-7_000_000_000)
+    attempt = attempt_of([(0, 1, None)])
+    seen = attempt.exits[0].seen_ns
+    cause = own_cause(attempt, PLACE, fast)
+    assert cause is not None
+    assert abs(cause["time_ns"] - time.time_ns() - 5_000_000_000) < 2_000_000_000
+    # Another node, whose wall clock is 12 s off, on the same monotonic clock for the sake of the test.
+    shifted = dict(cause, time_ns=cause["time_ns"] - 12_000_000_000)
+    back = remote_failure(shifted, slow).seen_ns
+    assert back is not None
+    assert abs(back - seen) < 100_000_000
+
+
+def test_the_report_of_another_node_shows_the_first_cause_and_not_its_own_victims():
+    cause = own_cause(attempt_of([(1, -9, None)]), PLACE, Clock(error_ns=300_000))
+    result = JobResult()
+    result.attempts = [attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=0)]
+    result.first_cause = cause
+    result.clock = Clock(error_ns=200_000)
+    text = ChildFailedError("train.py", all_failures(result)).format_msg()
+    root = text[text.index("Root Cause") :]
+    assert "host      : host-b" in root
+    assert "rank      : 3 (local_rank: 1)" in root
+    assert "exitcode  : -9 (pid: 101)  (SIGKILL)" in root
+    assert "on node b; times of different nodes are comparable to 0.5 ms" in root
+    assert "Stopped by elasticrs after the first failure: ranks 0, 1 (SIGTERM)" in text
+
+
+def test_the_failure_of_this_node_is_not_shown_twice():
+    result = JobResult()
+    result.attempts = [attempt_of([(1, -9, None)])]
+    result.first_cause = own_cause(result.attempts[0], PLACE, Clock())
+    assert list(all_failures(result)) == [3]
+    assert all_failures(result)[3].host is None
+
+
+def test_a_node_that_could_not_start_its_workers_is_no_worker():
+    result = JobResult()
+    result.first_cause = not_started("no memory", PLACE, Clock())
+    assert all_failures(result) == {}
