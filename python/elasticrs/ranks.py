@@ -80,23 +80,82 @@ def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
     """
     if not 0 <= group_rank < len(nodes):
         raise IndexError(f"group rank {group_rank} of {len(nodes)} nodes")
-    me = nodes[group_rank]
-    before = nodes[:group_rank]
-    first = sum(node.local_world_size for node in before)
-    first_in_role = sum(node.local_world_size for node in before if node.role == me.role)
-    world_size = sum(node.local_world_size for node in nodes)
-    role_world_size = sum(node.local_world_size for node in nodes if node.role == me.role)
-    return [
-        WorkerRanks(
-            role=me.role,
-            local_rank=local_rank,
-            global_rank=first + local_rank,
-            group_rank=group_rank,
-            role_rank=first_in_role + local_rank,
-            local_world_size=me.local_world_size,
-            world_size=world_size,
-            group_world_size=len(nodes),
-            role_world_size=role_world_size,
-        )
-        for local_rank in range(me.local_world_size)
-    ]
+    return node_ranks(nodes)[group_rank].workers(nodes[group_rank])
+
+
+class NodeRanks(Value):
+    """Where the ranks of one node's workers begin, and the sizes they are counted in.
+
+    Args:
+        group_rank: of the node.
+        group_world_size: nodes in the round.
+        first_rank: global rank of its first worker.
+        world_size: workers in the round.
+        first_role_rank: role rank of its first worker.
+        role_world_size: workers of its role.
+    """
+
+    __slots__ = (
+        "first_rank",
+        "first_role_rank",
+        "group_rank",
+        "group_world_size",
+        "role_world_size",
+        "world_size",
+    )
+
+    def __init__(
+        self,
+        group_rank: int,
+        group_world_size: int,
+        first_rank: int,
+        world_size: int,
+        first_role_rank: int,
+        role_world_size: int,
+    ) -> None:
+        self.group_rank = group_rank
+        self.group_world_size = group_world_size
+        self.first_rank = first_rank
+        self.world_size = world_size
+        self.first_role_rank = first_role_rank
+        self.role_world_size = role_world_size
+
+    def workers(self, me: NodeShare) -> list[WorkerRanks]:
+        """The ranks of the node's workers, by local rank.
+
+        Args:
+            me: what the node brings into the round.
+        """
+        return [
+            WorkerRanks(
+                role=me.role,
+                local_rank=local_rank,
+                global_rank=self.first_rank + local_rank,
+                group_rank=self.group_rank,
+                role_rank=self.first_role_rank + local_rank,
+                local_world_size=me.local_world_size,
+                world_size=self.world_size,
+                group_world_size=self.group_world_size,
+                role_world_size=self.role_world_size,
+            )
+            for local_rank in range(me.local_world_size)
+        ]
+
+
+def node_ranks(nodes: Sequence[NodeShare]) -> list[NodeRanks]:
+    """Where the ranks of each node begin; linear in the number of nodes.
+
+    Args:
+        nodes: all nodes of the round, by group rank.
+    """
+    sizes: dict[str, int] = {}
+    for node in nodes:
+        sizes[node.role] = sizes.get(node.role, 0) + node.local_world_size
+    world_size = sum(sizes.values())
+    first, first_in_role, ranks = 0, dict.fromkeys(sizes, 0), []
+    for group_rank, node in enumerate(nodes):
+        role_rank = first_in_role[node.role]
+        ranks.append(NodeRanks(group_rank, len(nodes), first, world_size, role_rank, sizes[node.role]))
+        first += node.local_world_size
+        first_in_role[node.role] = role_rank + node.local_world_size
+    return ranks

@@ -1,0 +1,52 @@
+"""Names of the keys that one job has in the store.
+
+A **member** is ``<agent>/<incarnation>``: one registration of one agent process; neither part is used again.
+"""
+
+from __future__ import annotations
+
+
+class Keys:
+    """The names for one run.
+
+    Args:
+        run_id: the user's; what would end it early in a key is escaped, so that no job sees another's keys.
+    """
+
+    __slots__ = ("dones", "head", "job", "nodes", "prefix", "slots", "tables")
+
+    def __init__(self, run_id: str) -> None:
+        escaped = run_id.replace("%", "%25").replace("/", "%2F")
+        self.prefix = f"/elasticrs/{escaped}/"
+        self.job = self.prefix + "job"
+        self.head = self.prefix + "head"
+        self.nodes = self.prefix + "nodes/"
+        self.slots = self.prefix + "slot/"
+        self.tables = self.prefix + "table/"
+        self.dones = self.prefix + "done/"
+
+    def node(self, member: str) -> str:
+        """Where a member registers, on its lease."""
+        return self.nodes + member
+
+    def slot(self, member: str) -> str:
+        """What the leader tells one member."""
+        return self.slots + member
+
+    def table(self, form: str) -> str:
+        """Prefix of the list of members of one proposed round."""
+        return f"{self.tables}{form}/"
+
+    def done(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
+        """What a member leaves when its workers have finished."""
+        return f"{self.dones}{round}/{group_rank}"
+
+
+def agent_of(member: str) -> str:
+    """The agent process of a member."""
+    return member.rpartition("/")[0]
+
+
+def incarnation_of(member: str) -> int:
+    """Which registration of its agent a member is."""
+    return int(member.rpartition("/")[2])

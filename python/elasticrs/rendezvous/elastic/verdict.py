@@ -1,0 +1,131 @@
+"""What the end of a round costs, and whether it ends the job. Pure functions of the leader's view.
+
+- **VERDICT-1** only a failure of workers is charged, and only when no member was lost: workers often die
+  *because* a node died, and their report comes first.
+- **VERDICT-2** the first cause is the earliest of all that members report for the round.
+"""
+
+from __future__ import annotations
+
+from elasticrs._value import Value
+from elasticrs.rendezvous.elastic.records import time_of
+from elasticrs.rendezvous.elastic.texts import named
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from elasticrs.rendezvous.elastic.messages import Settings
+    from elasticrs.rendezvous.elastic.records import Head
+    from elasticrs.rendezvous.elastic.view import View
+
+MAX_SETUPS = 3
+"""Rounds in a row that may fail to start."""
+
+
+class Verdict(Value):
+    """What follows from the end of a round.
+
+    Args:
+        charge: restarts to take from the budget: 0 or 1.
+        alive: members whose being here the charge rests on.
+        head: the ended head with all counts brought up to date.
+        reason: why the job ends here; ``None``: it goes on.
+    """
+
+    __slots__ = ("alive", "charge", "head", "reason")
+
+    def __init__(self, charge: int, alive: list[str], head: Head, reason: str | None) -> None:
+        self.charge = charge
+        self.alive = alive
+        self.head = head
+        self.reason = reason
+
+
+def lost_ranks(view: View) -> set[int]:
+    """Members of the round whose loss can explain the failure of others.
+
+    One that had finished explains nothing, unless the round's worker store went with it.
+    """
+    return view.missing | (view.absent & {0})
+
+
+def is_charged(view: View, head: Head) -> bool:
+    """Whether the end of the round is taken from the budget."""
+    return kind_of(head) == "failure" and not lost_ranks(view)
+
+
+def witnesses(view: View) -> list[str]:
+    """Members that are here, may have workers and had not finished: if one is gone, there is no charge."""
+    return sorted(member for member in view.slow if view.rank_of[member] not in view.done)
+
+
+def kind_of(head: Head) -> str:
+    """How the round ended."""
+    kind: str = (head.end or {}).get("kind", "")
+    return kind
+
+
+def first_cause(view: View, head: Head) -> dict[str, Any] | None:
+    """The earliest cause of all; of equals, what the node itself told later, as it knew more then."""
+    best, best_time = head.cause, time_of(head.cause)
+    for member in view.rank_of:
+        node = view.nodes.get(member)
+        if node is None or node.cause is None or node.idle != head.round:
+            continue
+        time = time_of(node.cause)
+        if best is None or (time is not None and (best_time is None or time <= best_time)):
+            best, best_time = node.cause, time
+    return best
+
+
+def judge(view: View, head: Head, settings: Settings, was_short: bool | None) -> Verdict:
+    """What follows from an ended round, once every member has stopped or is gone, or ``settle`` has passed.
+
+    Args:
+        view: the store.
+        head: its head, ENDED.
+        settings: of the job.
+        was_short: the round ended soon after its start; ``None``: this agent was not there to see.
+    """
+    kind = kind_of(head)
+    charge = 1 if is_charged(view, head) else 0
+    lost = [rank for rank in sorted(view.missing) if view.seats[rank].member not in view.farewells]
+    lossy = kind == "lost" or (kind == "failure" and not charge)
+    short_losses = head.short_losses
+    if was_short is False:
+        short_losses = 0
+    elif was_short and lossy:
+        short_losses += 1
+    counted = head.next(
+        losses=head.losses + len(lost),
+        short_losses=short_losses,
+        setups=head.setups + 1 if kind == "setup" else 0,
+        cause=first_cause(view, head),
+        used=head.used + charge,
+        end={**(head.end or {}), "charged": bool(charge)},
+    )
+    reason = _reason(view, head, counted, settings, lost)
+    if reason is not None:
+        counted = counted.next(used=head.used)
+    return Verdict(charge, witnesses(view) if charge else [], counted, reason)
+
+
+def _reason(view: View, head: Head, counted: Head, settings: Settings, lost: list[int]) -> str | None:
+    end = head.end or {}
+    if kind_of(head) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
+        return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
+    if counted.used > settings.max_restarts:
+        return (
+            f"workers failed in round {head.round} and no restart is left"
+            f" (max_restarts={settings.max_restarts}, {head.used} used)"
+        )
+    names = named([view.seats[rank].name for rank in lost]) or "none that is still known"
+    if settings.max_node_losses is not None and counted.losses > settings.max_node_losses:
+        return f"{counted.losses} nodes were lost (max_node_losses={settings.max_node_losses}), last: {names}"
+    if counted.short_losses >= settings.max_short_losses:
+        return (
+            f"{counted.short_losses} rounds in a row lost a node less than {settings.short_round:g} s after their"
+            f" start, last: {names}"
+        )
+    return None

@@ -1,0 +1,214 @@
+"""What the leader sees of the store, kept so that a change costs the same however many agents there are.
+
+- **VIEW-1** it holds every key of the job as of :attr:`View.revision`.
+- **VIEW-2** the derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) equal their definitions; only a new
+  round recomputes them from everything.
+"""
+
+from __future__ import annotations
+
+from elasticrs.rendezvous.elastic.keys import agent_of, incarnation_of
+from elasticrs.rendezvous.elastic.records import Head, Node, Seat, Slot, decode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+    from elasticrs.rendezvous.elastic.keys import Keys
+
+
+class View:
+    """The store, as the leader sees it.
+
+    Attributes:
+        revision: up to which everything is known.
+        head, head_revision: the state of the job (``None``, 0: none yet).
+        nodes: the registrations, by member.
+        joined: create revisions of the registrations.
+        slots: the round that each member was last given a slot for.
+        seats: the members of the head's round, by group rank.
+        rank_of: their group ranks, by member.
+        done: group ranks whose workers have finished.
+        absent: group ranks whose registration is gone.
+        missing: those of them that had not finished.
+        slow: members that are here and may still have workers.
+        candidates: members that are here, the latest of their agent, staying, and without workers.
+        waiting: candidates that are no members.
+        farewells: members that said that they leave.
+    """
+
+    __slots__ = (
+        "_agents",
+        "_dones",
+        "_keys",
+        "_tables",
+        "absent",
+        "candidates",
+        "done",
+        "farewells",
+        "head",
+        "head_revision",
+        "joined",
+        "missing",
+        "nodes",
+        "rank_of",
+        "revision",
+        "seats",
+        "slots",
+        "slow",
+        "waiting",
+    )
+
+    def __init__(self, keys: Keys, revision: int, entries: Iterable[Any]) -> None:
+        self._keys = keys
+        self._agents: dict[str, list[int]] = {}
+        self._dones: set[tuple[int, int]] = set()
+        self._tables: dict[str, dict[int, list[Seat]]] = {}
+        self.revision = revision
+        self.head: Head | None = None
+        self.head_revision = 0
+        self.nodes: dict[str, Node] = {}
+        self.joined: dict[str, int] = {}
+        self.slots: dict[str, int] = {}
+        self.seats: list[Seat] = []
+        self.rank_of: dict[str, int] = {}
+        self.done: set[int] = set()
+        self.absent: set[int] = set()
+        self.missing: set[int] = set()
+        self.slow: set[str] = set()
+        self.candidates: set[str] = set()
+        self.waiting: set[str] = set()
+        self.farewells: set[str] = set()
+        for entry in entries:
+            self._take(entry)
+        self._new_round()
+
+    @property
+    def round(self) -> int:
+        """Number of the last round, 0 before the first."""
+        return self.head.round if self.head else 0
+
+    @property
+    def forms(self) -> list[str]:
+        """The proposals whose tables are in the store."""
+        return list(self._tables)
+
+    def apply(self, revision: int, changes: Iterable[Any]) -> None:
+        """Take over one revision."""
+        before = self.round, self.head.form if self.head else ""
+        touched = [member for change in changes for member in self._take(change)]
+        self.revision = revision
+        if (self.round, self.head.form if self.head else "") != before:
+            self._new_round()
+            return
+        for member in touched:
+            self._refresh(member)
+
+    def holds(self, member: str) -> bool:
+        """Whether a member may still have workers: its last slot counted, and it has not said that it is idle.
+
+        Its own slot decides, not the last table: a member that was left out of a round as too slow still has
+        the workers of the round before.
+        """
+        given = self.slots.get(member, 0)
+        return 0 < given <= self.round and self.nodes[member].idle < given
+
+    # --- taking over keys ---
+
+    def _take(self, entry: Any) -> Iterable[str]:
+        """Take over one key; returns the members whose standing may have changed."""
+        kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
+        if kind == "nodes":
+            return self._take_node(name, entry)
+        if kind == "slot":
+            if entry.value is None:
+                self.slots.pop(name, None)
+            else:
+                self.slots[name] = Slot.decode(entry.value).round
+            return (name,)
+        if kind == "head":
+            self.head = None if entry.value is None else Head.decode(entry.value)
+            self.head_revision = entry.mod_revision
+        elif kind == "table":
+            form, _, index = name.rpartition("/")
+            self._take_table(form, int(index), entry.value)
+        elif kind == "done":
+            self._take_done(name, entry.value)
+        return ()
+
+    def _take_node(self, member: str, entry: Any) -> Iterable[str]:
+        siblings = self._agents.setdefault(agent_of(member), [])
+        incarnation = incarnation_of(member)
+        if entry.value is None:
+            self.nodes.pop(member, None)
+            self.joined.pop(member, None)
+            if incarnation in siblings:
+                siblings.remove(incarnation)
+            if not siblings:
+                del self._agents[agent_of(member)]
+        else:
+            self.nodes[member] = node = Node.decode(entry.value)
+            self.joined[member] = entry.create_revision
+            if incarnation not in siblings:
+                siblings.append(incarnation)
+            if node.leaving is not None:
+                self.farewells.add(member)
+        if len(siblings) > 1 or (siblings and entry.value is None):
+            return [f"{agent_of(member)}/{each}" for each in {*siblings, incarnation}]
+        return (member,)
+
+    def _take_table(self, form: str, index: int, value: bytes | None) -> None:
+        chunks = self._tables.setdefault(form, {})
+        if value is None:
+            chunks.pop(index, None)
+            if not chunks:
+                del self._tables[form]
+        else:
+            chunks[index] = [Seat(*line) for line in decode(value)]
+
+    def _take_done(self, name: str, value: bytes | None) -> None:
+        number, _, rank = name.partition("/")
+        key = int(number), int(rank)
+        if value is None:
+            self._dones.discard(key)
+            return
+        self._dones.add(key)
+        if key[0] == self.round:
+            self.done.add(key[1])
+            self.missing.discard(key[1])
+
+    # --- what follows ---
+
+    def _new_round(self) -> None:
+        number, form = self.round, self.head.form if self.head else ""
+        chunks = self._tables.get(form, {})
+        self.seats = [seat for index in sorted(chunks) for seat in chunks[index]]
+        self.rank_of = {seat.member: rank for rank, seat in enumerate(self.seats)}
+        self.done = {rank for round_, rank in self._dones if round_ == number}
+        self.farewells = {member for member, node in self.nodes.items() if node.leaving is not None}
+        for derived in (self.absent, self.missing, self.slow, self.candidates, self.waiting):
+            derived.clear()
+        for member in (*self.nodes, *self.rank_of):
+            self._refresh(member)
+
+    def _refresh(self, member: str) -> None:
+        rank = self.rank_of.get(member)
+        node = self.nodes.get(member)
+        if node is None:
+            self.slow.discard(member)
+            self.candidates.discard(member)
+            self.waiting.discard(member)
+            if rank is not None:
+                self.absent.add(rank)
+                if rank not in self.done:
+                    self.missing.add(rank)
+            return
+        holds = self.holds(member)
+        if rank is not None:
+            (self.slow.add if holds else self.slow.discard)(member)
+        siblings = self._agents[agent_of(member)]
+        latest = len(siblings) == 1 or max(siblings) == incarnation_of(member)
+        fit = not holds and latest and node.leaving is None
+        (self.candidates.add if fit else self.candidates.discard)(member)
+        (self.waiting.add if fit and rank is None else self.waiting.discard)(member)
