@@ -347,6 +347,262 @@ class Supervisor:
         Idempotent.
         """
 
+# --- the store in which agents meet ---------------------------------------------------------------
+
+@final
+class Entry:
+    """A key and its value, as a read found it."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def create_revision(self) -> int:
+        """The revision that made the key; overwriting keeps it."""
+    @property
+    def mod_revision(self) -> int:
+        """The revision of its last change."""
+
+@final
+class Change:
+    """What one revision did to a key."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def value(self) -> bytes | None:
+        """``None``: the key was deleted."""
+    @property
+    def create_revision(self) -> int: ...
+    @property
+    def mod_revision(self) -> int: ...
+
+@final
+class Connected:
+    """The session has begun."""
+
+    @property
+    def revision(self) -> int:
+        """The store's revision."""
+    @property
+    def session(self) -> int:
+        """Its number; never used again."""
+    @property
+    def ttl(self) -> float:
+        """Seconds from the last keep-alive to the end of the session."""
+    @property
+    def interval(self) -> float:
+        """Seconds between keep-alives; a store with very many clients asks for more than were wished."""
+    @property
+    def local_address(self) -> str:
+        """Our end of the connection: where others on that network find this host."""
+    @property
+    def peer_address(self) -> str: ...
+
+@final
+class Reply:
+    """The answer to a transaction or a watch.
+
+    All changes up to :attr:`revision` that watches of this client cover have been told before it.
+    """
+
+    @property
+    def tag(self) -> int: ...
+    @property
+    def ok(self) -> bool:
+        """The compares held, so ``then`` was applied, else ``otherwise``; the watch has begun."""
+    @property
+    def revision(self) -> int:
+        """At which the store was when it judged."""
+    @property
+    def results(self) -> list[int | Entry | list[Entry] | None]:
+        """One for each op: ``put`` and the deletes give the number of keys that they changed, ``get`` and
+        ``predecessor`` an entry or ``None``, ``range`` a list of entries. Of a watch: with ``snapshot`` one
+        list of entries, else nothing; of one that was refused, the oldest revision that can be asked for.
+        """
+
+@final
+class Changes:
+    """All changes of one revision that any watch of this client covers, in the order of the transaction."""
+
+    @property
+    def revision(self) -> int: ...
+    @property
+    def changes(self) -> list[Change]: ...
+
+@final
+class ConnectionLost:
+    """The session is over; always the last event."""
+
+    @property
+    def kind(
+        self,
+    ) -> Literal[
+        "refused",
+        "unreachable",
+        "timeout",
+        "resolve",
+        "version",
+        "token",
+        "not_ours",
+        "run",
+        "closed",
+        "silent",
+        "slow",
+        "protocol",
+        "limit",
+    ]: ...
+    @property
+    def message(self) -> str:
+        """One line for the user."""
+
+StoreEvent: TypeAlias = Connected | Reply | Changes | ConnectionLost
+
+@final
+class CoordinationServer:
+    """The store, serving from the moment it is made.
+
+    Args:
+        addresses: hosts and ports to listen on; an empty host means all interfaces, IPv4 and IPv6. With port
+            0 the kernel chooses for the first address, and the others use the same port.
+        run_id: clients of other runs are refused; ``None``: all are served, and see the same keys.
+        token: clients must know it, too.
+        max_connections: further ones are refused.
+        max_bytes: of keys, values and history; what does not fit is refused.
+        supervisor: serve on its thread; otherwise on one that all stores without a supervisor share.
+
+    Raises:
+        OSError: an address cannot be had.
+        SupervisorError: the supervisor has ended.
+        ValueError: no address, an empty token, a run id of more than 512 bytes.
+    """
+
+    def __new__(
+        cls,
+        addresses: Sequence[tuple[str, int]],
+        *,
+        run_id: str | None,
+        token: bytes | None = None,
+        max_connections: int = ...,
+        max_bytes: int = ...,
+        supervisor: Supervisor | None = None,
+    ) -> CoordinationServer: ...
+    @property
+    def port(self) -> int:
+        """Of the first address."""
+    @property
+    def fd(self) -> int:
+        """Readable while :meth:`take_notices` has something."""
+    def sessions(self) -> int:
+        """How many clients are connected."""
+    def take_notices(self) -> list[str]:
+        """What the user may want to know, one line each: strangers, refusals. Never blocks."""
+    def stop_listening(self) -> None:
+        """Close the listening sockets; connections go on."""
+    def listen_again(self) -> None:
+        """Undo :meth:`stop_listening`.
+
+        Raises:
+            OSError: somebody else has the port now.
+        """
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+
+@final
+class CoordinationClient:
+    """One connection, one session, one lease. It never reconnects: after its end make a new one.
+
+    Args:
+        host, port: of the store.
+        run_id: which run this is.
+        token: what the store has to know, too.
+        interval: seconds between keep-alives.
+        attempts: after so many intervals without one the store ends the session; this side gives it up one
+            interval earlier.
+        connect_timeout: seconds for resolving, connecting and the handshake together.
+        stall_timeout: keep-alives stop when :meth:`take` was not called for so many seconds, and nobody waits
+            in :meth:`wait` either: a hung program is no member of anything. ``None``: never. Default: 60.
+        supervisor: run on its thread; otherwise on one that all clients without a supervisor share.
+
+    Raises:
+        ValueError: an interval or a number of attempts that no store takes, an empty token.
+        OSError: no descriptor is left.
+        SupervisorError: from calls after a fork.
+    """
+
+    def __new__(
+        cls,
+        host: str,
+        port: int,
+        *,
+        run_id: str,
+        token: bytes | None = None,
+        interval: float = 1.0,
+        attempts: int = 5,
+        connect_timeout: float = 5.0,
+        stall_timeout: float | None = ...,
+        supervisor: Supervisor | None = None,
+    ) -> CoordinationClient: ...
+    @property
+    def fd(self) -> int:
+        """Readable while :meth:`take` has something."""
+    def take(self) -> list[StoreEvent]:
+        """What has happened since the last call: first :class:`Connected` or :class:`ConnectionLost`. Never
+        blocks.
+        """
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until :meth:`take` has something; false: the time is over, or nothing can come any more."""
+    def txn(
+        self,
+        tag: int,
+        compares: Sequence[tuple[str | bytes | int, ...]],
+        then: Sequence[tuple[str | bytes | int, ...]],
+        otherwise: Sequence[tuple[str | bytes | int, ...]] = ...,
+    ) -> None:
+        """Send a transaction; :class:`Reply` with this tag follows. Requests are carried out in order.
+
+        Args:
+            tag: any number from 0 to 2^64 - 1.
+            compares: ``("exists", key)``, ``("missing", key)``, ``("create", key, revision)``,
+                ``("mod", key, revision)`` (revision 0: the key is missing), ``("value", key, value)``.
+            then: what to do when all hold: ``("put", key, value, leased)``, ``("delete", key)``,
+                ``("delete_prefix", prefix)``, ``("get", key)``, ``("range", prefix, limit)`` (limit 0: all),
+                ``("predecessor", prefix, key)``: of the keys under ``prefix`` the one with the highest create
+                revision below that of ``key``. A leased key is deleted when the session of its last put ends.
+            otherwise: what to do when one does not hold. Default: nothing.
+
+        Raises:
+            ValueError: an unknown kind, a key of more than 1 KiB, more than 1 MiB or 4096 ops in all.
+        """
+    def watch(
+        self,
+        tag: int,
+        prefix: str,
+        *,
+        exact: bool = False,
+        snapshot: bool = False,
+        from_revision: int | None = None,
+    ) -> None:
+        """Be told of changes; :class:`Reply` with this tag follows, and then :class:`Changes`.
+
+        Args:
+            tag: as in :meth:`txn`.
+            prefix: how the keys begin.
+            exact: it is the whole key.
+            snapshot: the reply holds what is there at its revision; the watch goes on right after it.
+            from_revision: begin with the changes of this revision. They follow the reply, those of this watch
+                alone. The watch is refused when the store does not remember them any more.
+        """
+    def unwatch(self, prefix: str, *, exact: bool = False) -> None:
+        """End a watch; what is on its way still comes."""
+    def clock(self) -> tuple[int, int] | None:
+        """The store's wall clock minus ours, and by how much that may be wrong, in nanoseconds; ``None``
+        before the first keep-alive was answered.
+        """
+    def close(self) -> None:
+        """End the session at once, whoever holds a duplicate of its socket. No event follows. Idempotent."""
+
 # --- helpers --------------------------------------------------------------------------------------
 
 def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:

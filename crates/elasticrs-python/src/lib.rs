@@ -5,11 +5,13 @@
 
 use pyo3::prelude::*;
 
+mod coordination;
 mod error;
 mod event;
 mod helpers;
 mod nursery;
 mod spec;
+mod store_runtime;
 mod supervisor;
 
 /// The native part of elasticrs; private.
@@ -19,6 +21,10 @@ mod _core {
     #[expect(non_upper_case_globals, reason = "Python's name for it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
+    #[pymodule_export]
+    use crate::coordination::{
+        Change, Changes, Connected, ConnectionLost, CoordinationClient, CoordinationServer, Entry, Reply,
+    };
     #[pymodule_export]
     use crate::error::SupervisorError;
     #[pymodule_export]

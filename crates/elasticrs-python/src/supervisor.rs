@@ -13,7 +13,7 @@ use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct Supervisor {
-    inner: core::Supervisor,
+    pub(crate) inner: core::Supervisor,
 }
 
 #[pymethods]

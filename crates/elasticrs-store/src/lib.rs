@@ -3,4 +3,5 @@
 //! Everything here is a future that stays on the thread it was made on; [`runtime::Spawn`] says which thread that is: the
 //! agent's one runtime thread, or an own one where there is no agent.
 
+pub mod coordination;
 pub mod runtime;

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -62,6 +63,9 @@ pub enum SupervisorError {
     },
 }
 
+/// Makes a future that lives on the runtime thread, and there alone: it need not be `Send`.
+pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
+
 pub(super) type Reply<T> = SyncSender<T>;
 
 pub(super) enum Command {
@@ -72,6 +76,7 @@ pub(super) enum Command {
     Suspend(Reply<()>),
     Resume,
     Drain(Duration, Reply<Vec<NotDrained>>),
+    Spawn(Task),
     Close { keep_descendants: bool },
 }
 
@@ -195,6 +200,18 @@ impl Supervisor {
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn drain(&self, timeout: Duration) -> Result<Vec<NotDrained>, SupervisorError> {
         self.ask(|reply| Command::Drain(timeout, reply))
+    }
+
+    /// Runs a future of somebody else on the runtime thread, in its `LocalSet`.
+    ///
+    /// It goes on until it has ended or the supervisor is closed, which drops it after the nursery has ended: what it
+    /// holds open outlives the workers. Its panic is told as [`super::Event::Degraded`], and hurts nobody else. It must
+    /// not block: the stop of a group waits for it.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn spawn(&self, task: Task) -> Result<(), SupervisorError> {
+        self.tell(Command::Spawn(task))
     }
 
     /// The queue of events.

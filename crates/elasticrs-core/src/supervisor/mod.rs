@@ -24,4 +24,4 @@ mod task;
 mod watch;
 
 pub use event::{Event, Outcome, StartFailure, Swept};
-pub use handle::{Config, Supervisor, SupervisorError};
+pub use handle::{Config, Supervisor, SupervisorError, Task};

@@ -52,6 +52,8 @@ pub(super) fn run(
             task.serve(inbox).await;
             Ok::<(), SupervisorError>(())
         }))?;
+        // The tasks of others go first: their sockets belong to the runtime.
+        drop(local);
         // A sweep that hangs on a process in state D must not keep the thread.
         runtime.shutdown_background();
         Ok(())
@@ -99,6 +101,8 @@ struct Task {
     current: Current,
     deadlines: Deadlines,
     watched: JoinSet<Watched>,
+    /// Futures of others, see [`super::Supervisor::spawn`]. Declared behind the nursery: they end after it.
+    tasks: JoinSet<()>,
     own_sweep: Option<JoinHandle<Swept>>,
 }
 
@@ -107,6 +111,7 @@ enum Wake {
     Nursery(FromNursery),
     Member(Watched),
     Swept(Swept),
+    Task(Result<(), JoinError>),
     Command(Command),
     Deadline,
     Close { keep_descendants: bool },
@@ -129,6 +134,7 @@ impl Task {
             current: Current::Idle,
             deadlines: Deadlines::default(),
             watched: JoinSet::new(),
+            tasks: JoinSet::new(),
             own_sweep: None,
         })
     }
@@ -148,6 +154,7 @@ impl Task {
                 Wake::Nursery(FromNursery::Died(exit)) => self.on_nursery_death(exit),
                 Wake::Member(Watched { pid, exit, seen }) => self.input(Input::Exited { pid, exit, usage: None, seen }),
                 Wake::Swept(swept) => self.on_swept(swept),
+                Wake::Task(ended) => self.on_task_end(ended),
                 Wake::Command(command) => self.on_command(command),
                 Wake::Deadline => self.on_deadline(),
                 Wake::Close { keep_descendants } => return self.close(keep_descendants).await,
@@ -167,6 +174,7 @@ impl Task {
                 self.own_sweep = None;
                 Wake::Swept(or_panic(swept))
             }
+            Some(ended) = self.tasks.join_next() => Wake::Task(ended),
             command = inbox.recv() => match command {
                 Some(Command::Close { keep_descendants }) => Wake::Close { keep_descendants },
                 Some(command) => Wake::Command(command),
@@ -215,7 +223,18 @@ impl Task {
                     async move { answer(&reply, logs.drained(after(Instant::now(), limit)).await) },
                 );
             }
+            Command::Spawn(task) => {
+                // Made in there, so that a panic of the maker is that of its future.
+                self.tasks.spawn_local(async move { task().await });
+            }
             Command::Close { .. } => unreachable!("taken by `wake`"),
+        }
+    }
+
+    fn on_task_end(&self, ended: Result<(), JoinError>) {
+        if let Err(error) = ended {
+            let message = format!("a task of the runtime panicked: {}", panics::message(error.into_panic().as_ref()));
+            self.shared.queue.push(Event::Degraded { message });
         }
     }
 

@@ -1,0 +1,409 @@
+//! `_core.CoordinationServer` and `_core.CoordinationClient`.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use elasticrs_store::coordination::client::{Client, Options};
+use elasticrs_store::coordination::events::Event;
+use elasticrs_store::coordination::guard::{Guard, NoGuard};
+use elasticrs_store::coordination::leases::Leases;
+use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, Server, ServerError};
+use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::error::{SupervisorError, os_error};
+use crate::event::object;
+use crate::spec::duration;
+use crate::store_runtime::Home;
+use crate::supervisor::Supervisor;
+
+#[pyclass(frozen, module = "elasticrs._core")]
+pub struct CoordinationServer {
+    inner: Server,
+    home: Home,
+}
+
+#[pymethods]
+impl CoordinationServer {
+    #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands out owned values")]
+    #[pyo3(signature = (
+        addresses, *, run_id, token=None, max_connections=MAX_CONNECTIONS, max_bytes=MAX_BYTES, supervisor=None
+    ))]
+    fn new(
+        py: Python<'_>,
+        addresses: Vec<(String, u16)>,
+        run_id: Option<String>,
+        token: Option<Vec<u8>>,
+        max_connections: usize,
+        max_bytes: usize,
+        supervisor: Option<Py<Supervisor>>,
+    ) -> PyResult<Self> {
+        if addresses.is_empty() {
+            return Err(PyValueError::new_err("at least one address is needed"));
+        }
+        if let Some(run_id) = &run_id {
+            check_run_id(run_id)?;
+        }
+        let home = Home::new(supervisor)?;
+        let config = Config { run_id, token: checked_token(token)?, max_connections, max_bytes };
+        let inner = py.detach(|| Server::start(&home, &addresses, config)).map_err(|error| server_error(&error))?;
+        Ok(Self { inner, home })
+    }
+
+    #[getter]
+    fn port(&self) -> u16 {
+        self.inner.addresses()[0].port()
+    }
+
+    #[getter]
+    fn fd(&self) -> i32 {
+        self.inner.notices().fd().as_raw_fd()
+    }
+
+    fn sessions(&self) -> usize {
+        self.inner.sessions()
+    }
+
+    fn take_notices(&self) -> Vec<String> {
+        self.inner.notices().take()
+    }
+
+    fn stop_listening(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check_owner()?;
+        py.detach(|| self.inner.stop_listening());
+        Ok(())
+    }
+
+    fn listen_again(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check_owner()?;
+        py.detach(|| self.inner.listen_again()).map_err(|error| server_error(&error))
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check_owner()?;
+        py.detach(|| {
+            self.inner.close();
+            self.home.leave();
+        });
+        Ok(())
+    }
+}
+
+#[pyclass(frozen, module = "elasticrs._core")]
+pub struct CoordinationClient {
+    inner: Client,
+    home: Home,
+}
+
+#[pymethods]
+impl CoordinationClient {
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
+    #[pyo3(signature = (
+        host, port, *, run_id, token=None, interval=1.0, attempts=5, connect_timeout=5.0, stall_timeout=Some(60.0),
+        supervisor=None
+    ))]
+    fn new(
+        py: Python<'_>,
+        host: String,
+        port: u16,
+        run_id: String,
+        token: Option<Vec<u8>>,
+        interval: f64,
+        attempts: u16,
+        connect_timeout: f64,
+        stall_timeout: Option<f64>,
+        supervisor: Option<Py<Supervisor>>,
+    ) -> PyResult<Self> {
+        check_run_id(&run_id)?;
+        let interval = duration(interval, "interval")?;
+        let milliseconds = u32::try_from(interval.as_millis()).unwrap_or(u32::MAX);
+        if !Leases::is_allowed(milliseconds, attempts) {
+            let allowed = "interval must be between 0.01 and 3600 seconds, attempts between 3 and 1000";
+            return Err(PyValueError::new_err(format!("{allowed}, got {} x {attempts}", interval.as_secs_f64())));
+        }
+        let options = Options {
+            host,
+            port,
+            run_id,
+            token: checked_token(token)?,
+            interval,
+            attempts,
+            connect_timeout: duration(connect_timeout, "connect_timeout")?,
+            stall_timeout: stall_timeout.map(|seconds| duration(seconds, "stall_timeout")).transpose()?,
+        };
+        let home = Home::new(supervisor)?;
+        let guard: Box<dyn Guard> = Box::new(NoGuard);
+        let inner = py
+            .detach(|| Client::start(&home, options, guard))
+            .map_err(|error| os_error(&error, "make a client of the store"))?;
+        Ok(Self { inner, home })
+    }
+
+    #[getter]
+    fn fd(&self) -> i32 {
+        self.inner.events().fd().as_raw_fd()
+    }
+
+    fn take(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
+        self.inner.events().take().into_iter().map(|event| to_python(py, event)).collect()
+    }
+
+    #[pyo3(signature = (timeout))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        self.home.check_owner()?;
+        let timeout = timeout.map(|seconds| duration(seconds.max(0.0), "timeout")).transpose()?;
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            match py.detach(|| self.inner.events().wait(left)) {
+                Ok(found) => return Ok(found),
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => py.check_signals()?,
+                Err(error) => return Err(os_error(&error, "wait for the store")),
+            }
+        }
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands out owned values")]
+    #[pyo3(signature = (tag, compares, then, otherwise=Vec::new()))]
+    fn txn(
+        &self,
+        tag: u64,
+        compares: Vec<Bound<'_, PyTuple>>,
+        then: Vec<Bound<'_, PyTuple>>,
+        otherwise: Vec<Bound<'_, PyTuple>>,
+    ) -> PyResult<()> {
+        if compares.len().max(then.len()).max(otherwise.len()) > MAX_STEPS {
+            return Err(PyValueError::new_err(format!("a transaction has at most {MAX_STEPS} compares, and ops")));
+        }
+        let txn = Txn {
+            compares: compares.iter().map(compare).collect::<PyResult<_>>()?,
+            then: then.iter().map(op).collect::<PyResult<_>>()?,
+            otherwise: otherwise.iter().map(op).collect::<PyResult<_>>()?,
+        };
+        self.inner.txn(tag, txn).map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+
+    #[pyo3(signature = (tag, prefix, *, exact=false, snapshot=false, from_revision=None))]
+    fn watch(&self, tag: u64, prefix: &str, exact: bool, snapshot: bool, from_revision: Option<u64>) -> PyResult<()> {
+        let watch = Watch { prefix: key(prefix)?, exact };
+        let sent = self.inner.watch(tag, watch, snapshot, from_revision);
+        sent.map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+
+    #[pyo3(signature = (prefix, *, exact=false))]
+    fn unwatch(&self, prefix: &str, exact: bool) -> PyResult<()> {
+        let sent = self.inner.unwatch(Watch { prefix: key(prefix)?, exact });
+        sent.map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+
+    fn clock(&self) -> Option<(i64, u64)> {
+        self.inner.events().clock()
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check_owner()?;
+        py.detach(|| {
+            self.inner.close();
+            self.home.leave();
+        });
+        Ok(())
+    }
+}
+
+fn server_error(error: &ServerError) -> PyErr {
+    match error {
+        ServerError::Listen(listen) => os_error(&listen.source, &listen.to_string()),
+        ServerError::Resources(source) => os_error(source, "start the store"),
+        ServerError::Ended => SupervisorError::new_err("the supervisor has ended"),
+    }
+}
+
+fn check_run_id(run_id: &str) -> PyResult<()> {
+    if run_id.len() <= MAX_RUN_ID {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("a run id has at most {MAX_RUN_ID} bytes, this one has {}", run_id.len())))
+}
+
+fn checked_token(token: Option<Vec<u8>>) -> PyResult<Option<Vec<u8>>> {
+    if token.as_ref().is_some_and(Vec::is_empty) {
+        return Err(PyValueError::new_err("the token is empty"));
+    }
+    Ok(token)
+}
+
+fn key(text: &str) -> PyResult<Arc<str>> {
+    if text.len() > MAX_KEY {
+        return Err(PyValueError::new_err(format!("a key has at most {MAX_KEY} bytes, this one has {}", text.len())));
+    }
+    Ok(text.into())
+}
+
+fn compare(tuple: &Bound<'_, PyTuple>) -> PyResult<Compare> {
+    let fields = Fields { tuple };
+    let kind = fields.text(0)?;
+    let name = fields.key(1)?;
+    let (length, compare) = match kind.as_str() {
+        "exists" => (2, Compare::Exists(name)),
+        "missing" => (2, Compare::Missing(name)),
+        "create" => (3, Compare::Create(name, fields.get(2)?)),
+        "mod" => (3, Compare::Mod(name, fields.get(2)?)),
+        "value" => (3, Compare::Value(name, fields.bytes(2)?)),
+        other => return Err(PyValueError::new_err(format!("no such compare: {other:?}"))),
+    };
+    fields.done(length, compare)
+}
+
+fn op(tuple: &Bound<'_, PyTuple>) -> PyResult<Op> {
+    let fields = Fields { tuple };
+    let kind = fields.text(0)?;
+    let name = fields.key(1)?;
+    let (length, op) = match kind.as_str() {
+        "put" => (4, Op::Put { key: name, value: fields.bytes(2)?.into(), leased: fields.get(3)? }),
+        "delete" => (2, Op::Delete(name)),
+        "delete_prefix" => (2, Op::DeletePrefix(name)),
+        "get" => (2, Op::Get(name)),
+        "range" => (3, Op::Range { prefix: name, limit: fields.get(2)? }),
+        "predecessor" => (3, Op::Predecessor { prefix: name, key: fields.key(2)? }),
+        other => return Err(PyValueError::new_err(format!("no such op: {other:?}"))),
+    };
+    fields.done(length, op)
+}
+
+/// A tuple that stands for a compare or an op.
+struct Fields<'a, 'py> {
+    tuple: &'a Bound<'py, PyTuple>,
+}
+
+impl Fields<'_, '_> {
+    fn item(&self, at: usize) -> PyResult<Bound<'_, PyAny>> {
+        self.tuple.get_item(at).map_err(|_| self.wrong())
+    }
+
+    fn get<T>(&self, at: usize) -> PyResult<T>
+    where
+        T: for<'a> FromPyObject<'a, 'a, Error: Into<PyErr>>,
+    {
+        self.item(at)?.extract::<T>().map_err(Into::into)
+    }
+
+    fn text(&self, at: usize) -> PyResult<String> {
+        self.get(at)
+    }
+
+    fn key(&self, at: usize) -> PyResult<Arc<str>> {
+        key(&self.text(at)?)
+    }
+
+    fn bytes(&self, at: usize) -> PyResult<Vec<u8>> {
+        Ok(self.item(at)?.cast::<PyBytes>()?.as_bytes().to_vec())
+    }
+
+    fn done<T>(&self, length: usize, value: T) -> PyResult<T> {
+        if self.tuple.len() == length { Ok(value) } else { Err(self.wrong()) }
+    }
+
+    fn wrong(&self) -> PyErr {
+        PyValueError::new_err(format!("a compare or op with {} fields: {:?}", self.tuple.len(), self.tuple))
+    }
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct Connected {
+    revision: u64,
+    session: u64,
+    ttl: f64,
+    interval: f64,
+    local_address: String,
+    peer_address: String,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct Reply {
+    tag: u64,
+    ok: bool,
+    revision: u64,
+    results: Vec<Py<PyAny>>,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct Changes {
+    revision: u64,
+    changes: Vec<Py<Change>>,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct ConnectionLost {
+    kind: &'static str,
+    message: String,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct Entry {
+    key: String,
+    value: Py<PyBytes>,
+    create_revision: u64,
+    mod_revision: u64,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct Change {
+    key: String,
+    value: Option<Py<PyBytes>>,
+    create_revision: u64,
+    mod_revision: u64,
+}
+
+fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
+    let seconds = |duration: Duration| duration.as_secs_f64();
+    match event {
+        Event::Connected { revision, session, ttl, interval, local_address, peer_address } => {
+            let (ttl, interval) = (seconds(ttl), seconds(interval));
+            object(py, Connected { revision, session, ttl, interval, local_address, peer_address })
+        }
+        Event::Reply { tag, ok, revision, results } => {
+            let results = results.into_iter().map(|result| result_of(py, result)).collect::<PyResult<_>>()?;
+            object(py, Reply { tag, ok, revision, results })
+        }
+        Event::Changes { revision, changes } => {
+            let changes = changes.into_iter().map(|change| Py::new(py, change_of(py, &change)));
+            object(py, Changes { revision, changes: changes.collect::<PyResult<_>>()? })
+        }
+        Event::Lost { kind, message } => object(py, ConnectionLost { kind: kind.name(), message }),
+    }
+}
+
+fn result_of(py: Python<'_>, result: OpResult) -> PyResult<Py<PyAny>> {
+    Ok(match result {
+        OpResult::Count(count) => count.into_pyobject(py)?.into_any().unbind(),
+        OpResult::Entry(None) => py.None(),
+        OpResult::Entry(Some(entry)) => object(py, entry_of(py, &entry))?,
+        OpResult::Entries(entries) => {
+            let entries = entries.iter().map(|entry| object(py, entry_of(py, entry))).collect::<PyResult<Vec<_>>>()?;
+            entries.into_pyobject(py)?.into_any().unbind()
+        }
+    })
+}
+
+fn entry_of(py: Python<'_>, entry: &types::Entry) -> Entry {
+    Entry {
+        key: entry.key.to_string(),
+        value: PyBytes::new(py, &entry.value).unbind(),
+        create_revision: entry.create_revision,
+        mod_revision: entry.mod_revision,
+    }
+}
+
+fn change_of(py: Python<'_>, change: &types::Change) -> Change {
+    Change {
+        key: change.key.to_string(),
+        value: change.value.as_ref().map(|value| PyBytes::new(py, value).unbind()),
+        create_revision: change.create_revision,
+        mod_revision: change.mod_revision,
+    }
+}

@@ -1,0 +1,73 @@
+//! The optional token: each side shows that it knows it, and neither sends it.
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+use super::protocol::Digest;
+
+/// Who proves; a proof of one side is none of the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// The client, to the store's challenge.
+    Client,
+    /// The store, to the client's challenge.
+    Store,
+}
+
+fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Hmac<Sha256> {
+    let mut mac = Hmac::<Sha256>::new_from_slice(token).expect("HMAC takes a key of any length");
+    mac.update(challenge);
+    mac.update(run_id.as_bytes());
+    mac.update(match direction {
+        Direction::Client => b"client",
+        Direction::Store => b"store",
+    });
+    mac
+}
+
+/// The answer to a challenge.
+pub fn proof(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Digest {
+    mac(token, challenge, run_id, direction).finalize().into_bytes().into()
+}
+
+/// Whether an answer shows the same token; takes as long for a wrong one as for the right one.
+pub fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> bool {
+    mac(token, challenge, run_id, direction).verify_slice(answer).is_ok()
+}
+
+/// A challenge that nobody can foresee.
+///
+/// # Errors
+/// The kernel gives no random bytes.
+pub fn challenge() -> std::io::Result<Digest> {
+    let mut bytes = [0; 32];
+    getrandom::fill(&mut bytes)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proof_is_bound_to_token_challenge_run_and_direction() {
+        let challenge = challenge().unwrap();
+        let answer = proof(b"secret", &challenge, "run", Direction::Client);
+        assert!(is_proof(&answer, b"secret", &challenge, "run", Direction::Client));
+        assert!(!is_proof(&answer, b"Secret", &challenge, "run", Direction::Client));
+        assert!(!is_proof(&answer, b"secret", &[0; 32], "run", Direction::Client));
+        assert!(!is_proof(&answer, b"secret", &challenge, "ruN", Direction::Client));
+        assert!(!is_proof(&answer, b"secret", &challenge, "run", Direction::Store));
+    }
+
+    #[test]
+    fn the_digest_is_hmac_sha256() {
+        // Computed with Python's hmac module over 32 bytes of 7, then "run" and "client".
+        let answer = proof(b"token", &[7; 32], "run", Direction::Client);
+        let known = [
+            0x60, 0x0f, 0xa1, 0x49, 0x8f, 0xaa, 0x04, 0x80, 0x20, 0x05, 0xf4, 0x27, 0x44, 0xdf, 0xf7, 0x48, 0xb1, 0x8c,
+            0x26, 0x70, 0xe0, 0x41, 0xd5, 0x78, 0x0a, 0x4f, 0xad, 0x3f, 0x04, 0x39, 0xd2, 0x66,
+        ];
+        assert_eq!(answer, known);
+    }
+}

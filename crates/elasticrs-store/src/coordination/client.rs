@@ -1,0 +1,209 @@
+//! The client: one connection, one session, one lease. After its end, make a new one.
+//!
+//! - **CLIENT-1** requests are sent in the order in which they were made, and nothing is sent after the end;
+//! - **CLIENT-2** the session is given up one interval before the store would end it, counted on the boot clock from the
+//!   sending of the last answered keep-alive; whatever arrives after that moment is not looked at;
+//! - **CLIENT-3** the end is told once, and last.
+
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Duration;
+
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use super::connect::{Lost, Opened, open};
+use super::events::{Event, Events};
+use super::guard::Guard;
+use super::protocol::Request;
+use super::session::{Ended, Session};
+use super::types::{LostKind, Txn, Watch};
+use super::wire::MAX_REQUEST;
+use crate::runtime::Spawn;
+
+/// Where a client connects, as what, and how patient it is.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Name or address.
+    pub host: String,
+    /// Its port.
+    pub port: u16,
+    /// Which run it belongs to.
+    pub run_id: String,
+    /// What the store has to know, too.
+    pub token: Option<Vec<u8>>,
+    /// Between keep-alives.
+    pub interval: Duration,
+    /// So many intervals without a keep-alive end the session.
+    pub attempts: u16,
+    /// For name, connection and handshake together.
+    pub connect_timeout: Duration,
+    /// Keep-alives stop when the user has not asked for events for so long; `None`: never.
+    pub stall_timeout: Option<Duration>,
+}
+
+pub(super) enum Command {
+    Send(Vec<u8>),
+    Close(SyncSender<()>),
+}
+
+/// The request cannot be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a request of {0} bytes; the store takes {MAX_REQUEST}")]
+pub struct TooLarge(pub usize);
+
+/// A session with a store. Dropping it closes it.
+#[derive(Debug)]
+pub struct Client {
+    commands: UnboundedSender<Command>,
+    events: Arc<Events>,
+}
+
+impl Client {
+    /// Begins to connect. [`Event::Connected`] or [`Event::Lost`] follows.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
+        let events = Arc::new(Events::new()?);
+        let (commands, inbox) = unbounded_channel();
+        let told = Arc::clone(&events);
+        let is_running = runtime.spawn(Box::new(move || {
+            let ending = Ending(told);
+            Box::pin(async move { run(&options, &ending.0, guard.as_ref(), inbox).await })
+        }));
+        if !is_running {
+            drop(Ending(Arc::clone(&events)));
+        }
+        Ok(Self { commands, events })
+    }
+
+    /// What happens.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Sends a transaction; its reply carries the tag.
+    ///
+    /// # Errors
+    /// [`TooLarge`]; nothing was sent.
+    pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), TooLarge> {
+        self.send(&Request::Txn { tag, txn })
+    }
+
+    /// Begins a watch; its reply carries the tag.
+    ///
+    /// # Errors
+    /// [`TooLarge`]; nothing was sent.
+    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), TooLarge> {
+        self.send(&Request::Watch { tag, watch, snapshot, from_revision })
+    }
+
+    /// Ends a watch; what is on its way still comes.
+    ///
+    /// # Errors
+    /// [`TooLarge`]; nothing was sent.
+    pub fn unwatch(&self, watch: Watch) -> Result<(), TooLarge> {
+        self.send(&Request::Unwatch(watch))
+    }
+
+    fn send(&self, request: &Request) -> Result<(), TooLarge> {
+        let frame = request.encode();
+        if frame.len() - 4 > MAX_REQUEST {
+            return Err(TooLarge(frame.len() - 4));
+        }
+        // A session that is over answers nothing; its end is among the events.
+        let _ = self.commands.send(Command::Send(frame));
+        Ok(())
+    }
+
+    /// Ends the session, also where a duplicate of its socket is held; no event follows. Blocks until that is done.
+    pub fn close(&self) {
+        let (reply, done) = sync_channel(1);
+        if self.commands.send(Command::Close(reply)).is_ok() {
+            // An error: it has ended meanwhile.
+            let _ = done.recv();
+        }
+        self.events.finish();
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let (reply, _) = sync_channel(1);
+        // As in `close`, without waiting.
+        let _ = self.commands.send(Command::Close(reply));
+    }
+}
+
+/// Tells of the end even when the runtime ends, or the task panics.
+struct Ending(Arc<Events>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        let message = "the runtime of this client has ended".to_owned();
+        self.0.push(Event::Lost { kind: LostKind::Closed, message }, 0);
+    }
+}
+
+async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: UnboundedReceiver<Command>) {
+    let mut early = Vec::new();
+    let opened = tokio::select! {
+        opened = open(options) => opened,
+        closed = until_close(&mut inbox, &mut early) => {
+            events.finish();
+            return answer(closed);
+        }
+    };
+    let ended = match opened {
+        Ok(opened) => {
+            tell_connected(events, guard, &opened);
+            let ended = Session::new(options, opened, events, guard, early).run(&mut inbox).await;
+            guard.ended();
+            ended
+        }
+        Err(lost) => Ended::Lost(lost),
+    };
+    match ended {
+        Ended::Lost(Lost { kind, message }) => events.push(Event::Lost { kind, message }, 0),
+        Ended::Closed(reply) => {
+            guard.deadline(None);
+            events.finish();
+            answer(reply);
+        }
+    }
+}
+
+fn tell_connected(events: &Events, guard: &dyn Guard, opened: &Opened) {
+    use std::os::fd::AsFd;
+
+    guard.connected(opened.stream.as_fd());
+    guard.deadline(Some(opened.deadline()));
+    events.renewed(opened.deadline(), opened.sent, opened.sent, None);
+    let connected = Event::Connected {
+        revision: opened.revision,
+        session: opened.session,
+        ttl: Duration::from_millis(u64::from(opened.pace.ttl_ms)),
+        interval: Duration::from_millis(u64::from(opened.pace.interval_ms)),
+        local_address: opened.local.ip().to_string(),
+        peer_address: opened.peer.ip().to_string(),
+    };
+    events.push(connected, 0);
+}
+
+fn answer(reply: Option<SyncSender<()>>) {
+    if let Some(reply) = reply {
+        // Nobody waits when the client was dropped.
+        let _ = reply.send(());
+    }
+}
+
+/// Keeps requests until they can be sent; returns when the user has closed the client.
+async fn until_close(inbox: &mut UnboundedReceiver<Command>, early: &mut Vec<u8>) -> Option<SyncSender<()>> {
+    loop {
+        match inbox.recv().await {
+            Some(Command::Send(frame)) => early.extend(frame),
+            Some(Command::Close(reply)) => return Some(reply),
+            None => return None,
+        }
+    }
+}

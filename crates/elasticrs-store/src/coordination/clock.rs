@@ -1,0 +1,127 @@
+//! The clocks of the store, and how far two wall clocks are apart.
+//!
+//! - **CLOCK-1** deadlines are on the boot clock, which goes on while the machine sleeps and which nobody can set;
+//! - **CLOCK-2** the wall clock is only ever reported.
+
+use std::collections::VecDeque;
+
+use nix::time::{ClockId, clock_gettime};
+
+fn nanoseconds(clock: ClockId) -> u64 {
+    let time = clock_gettime(clock).expect("every Linux of the last ten years has this clock");
+    // A wall clock before 1970 is as good as none.
+    let seconds = u64::try_from(time.tv_sec()).unwrap_or(0);
+    seconds * 1_000_000_000 + u64::try_from(time.tv_nsec()).unwrap_or(0)
+}
+
+/// Nanoseconds since boot, sleep included.
+pub fn boot_ns() -> u64 {
+    nanoseconds(ClockId::CLOCK_BOOTTIME)
+}
+
+/// Nanoseconds since 1970.
+pub fn wall_ns() -> u64 {
+    nanoseconds(ClockId::CLOCK_REALTIME)
+}
+
+/// One answered keep-alive.
+#[derive(Debug, Clone, Copy)]
+struct Sample {
+    /// The store's wall clock minus our boot clock.
+    offset: i128,
+    /// Half of the time that question and answer took.
+    error: u64,
+    /// Our boot clock when the answer came.
+    taken: u64,
+}
+
+/// By how much two good clocks drift apart: nanoseconds per second.
+const DRIFT_PER_SECOND: u64 = 100_000;
+/// How many samples are remembered.
+const SAMPLES: usize = 16;
+
+/// Estimates the store's wall clock.
+#[derive(Debug, Default)]
+pub struct Offset {
+    samples: VecDeque<Sample>,
+}
+
+impl Offset {
+    /// An answer came: `sent` and `received` are ours (boot), `wall` is the store's in between.
+    pub fn add(&mut self, sent: u64, received: u64, wall: u64) {
+        let error = received.saturating_sub(sent) / 2;
+        let offset = i128::from(wall) - i128::from(received) + i128::from(error);
+        let sample = Sample { offset, error, taken: received };
+        // Somebody has set the store's clock: what was known of it is wrong.
+        self.samples
+            .retain(|old| old.offset.abs_diff(offset) <= u128::from(error_at(old, received)) + u128::from(error));
+        if self.samples.len() == SAMPLES {
+            self.samples.pop_front();
+        }
+        self.samples.push_back(sample);
+    }
+
+    /// The store's wall clock minus ours, and by how much that may be wrong. Nanoseconds.
+    pub fn estimate(&self, boot: u64, wall: u64) -> Option<(i64, u64)> {
+        let best = self.samples.iter().min_by_key(|sample| error_at(sample, boot))?;
+        let theirs = best.offset + i128::from(boot);
+        Some((i64::try_from(theirs - i128::from(wall)).ok()?, error_at(best, boot)))
+    }
+}
+
+fn error_at(sample: &Sample, now: u64) -> u64 {
+    let age = now.saturating_sub(sample.taken);
+    sample.error + age / 1_000_000_000 * DRIFT_PER_SECOND + age % 1_000_000_000 * DRIFT_PER_SECOND / 1_000_000_000
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const S: u64 = 1_000_000_000;
+
+    #[test]
+    fn without_an_answer_nothing_is_known() {
+        assert_eq!(Offset::default().estimate(5, 5), None);
+    }
+
+    #[test]
+    fn the_quickest_answer_counts_until_it_is_old() {
+        let mut offset = Offset::default();
+        offset.add(10 * S, 10 * S + 1_000, 1000 * S);
+        offset.add(11 * S, 11 * S + 100_000_000, 1001 * S + 10_000_000);
+        let (_, error) = offset.estimate(11 * S, 11 * S).unwrap();
+        assert!(error < 200_000, "{error}");
+        offset.add(5000 * S, 5000 * S + 1_000_000, 5990 * S);
+        assert_eq!(offset.estimate(5000 * S + 1_000_000, 0).unwrap().1, 500_000);
+    }
+
+    #[test]
+    fn a_clock_that_was_set_is_believed() {
+        let mut offset = Offset::default();
+        offset.add(10 * S, 10 * S, 1000 * S);
+        offset.add(11 * S, 11 * S + 2_000, 2001 * S);
+        assert_eq!(offset.estimate(11 * S + 2_000, 0), Some((2001 * 1_000_000_000 + 1_000, 1_000)));
+    }
+
+    proptest! {
+        #[test]
+        fn the_truth_is_within_the_stated_error(
+            delays in prop::collection::vec((0..50_000_000_u64, 0..50_000_000_u64), 1..40),
+            apart in -1_000_000_000_000_i64..1_000_000_000_000,
+        ) {
+            let mut offset = Offset::default();
+            let mut now = 1_000 * S;
+            let base = 2_000_000 * S;
+            for (there, back) in delays {
+                let wall = (base + now + there).checked_add_signed(apart).unwrap();
+                offset.add(now, now + there + back, wall);
+                now += S;
+            }
+            let (found, error) = offset.estimate(now, base + now).unwrap();
+            prop_assert!(found.abs_diff(apart) <= error, "{found} {apart} {error}");
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! From an endpoint to an open session: name, connection, handshake.
+
+use std::cell::Cell;
+use std::io;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::time::Duration;
+
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::auth::{self, Direction};
+use super::client::Options;
+use super::clock::boot_ns;
+use super::protocol::{Answer, Digest, Hello, Pace, Request, VERSION};
+use super::types::LostKind;
+use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
+
+/// Why there is no session, or no longer.
+#[derive(Debug)]
+pub(super) struct Lost {
+    pub(super) kind: LostKind,
+    pub(super) message: String,
+}
+
+impl Lost {
+    pub(super) fn new(kind: LostKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into() }
+    }
+}
+
+impl From<Malformed> for Lost {
+    fn from(error: Malformed) -> Self {
+        Self::new(LostKind::Protocol, format!("the store sent what nobody understands: {error}"))
+    }
+}
+
+/// An open session.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) stream: TcpStream,
+    pub(super) frames: Frames,
+    pub(super) local: SocketAddr,
+    pub(super) peer: SocketAddr,
+    pub(super) session: u64,
+    pub(super) revision: u64,
+    pub(super) pace: Pace,
+    /// Boot clock: when the hello was sent. The store counts from a later moment.
+    pub(super) sent: u64,
+}
+
+impl Opened {
+    /// Until when the session is sure to last, if nothing more is heard.
+    pub(super) fn deadline(&self) -> u64 {
+        deadline(self.sent, self.pace)
+    }
+}
+
+/// One interval before the store would end the session.
+pub(super) fn deadline(sent: u64, pace: Pace) -> u64 {
+    sent + u64::from(pace.ttl_ms.saturating_sub(pace.interval_ms)) * 1_000_000
+}
+
+/// How far we have come, for the message when the time is over.
+#[derive(Debug, Clone, Copy)]
+enum Stage {
+    Resolve,
+    Connect(SocketAddr),
+    Handshake(SocketAddr),
+}
+
+/// Host and port as users write them.
+pub(super) fn endpoint(options: &Options) -> String {
+    let Options { host, port, .. } = options;
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// Opens a session.
+pub(super) async fn open(options: &Options) -> Result<Opened, Lost> {
+    let stage = Cell::new(Stage::Resolve);
+    let opened = timeout(options.connect_timeout, open_within(options, &stage)).await;
+    opened.unwrap_or_else(|_| {
+        let (at, seconds) = (endpoint(options), options.connect_timeout.as_secs_f64());
+        Err(match stage.get() {
+            Stage::Resolve => {
+                Lost::new(LostKind::Resolve, format!("the name `{}` was not resolved within {seconds} s", options.host))
+            }
+            Stage::Connect(address) => Lost::new(
+                LostKind::Timeout,
+                format!("no answer from {at} ({}) within {seconds} s: host down, or a firewall", address.ip()),
+            ),
+            Stage::Handshake(address) => Lost::new(
+                LostKind::Timeout,
+                format!(
+                    "{at} ({}) accepted the connection, but no store answered within {seconds} s: it hangs, or another \
+                     program uses the port",
+                    address.ip()
+                ),
+            ),
+        })
+    })
+}
+
+async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, Lost> {
+    let addresses = resolve(options).await?;
+    let (stream, peer) = connect(options, &addresses, stage).await?;
+    stage.set(Stage::Handshake(peer));
+    let broken = |error: &io::Error| Lost::new(LostKind::Closed, format!("lost {}: {error}", endpoint(options)));
+    // Without it small messages would wait; that it can fail is no reason to do without a session.
+    let _ = stream.set_nodelay(true);
+    let local = stream.local_addr().map_err(|error| broken(&error))?;
+    let mut greeter = Greeter { options, stream, frames: Frames::new(MAX_ANSWER) };
+    let Met { session, revision, pace, sent } = greeter.meet().await?;
+    let Greeter { stream, frames, .. } = greeter;
+    Ok(Opened { stream, frames, local, peer, session, revision, pace, sent })
+}
+
+/// All addresses of the host.
+async fn resolve(options: &Options) -> Result<Vec<SocketAddr>, Lost> {
+    let Options { host, port, .. } = options;
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(address, *port)]);
+    }
+    let unresolved = |why: String| Lost::new(LostKind::Resolve, format!("could not resolve the name `{host}`: {why}"));
+    let (found, answer) = tokio::sync::oneshot::channel();
+    let name = (host.clone(), *port);
+    // A thread of its own, that nobody waits for: a resolver may hang for longer than anybody wants to.
+    std::thread::Builder::new()
+        .name("elasticrs-dns".into())
+        .spawn(move || {
+            // Nobody listens when the time was over.
+            let _ = found.send(name.to_socket_addrs().map(Iterator::collect::<Vec<_>>));
+        })
+        .map_err(|error| unresolved(error.to_string()))?;
+    match answer.await {
+        Ok(Ok(addresses)) if addresses.is_empty() => Err(unresolved("it has no address".into())),
+        Ok(Ok(addresses)) => Ok(addresses),
+        Ok(Err(error)) => Err(unresolved(error.to_string().replace("failed to lookup address information: ", ""))),
+        Err(_) => Err(unresolved("the resolver's thread has ended".into())),
+    }
+}
+
+/// The first address that answers.
+async fn connect(
+    options: &Options,
+    addresses: &[SocketAddr],
+    stage: &Cell<Stage>,
+) -> Result<(TcpStream, SocketAddr), Lost> {
+    // An address that does not answer must leave time for those after it.
+    let share = options.connect_timeout / u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
+    let share = if addresses.len() == 1 { Duration::MAX } else { share };
+    let mut kinds = Vec::new();
+    let mut said = Vec::new();
+    for address in addresses {
+        stage.set(Stage::Connect(*address));
+        let (kind, why) = match timeout(share, TcpStream::connect(address)).await {
+            Ok(Ok(stream)) => return Ok((stream, *address)),
+            Ok(Err(error)) => (kind_of(&error), plain(&error)),
+            Err(_) => (LostKind::Timeout, "no answer".to_owned()),
+        };
+        kinds.push(kind);
+        said.push(format!("{}: {why}", address.ip()));
+    }
+    // A refusal comes from a living host: it says more than silence.
+    let kind = kinds.iter().find(|kind| **kind == LostKind::Refused).or(kinds.first()).copied();
+    let message = format!("could not connect to {} ({})", endpoint(options), said.join("; "));
+    Err(Lost::new(kind.unwrap_or(LostKind::Resolve), message))
+}
+
+fn kind_of(error: &io::Error) -> LostKind {
+    match error.kind() {
+        io::ErrorKind::ConnectionRefused => LostKind::Refused,
+        io::ErrorKind::TimedOut => LostKind::Timeout,
+        _ => LostKind::Unreachable,
+    }
+}
+
+/// What the kernel says, without the number.
+pub(super) fn plain(error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(errno) => nix::errno::Errno::from_raw(errno).desc().to_lowercase(),
+        None => error.to_string(),
+    }
+}
+
+/// What the handshake gives.
+struct Met {
+    session: u64,
+    revision: u64,
+    pace: Pace,
+    sent: u64,
+}
+
+struct Greeter<'a> {
+    options: &'a Options,
+    stream: TcpStream,
+    frames: Frames,
+}
+
+impl Greeter<'_> {
+    async fn meet(&mut self) -> Result<Met, Lost> {
+        let nonce = auth::challenge()
+            .map_err(|error| Lost::new(LostKind::Protocol, format!("no random bytes: {}", plain(&error))))?;
+        let milliseconds = |duration: Duration| u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
+        let hello = Hello {
+            version: VERSION,
+            run_id: self.options.run_id.clone(),
+            interval_ms: milliseconds(self.options.interval),
+            attempts: self.options.attempts,
+            challenge: nonce,
+        };
+        let sent = boot_ns();
+        self.send(&[&MAGIC[..], &Request::Hello(hello).encode()].concat()).await?;
+        let (run_id, challenge) = match self.answer().await? {
+            Answer::Welcome { version, .. } if version.0 != VERSION.0 => {
+                return Err(self.said(
+                    LostKind::Version,
+                    &format!("speaks version {} of the protocol, we {}", version.0, VERSION.0),
+                ));
+            }
+            Answer::Welcome { run_id, challenge, .. } => (run_id, challenge),
+            _ => return Err(Malformed("no welcome").into()),
+        };
+        if run_id != self.options.run_id {
+            return Err(self.said(LostKind::Run, &format!("serves run {run_id}, this is run {}", self.options.run_id)));
+        }
+        self.prove(challenge.as_ref()).await?;
+        match self.answer().await? {
+            Answer::Ready { session, revision, pace, proof } => {
+                self.check(proof.as_ref(), &nonce)?;
+                if pace.interval_ms == 0 || pace.ttl_ms <= pace.interval_ms {
+                    return Err(Malformed("no time to live").into());
+                }
+                Ok(Met { session, revision, pace, sent })
+            }
+            _ => Err(Malformed("no session").into()),
+        }
+    }
+
+    fn said(&self, kind: LostKind, what: &str) -> Lost {
+        Lost::new(kind, format!("the store at {} {what}", endpoint(self.options)))
+    }
+
+    async fn prove(&mut self, challenge: Option<&Digest>) -> Result<(), Lost> {
+        match (challenge, &self.options.token) {
+            (None, None) => Ok(()),
+            (Some(challenge), Some(token)) => {
+                let proof = auth::proof(token, challenge, &self.options.run_id, Direction::Client);
+                self.send(&Request::Prove(proof).encode()).await
+            }
+            (Some(_), None) => Err(self.said(LostKind::Token, "asks for a token, and none was given here")),
+            (None, Some(_)) => Err(self.said(LostKind::Token, "has no token, but one was given here")),
+        }
+    }
+
+    fn check(&self, proof: Option<&Digest>, nonce: &Digest) -> Result<(), Lost> {
+        let Some(token) = &self.options.token else { return Ok(()) };
+        let run_id = &self.options.run_id;
+        if proof.is_some_and(|proof| auth::is_proof(proof, token, nonce, run_id, Direction::Store)) {
+            return Ok(());
+        }
+        Err(self.said(LostKind::Token, "did not show that it knows our token"))
+    }
+
+    async fn send(&mut self, mut bytes: &[u8]) -> Result<(), Lost> {
+        while !bytes.is_empty() {
+            // An error of the connection is judged by what can still be read from it.
+            if self.stream.ready(Interest::WRITABLE).await.is_err() {
+                return Ok(());
+            }
+            match self.stream.try_write(bytes) {
+                Ok(sent) => bytes = &bytes[sent..],
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => return Ok(()),
+            }
+        }
+        Ok(())
+    }
+
+    async fn answer(&mut self) -> Result<Answer, Lost> {
+        let mut chunk = [0; 4096];
+        loop {
+            match self.frames.cut() {
+                Ok(Some(frame)) => match Answer::decode(frame)? {
+                    Answer::Refused { kind, message } => return Err(self.said(kind, &format!("refused: {message}"))),
+                    answer => return Ok(answer),
+                },
+                Ok(None) => {}
+                Err(Broken::Foreign) => return Err(self.not_ours(what(self.frames.unread()))),
+                Err(error @ Broken::Length(_)) => return Err(self.said(LostKind::Protocol, &format!("sent {error}"))),
+            }
+            let read = match self.stream.ready(Interest::READABLE).await {
+                Ok(_) => self.stream.try_read(&mut chunk),
+                Err(error) => Err(error),
+            };
+            match read {
+                Ok(0) if self.frames.is_untouched() => {
+                    return Err(self.not_ours("it closed the connection when it heard who we are"));
+                }
+                Ok(0) => return Err(self.said(LostKind::Closed, "closed the connection")),
+                Ok(length) => self.frames.feed(&chunk[..length]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // An agent that hosts the store and ends just now looks like this, too.
+                Err(error) => {
+                    return Err(self.said(LostKind::Closed, &format!("broke the connection off ({})", plain(&error))));
+                }
+            }
+        }
+    }
+
+    fn not_ours(&self, why: &str) -> Lost {
+        let Options { port, .. } = self.options;
+        let message = format!("port {port} is used by another program, at {}: {why}", endpoint(self.options));
+        Lost::new(LostKind::NotOurs, message)
+    }
+}
+
+fn what(bytes: &[u8]) -> &'static str {
+    if bytes.starts_with(b"HTTP/") { "it is an HTTP server" } else { "it does not speak the protocol of this store" }
+}

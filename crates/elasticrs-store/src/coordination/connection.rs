@@ -1,0 +1,280 @@
+//! One connection of a server: the handshake, then requests until it ends.
+
+use std::io;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+use tokio::task::yield_now;
+use tokio::time::timeout;
+
+use super::auth::{self, Direction};
+use super::hub::{Hub, Refusal};
+use super::leases::Leases;
+use super::outbox::Outbox;
+use super::protocol::{Answer, Hello, Request, VERSION};
+use super::state::SessionId;
+use super::types::LostKind;
+use super::wire::{Broken, Frames, MAGIC, MAX_REQUEST, MAX_UNPROVEN, Malformed};
+
+/// How long a client has to say who it is.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+/// How long a connection that was refused stays open for its reason to be read.
+const PARTING: Duration = Duration::from_secs(2);
+
+/// How a connection came to its end.
+enum End {
+    /// The other side closed it, or it broke.
+    Gone,
+    /// Bytes of another program.
+    Foreign,
+    /// We end it, and say why.
+    Refused(Refusal),
+}
+
+impl From<io::Error> for End {
+    fn from(_: io::Error) -> Self {
+        // Reset, timed out, unreachable: for a session all of them are the same.
+        Self::Gone
+    }
+}
+
+impl From<Malformed> for End {
+    fn from(error: Malformed) -> Self {
+        Self::Refused((LostKind::Protocol, format!("the store does not understand a message: {error}")))
+    }
+}
+
+impl From<Broken> for End {
+    fn from(error: Broken) -> Self {
+        match error {
+            Broken::Foreign => Self::Foreign,
+            Broken::Length(_) => Self::Refused((LostKind::Limit, format!("the store does not take {error}"))),
+        }
+    }
+}
+
+struct Connection {
+    hub: Rc<Hub>,
+    stream: TcpStream,
+    frames: Frames,
+    outbox: Rc<Outbox>,
+    peer: SocketAddr,
+}
+
+/// Serves one client until it is gone.
+pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
+    let outbox = Rc::new(Outbox::default());
+    // Without it small messages would wait; that it can fail is no reason to serve nobody.
+    let _ = stream.set_nodelay(true);
+    let mut connection = Connection { hub, stream, frames: Frames::new(MAX_UNPROVEN), outbox, peer };
+    let met = timeout(HANDSHAKE, Box::pin(connection.handshake())).await;
+    let session = match met {
+        Ok(Ok(session)) => session,
+        Ok(Err(end)) => return connection.part(end).await,
+        Err(_) => {
+            let said = format!("no handshake within {} s", HANDSHAKE.as_secs());
+            return connection.part(End::Refused((LostKind::Timeout, said))).await;
+        }
+    };
+    connection.frames.set_limit(MAX_REQUEST);
+    let guard = SessionGuard { hub: Rc::clone(&connection.hub), session };
+    let end = connection.converse(session).await;
+    drop(guard);
+    connection.part(end).await;
+}
+
+/// A session ends with its connection, however that ends.
+struct SessionGuard {
+    hub: Rc<Hub>,
+    session: SessionId,
+}
+
+impl Drop for SessionGuard {
+    fn drop(&mut self) {
+        self.hub.end(self.session);
+    }
+}
+
+impl Connection {
+    /// Says who we are and finds out who they are.
+    async fn handshake(&mut self) -> Result<SessionId, End> {
+        let hello = loop {
+            if let Some(frame) = self.frames.cut()? {
+                let version = Request::version_of(frame)?;
+                if version.0 != VERSION.0 {
+                    let (ours, theirs) = (VERSION.0, version.0);
+                    let said = format!("the store speaks version {ours} of its protocol, this client version {theirs}");
+                    return Err(End::Refused((LostKind::Version, said)));
+                }
+                match Request::decode(frame)? {
+                    Request::Hello(hello) => break hello,
+                    _ => return Err(Malformed("the first message is no hello").into()),
+                }
+            }
+            self.read().await?;
+        };
+        let run_id = self.check(&hello)?;
+        let Some(token) = self.hub.config.token.clone() else {
+            self.welcome(run_id, None);
+            return Ok(self.ready(&hello, None));
+        };
+        let challenge = auth::challenge()?;
+        self.welcome(run_id.clone(), Some(challenge));
+        let answer = loop {
+            if let Some(frame) = self.frames.cut()? {
+                match Request::decode(frame)? {
+                    Request::Prove(answer) => break answer,
+                    _ => return Err(End::Refused((LostKind::Token, "the store asks for a token".into()))),
+                }
+            }
+            self.read().await?;
+        };
+        if !auth::is_proof(&answer, &token, &challenge, &run_id, Direction::Client) {
+            return Err(End::Refused((LostKind::Token, "the token of this client is not that of the store".into())));
+        }
+        let own = auth::proof(&token, &hello.challenge, &run_id, Direction::Store);
+        Ok(self.ready(&hello, Some(own)))
+    }
+
+    /// The run that this client takes part in.
+    fn check(&self, hello: &Hello) -> Result<String, End> {
+        if !Leases::is_allowed(hello.interval_ms, hello.attempts) {
+            let (interval, attempts) = (hello.interval_ms, hello.attempts);
+            let said = format!("the store does not take keep-alives of {interval} ms x {attempts}");
+            return Err(End::Refused((LostKind::Limit, said)));
+        }
+        match &self.hub.config.run_id {
+            Some(served) if *served != hello.run_id => {
+                Err(End::Refused((LostKind::Run, format!("this endpoint serves run {served}"))))
+            }
+            Some(_) | None => Ok(hello.run_id.clone()),
+        }
+    }
+
+    fn welcome(&self, run_id: String, challenge: Option<[u8; 32]>) {
+        self.outbox.push(Rc::new(MAGIC.to_vec()));
+        self.outbox.push(Rc::new(Answer::Welcome { version: VERSION, run_id, challenge }.encode()));
+    }
+
+    fn ready(&self, hello: &Hello, proof: Option<[u8; 32]>) -> SessionId {
+        let (session, revision, pace) = self.hub.begin(&self.outbox, hello.interval_ms, hello.attempts);
+        self.outbox.push(Rc::new(Answer::Ready { session, revision, pace, proof }.encode()));
+        session
+    }
+
+    /// Requests and answers, until the connection ends.
+    async fn converse(&mut self, session: SessionId) -> End {
+        loop {
+            while !self.outbox.is_closing() {
+                match self.frames.cut() {
+                    Ok(Some(frame)) => {
+                        let done = Request::decode(frame)
+                            .map_err(End::from)
+                            .and_then(|request| self.hub.request(session, request, &self.outbox).map_err(End::Refused));
+                        if let Err(end) = done {
+                            return end;
+                        }
+                    }
+                    Ok(None) => break,
+                    Err(broken) => return broken.into(),
+                }
+            }
+            if self.outbox.is_closing() {
+                return End::Gone;
+            }
+            if let Err(end) = self.read().await {
+                return end;
+            }
+        }
+    }
+
+    /// Waits for more bytes; sends what is to be sent meanwhile.
+    async fn read(&mut self) -> Result<(), End> {
+        self.frames.rest();
+        loop {
+            let is_sent = self.outbox.flush(&self.stream)?;
+            let interest = if is_sent { Interest::READABLE } else { Interest::READABLE | Interest::WRITABLE };
+            tokio::select! {
+                ready = self.stream.ready(interest) => { ready?; }
+                () = self.outbox.wake.notified() => {
+                    if self.outbox.is_closing() { return Ok(()) }
+                    continue;
+                }
+            }
+            if let Some(is_more) = self.receive()? {
+                if is_more {
+                    // One client that sends without a pause must not keep the others waiting.
+                    yield_now().await;
+                }
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes what has arrived; whether there may be more of it.
+    fn receive(&mut self) -> Result<Option<bool>, End> {
+        let mut scratch = self.hub.scratch.borrow_mut();
+        match self.stream.try_read(&mut scratch) {
+            Ok(0) => Err(End::Gone),
+            Ok(length) => {
+                self.frames.feed(&scratch[..length]);
+                Ok(Some(length == scratch.len()))
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Ends the connection; a reason is sent first, and there is a while to read it.
+    async fn part(self, end: End) {
+        match end {
+            End::Gone => {}
+            End::Foreign => {
+                let what = describe(self.frames.unread());
+                return self.hub.notices.add(format!("closed a connection from {}: {what}", self.peer));
+            }
+            End::Refused((kind, message)) => {
+                self.hub.notices.add(format!("refused {}: {message}", self.peer));
+                self.outbox.refuse(kind, message);
+            }
+        }
+        if self.outbox.is_closing() {
+            // Who does not read its reason in time learns of the end by the end.
+            let _ = timeout(PARTING, self.say_why()).await;
+        }
+    }
+
+    async fn say_why(&self) -> io::Result<()> {
+        while !self.outbox.flush(&self.stream)? {
+            self.stream.ready(Interest::WRITABLE).await?;
+        }
+        nix::sys::socket::shutdown(std::os::fd::AsRawFd::as_raw_fd(&self.stream), nix::sys::socket::Shutdown::Write)?;
+        // What they still send is read away: closing a socket with unread bytes would reset the connection, and the
+        // reason might be lost with it.
+        loop {
+            self.stream.ready(Interest::READABLE).await?;
+            match self.stream.try_read(&mut self.hub.scratch.borrow_mut()) {
+                Ok(0) => return Ok(()),
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
+                Ok(_) | Err(_) => {}
+            }
+        }
+    }
+}
+
+/// What another program's first bytes look like.
+fn describe(bytes: &[u8]) -> &'static str {
+    const HTTP: [&[u8]; 7] = [b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PRI "];
+    if HTTP.iter().any(|method| bytes.starts_with(method)) {
+        "it is an HTTP request"
+    } else if bytes.starts_with(&[0, 0xce, 0xf7, 0x85, 0x3c]) {
+        "it is a client of torch's TCPStore"
+    } else if bytes.starts_with(&[0x16, 3]) {
+        "it is a TLS client"
+    } else {
+        "it does not speak the protocol of this store"
+    }
+}

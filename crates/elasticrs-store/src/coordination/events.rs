@@ -1,0 +1,224 @@
+//! What a client has to tell its user.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use tokio::sync::Notify;
+
+use super::clock::{Offset, boot_ns, wall_ns};
+use super::types::{Change, LostKind, OpResult};
+
+/// What has happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// The session has begun.
+    Connected {
+        /// The store's revision.
+        revision: u64,
+        /// The session's number.
+        session: u64,
+        /// From the last keep-alive to its end.
+        ttl: Duration,
+        /// Between keep-alives.
+        interval: Duration,
+        /// Our end of the connection, without a port.
+        local_address: String,
+        /// Theirs.
+        peer_address: String,
+    },
+    /// To a transaction or a watch.
+    Reply {
+        /// Of the request.
+        tag: u64,
+        /// The conditions held; the watch has begun.
+        ok: bool,
+        /// The revision at which it was judged.
+        revision: u64,
+        /// One for each op.
+        results: Vec<OpResult>,
+    },
+    /// What one revision did to the keys that are watched.
+    Changes {
+        /// Which one.
+        revision: u64,
+        /// In the order of the transaction.
+        changes: Vec<Change>,
+    },
+    /// The session is over; always last.
+    Lost {
+        /// In a word.
+        kind: LostKind,
+        /// In a sentence.
+        message: String,
+    },
+}
+
+#[derive(Debug, Default)]
+struct State {
+    events: VecDeque<Event>,
+    /// How long the messages of these events were.
+    bytes: usize,
+    /// Boot clock: when this side gives the session up.
+    deadline: Option<u64>,
+    is_over: bool,
+    offset: Offset,
+}
+
+/// Between the runtime thread and the user's threads.
+#[derive(Debug)]
+pub struct Events {
+    state: Mutex<State>,
+    wake: EventFd,
+    /// Boot clock: when the user last asked.
+    asked: AtomicU64,
+    /// Users that wait at this moment.
+    waiting: AtomicUsize,
+    /// Wakes the client's task: the session was ended from this side, or there is room for events again.
+    pub(super) wake_task: Notify,
+}
+
+/// Bytes of events that may wait for the user; one message may go beyond.
+const MAX_UNTAKEN: usize = 64 << 20;
+
+/// What the user is told when the store did not answer in time.
+pub(super) const SILENT: &str = "the store did not answer keep-alives in time: its host or the network may be down";
+
+impl Events {
+    /// An empty list.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
+            state: Mutex::default(),
+            wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
+            asked: AtomicU64::new(boot_ns()),
+            waiting: AtomicUsize::new(0),
+            wake_task: Notify::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Plain data: a panic elsewhere does not make it wrong.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Readable while [`Self::take`] has something.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    /// Adds an event that came in so many bytes, unless the session is over.
+    pub(super) fn push(&self, event: Event, bytes: usize) {
+        let mut state = self.lock();
+        if state.is_over {
+            return;
+        }
+        state.is_over = matches!(event, Event::Lost { .. });
+        state.bytes += bytes;
+        state.events.push_back(event);
+        // EAGAIN would mean that the descriptor is readable.
+        let _ = self.wake.write(1);
+    }
+
+    /// Whether the user has left so much lying that no more is read.
+    pub(super) fn is_full(&self) -> bool {
+        self.lock().bytes > MAX_UNTAKEN
+    }
+
+    /// A keep-alive was answered: the session holds until `deadline`.
+    pub(super) fn renewed(&self, deadline: u64, sent: u64, received: u64, wall: Option<u64>) {
+        let mut state = self.lock();
+        state.deadline = Some(deadline);
+        if let Some(wall) = wall {
+            state.offset.add(sent, received, wall);
+        }
+    }
+
+    /// Whether nothing more will come.
+    pub(super) fn is_over(&self) -> bool {
+        self.lock().is_over
+    }
+
+    /// No more events: the user has closed the client.
+    pub(super) fn finish(&self) {
+        self.lock().is_over = true;
+        // Whoever waits has nothing to wait for.
+        let _ = self.wake.write(1);
+        self.wake_task.notify_one();
+    }
+
+    /// All events; never blocks. One that has missed its deadline says so here, even if the runtime has not run since.
+    pub fn take(&self) -> VecDeque<Event> {
+        let now = boot_ns();
+        self.asked.store(now, Ordering::Relaxed);
+        let mut state = self.lock();
+        // EAGAIN: there is nothing.
+        let _ = self.wake.read();
+        if !state.is_over && state.deadline.is_some_and(|deadline| now >= deadline) {
+            state.is_over = true;
+            state.events.push_back(Event::Lost { kind: LostKind::Silent, message: SILENT.into() });
+            self.wake_task.notify_one();
+        }
+        if std::mem::take(&mut state.bytes) > MAX_UNTAKEN {
+            self.wake_task.notify_one();
+        }
+        std::mem::take(&mut state.events)
+    }
+
+    /// Blocks until there is something to take, a signal came, or the time is over; whether there is something.
+    ///
+    /// # Errors
+    /// What `poll` returns, `EINTR` among it.
+    pub fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        let found = self.wait_until(deadline);
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        self.asked.store(boot_ns(), Ordering::Relaxed);
+        found
+    }
+
+    fn wait_until(&self, deadline: Option<Instant>) -> io::Result<bool> {
+        loop {
+            if self.has_nothing_to_come() {
+                return Ok(false);
+            }
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            let step = match left {
+                // Rounded up: waking before the time would only mean to wait again.
+                Some(left) => PollTimeout::try_from(left + Duration::from_micros(999)).unwrap_or(PollTimeout::MAX),
+                None => PollTimeout::NONE,
+            };
+            let mut fds = [PollFd::new(self.wake.as_fd(), PollFlags::POLLIN)];
+            match poll(&mut fds, step) {
+                Ok(0) if deadline.is_some_and(|deadline| Instant::now() < deadline) => {}
+                Ok(ready) => return Ok(ready > 0),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    fn has_nothing_to_come(&self) -> bool {
+        let state = self.lock();
+        state.is_over && state.events.is_empty()
+    }
+
+    /// Whether the user has not asked for so long, and does not wait either.
+    pub(super) fn is_stalled(&self, limit: Option<Duration>) -> bool {
+        let Some(limit) = limit else { return false };
+        let since = boot_ns().saturating_sub(self.asked.load(Ordering::Relaxed));
+        self.waiting.load(Ordering::Relaxed) == 0 && u128::from(since) > limit.as_nanos()
+    }
+
+    /// The store's wall clock minus ours, and by how much that may be wrong. Nanoseconds.
+    pub fn clock(&self) -> Option<(i64, u64)> {
+        self.lock().offset.estimate(boot_ns(), wall_ns())
+    }
+}

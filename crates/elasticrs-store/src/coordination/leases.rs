@@ -1,0 +1,119 @@
+//! When sessions end for want of keep-alives, and how often they are to send them. Pure: the time is an argument.
+//!
+//! - **LEASE-1** no session ends before its time to live has passed since its last keep-alive was read;
+//! - **LEASE-2** time during which the store itself did not run is not counted.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use super::protocol::Pace;
+use super::state::SessionId;
+
+/// Keep-alives per second that the store is willing to answer; beyond, sessions are told to send fewer.
+pub const MAX_PER_SECOND: u64 = 5_000;
+
+/// What a client may wish for.
+const INTERVALS_MS: std::ops::RangeInclusive<u32> = 10..=3_600_000;
+const ATTEMPTS: std::ops::RangeInclusive<u16> = 3..=1_000;
+
+#[derive(Debug)]
+struct Lease {
+    interval_ms: u32,
+    attempts: u16,
+    deadline: u64,
+}
+
+/// The deadlines of all sessions, on a clock that stands still while the store does. Times are nanoseconds.
+#[derive(Debug)]
+pub struct Leases {
+    held: HashMap<SessionId, Lease>,
+    deadlines: BTreeSet<(u64, SessionId)>,
+    /// How many sessions wished for which interval.
+    wishes: BTreeMap<u32, usize>,
+    /// How long the store has not run, in all.
+    late: u64,
+    next_look: Option<u64>,
+}
+
+const MS: u64 = 1_000_000;
+
+impl Leases {
+    /// No sessions.
+    pub fn new() -> Self {
+        Self { held: HashMap::new(), deadlines: BTreeSet::new(), wishes: BTreeMap::new(), late: 0, next_look: None }
+    }
+
+    /// Whether a client may wish for this.
+    pub fn is_allowed(interval_ms: u32, attempts: u16) -> bool {
+        INTERVALS_MS.contains(&interval_ms) && ATTEMPTS.contains(&attempts)
+    }
+
+    /// Begins a session.
+    pub fn begin(&mut self, session: SessionId, interval_ms: u32, attempts: u16, now: u64) -> Pace {
+        self.end(session);
+        let mut lease = Lease { interval_ms, attempts, deadline: 0 };
+        *self.wishes.entry(interval_ms).or_default() += 1;
+        let pace = self.extend(session, &mut lease, now);
+        self.held.insert(session, lease);
+        pace
+    }
+
+    /// A keep-alive has come; what the session is to do from now on.
+    pub fn renew(&mut self, session: SessionId, now: u64) -> Option<Pace> {
+        let mut lease = self.held.remove(&session)?;
+        let pace = self.extend(session, &mut lease, now);
+        self.held.insert(session, lease);
+        Some(pace)
+    }
+
+    fn extend(&mut self, session: SessionId, lease: &mut Lease, now: u64) -> Pace {
+        let bearable = u32::try_from((self.held.len() as u64 + 1) * 1000 / MAX_PER_SECOND).unwrap_or(u32::MAX);
+        let interval_ms = lease.interval_ms.max(bearable);
+        let ttl_ms = interval_ms.saturating_mul(u32::from(lease.attempts));
+        self.deadlines.remove(&(lease.deadline, session));
+        lease.deadline = now.saturating_sub(self.late) + u64::from(ttl_ms) * MS;
+        self.deadlines.insert((lease.deadline, session));
+        Pace { interval_ms, ttl_ms }
+    }
+
+    /// The session is over.
+    pub fn end(&mut self, session: SessionId) {
+        if let Some(lease) = self.held.remove(&session) {
+            self.deadlines.remove(&(lease.deadline, session));
+            if let Some(count) = self.wishes.get_mut(&lease.interval_ms) {
+                *count -= 1;
+                if *count == 0 {
+                    self.wishes.remove(&lease.interval_ms);
+                }
+            }
+        }
+    }
+
+    /// When to look next: at the first deadline, and at least once in the shortest interval, so that a time during
+    /// which the store did not run is known to within that. The time is noted: a later look is a late one.
+    pub fn plan(&mut self, now: u64) -> Option<u64> {
+        let (deadline, _) = self.deadlines.first()?;
+        let (&shortest, _) = self.wishes.first_key_value()?;
+        let look = (deadline + self.late).min(now + u64::from(shortest) * MS).max(now);
+        self.next_look = Some(look);
+        Some(look)
+    }
+
+    /// Looks: moves all deadlines by the time that the look comes late.
+    pub fn look(&mut self, now: u64) {
+        if let Some(planned) = self.next_look.take() {
+            self.late += now.saturating_sub(planned);
+        }
+    }
+
+    /// Sessions whose time is over.
+    pub fn expired(&self, now: u64) -> Vec<SessionId> {
+        let now = now.saturating_sub(self.late);
+        self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).map(|(_, session)| *session).collect()
+    }
+}
+
+impl Default for Leases {
+    fn default() -> Self {
+        Self::new()
+    }
+}

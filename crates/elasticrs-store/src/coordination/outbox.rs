@@ -1,0 +1,96 @@
+//! What a client has not been sent yet.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::io::{self, IoSlice};
+use std::rc::Rc;
+
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+
+use super::protocol::Answer;
+use super::types::LostKind;
+use super::wire::MAGIC;
+
+/// A client that has more than this before it is dropped; one message may go beyond.
+pub(super) const MAX_UNREAD: usize = 8 << 20;
+
+/// How many messages one system call takes.
+const BATCH: usize = 64;
+
+/// Messages in order; several clients may share one.
+#[derive(Debug, Default)]
+pub(super) struct Outbox {
+    queue: RefCell<VecDeque<Rc<Vec<u8>>>>,
+    /// Bytes of the first message that have been sent.
+    sent: Cell<usize>,
+    unread: Cell<usize>,
+    /// Whether the kernel has got any byte.
+    has_begun: Cell<bool>,
+    is_closing: Cell<bool>,
+    /// Wakes the connection's task.
+    pub(super) wake: Notify,
+}
+
+impl Outbox {
+    /// Adds a message; false when the client has too much unread before it.
+    pub(super) fn push(&self, message: Rc<Vec<u8>>) -> bool {
+        if self.is_closing.get() {
+            return true;
+        }
+        if self.unread.get() > MAX_UNREAD {
+            return false;
+        }
+        self.unread.set(self.unread.get() + message.len());
+        self.queue.borrow_mut().push_back(message);
+        self.wake.notify_one();
+        true
+    }
+
+    /// Says why the connection ends, in place of all that has not been sent: nothing follows.
+    pub(super) fn refuse(&self, kind: LostKind, message: String) {
+        if self.is_closing.replace(true) {
+            return;
+        }
+        let mut queue = self.queue.borrow_mut();
+        // A message that has begun must be ended, or the next one could not be told from it.
+        queue.truncate(usize::from(self.sent.get() > 0));
+        let mut last = if self.has_begun.get() { Vec::new() } else { MAGIC.to_vec() };
+        last.extend(Answer::Refused { kind, message }.encode());
+        queue.push_back(Rc::new(last));
+        self.wake.notify_one();
+    }
+
+    /// Whether [`Self::refuse`] was called.
+    pub(super) fn is_closing(&self) -> bool {
+        self.is_closing.get()
+    }
+
+    /// Hands the kernel as much as it takes; true when nothing is left.
+    pub(super) fn flush(&self, stream: &TcpStream) -> io::Result<bool> {
+        let mut queue = self.queue.borrow_mut();
+        while !queue.is_empty() {
+            let skip = self.sent.get();
+            let mut slices = [IoSlice::new(&[]); BATCH];
+            let mut count = 0;
+            for (slice, message) in slices.iter_mut().zip(queue.iter()) {
+                *slice = IoSlice::new(if count == 0 { &message[skip..] } else { message });
+                count += 1;
+            }
+            match stream.try_write_vectored(&slices[..count]) {
+                Ok(written) => {
+                    self.has_begun.set(true);
+                    self.unread.set(self.unread.get().saturating_sub(written));
+                    let mut left = skip + written;
+                    while queue.front().is_some_and(|message| message.len() <= left) {
+                        left -= queue.pop_front().map_or(0, |message| message.len());
+                    }
+                    self.sent.set(left);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+}

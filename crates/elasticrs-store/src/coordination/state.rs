@@ -1,0 +1,307 @@
+//! Keys, revisions, transactions and sessions. Pure: no clock, no socket.
+//!
+//! - **STATE-1** a transaction is applied whole, at one revision, or not at all;
+//! - **STATE-2** the revision rises by one with each transaction or end of sessions that changes a key, and by nothing else;
+//! - **STATE-3** a leased key is there only while the session that put it last is;
+//! - **STATE-4** what is stored, history included, never exceeds the limit.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::ops::Bound;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::types::{Change, Compare, Entry, Op, OpResult, Txn, Watch};
+use super::wire::MAX_ANSWER;
+
+/// A session's number; never used again.
+pub type SessionId = u64;
+
+/// What a key costs beside its bytes: its place in two trees, and that of its last change in the history.
+const ENTRY_COST: usize = 256;
+/// What a revision costs in the history beside its changes.
+const REVISION_COST: usize = 64;
+
+/// One revision, whole.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Revision {
+    /// Its number.
+    pub number: u64,
+    /// What it did, in order.
+    pub changes: Vec<Change>,
+}
+
+/// Why a transaction was not carried out, or its results cannot be told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Exceeded {
+    /// The transaction would make the store too large; nothing was done.
+    #[error("the store is full: it holds {held} of at most {limit} bytes")]
+    Full {
+        /// Bytes in it.
+        held: usize,
+        /// Bytes that may be in it.
+        limit: usize,
+    },
+    /// Carried out, but what it read is too much for one answer.
+    #[error("the answer is larger than {MAX_ANSWER} bytes")]
+    Answer,
+}
+
+/// The outcome of a transaction.
+#[derive(Debug)]
+pub struct Done {
+    /// Whether the conditions held.
+    pub ok: bool,
+    /// One for each op; `Err` when they are too large to tell.
+    pub results: Result<Vec<OpResult>, Exceeded>,
+    /// What changed, if anything did.
+    pub revision: Option<Rc<Revision>>,
+}
+
+#[derive(Debug)]
+struct Stored {
+    value: Arc<[u8]>,
+    create_revision: u64,
+    mod_revision: u64,
+    lease: Option<SessionId>,
+}
+
+/// The store.
+#[derive(Debug)]
+pub struct State {
+    revision: u64,
+    entries: BTreeMap<Arc<str>, Stored>,
+    by_creation: BTreeSet<(u64, Arc<str>)>,
+    sessions: HashMap<SessionId, BTreeSet<Arc<str>>>,
+    history: VecDeque<Rc<Revision>>,
+    /// All revisions up to this one have left the history.
+    compacted: u64,
+    entry_bytes: usize,
+    history_bytes: usize,
+    max_bytes: usize,
+}
+
+impl State {
+    /// An empty store. A fifth of `max_bytes` is for history.
+    pub fn new(max_bytes: usize) -> Self {
+        Self {
+            revision: 0,
+            entries: BTreeMap::new(),
+            by_creation: BTreeSet::new(),
+            sessions: HashMap::new(),
+            history: VecDeque::new(),
+            compacted: 0,
+            entry_bytes: 0,
+            history_bytes: 0,
+            max_bytes,
+        }
+    }
+
+    /// The number of the last revision; 0 at first.
+    pub fn revision(&self) -> u64 {
+        self.revision
+    }
+
+    /// The first revision of which the changes are still known.
+    pub fn oldest(&self) -> u64 {
+        self.compacted + 1
+    }
+
+    /// Begins a session.
+    pub fn begin_session(&mut self, session: SessionId) {
+        self.sessions.insert(session, BTreeSet::new());
+    }
+
+    /// Ends sessions, and deletes their leased keys in one revision.
+    pub fn end_sessions(&mut self, ended: &[SessionId]) -> Option<Rc<Revision>> {
+        let mut changes = Vec::new();
+        for session in ended {
+            for key in self.sessions.remove(session).unwrap_or_default() {
+                self.remove(&key, &mut changes);
+            }
+        }
+        self.commit(changes)
+    }
+
+    /// Carries a transaction out.
+    ///
+    /// # Errors
+    /// [`Exceeded::Full`]; nothing was done.
+    pub fn txn(&mut self, session: SessionId, txn: &Txn) -> Result<Done, Exceeded> {
+        let ok = txn.compares.iter().all(|compare| self.holds(compare));
+        let ops = if ok { &txn.then } else { &txn.otherwise };
+        let added: usize = ops.iter().map(cost_of_op).sum();
+        let limit = self.max_bytes - self.max_bytes / 5;
+        if added > 0 && self.entry_bytes + added > limit {
+            return Err(Exceeded::Full { held: self.entry_bytes, limit });
+        }
+        let mut changes = Vec::new();
+        let mut room = Some(MAX_ANSWER);
+        // Every op is applied, even when what was read is too much to tell: the transaction is whole.
+        let results = ops.iter().map(|op| self.apply(session, op, &mut changes, &mut room)).collect();
+        let results = if room.is_some() { Ok(results) } else { Err(Exceeded::Answer) };
+        Ok(Done { ok, results, revision: self.commit(changes) })
+    }
+
+    /// All keys that begin so, unless they are too much for one answer.
+    ///
+    /// # Errors
+    /// [`Exceeded::Answer`].
+    pub fn snapshot(&self, covers: &Watch) -> Result<Vec<Entry>, Exceeded> {
+        let mut room = Some(MAX_ANSWER);
+        let found = if covers.exact {
+            self.get(&covers.prefix, &mut room).into_iter().collect()
+        } else {
+            self.range(&covers.prefix, 0, &mut room)
+        };
+        if room.is_some() { Ok(found) } else { Err(Exceeded::Answer) }
+    }
+
+    /// The revisions from this one on; `None` when some of them have left the history, or are yet to come.
+    pub fn history_from(&self, first: u64) -> Option<impl Iterator<Item = &Rc<Revision>>> {
+        if first <= self.compacted || first > self.revision + 1 {
+            return None;
+        }
+        // Revisions are consecutive.
+        let skip = usize::try_from(first - self.compacted - 1).ok()?;
+        Some(self.history.iter().skip(skip))
+    }
+
+    fn holds(&self, compare: &Compare) -> bool {
+        let found = |key: &Arc<str>| self.entries.get(key);
+        match compare {
+            Compare::Exists(key) => found(key).is_some(),
+            Compare::Missing(key) => found(key).is_none(),
+            Compare::Create(key, revision) => found(key).map_or(0, |stored| stored.create_revision) == *revision,
+            Compare::Mod(key, revision) => found(key).map_or(0, |stored| stored.mod_revision) == *revision,
+            Compare::Value(key, value) => found(key).is_some_and(|stored| *stored.value == **value),
+        }
+    }
+
+    fn apply(&mut self, session: SessionId, op: &Op, changes: &mut Vec<Change>, room: &mut Option<usize>) -> OpResult {
+        match op {
+            Op::Put { key, value, leased } => {
+                OpResult::Count(u64::from(self.put(key, value, leased.then_some(session), changes)))
+            }
+            Op::Delete(key) => OpResult::Count(u64::from(self.remove(key, changes))),
+            Op::DeletePrefix(prefix) => {
+                let keys: Vec<_> = self.under(prefix).map(|(key, _)| Arc::clone(key)).collect();
+                for key in &keys {
+                    self.remove(key, changes);
+                }
+                OpResult::Count(keys.len() as u64)
+            }
+            Op::Get(key) => OpResult::Entry(self.get(key, room)),
+            Op::Range { prefix, limit } => OpResult::Entries(self.range(prefix, *limit, room)),
+            Op::Predecessor { prefix, key } => {
+                OpResult::Entry(self.predecessor(prefix, key).and_then(|found| self.get(&found, room)))
+            }
+        }
+    }
+
+    fn put(&mut self, key: &Arc<str>, value: &Arc<[u8]>, lease: Option<SessionId>, changes: &mut Vec<Change>) -> bool {
+        // A session that has ended leaves nothing that nobody would delete.
+        if lease.is_some_and(|session| !self.sessions.contains_key(&session)) {
+            return false;
+        }
+        let mod_revision = self.revision + 1;
+        let mut create_revision = mod_revision;
+        let mut key = Arc::clone(key);
+        if let Some((known, stored)) = self.entries.remove_entry(&key) {
+            create_revision = stored.create_revision;
+            self.entry_bytes -= cost(&known, &stored.value);
+            self.unlease(&known, stored.lease);
+            key = known;
+        } else {
+            self.by_creation.insert((create_revision, Arc::clone(&key)));
+        }
+        self.entry_bytes += cost(&key, value);
+        if let Some(keys) = lease.and_then(|session| self.sessions.get_mut(&session)) {
+            keys.insert(Arc::clone(&key));
+        }
+        changes.push(Change { key: Arc::clone(&key), value: Some(Arc::clone(value)), create_revision, mod_revision });
+        self.entries.insert(key, Stored { value: Arc::clone(value), create_revision, mod_revision, lease });
+        true
+    }
+
+    fn remove(&mut self, key: &str, changes: &mut Vec<Change>) -> bool {
+        let Some((key, stored)) = self.entries.remove_entry(key) else { return false };
+        self.entry_bytes -= cost(&key, &stored.value);
+        self.unlease(&key, stored.lease);
+        let creation = (stored.create_revision, Arc::clone(&key));
+        self.by_creation.remove(&creation);
+        let (create_revision, key) = creation;
+        changes.push(Change { key, value: None, create_revision, mod_revision: self.revision + 1 });
+        true
+    }
+
+    fn unlease(&mut self, key: &str, lease: Option<SessionId>) {
+        if let Some(keys) = lease.and_then(|session| self.sessions.get_mut(&session)) {
+            keys.remove(key);
+        }
+    }
+
+    fn under<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a Arc<str>, &'a Stored)> {
+        self.entries
+            .range::<str, _>((Bound::Included(prefix), Bound::Unbounded))
+            .take_while(move |(key, _)| key.starts_with(prefix))
+    }
+
+    fn get(&self, key: &str, room: &mut Option<usize>) -> Option<Entry> {
+        self.entries.get_key_value(key).and_then(|(key, stored)| told(key, stored, room))
+    }
+
+    fn range(&self, prefix: &str, limit: u32, room: &mut Option<usize>) -> Vec<Entry> {
+        let limit = if limit == 0 { usize::MAX } else { usize::try_from(limit).unwrap_or(usize::MAX) };
+        self.under(prefix).take(limit).map_while(|(key, stored)| told(key, stored, room)).collect()
+    }
+
+    fn predecessor(&self, prefix: &str, key: &str) -> Option<Arc<str>> {
+        let own = self.entries.get(key)?.create_revision;
+        let before = (own, Arc::from(""));
+        self.by_creation.range(..before).rev().map(|(_, key)| key).find(|key| key.starts_with(prefix)).cloned()
+    }
+
+    fn commit(&mut self, changes: Vec<Change>) -> Option<Rc<Revision>> {
+        if changes.is_empty() {
+            return None;
+        }
+        self.revision += 1;
+        let revision = Rc::new(Revision { number: self.revision, changes });
+        self.history_bytes += cost_of_revision(&revision);
+        self.history.push_back(Rc::clone(&revision));
+        while self.history_bytes > self.max_bytes / 5 {
+            let Some(oldest) = self.history.pop_front() else { break };
+            self.history_bytes -= cost_of_revision(&oldest);
+            self.compacted = oldest.number;
+        }
+        Some(revision)
+    }
+}
+
+fn told(key: &Arc<str>, stored: &Stored, room: &mut Option<usize>) -> Option<Entry> {
+    *room = room.and_then(|left| left.checked_sub(cost(key, &stored.value)));
+    (*room)?;
+    Some(Entry {
+        key: Arc::clone(key),
+        value: Arc::clone(&stored.value),
+        create_revision: stored.create_revision,
+        mod_revision: stored.mod_revision,
+    })
+}
+
+fn cost(key: &str, value: &[u8]) -> usize {
+    ENTRY_COST + key.len() + value.len()
+}
+
+fn cost_of_op(op: &Op) -> usize {
+    match op {
+        Op::Put { key, value, .. } => cost(key, value),
+        Op::Delete(_) | Op::DeletePrefix(_) | Op::Get(_) | Op::Range { .. } | Op::Predecessor { .. } => 0,
+    }
+}
+
+fn cost_of_revision(revision: &Revision) -> usize {
+    let changes = revision.changes.iter();
+    REVISION_COST
+        + changes.map(|c| ENTRY_COST / 2 + c.key.len() + c.value.as_ref().map_or(0, |v| v.len())).sum::<usize>()
+}

@@ -1,0 +1,120 @@
+//! Who hears of what. Pure.
+//!
+//! - **WATCH-1** a client gets each revision at most once, with every change that any of its watches covers, in order;
+//! - **WATCH-2** clients that are to hear of the same changes share one message.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::state::{Revision, SessionId};
+use super::types::{Change, Watch};
+
+/// All watches of all clients.
+#[derive(Debug, Default)]
+pub struct Watches {
+    exact: HashMap<Arc<str>, Vec<SessionId>>,
+    /// By the length of the prefix: there are few lengths, so a key is looked up a few times, however many watch.
+    prefixes: BTreeMap<usize, HashMap<Arc<str>, Vec<SessionId>>>,
+    of_client: HashMap<SessionId, Vec<Watch>>,
+}
+
+/// One message, and who gets it.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Delivery {
+    /// Positions in [`Revision::changes`], rising.
+    pub changes: Vec<usize>,
+    /// Whose watches cover these and no others.
+    pub clients: Vec<SessionId>,
+}
+
+impl Watches {
+    /// Begins a watch; one that is there already goes on.
+    pub fn add(&mut self, client: SessionId, watch: Watch) {
+        let own = self.of_client.entry(client).or_default();
+        if own.contains(&watch) {
+            return;
+        }
+        own.push(watch.clone());
+        let keys = if watch.exact { &mut self.exact } else { self.prefixes.entry(watch.prefix.len()).or_default() };
+        keys.entry(watch.prefix).or_default().push(client);
+    }
+
+    /// Ends a watch.
+    pub fn remove(&mut self, client: SessionId, watch: &Watch) {
+        if let Some(own) = self.of_client.get_mut(&client) {
+            own.retain(|other| other != watch);
+            if own.is_empty() {
+                self.of_client.remove(&client);
+            }
+        }
+        self.forget(client, watch);
+    }
+
+    /// Ends all watches of a client.
+    pub fn remove_client(&mut self, client: SessionId) {
+        for watch in self.of_client.remove(&client).unwrap_or_default() {
+            self.forget(client, &watch);
+        }
+    }
+
+    /// How many watches a client has.
+    pub fn count(&self, client: SessionId) -> usize {
+        self.of_client.get(&client).map_or(0, Vec::len)
+    }
+
+    fn forget(&mut self, client: SessionId, watch: &Watch) {
+        let length = watch.prefix.len();
+        let keys = if watch.exact { Some(&mut self.exact) } else { self.prefixes.get_mut(&length) };
+        let Some(keys) = keys else { return };
+        if let Some(clients) = keys.get_mut(&watch.prefix) {
+            clients.retain(|other| *other != client);
+            if clients.is_empty() {
+                keys.remove(&watch.prefix);
+            }
+        }
+        if keys.is_empty() && !watch.exact {
+            self.prefixes.remove(&length);
+        }
+    }
+
+    /// Who is to hear of a revision, and of which of its changes.
+    pub fn deliveries(&self, revision: &Revision) -> Vec<Delivery> {
+        let mut of_client: HashMap<SessionId, Vec<usize>> = HashMap::new();
+        let mut order = Vec::new();
+        for (position, change) in revision.changes.iter().enumerate() {
+            for client in self.watchers(&change.key) {
+                let seen = of_client.entry(client).or_insert_with(|| {
+                    order.push(client);
+                    Vec::new()
+                });
+                // Two watches of one client may cover the same key.
+                if seen.last() != Some(&position) {
+                    seen.push(position);
+                }
+            }
+        }
+        let mut places: HashMap<Vec<usize>, usize> = HashMap::new();
+        let mut deliveries: Vec<Delivery> = Vec::new();
+        for client in order {
+            let changes = of_client.remove(&client).unwrap_or_default();
+            if let Some(place) = places.get(&changes) {
+                deliveries[*place].clients.push(client);
+            } else {
+                places.insert(changes.clone(), deliveries.len());
+                deliveries.push(Delivery { changes, clients: vec![client] });
+            }
+        }
+        deliveries
+    }
+
+    fn watchers<'a>(&'a self, key: &'a str) -> impl Iterator<Item = SessionId> + 'a {
+        let by_prefix =
+            self.prefixes.range(..=key.len()).filter_map(move |(length, keys)| keys.get(key.get(..*length)?)).flatten();
+        self.exact.get(key).into_iter().flatten().chain(by_prefix).copied()
+    }
+}
+
+/// What a watch that begins now is told of a revision of the past.
+pub fn covered<'a>(revision: &'a Revision, watch: &Watch) -> Vec<&'a Change> {
+    revision.changes.iter().filter(|change| watch.covers(&change.key)).collect()
+}

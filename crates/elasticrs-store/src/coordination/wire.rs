@@ -1,0 +1,354 @@
+//! Frames and fields: the alphabet of the protocol, without its words.
+//!
+//! A frame is a length (u32) and that many bytes; the first of them is its kind. All numbers are little-endian. A text
+//! is a length (u16) and UTF-8; a blob is a length (u32) and bytes.
+//!
+//! - **WIRE-1** no length that a peer names is reserved before that much has arrived;
+//! - **WIRE-2** every byte of a frame is accounted for: what is left over is an error.
+
+/// What both sides send first, once. The first byte is not ASCII, so that no text protocol begins like this.
+pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
+
+/// The largest frame before the peer is known.
+pub const MAX_UNPROVEN: usize = 1024;
+/// The largest request.
+pub const MAX_REQUEST: usize = 1 << 20;
+/// The largest answer: a snapshot of all that is under a prefix.
+pub const MAX_ANSWER: usize = 64 << 20;
+
+/// Bytes that are no message of this protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Malformed(pub &'static str);
+
+/// Reads fields off the front of a slice.
+#[derive(Debug, Clone, Copy)]
+pub struct Cursor<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Cursor<'a> {
+    /// Reads `bytes` from their beginning.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { rest: bytes }
+    }
+
+    fn take(&mut self, length: usize) -> Result<&'a [u8], Malformed> {
+        let (taken, rest) = self.rest.split_at_checked(length).ok_or(Malformed("a field ends beyond its frame"))?;
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    /// A fixed number of bytes.
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N)?);
+        Ok(array)
+    }
+
+    /// One byte.
+    pub fn u8(&mut self) -> Result<u8, Malformed> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    /// Two bytes.
+    pub fn u16(&mut self) -> Result<u16, Malformed> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    /// Four bytes.
+    pub fn u32(&mut self) -> Result<u32, Malformed> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    /// Eight bytes.
+    pub fn u64(&mut self) -> Result<u64, Malformed> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    /// A truth value: 0 or 1.
+    pub fn flag(&mut self) -> Result<bool, Malformed> {
+        match self.u8()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            _ => Err(Malformed("a truth value is neither 0 nor 1")),
+        }
+    }
+
+    /// A text of at most `max` bytes.
+    pub fn text(&mut self, max: usize) -> Result<&'a str, Malformed> {
+        let length = usize::from(self.u16()?);
+        if length > max {
+            return Err(Malformed("a text is too long"));
+        }
+        str::from_utf8(self.take(length)?).map_err(|_| Malformed("a text is not UTF-8"))
+    }
+
+    /// A blob; as long as the frame allows.
+    pub fn blob(&mut self) -> Result<&'a [u8], Malformed> {
+        let length = self.u32()?;
+        self.take(usize::try_from(length).map_err(|_| Malformed("a field ends beyond its frame"))?)
+    }
+
+    /// A list: a count (u32) and that many items, at most `most`, each at least `least` bytes.
+    pub fn list<T>(
+        &mut self,
+        least: usize,
+        most: usize,
+        mut item: impl FnMut(&mut Self) -> Result<T, Malformed>,
+    ) -> Result<Vec<T>, Malformed> {
+        let count = usize::try_from(self.u32()?).map_err(|_| Malformed("a list is longer than its frame"))?;
+        if count > self.rest.len() / least.max(1) {
+            return Err(Malformed("a list is longer than its frame"));
+        }
+        if count > most {
+            return Err(Malformed("a list is too long"));
+        }
+        let mut items = Vec::with_capacity(count.min(64));
+        for _ in 0..count {
+            items.push(item(self)?);
+        }
+        Ok(items)
+    }
+
+    /// Nothing may be left.
+    pub fn end(self) -> Result<(), Malformed> {
+        if self.rest.is_empty() { Ok(()) } else { Err(Malformed("a frame is longer than its message")) }
+    }
+}
+
+/// Writes one frame.
+#[derive(Debug)]
+pub struct Writer {
+    bytes: Vec<u8>,
+}
+
+impl Writer {
+    /// A frame of this kind.
+    pub fn new(kind: u8) -> Self {
+        let mut bytes = Vec::with_capacity(64);
+        bytes.extend_from_slice(&[0, 0, 0, 0, kind]);
+        Self { bytes }
+    }
+
+    /// Bytes as they are.
+    pub fn raw(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// One byte.
+    pub fn u8(&mut self, value: u8) {
+        self.bytes.push(value);
+    }
+
+    /// A truth value.
+    pub fn flag(&mut self, value: bool) {
+        self.bytes.push(u8::from(value));
+    }
+
+    /// Two bytes.
+    pub fn u16(&mut self, value: u16) {
+        self.raw(&value.to_le_bytes());
+    }
+
+    /// Four bytes.
+    pub fn u32(&mut self, value: u32) {
+        self.raw(&value.to_le_bytes());
+    }
+
+    /// Eight bytes.
+    pub fn u64(&mut self, value: u64) {
+        self.raw(&value.to_le_bytes());
+    }
+
+    /// How many, or how long. More than 4 GiB cannot be: requests and answers are bounded far below.
+    pub fn count(&mut self, count: usize) {
+        self.u32(u32::try_from(count).unwrap_or(u32::MAX));
+    }
+
+    /// A text; what is beyond 65,535 bytes is cut off (all texts have been checked before).
+    pub fn text(&mut self, text: &str) {
+        let mut end = text.len().min(usize::from(u16::MAX));
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        self.u16(u16::try_from(end).unwrap_or(u16::MAX));
+        self.raw(&text.as_bytes()[..end]);
+    }
+
+    /// A blob.
+    pub fn blob(&mut self, bytes: &[u8]) {
+        self.count(bytes.len());
+        self.raw(bytes);
+    }
+
+    /// A list.
+    pub fn list<T>(&mut self, items: &[T], mut item: impl FnMut(&mut Self, &T)) {
+        self.count(items.len());
+        for each in items {
+            item(self, each);
+        }
+    }
+
+    /// The frame, with its length.
+    pub fn finish(mut self) -> Vec<u8> {
+        let length = u32::try_from(self.bytes.len() - 4).unwrap_or(u32::MAX);
+        self.bytes[..4].copy_from_slice(&length.to_le_bytes());
+        self.bytes
+    }
+}
+
+/// Why a stream of bytes ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Broken {
+    /// It does not begin with [`MAGIC`]: another program.
+    #[error("this is not the protocol of this store")]
+    Foreign,
+    /// A frame of no bytes, or of more than are allowed.
+    #[error("a message of {0} bytes")]
+    Length(usize),
+}
+
+/// Cuts a stream of bytes, however it was split, into frames.
+#[derive(Debug)]
+pub struct Frames {
+    buffer: Vec<u8>,
+    start: usize,
+    limit: usize,
+    is_greeted: bool,
+}
+
+impl Frames {
+    /// A stream from its beginning; `limit`: the longest frame.
+    pub fn new(limit: usize) -> Self {
+        Self { buffer: Vec::new(), start: 0, limit, is_greeted: false }
+    }
+
+    /// The longest frame from now on.
+    pub fn set_limit(&mut self, limit: usize) {
+        self.limit = limit;
+    }
+
+    /// Adds what has arrived.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        self.compact();
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// Whether nothing has arrived.
+    pub fn is_untouched(&self) -> bool {
+        !self.is_greeted && self.buffer.is_empty()
+    }
+
+    /// What has arrived and was not a whole frame.
+    pub fn unread(&self) -> &[u8] {
+        &self.buffer[self.start..]
+    }
+
+    /// The next whole frame, without its length; `None` until more has arrived.
+    pub fn cut(&mut self) -> Result<Option<&[u8]>, Broken> {
+        if !self.is_greeted {
+            let seen = self.buffer.len().min(MAGIC.len());
+            if self.buffer[..seen] != MAGIC[..seen] {
+                return Err(Broken::Foreign);
+            }
+            if seen < MAGIC.len() {
+                return Ok(None);
+            }
+            self.is_greeted = true;
+            self.start = seen;
+        }
+        let Some((length, rest)) = self.unread().split_first_chunk::<4>() else { return Ok(None) };
+        let length = usize::try_from(u32::from_le_bytes(*length)).unwrap_or(usize::MAX);
+        if length == 0 || length > self.limit {
+            return Err(Broken::Length(length));
+        }
+        if rest.len() < length {
+            return Ok(None);
+        }
+        let begin = self.start + 4;
+        self.start = begin + length;
+        Ok(Some(&self.buffer[begin..begin + length]))
+    }
+
+    /// Drops what was handed out; a stream at rest holds next to nothing.
+    fn compact(&mut self) {
+        if self.start == self.buffer.len() {
+            self.buffer.clear();
+            if self.buffer.capacity() > 4096 {
+                self.buffer = Vec::new();
+            }
+        } else {
+            self.buffer.drain(..self.start);
+        }
+        self.start = 0;
+    }
+
+    /// As [`Self::feed`] with nothing, for when a stream comes to rest.
+    pub fn rest(&mut self) {
+        self.compact();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn frames_of(chunks: &[&[u8]], limit: usize) -> Result<Vec<Vec<u8>>, Broken> {
+        let mut frames = Frames::new(limit);
+        let mut found = Vec::new();
+        for chunk in chunks {
+            frames.feed(chunk);
+            while let Some(frame) = frames.cut()? {
+                found.push(frame.to_vec());
+            }
+        }
+        Ok(found)
+    }
+
+    #[test]
+    fn another_program_is_known_by_its_first_byte() {
+        assert_eq!(frames_of(&[b"G"], 10), Err(Broken::Foreign));
+        assert_eq!(frames_of(&[&MAGIC[..4], b"x"], 10), Err(Broken::Foreign));
+    }
+
+    #[test]
+    fn a_frame_may_be_as_long_as_the_limit() {
+        let stream = |length: u32| [&MAGIC[..], &length.to_le_bytes(), &[7; 11]].concat();
+        assert_eq!(frames_of(&[&stream(10)], 10), Ok(vec![vec![7; 10]]));
+        assert_eq!(frames_of(&[&stream(11)], 10), Err(Broken::Length(11)));
+        assert_eq!(frames_of(&[&stream(0)], 10), Err(Broken::Length(0)));
+    }
+
+    proptest! {
+        #[test]
+        fn any_split_gives_the_same_frames(bodies in vec(vec(any::<u8>(), 1..50), 0..10), cuts in vec(1..20_usize, 1..40)) {
+            let mut stream = MAGIC.to_vec();
+            for body in &bodies {
+                stream.extend_from_slice(&u32::try_from(body.len()).unwrap().to_le_bytes());
+                stream.extend_from_slice(body);
+            }
+            let mut chunks = Vec::new();
+            let mut rest = &stream[..];
+            for cut in cuts.into_iter().cycle() {
+                if rest.is_empty() { break; }
+                let (chunk, left) = rest.split_at(cut.min(rest.len()));
+                chunks.push(chunk);
+                rest = left;
+            }
+            prop_assert_eq!(frames_of(&chunks, 100), Ok(bodies));
+        }
+
+        #[test]
+        fn random_bytes_reserve_no_more_than_came(bytes in vec(any::<u8>(), 0..300), greeted: bool) {
+            let mut frames = Frames::new(MAX_ANSWER);
+            if greeted { frames.feed(&MAGIC); }
+            frames.feed(&bytes);
+            while let Ok(Some(_)) = frames.cut() {}
+            prop_assert!(frames.buffer.capacity() <= 1024);
+        }
+    }
+}

@@ -1,0 +1,92 @@
+"""Clients of the coordination store, for tests."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from elasticrs import _core
+from helpers.procs import HANG
+
+RUN = "a-run"
+
+
+class Client:
+    """A client, and what has come to it so far."""
+
+    def __init__(self, port: int, *, host: str = "127.0.0.1", run_id: str = RUN, **options: Any) -> None:
+        self.inner = _core.CoordinationClient(host, port, run_id=run_id, **options)
+        self.tag = 0
+        self.events: list[Any] = []
+
+    def next(self, kind: type | tuple[type, ...] = object, timeout: float = HANG) -> Any:
+        """Take the next event; it must be of this kind."""
+        if not self.events:
+            assert self.inner.wait(timeout), f"nothing came within {timeout} s"
+            self.events = self.inner.take()
+        event = self.events.pop(0)
+        assert isinstance(event, kind), f"{type(event).__name__}: {getattr(event, 'message', event)}"
+        return event
+
+    def connected(self) -> "Client":
+        self.next(_core.Connected)
+        return self
+
+    def reply(self) -> _core.Reply:
+        """Take the reply to the last request; changes before it are kept."""
+        kept = []
+        while not isinstance(event := self.next((_core.Reply, _core.Changes)), _core.Reply):
+            kept.append(event)
+        assert event.tag == self.tag
+        self.events = kept + self.events
+        return event
+
+    def txn(self, compares: Any = (), then: Any = (), otherwise: Any = ()) -> _core.Reply:
+        self.tag += 1
+        self.inner.txn(self.tag, compares, then, otherwise)
+        return self.reply()
+
+    def put(self, key: str, value: bytes = b"", *, leased: bool = False) -> int:
+        """Put and return the revision."""
+        return self.txn(then=[("put", key, value, leased)]).revision
+
+    def watch(self, prefix: str, **how: Any) -> _core.Reply:
+        self.tag += 1
+        self.inner.watch(self.tag, prefix, **how)
+        return self.reply()
+
+    def changes(self, timeout: float = HANG) -> list[tuple[str, bytes | None]]:
+        """Take the changes of the next revision: keys and values."""
+        return [(change.key, change.value) for change in self.next(_core.Changes, timeout).changes]
+
+    def lost(self, timeout: float = HANG) -> _core.ConnectionLost:
+        while not isinstance(event := self.next(timeout=timeout), _core.ConnectionLost):
+            continue
+        return event
+
+    def close(self) -> None:
+        """Idempotent; lets go of the native object, whose descriptors live as long as it does."""
+        if hasattr(self, "inner"):
+            self.inner.close()
+            del self.inner
+
+
+class Server:
+    """A server on a port of its own."""
+
+    def __init__(self, host: str = "127.0.0.1", run_id: str | None = RUN, **options: Any) -> None:
+        self.inner = _core.CoordinationServer([(host, 0)], run_id=run_id, **options)
+        self.port = self.inner.port
+
+    def close(self) -> None:
+        self.inner.close()
+        del self.inner
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[Server]:
+    """A server, closed at the end."""
+    server = Server(**options)
+    try:
+        yield server
+    finally:
+        server.close()
