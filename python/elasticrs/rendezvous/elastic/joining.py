@@ -167,8 +167,8 @@ def check_job(member: Member) -> None:
     """Read the job's record, or write it."""
     keys = member.keys
     if member.has_seen_round:
-        gets = [("get", keys.job), ("get", keys.head)]
-        member.txn([("value", keys.job, member.job)], gets, _same_job)
+        known = [("get", keys.job), ("get", keys.head)]
+        member.txn([("value", keys.job, member.job)], known, _same_job)
         return
     member.job = encode(job_record(member))
     put = ("put", keys.job, member.job, False)

@@ -125,8 +125,8 @@ def answered(lead: Lead, reply: Any) -> bool:
     if reply.ok:
         lead.wait_for = reply.revision
     else:
-        # Some change of ours was on its way. It is in the prefix that we watch, so it will be told; the revision
-        # of the reply may be that of another job's key, and would never be.
+        # Some change was on its way. It is in the prefix that we watch, so it will be told; the revision of the
+        # reply may be that of another job's key, and would never be.
         lead.stalled = lead.view is None or lead.view.revision <= lead.sent_at
     return True
 

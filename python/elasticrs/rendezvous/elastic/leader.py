@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def begin(member: Member) -> None:
-    """This agent has become the leader."""
+    """The agent has become the leader."""
     member.lead = Lead(_written)
     member.do(Watch(member.ask(_snapshot), member.keys.prefix, exact=False, snapshot=True))
 
@@ -45,10 +45,9 @@ def changed(member: Member, event: Any) -> None:
     if lead.view is None:
         lead.early.append(event)
         return
-    if event.revision <= lead.view.revision:
-        return
-    lead.view.apply(event.revision, event.changes)
-    lead.stalled = False
+    if event.revision > lead.view.revision:
+        lead.view.apply(event.revision, event.changes)
+        lead.stalled = False
     _check_registration(member, lead)
 
 
@@ -70,7 +69,7 @@ def timer_fired(member: Member, name: str) -> bool:
 
 
 def resign(member: Member) -> None:
-    """This agent does not lead any more."""
+    """The agent does not lead any more."""
     lead, member.lead = member.lead, None
     if lead is not None:
         forget_timers(member, lead)
@@ -96,6 +95,9 @@ def decide(member: Member) -> None:
     ):
         return
     view = lead.view
+    if view.head_revision != member.head_revision:
+        # The snapshot was ahead of this agent's own watch.
+        return
     if view.head_revision != lead.of_head:
         forget_timers(member, lead)
         lead.of_head = view.head_revision

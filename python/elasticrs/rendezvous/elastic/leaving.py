@@ -42,7 +42,7 @@ def leave_with(member: Member, outcome: Outcome) -> None:
     member.arm("leave", member.settings.close_timeout)
     reason = outcome.message or outcome.kind
     if member.held is not None and member.runs(member.held):
-        _end_round(member, member.held, reason)
+        _end_round(member, reason)
     else:
         _farewell(member, reason)
     if member.held is not None:
@@ -50,10 +50,11 @@ def leave_with(member: Member, outcome: Outcome) -> None:
         member.stop("this node leaves the job")
 
 
-def _end_round(member: Member, number: int, reason: str) -> None:
+def _end_round(member: Member, reason: str) -> None:
     """The round ends now, not when the workers here have stopped."""
     head, slot, keys = member.head, member.slot, member.keys
-    assert head is not None and slot is not None
+    assert head is not None
+    assert slot is not None
     end = {
         "kind": "left",
         "node": member.settings.node,

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 def take_slot(member: Member, entry: Any) -> None:
     """The leader has something for this member."""
-    if entry.value is None:
+    if entry.value is None or entry.mod_revision <= member.slot_revision:
         return
+    member.slot_revision = entry.mod_revision
     member.slot = Slot.decode(entry.value)
     look(member)
 
@@ -38,7 +39,8 @@ def take_head(member: Member, entry: Any) -> None:
     """The state of the job has changed."""
     if entry.value is None or entry.mod_revision <= member.head_revision:
         return
-    member.head, member.head_revision = head, _ = Head.decode(entry.value), entry.mod_revision
+    head = Head.decode(entry.value)
+    member.head, member.head_revision = head, entry.mod_revision
     if head.round:
         member.has_seen_round = True
     if head.state == "CLOSED":
@@ -97,14 +99,21 @@ def look(member: Member) -> None:
     """Start what is to be started; else say that nothing of the last slot's round is here."""
     if member.phase not in (Phase.IDLE, Phase.DONE) or member.head is None or member.slot is None:
         return
+    if is_leaving(member):
+        return
     if member.held is not None or member.idle >= member.slot.round or member.slot.round > member.head.round:
         return
     if _is_mine(member):
-        if member.phase is Phase.IDLE and member.outcome is None and member.closing is None:
+        if member.phase is Phase.IDLE:
             _start(member, member.head, member.slot)
     elif member.head.state != "CLOSED":
         member.phase = Phase.IDLE
         idle(member, member.slot.round)
+
+
+def is_leaving(member: Member) -> bool:
+    """Whether this agent takes part in nothing any more."""
+    return member.outcome is not None or member.closing is not None
 
 
 def _start(member: Member, head: Head, slot: Slot) -> None:
@@ -243,7 +252,7 @@ def workers_gone(member: Member) -> None:
         joining.without_workers(member)
     elif member.head is not None and member.head.state == "CLOSED":
         member.exit(outcome_of(member, member.head))
-    elif member.outcome is not None or member.closing is not None:
+    elif is_leaving(member):
         member.phase = Phase.STOP
         leaving.go_on(member)
     else:
@@ -264,6 +273,8 @@ def idle(member: Member, number: int) -> None:
 
 def say_idle(member: Member, number: int) -> None:
     """T4: nothing of that round's workers is here, and this is the port for the next one."""
+    if is_leaving(member):
+        return
     member.idle = number
     put = ("put", member.keys.node(member.member), member.node(cause=_earlier_cause(member, number)), True)
     member.txn(own_registration(member), [put], _idle_known)

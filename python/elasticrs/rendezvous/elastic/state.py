@@ -52,7 +52,7 @@ class Member:
         create_revision: of the registration.
         job, job_revision: value and create revision of the job's record that was checked.
         head, head_revision: the job's state.
-        slot: the last one that the leader gave to this registration.
+        slot, slot_revision: the last one that the leader gave to this registration.
         idle: the last round after which this registration said that it has no workers.
         held: the round whose workers may be here.
         stopping: they have been told to stop.
@@ -120,6 +120,7 @@ class Member:
         "seen_round",
         "settings",
         "slot",
+        "slot_revision",
         "stopping",
         "was_registered",
         "was_short",
@@ -140,6 +141,7 @@ class Member:
         self.head: Head | None = None
         self.head_revision = 0
         self.slot: Slot | None = None
+        self.slot_revision = 0
         self.idle = 0
         self.held: int | None = None
         self.stopping = False
@@ -253,7 +255,7 @@ class Member:
                 self.disarm(name)
         self.lead = None
         self.predecessor = None
-        self.slot = None
+        self.slot, self.slot_revision = None, 0
         self.head, self.head_revision = None, 0
 
     def fence(self, why: str) -> None:

@@ -47,7 +47,8 @@ def lost_ranks(view: View) -> set[int]:
 
     One that had finished explains nothing, unless the round's worker store went with it.
     """
-    return view.missing | (view.absent & {0})
+    leaving = {view.rank_of[member] for member in view.farewells if member in view.rank_of}
+    return view.missing | (view.absent & {0}) | leaving
 
 
 def is_charged(view: View, head: Head) -> bool:
