@@ -418,8 +418,8 @@ class Reply:
     @property
     def results(self) -> list[int | Entry | list[Entry] | None]:
         """One for each op: ``put`` and the deletes give the number of keys that they changed, ``get`` and
-        ``predecessor`` an entry or ``None``, ``range`` a list of entries. Of a watch: with ``snapshot`` one
-        list of entries, else nothing; of one that was refused, the oldest revision that can be asked for.
+        ``predecessor`` an entry or ``None``, ``range`` a list of entries. Of a watch: with ``snapshot`` the
+        entries, else nothing; of one that was refused, the oldest revision that can be asked for.
         """
 
 @final

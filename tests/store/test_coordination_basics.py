@@ -79,21 +79,14 @@ def test_the_predecessor_is_the_one_made_before(client):
     for key in ("n/b", "n/a", "other", "n/c"):
         client.put(key)
     client.put("n/b", b"overwritten")
-    found = [
-        client.txn(then=[("predecessor", "n/", key)]).results[0] for key in ("n/b", "n/a", "n/c", "none")
-    ]
-    assert [each and each.key for each in found] == [None, "n/b", "n/a", None]
+    found = client.txn(then=[("predecessor", "n/", key) for key in ("n/b", "n/a", "n/c", "none")])
+    assert [each and each.key for each in found.results] == [None, "n/b", "n/a", None]
 
 
 def test_the_lease_ends_with_the_connection(client, other):
-    client.txn(
-        then=[("put", "mine/1", b"", True), ("put", "mine/2", b"", True), ("put", "mine/3", b"", False)]
-    )
-    assert [found.key for found in other.watch("mine/", snapshot=True).results[0]] == [
-        "mine/1",
-        "mine/2",
-        "mine/3",
-    ]
+    client.txn(then=[("put", f"mine/{n}", b"", n < 3) for n in (1, 2, 3)])
+    found = other.watch("mine/", snapshot=True).results
+    assert [each.key for each in found] == ["mine/1", "mine/2", "mine/3"]
     client.close()
     assert other.changes() == [("mine/1", None), ("mine/2", None)]
 

@@ -157,7 +157,7 @@ impl Hub {
         }
         let results = if snapshot {
             let entries = shared.state.snapshot(&watch).map_err(|error| (LostKind::Limit, error.to_string()))?;
-            vec![OpResult::Entries(entries)]
+            entries.into_iter().map(|entry| OpResult::Entry(Some(entry))).collect()
         } else {
             Vec::new()
         };

@@ -117,3 +117,6 @@ impl Default for Leases {
         Self::new()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -112,7 +112,8 @@ pub enum Answer {
         ok: bool,
         /// The revision at which it was judged.
         revision: u64,
-        /// One for each op.
+        /// One for each op. Of a watch: what was there, one by one, if that was asked for; of one that was refused, the
+        /// oldest revision that is remembered.
         results: Vec<OpResult>,
     },
     /// What one revision did to the keys that this client watches.
@@ -330,7 +331,7 @@ impl Answer {
                 tag: c.u64()?,
                 ok: c.flag()?,
                 revision: c.u64()?,
-                results: c.list(2, MAX_STEPS, read_result)?,
+                results: c.list(2, usize::MAX, read_result)?,
             },
             CHANGES => Self::Changes { revision: c.u64()?, changes: c.list(19, usize::MAX, read_change)? },
             ALIVE => {
@@ -513,3 +514,6 @@ fn read_result(c: &mut Cursor<'_>) -> Result<OpResult, Malformed> {
         _ => return Err(Malformed("an unknown kind of result")),
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -305,3 +305,6 @@ fn cost_of_revision(revision: &Revision) -> usize {
     REVISION_COST
         + changes.map(|c| ENTRY_COST / 2 + c.key.len() + c.value.as_ref().map_or(0, |v| v.len())).sum::<usize>()
 }
+
+#[cfg(test)]
+pub(super) mod tests;

@@ -1,0 +1,87 @@
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+
+const S: u64 = 1_000 * MS;
+
+#[test]
+fn a_silent_session_ends_after_its_time_to_live() {
+    let mut leases = Leases::new();
+    assert_eq!(leases.begin(1, 1000, 5, 10 * S), Pace { interval_ms: 1000, ttl_ms: 5000 });
+    assert_eq!(leases.renew(1, 11 * S), Some(Pace { interval_ms: 1000, ttl_ms: 5000 }));
+    assert_eq!(leases.expired(16 * S - 1), []);
+    assert_eq!(leases.expired(16 * S), [1]);
+    leases.end(1);
+    assert_eq!((leases.expired(99 * S), leases.plan(99 * S), leases.renew(1, 99 * S)), (vec![], None, None));
+}
+
+#[test]
+fn time_in_which_the_store_did_not_run_is_not_counted() {
+    let mut leases = Leases::new();
+    leases.begin(1, 1000, 5, 0);
+    assert_eq!(leases.plan(0), Some(S));
+    // Stopped from here on: the look of 1 s comes at 11 s.
+    leases.look(11 * S);
+    assert_eq!(leases.expired(11 * S), []);
+    assert_eq!(leases.expired(15 * S - 1), []);
+    assert_eq!(leases.expired(15 * S), [1]);
+}
+
+#[test]
+fn very_many_sessions_are_asked_for_fewer_keep_alives() {
+    let mut leases = Leases::new();
+    for session in 0..10_000 {
+        leases.begin(session, 1000, 5, 0);
+    }
+    assert_eq!(leases.renew(0, 0), Some(Pace { interval_ms: 2000, ttl_ms: 10_000 }));
+    assert_eq!(leases.begin(10_000, 5000, 3, 0), Pace { interval_ms: 5000, ttl_ms: 15_000 });
+}
+
+#[test]
+fn what_cannot_work_is_not_allowed() {
+    assert!(Leases::is_allowed(10, 3) && Leases::is_allowed(1000, 5));
+    assert!(!Leases::is_allowed(9, 5) && !Leases::is_allowed(1000, 2) && !Leases::is_allowed(u32::MAX, 5));
+}
+
+proptest! {
+    /// A store that is stopped at any moments for any time, and a client that keeps its pace: never expired. One that is
+    /// silent: expired, at the latest its time to live and one look after the stops.
+    #[test]
+    fn stops_of_the_store_end_nobody(stops in vec((0..3_000_u64, 0..60_000_u64), 0..10), attempts in 3..8_u16) {
+        let mut leases = Leases::new();
+        leases.begin(1, 1000, attempts, 0);
+        leases.begin(2, 1000, attempts, 0);
+        let mut now = 0;
+        let mut stopped = 0;
+        let mut silent_ended = None;
+        let mut beat = 0;
+        for (run, stop) in stops.into_iter().chain([(100_000, 0)]) {
+            let until = now + run * MS;
+            while let Some(look) = leases.plan(now).filter(|look| *look <= until) {
+                now = look;
+                leases.look(now);
+                if now >= beat + S {
+                    beat = now;
+                    leases.renew(1, now);
+                }
+                let expired = leases.expired(now);
+                prop_assert!(!expired.contains(&1));
+                if expired.contains(&2) {
+                    silent_ended.get_or_insert(now);
+                    leases.end(2);
+                }
+            }
+            now = until + stop * MS;
+            stopped += stop * MS;
+            // All that came meanwhile is read late, and after the look.
+            leases.look(now);
+            prop_assert!(!leases.expired(now).contains(&1));
+            leases.renew(1, now);
+            beat = now;
+        }
+        let ttl = u64::from(attempts) * S;
+        let ended = silent_ended.expect("the last run is long enough");
+        prop_assert!(ended >= ttl && ended <= ttl + stopped + S, "{ended} {stopped}");
+    }
+}

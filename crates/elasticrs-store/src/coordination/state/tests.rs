@@ -1,0 +1,341 @@
+//! The store against a naive one: lists that are searched from end to end.
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::super::watches::{Watches, covered};
+use super::*;
+
+const KEYS: [&str; 6] = ["a", "a/1", "a/2", "a/2x", "b", "é"];
+const PREFIXES: [&str; 5] = ["", "a", "a/", "a/2", "é"];
+const SESSIONS: u64 = 3;
+
+#[derive(Debug, Clone)]
+enum Step {
+    Txn(SessionId, Txn),
+    End(Vec<SessionId>),
+}
+
+/// Name, value, create revision, mod revision, lease.
+type Row = (String, Vec<u8>, u64, u64, Option<SessionId>);
+
+/// Keys in the order of their names.
+#[derive(Debug, Default)]
+struct Naive {
+    revision: u64,
+    keys: Vec<Row>,
+    ended: Vec<SessionId>,
+}
+
+impl Naive {
+    fn find(&self, key: &str) -> Option<&Row> {
+        self.keys.iter().find(|found| found.0 == key)
+    }
+
+    fn entry(found: &Row) -> Entry {
+        let (key, value, create_revision, mod_revision, _) = found;
+        let (key, value) = (key.as_str().into(), value.as_slice().into());
+        Entry { key, value, create_revision: *create_revision, mod_revision: *mod_revision }
+    }
+
+    fn holds(&self, compare: &Compare) -> bool {
+        match compare {
+            Compare::Exists(key) => self.find(key).is_some(),
+            Compare::Missing(key) => self.find(key).is_none(),
+            Compare::Create(key, revision) => self.find(key).map_or(0, |found| found.2) == *revision,
+            Compare::Mod(key, revision) => self.find(key).map_or(0, |found| found.3) == *revision,
+            Compare::Value(key, value) => self.find(key).is_some_and(|found| found.1 == *value),
+        }
+    }
+
+    fn delete(&mut self, key: &str, changes: &mut Vec<Change>) {
+        let found = self.find(key).unwrap().clone();
+        self.keys.retain(|other| other.0 != key);
+        let mod_revision = self.revision + 1;
+        changes.push(Change { key: key.into(), value: None, create_revision: found.2, mod_revision });
+    }
+
+    fn apply(&mut self, session: SessionId, op: &Op, changes: &mut Vec<Change>) -> OpResult {
+        let under = |prefix: &str| -> Vec<_> { self.keys.iter().filter(|found| found.0.starts_with(prefix)).collect() };
+        match op {
+            Op::Put { key, value, leased } => {
+                let create_revision = self.find(key).map_or(self.revision + 1, |found| found.2);
+                let mod_revision = self.revision + 1;
+                self.keys.retain(|other| other.0 != **key);
+                let lease = leased.then_some(session);
+                self.keys.push((key.to_string(), value.to_vec(), create_revision, mod_revision, lease));
+                self.keys.sort();
+                changes.push(Change {
+                    key: Arc::clone(key),
+                    value: Some(Arc::clone(value)),
+                    create_revision,
+                    mod_revision,
+                });
+                OpResult::Count(1)
+            }
+            Op::Delete(key) if self.find(key).is_none() => OpResult::Count(0),
+            Op::Delete(key) => {
+                self.delete(key, changes);
+                OpResult::Count(1)
+            }
+            Op::DeletePrefix(prefix) => {
+                let keys: Vec<String> = under(prefix).into_iter().map(|found| found.0.clone()).collect();
+                for key in &keys {
+                    self.delete(key, changes);
+                }
+                OpResult::Count(keys.len() as u64)
+            }
+            Op::Get(key) => OpResult::Entry(self.find(key).map(Self::entry)),
+            Op::Range { prefix, limit } => {
+                let limit = if *limit == 0 { usize::MAX } else { *limit as usize };
+                OpResult::Entries(under(prefix).into_iter().take(limit).map(Self::entry).collect())
+            }
+            Op::Predecessor { prefix, key } => {
+                let below = self.find(key).map_or(0, |found| found.2);
+                let before = under(prefix).into_iter().filter(|found| found.2 < below);
+                OpResult::Entry(before.max_by_key(|found| (found.2, &found.0)).map(Self::entry))
+            }
+        }
+    }
+
+    fn step(&mut self, step: &Step) -> (Option<(bool, Vec<OpResult>)>, Vec<Change>) {
+        let mut changes = Vec::new();
+        let told = match step {
+            Step::Txn(session, txn) => {
+                let ok = txn.compares.iter().all(|compare| self.holds(compare));
+                let ops = if ok { &txn.then } else { &txn.otherwise };
+                Some((ok, ops.iter().map(|op| self.apply(*session, op, &mut changes)).collect()))
+            }
+            Step::End(sessions) => {
+                for session in sessions {
+                    let theirs = self.keys.iter().filter(|found| found.4 == Some(*session));
+                    let keys: Vec<String> = theirs.map(|found| found.0.clone()).collect();
+                    for key in &keys {
+                        self.delete(key, &mut changes);
+                    }
+                    self.ended.push(*session);
+                }
+                None
+            }
+        };
+        self.revision += u64::from(!changes.is_empty());
+        (told, changes)
+    }
+}
+
+fn a_key() -> impl Strategy<Value = Arc<str>> {
+    prop::sample::select(&KEYS[..]).prop_map(Arc::from)
+}
+
+fn a_prefix() -> impl Strategy<Value = Arc<str>> {
+    prop::sample::select(&PREFIXES[..]).prop_map(Arc::from)
+}
+
+fn a_compare() -> impl Strategy<Value = Compare> {
+    prop_oneof![
+        a_key().prop_map(Compare::Exists),
+        a_key().prop_map(Compare::Missing),
+        (a_key(), 0..6_u64).prop_map(|(key, revision)| Compare::Create(key, revision)),
+        (a_key(), 0..6_u64).prop_map(|(key, revision)| Compare::Mod(key, revision)),
+        (a_key(), vec(0..2_u8, 0..2)).prop_map(|(key, value)| Compare::Value(key, value)),
+    ]
+}
+
+pub(crate) fn an_op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        4 => (a_key(), vec(0..2_u8, 0..2), any::<bool>())
+            .prop_map(|(key, value, leased)| Op::Put { key, value: value.into(), leased }),
+        1 => a_key().prop_map(Op::Delete),
+        1 => a_prefix().prop_map(Op::DeletePrefix),
+        1 => a_key().prop_map(Op::Get),
+        1 => (a_prefix(), 0..3_u32).prop_map(|(prefix, limit)| Op::Range { prefix, limit }),
+        1 => (a_prefix(), a_key()).prop_map(|(prefix, key)| Op::Predecessor { prefix, key }),
+    ]
+}
+
+pub(crate) fn a_txn() -> impl Strategy<Value = Txn> {
+    (vec(a_compare(), 0..3), vec(an_op(), 0..6), vec(an_op(), 0..3)).prop_map(|(compares, then, otherwise)| Txn {
+        compares,
+        then,
+        otherwise,
+    })
+}
+
+fn a_step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (1..=SESSIONS, a_txn()).prop_map(|(session, txn)| Step::Txn(session, txn)),
+        1 => vec(1..=SESSIONS, 1..3).prop_map(Step::End),
+    ]
+}
+
+pub(crate) fn a_watch() -> impl Strategy<Value = Watch> {
+    (a_prefix(), any::<bool>()).prop_map(|(prefix, exact)| Watch { prefix, exact })
+}
+
+fn with_sessions(max_bytes: usize) -> State {
+    let mut state = State::new(max_bytes);
+    (1..=SESSIONS).for_each(|session| state.begin_session(session));
+    state
+}
+
+proptest! {
+    #[test]
+    fn it_does_as_a_naive_store_does(steps in vec(a_step(), 1..30)) {
+        let mut state = with_sessions(1 << 20);
+        let mut naive = Naive::default();
+        for step in &steps {
+            if let Step::Txn(session, _) = step && naive.ended.contains(session) {
+                continue;
+            }
+            let (told, changes) = naive.step(step);
+            let revision = match step {
+                Step::Txn(session, txn) => {
+                    let done = state.txn(*session, txn).unwrap();
+                    prop_assert_eq!((done.ok, done.results.unwrap()), told.unwrap());
+                    done.revision
+                }
+                Step::End(sessions) => state.end_sessions(sessions),
+            };
+            prop_assert_eq!(revision.map(|revision| revision.changes.clone()).unwrap_or_default(), changes);
+            prop_assert_eq!(state.revision(), naive.revision);
+            let all = state.snapshot(&Watch { prefix: "".into(), exact: false }).unwrap();
+            prop_assert_eq!(all, naive.keys.iter().map(Naive::entry).collect::<Vec<_>>());
+        }
+        (1..=SESSIONS).for_each(|session| drop(state.end_sessions(&[session])));
+        prop_assert!(state.entries.values().all(|stored| stored.lease.is_none()));
+    }
+
+    #[test]
+    fn what_it_holds_never_exceeds_the_limit(
+        limit in 500..5_000_usize,
+        puts in vec((a_key(), 0..400_usize, any::<bool>()), 1..60),
+    ) {
+        let mut state = with_sessions(limit);
+        for (key, length, is_delete) in puts {
+            let op = if is_delete { Op::Delete(key) } else {
+                Op::Put { key, value: vec![0; length].into(), leased: false }
+            };
+            let before = state.revision();
+            let done = state.txn(1, &Txn { then: vec![op], ..Txn::default() });
+            prop_assert!(done.is_ok() || state.revision() == before);
+            prop_assert!(state.entry_bytes + state.history_bytes <= limit);
+            let entries = state.entries.iter().map(|(key, stored)| cost(key, &stored.value)).sum::<usize>();
+            prop_assert_eq!(state.entry_bytes, entries);
+            prop_assert_eq!(state.history_bytes, state.history.iter().map(|past| cost_of_revision(past)).sum::<usize>());
+            prop_assert_eq!(state.by_creation.len(), state.entries.len());
+        }
+    }
+
+    /// Watchers that come and go: each is told every change that its watches cover, once, in order, each revision whole.
+    #[test]
+    fn watchers_miss_nothing_and_hear_nothing_twice(
+        schedule in vec(prop_oneof![
+            3 => a_step().prop_map(Ok),
+            2 => (1..4_u64, a_watch(), any::<bool>()).prop_map(Err),
+        ], 1..40),
+    ) {
+        let mut state = with_sessions(1 << 20);
+        let mut watches = Watches::default();
+        let mut own: HashMap<u64, Vec<Watch>> = HashMap::new();
+        for turn in schedule {
+            let revision = match turn {
+                Err((client, watch, is_begin)) => {
+                    let mine = own.entry(client).or_default();
+                    mine.retain(|other| *other != watch);
+                    if is_begin {
+                        mine.push(watch.clone());
+                        watches.add(client, watch);
+                    } else {
+                        watches.remove(client, &watch);
+                    }
+                    prop_assert_eq!(watches.count(client), mine.len());
+                    continue;
+                }
+                Ok(Step::Txn(session, txn)) => state.txn(session, &txn).unwrap().revision,
+                Ok(Step::End(sessions)) => {
+                    let ended = state.end_sessions(&sessions);
+                    for session in sessions {
+ state.begin_session(session);
+ }
+                    ended
+                }
+            };
+            let Some(revision) = revision else { continue };
+            let mut heard: HashMap<u64, Vec<usize>> = HashMap::new();
+            for delivery in watches.deliveries(&revision) {
+                for client in delivery.clients {
+                    prop_assert!(heard.insert(client, delivery.changes.clone()).is_none());
+                }
+            }
+            for (client, mine) in &own {
+                let due: Vec<usize> = (0..revision.changes.len())
+                    .filter(|position| mine.iter().any(|watch| watch.covers(&revision.changes[*position].key)))
+                    .collect();
+                prop_assert_eq!(heard.remove(client).unwrap_or_default(), due);
+            }
+            prop_assert!(heard.is_empty());
+        }
+    }
+
+    #[test]
+    fn history_has_every_revision_from_the_oldest_on(steps in vec(a_txn(), 1..40), limit in 3_000..20_000_usize) {
+        let mut state = with_sessions(limit);
+        let mut told = Vec::new();
+        for txn in steps {
+            if let Ok(done) = state.txn(1, &txn) {
+                told.extend(done.revision);
+            }
+        }
+        let everything = Watch { prefix: "".into(), exact: false };
+        for first in 0..=state.revision() + 2 {
+            let found: Option<Vec<_>> = state.history_from(first).map(|past| past.cloned().collect());
+            if first < state.oldest() || first > state.revision() + 1 {
+                prop_assert!(found.is_none());
+            } else {
+                let skip = usize::try_from(first - 1).unwrap();
+                prop_assert_eq!(&found.unwrap()[..], &told[skip..]);
+            }
+        }
+        prop_assert!(told.iter().all(|past| covered(past, &everything).len() == past.changes.len()));
+    }
+}
+
+#[test]
+fn sessions_that_end_together_end_in_one_revision() {
+    let mut state = with_sessions(1 << 20);
+    for session in 1..=3 {
+        let put = Op::Put { key: format!("n/{session}").into(), value: [].into(), leased: true };
+        state.txn(session, &Txn { then: vec![put], ..Txn::default() }).unwrap();
+    }
+    let ended = state.end_sessions(&[3, 1]).unwrap();
+    assert_eq!(ended.number, 4);
+    assert_eq!(ended.changes.iter().map(|change| &*change.key).collect::<Vec<_>>(), ["n/3", "n/1"]);
+    assert_eq!(state.end_sessions(&[3, 1]), None);
+}
+
+#[test]
+fn a_put_by_another_session_takes_the_lease_over() {
+    let mut state = with_sessions(1 << 20);
+    let put = |leased| Txn { then: vec![Op::Put { key: "k".into(), value: [].into(), leased }], ..Txn::default() };
+    state.txn(1, &put(true)).unwrap();
+    state.txn(2, &put(true)).unwrap();
+    assert_eq!(state.end_sessions(&[1]), None);
+    state.txn(3, &put(false)).unwrap();
+    assert_eq!(state.end_sessions(&[2, 3]), None);
+    assert_eq!(state.revision(), 3);
+}
+
+#[test]
+fn an_answer_that_is_too_large_leaves_the_transaction_whole() {
+    let mut state = with_sessions(1 << 30);
+    let value: Arc<[u8]> = vec![0; 1 << 20].into();
+    for n in 0..65 {
+        let put = Op::Put { key: format!("big/{n}").into(), value: Arc::clone(&value), leased: false };
+        state.txn(1, &Txn { then: vec![put], ..Txn::default() }).unwrap();
+    }
+    let everything = Watch { prefix: "".into(), exact: false };
+    assert_eq!(state.snapshot(&everything), Err(Exceeded::Answer));
+    let range = Op::Range { prefix: "big/".into(), limit: 0 };
+    let done = state.txn(1, &Txn { then: vec![range, Op::Delete("big/0".into())], ..Txn::default() }).unwrap();
+    assert_eq!((done.results, done.revision.map(|revision| revision.number)), (Err(Exceeded::Answer), Some(66)));
+}

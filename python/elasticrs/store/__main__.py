@@ -1,0 +1,99 @@
+"""``python -m elasticrs.store``: a store of its own, off the training nodes.
+
+Prints one line with its address when it serves, and ends with 0 on SIGTERM and SIGINT. What does not fit is
+one line on stderr, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from elasticrs import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m elasticrs.store", description="Serve a coordination store.")
+    parser.add_argument("--host", default="", help="address to listen on (default: all, IPv4 and IPv6)")
+    parser.add_argument("--port", type=int, default=29400, help="0: any free one (default: 29400)")
+    parser.add_argument("--run-id", help="the only run to serve (default: any)")
+    parser.add_argument("--token-file", help="what clients must know (default: $ELASTICRS_TOKEN)")
+    parser.add_argument("--max-connections", type=int, help="refuse further ones (default: 16384)")
+    parser.add_argument("--max-mib", type=int, default=256, help="of keys, values and history (default: 256)")
+    return parser
+
+
+def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
+    if path is None:
+        return os.environ.get("ELASTICRS_TOKEN", "").strip().encode() or None
+    try:
+        with open(path, "rb") as file:
+            token = file.read().strip()
+    except OSError as error:
+        parser.error(f"cannot read the token: {error.strerror}: {path}")
+    if not token:
+        parser.error(f"the token file is empty: {path}")
+    return token
+
+
+def _serve(server: _core.CoordinationServer, stop: socket.socket) -> None:
+    """Until a signal comes."""
+    poll = select.poll()
+    poll.register(stop, select.POLLIN)
+    poll.register(server.fd, select.POLLIN)
+    while all(fd != stop.fileno() for fd, _ in poll.poll()):
+        for line in server.take_notices():
+            print(f"elasticrs store: {line}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not 0 <= args.port <= 65535:
+        parser.error(f"--port must be between 0 and 65535, got {args.port}")
+    if args.max_mib <= 0 or (args.max_connections is not None and args.max_connections <= 0):
+        parser.error("--max-mib and --max-connections must be positive")
+    limits = {} if args.max_connections is None else {"max_connections": args.max_connections}
+    token = _token(parser, args.token_file)
+    stop, wake = socket.socketpair()
+    with stop, wake:
+        wake.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno())
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: None)
+        try:
+            server = _core.CoordinationServer(
+                [(args.host, args.port)],
+                run_id=args.run_id,
+                token=token,
+                max_bytes=args.max_mib << 20,
+                **limits,
+            )
+        except (OSError, ValueError) as error:
+            parser.error(str(error.strerror if isinstance(error, OSError) and error.strerror else error))
+        host = f"[{args.host}]" if ":" in args.host else args.host or "*"
+        print(f"elasticrs store: serving at {host}:{server.port}", flush=True)
+        try:
+            _serve(server, stop)
+        finally:
+            server.close()
+            signal.set_wakeup_fd(-1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""A blocking store as torch's: the same names and meanings, without torch."""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING
+
+from elasticrs import _core
+from elasticrs.store.requests import LostError, Requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from elasticrs._core import CoordinationClient, Entry, Reply
+    from elasticrs.store.requests import Step
+
+DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
+
+
+class DistError(RuntimeError):
+    """As ``torch.distributed.DistError``."""
+
+
+class DistStoreError(DistError):
+    """A key did not come in time; as ``torch.distributed.DistStoreError``."""
+
+
+class DistNetworkError(DistError):
+    """The connection to the store is lost; as ``torch.distributed.DistNetworkError``."""
+
+
+def connect(
+    host: str,
+    port: int,
+    run_id: str,
+    *,
+    prefix: str = "",
+    token: bytes | None = None,
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    connect_timeout: float = 5.0,
+) -> Store:
+    """Connect to a store.
+
+    Args:
+        host: where it serves.
+        port: where it serves.
+        run_id: which run this is; a store that serves one run refuses others.
+        prefix: put before every key.
+        token: what the store asks for.
+        timeout: for :meth:`Store.get` and :meth:`Store.wait`.
+        connect_timeout: seconds for connecting.
+
+    Raises:
+        DistNetworkError: it could not be reached, or refused us.
+    """
+    client = _core.CoordinationClient(
+        host, port, run_id=run_id, token=token, connect_timeout=connect_timeout, stall_timeout=None
+    )
+    try:
+        return Store(client, prefix, timeout)
+    except BaseException:
+        client.close()
+        raise
+
+
+class Store:
+    """Keys and values, shared by all that are connected to the same store with the same prefix.
+
+    Values are bytes; text is encoded as UTF-8. All methods may be called from several threads. A key and its
+    prefix have at most 1 KiB, what one call sends at most 1 MiB (:class:`ValueError`).
+    Differs from torch: :meth:`add` on a value that is no number raises :class:`ValueError`, where a
+    ``TCPStore`` breaks the connection.
+
+    Args:
+        client: used by this object alone, with ``stall_timeout=None``.
+        prefix: put before every key.
+        timeout: for :meth:`get` and :meth:`wait`.
+
+    Raises:
+        DistNetworkError: from every method: the connection is lost.
+    """
+
+    def __init__(
+        self,
+        client: CoordinationClient,
+        prefix: str = "",
+        timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self._requests = Requests(client)
+        self._prefix = prefix
+        self._timeout = timeout
+        try:
+            self._requests.connect()
+        except LostError as lost:
+            raise DistNetworkError(str(lost)) from None
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        """How long :meth:`get` and :meth:`wait` wait."""
+        return self._timeout
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Change :attr:`timeout`."""
+        self._timeout = timeout
+
+    def has_extended_api(self) -> bool:
+        """Whether :meth:`append`, :meth:`multi_get` and :meth:`multi_set` work; true."""
+        return True
+
+    def clone(self) -> Store:
+        """Another object over the same connection; closing one closes both."""
+        return self._derived(self._prefix)
+
+    def with_prefix(self, prefix: str) -> Store:
+        """An object over the same connection whose keys have this prefix, too, after ours."""
+        return self._derived(self._prefix + prefix)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._txn(then=[("put", self._key(key), _bytes(value), False)])
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value.
+
+        Raises:
+            DistStoreError: it did not come within :attr:`timeout`.
+        """
+        return self.multi_get([key])[0]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys at once: nobody sees only some of them."""
+        pairs = zip(keys, values, strict=True)
+        self._txn(then=[("put", self._key(key), _bytes(value), False) for key, value in pairs])
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for several keys and return their values, as they were at one moment.
+
+        Raises:
+            DistStoreError: not all came within :attr:`timeout`.
+        """
+        found: list[bytes] = []
+
+        def all_are_there() -> bool:
+            steps: list[Step] = [("get", self._key(key)) for key in keys]
+            entries = [_entry(result) for result in self._txn(then=steps).results]
+            found[:] = [entry.value for entry in entries if entry is not None]
+            return len(found) == len(entries)
+
+        self._wait(all_are_there, keys, self._timeout)
+        return found
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait for keys.
+
+        Args:
+            keys: all of them have to be there at one moment.
+            timeout: :attr:`timeout` when ``None``.
+
+        Raises:
+            DistStoreError: not all came in time.
+        """
+        self._wait(lambda: self.check(keys), keys, self._timeout if timeout is None else timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all these keys are there."""
+        return self._txn([("exists", self._key(key)) for key in keys]).ok
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 when the key is missing, and return the sum."""
+        sums = [0]
+
+        def plus(value: bytes) -> bytes:
+            sums[0] = (int(value) if value else 0) + amount
+            return str(sums[0]).encode()
+
+        self._change(key, plus)
+        return sums[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add bytes to the end of a value; set it when the key is missing."""
+        tail = _bytes(value)
+        self._change(key, lambda head: head + tail)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if it has the expected value, or is missing and nothing is expected.
+
+        Returns:
+            The value that the key has now; as torch, ``expected`` when the key is missing and not set.
+        """
+        name, old, new = self._key(key), _bytes(expected), _bytes(desired)
+        put: list[Step] = [("put", name, new, False)]
+        while True:
+            reply = self._txn([("value", name, old)], put, [("get", name)])
+            if reply.ok:
+                return new
+            found = _entry(reply.results[0])
+            if found is not None:
+                return found.value
+            if old:
+                return old
+            if self._txn([("missing", name)], put).ok:
+                return new
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; whether it was there."""
+        return self._txn(then=[("delete", self._key(key))]).results[0] == 1
+
+    def num_keys(self) -> int:
+        """How many keys there are under the prefix."""
+        return len(self.list_keys())
+
+    def list_keys(self) -> list[str]:
+        """Return the keys under the prefix, in order."""
+        found = self._txn(then=[("range", self._prefix, 0)]).results[0]
+        assert isinstance(found, list)
+        return [entry.key[len(self._prefix) :] for entry in found]
+
+    def close(self) -> None:
+        """Close the connection, also that of clones. Idempotent."""
+        self._requests.close()
+
+    def _derived(self, prefix: str) -> Store:
+        other = object.__new__(Store)
+        other._requests = self._requests
+        other._prefix = prefix
+        other._timeout = self._timeout
+        return other
+
+    def _key(self, key: str) -> str:
+        return self._prefix + key
+
+    def _txn(
+        self, compares: Sequence[Step] = (), then: Sequence[Step] = (), otherwise: Sequence[Step] = ()
+    ) -> Reply:
+        try:
+            return self._requests.txn(compares, then, otherwise)
+        except LostError as lost:
+            raise DistNetworkError(str(lost)) from None
+
+    def _wait(self, holds: Callable[[], bool], keys: Sequence[str], timeout: datetime.timedelta) -> None:
+        names = [self._key(key) for key in keys]
+        try:
+            came = self._requests.wait_until(holds, names, timeout.total_seconds())
+        except LostError as lost:
+            raise DistNetworkError(str(lost)) from None
+        if not came:
+            milliseconds = round(timeout.total_seconds() * 1000)
+            raise DistStoreError(f"wait timeout after {milliseconds}ms, keys: {', '.join(keys)}")
+
+    def _change(self, key: str, change: Callable[[bytes], bytes]) -> None:
+        """Replace a value by what ``change`` makes of it; of a missing one: of nothing."""
+        name = self._key(key)
+        found = _entry(self._txn(then=[("get", name)]).results[0])
+        while True:
+            revision, old = (found.mod_revision, found.value) if found else (0, b"")
+            reply = self._txn([("mod", name, revision)], [("put", name, change(old), False)], [("get", name)])
+            if reply.ok:
+                return
+            found = _entry(reply.results[0])
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _entry(result: object) -> Entry | None:
+    assert result is None or isinstance(result, _core.Entry)
+    return result
