@@ -40,10 +40,10 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo test test-rust test-python lint bench wheel clean force
+.PHONY: help setup build demo demo-multinode test test-rust test-python interop lint bench wheel clean force
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(SETUP) ## make .venv with the tools and torch (once; needs Python >= 3.10, Rust, a C linker)
 
@@ -60,6 +60,9 @@ $(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
 demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers
 	@$(PY) examples/ddp_digits/demo.py
 
+demo-multinode: build ## three hosts train; one is cut off, the job goes on with two, it comes back (namespaces if root)
+	@$(PY) examples/ddp_multinode/demo.py
+
 test: test-rust test-python ## all tests but the slow ones; ALL=1: every test
 
 # Tests run the programs of the workspace, and cargo builds only those of a package that has such tests itself. Without
@@ -75,6 +78,9 @@ test-rust:
 
 test-python: build
 	@$(PY) -m pytest $(PYTEST_SELECT) $(PYTEST)
+
+interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'
+	@tools/interop.sh '$(TORCH)'
 
 lint: build ## formatters, linters, types, the stub of the extension, rules of the tree
 	@cargo fmt --all --check

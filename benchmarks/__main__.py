@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
 
-from benchmarks import idle, launch, leave, report, restart, siblings, tee, usage
+from benchmarks import idle, launch, leave, report, restart, siblings, tee, usage, worker_store
 from benchmarks.harness import LAUNCHERS, Options, Row
 
 BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "tee-latency": tee.measure_latency,
     "tee-throughput": tee.measure_throughput,
     "idle": idle.measure,
+    "worker-store": worker_store.measure,
 }
 
 

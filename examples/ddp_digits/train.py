@@ -183,7 +183,8 @@ def die_if_told(arguments: argparse.Namespace, rank: int, epoch: int) -> None:
 
 def stamp(what: str) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    line = f"stamp {what} rank={os.environ['RANK']} attempt={attempt} ns={time.monotonic_ns()}\n"
+    line = f"stamp {what} rank={os.environ['RANK']} attempt={attempt} ns={time.monotonic_ns()}"
+    line += f" world={os.environ['WORLD_SIZE']}\n"
     # One write: the workers share this descriptor, and `print` may need two.
     os.write(1, line.encode())
 

@@ -186,18 +186,33 @@ class Descendant:
     def command(self) -> str: ...
 
 @final
+class Fenced:
+    """The deadline of the fence has passed: the nursery kills everything that runs.
+
+    Told at once, also without a group. A group that runs ends with the outcome ``"stopped"``, and its workers
+    with ``sent_signal`` SIGKILL. Until a new deadline is set (or none), no worker can be started.
+    """
+
+    @property
+    def fenced_ns(self) -> int:
+        """When the nursery saw it."""
+
+@final
 class GroupEnded:
     """Nothing of the group is left; another one may be started.
 
     ``outcome`` is ``"succeeded"`` (all exited 0), ``"failed"`` (a worker failed first), ``"stopped"`` (by
-    :meth:`Supervisor.stop`), or ``"lost"`` (the nursery died, and the workers with it).
+    :meth:`Supervisor.stop`, or by the fence), or ``"lost"`` (the nursery died, and the workers with it).
     """
 
     @property
     def outcome(self) -> Literal["succeeded", "failed", "stopped", "lost"]: ...
     @property
     def nursery_exitcode(self) -> int | None:
-        """With ``"lost"``: how the nursery ended, as in :attr:`WorkerExited.exitcode`."""
+        """How the nursery ended, when it was lost, as in :attr:`WorkerExited.exitcode`."""
+    @property
+    def nursery_hung(self) -> bool:
+        """The nursery was lost because it kept silent, and we killed it."""
     @property
     def stuck_ranks(self) -> list[int]:
         """Workers that did not end after SIGKILL (state D); the node is not fit for a restart."""
@@ -251,6 +266,7 @@ Event: TypeAlias = (
     | FailureSeen
     | WorkerPaused
     | WorkerResumed
+    | Fenced
     | GroupEnded
     | LogTrouble
     | Degraded
@@ -326,6 +342,31 @@ class Supervisor:
     def suspend(self) -> None:
         """SIGSTOP to all groups; deadlines stand still until :meth:`resume`."""
     def resume(self) -> None: ...
+    def guard_connection(self, fd: int) -> None:
+        """Give the nursery a duplicate of this socket to hold, in place of an earlier one.
+
+        When this process dies, the connection ends only after the nursery has ended all workers and what they
+        had started. A nursery that replaces a lost one holds it as well.
+
+        Raises:
+            OSError: ``fd`` is not open, or descriptors ran out.
+            SupervisorError: see the class.
+        """
+    def release_connection(self) -> None:
+        """Undo :meth:`guard_connection`."""
+    def fence_at(self, from_now: float | None) -> bool:
+        """Set the moment at which the nursery kills all workers, even if this process is stopped then.
+
+        Args:
+            from_now: seconds from now, on the clock that goes on while the machine is suspended; ``None``
+                takes the deadline back.
+
+        Returns:
+            ``False`` when the deadline before had passed already: :class:`Fenced` tells, or has told.
+
+        Raises:
+            ValueError: the time is not finite.
+        """
     def next_event(self, timeout: float | None = None) -> Event | None:
         """The next event, or ``None`` after ``timeout`` seconds. One thread at a time.
 
@@ -345,6 +386,55 @@ class Supervisor:
     def close(self, keep_descendants: bool = False) -> None:
         """Kill what is left (unless ``keep_descendants``), end the nursery and the runtime thread.
         Idempotent.
+        """
+
+# --- stores ---------------------------------------------------------------------------------------
+
+@final
+class WorkerStore:
+    """A server for torch's ``TCPStore`` clients (2.4 and later): the store of one round's workers.
+
+    Made, it is bound and listens, so that clients may connect; :meth:`serve` makes it answer. What a client
+    does wrong (no client of a TCPStore, a request beyond the protocol's limits, silence, replies that it does
+    not take) closes its connection alone, with one line for the user. Everything that clients make it hold
+    is at most 1 GiB.
+
+    Args:
+        host: a name or an address to listen on; every address, IPv6 and IPv4, when ``None``.
+        port: a port, 0 for a free one, or the first and the last of a range, of which the first free one is
+            taken.
+
+    Raises:
+        OSError: no such port can be had, or no descriptor; names address and port.
+        OverflowError: no number of a port.
+    """
+
+    def __new__(cls, host: str | None = None, port: int | tuple[int, int] = ...) -> WorkerStore: ...
+    @property
+    def port(self) -> int: ...
+    def serve(self, supervisor: Supervisor | None = None) -> None:
+        """Begin to answer: on the supervisor's thread, or on one of its own. Returns at once.
+
+        With a supervisor, lines for the user come as :class:`Degraded`; otherwise see :meth:`take_notices`.
+
+        Raises:
+            SupervisorError: it is served already, or closed, or the supervisor has ended.
+            OSError: no thread or descriptor is left.
+        """
+    def waiting(self) -> dict[str, list[str]]:
+        """Who waits for which keys: by the client's address, with its pid (torch 2.5 and later).
+
+        Of many, the 256 that have waited longest, and 16 keys of each; how many more there are is an entry of
+        its own, without keys.
+        """
+    def take_notices(self) -> list[str]:
+        """Lines for the user since the last call, when there is no supervisor: at most 10 in 10 seconds, of
+        which the last 100 are kept.
+        """
+    def close(self) -> None:
+        """End the listener and every connection; returns when they are gone. Idempotent.
+
+        Clients that wait fail at once.
         """
 
 # --- the store in which agents meet ---------------------------------------------------------------
@@ -608,9 +698,13 @@ class CoordinationClient:
 def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:
     """The last ``count`` lines of a file, without their newlines, from its last ``max_bytes`` bytes."""
 
-def check_limits(processes: int) -> None:
+def check_limits(processes: int, files: int = 0) -> None:
     """Compare with ``pids.max``, ``pid_max``, ``RLIMIT_NPROC`` and ``RLIMIT_NOFILE`` before anything is
     started.
+
+    Args:
+        processes: how many will be started.
+        files: how many of their log files will be followed.
 
     Raises:
         ValueError: names the limit and its value.

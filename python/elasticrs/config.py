@@ -14,6 +14,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
@@ -45,6 +47,7 @@ class JobConfig:
         master_addr: where rank 0 hosts the store.
         master_port: its port; ``None`` for a fresh one in every attempt.
         start_deadline: seconds within which all workers must run.
+        rendezvous: where and how the agent meets those of other nodes; ``None`` when there is nobody to meet.
     """
 
     __slots__ = (
@@ -54,6 +57,7 @@ class JobConfig:
         "max_restarts",
         "name",
         "nproc",
+        "rendezvous",
         "role",
         "run_id",
         "shutdown_timeout",
@@ -75,6 +79,7 @@ class JobConfig:
         master_addr: str = "localhost",
         master_port: int | None = None,
         start_deadline: float = START_DEADLINE,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         self.nproc = nproc
         self.run_id = run_id
@@ -87,6 +92,7 @@ class JobConfig:
         self.master_addr = master_addr
         self.master_port = master_port
         self.start_deadline = start_deadline
+        self.rendezvous = rendezvous
 
 
 class LogSettings(Value):

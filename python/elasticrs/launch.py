@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs.agent.console import Console
+    from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.launcher.arguments import Launch
 
@@ -53,7 +54,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
 
     try:
         launch = resolve(parse(argv, os.environ), os.environ)
-        _check_limits(launch.job.nproc)
+        _check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:
         return _print_help(request.what)
@@ -64,11 +65,9 @@ def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
     from elasticrs import _core
     from elasticrs.agent.console import Console
-    from elasticrs.agent.decisions import OneNode
     from elasticrs.agent.loop import Agent
     from elasticrs.logs import RunLogs
-    from elasticrs.rendezvous.one_node import OneNodePlanner
-    from elasticrs.workers import CommandWorkers, directory_logs
+    from elasticrs.workers import CommandWorkers, WorkerSetup, directory_logs
 
     console = Console()
     if signals is None:
@@ -78,18 +77,14 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
     for notice in launch.notices:
         console.say(notice)
-    workers = CommandWorkers(
-        launch.job,
-        directory_logs(logs),
-        launch.logs.prefix_template,
-        _environment(launch),
-        ignored_signals(),
-        launch.command,
+    setup = WorkerSetup(
+        launch.job, directory_logs(logs), launch.logs.prefix_template, _environment(launch), ignored_signals()
     )
+    workers = CommandWorkers(setup, launch.command)
     agent = Agent(
         launch.job,
         workers,
-        OneNode(launch.job, OneNodePlanner(launch.job)),
+        _decisions(launch, console),
         signals=signals,
         owns_process=True,
         console=console,
@@ -109,18 +104,31 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     return result.exit_code
 
 
+def _decisions(launch: Launch, console: Console) -> Decisions:
+    if launch.job.rendezvous is not None:
+        from elasticrs.agent.several_nodes import SeveralNodes
+
+        return SeveralNodes(launch.job, console)
+    from elasticrs.agent.decisions import OneNode
+    from elasticrs.rendezvous.one_node import OneNodePlanner
+
+    return OneNode(launch.job, OneNodePlanner(launch.job))
+
+
 def _environment(launch: Launch) -> dict[str, str]:
     from elasticrs._worker import hook_environment
 
     return hook_environment({**os.environ, **launch.variables})
 
 
-def _check_limits(nproc: int) -> None:
+def _check_limits(launch: Launch) -> None:
     from elasticrs import _core
     from elasticrs.config import UsageError
+    from elasticrs.logs import followed_files
 
+    nproc = launch.job.nproc
     try:
-        _core.check_limits(nproc)
+        _core.check_limits(nproc, followed_files(launch.logs, nproc))
     except ValueError as error:
         raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
 

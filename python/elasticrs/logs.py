@@ -61,18 +61,18 @@ class RunLogs:
             "" if settings.log_dir == os.devnull else _make_run_directory(settings.log_dir, run_id)
         )
 
-    def attempt(self, round: int) -> LogPaths:  # noqa: A002 -- the field's own word
+    def attempt(self, name: str) -> LogPaths:
         """Make the directories of an attempt.
 
         Args:
-            round: number of the attempt.
+            name: of the attempt.
 
         Raises:
             OSError: a directory cannot be made.
         """
         directory = ""
         if self.directory:
-            directory = os.path.join(self.directory, f"attempt_{round}")
+            directory = os.path.join(self.directory, f"attempt_{name}")
             # Of a long job it may have been cleaned away meanwhile.
             os.makedirs(self.directory, 0o700, exist_ok=True)
             os.mkdir(directory)
@@ -114,6 +114,17 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
         error_file = os.path.join(directory, str(local_rank), "error.json") if directory else ""
         paths.error_files[local_rank] = error_file
     return paths
+
+
+def followed_files(settings: LogSettings, nproc: int) -> int:
+    """How many log files the agent copies to the console while workers run.
+
+    Args:
+        settings: what goes where.
+        nproc: workers on this node.
+    """
+    paths = layout(settings, "" if settings.log_dir == os.devnull else os.curdir, nproc)
+    return len(paths.tee_stdouts) + len(paths.tee_stderrs)
 
 
 def parse_streams(text: str) -> int | dict[int, int]:

@@ -1,4 +1,4 @@
-"""A port for the store that rank 0 of an attempt hosts.
+"""Who hosts the workers' store, and a port for it when rank 0 of an attempt does.
 
 Choosing a free port and closing it again leaves a moment in which anybody may take it. So the port stays
 *bound* for the whole attempt, with SO_REUSEADDR and never listening: the kernel then hands it to nobody as an
@@ -9,6 +9,20 @@ SO_REUSEADDR (libuv and the older server alike), binds and listens on it.
 from __future__ import annotations
 
 import _socket
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def agent_hosts_store(environ: Mapping[str, str]) -> bool:
+    """Whether the workers' store is the agent's to host, where no port is given: ``False`` with
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, as in torch.
+
+    Args:
+        environ: the agent's environment.
+    """
+    return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 class ReservedPort:

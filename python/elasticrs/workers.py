@@ -18,31 +18,44 @@ if TYPE_CHECKING:
     from elasticrs.config import JobConfig
 
 
-class Workers(ABC):
-    """Starts the workers of every attempt; a subclass says what they are.
+class WorkerSetup:
+    """What all kinds of workers need.
 
     Args:
         job: the job.
-        logs: makes the files of an attempt from its number and the variables of its workers by local rank, to
+        logs: makes the files of an attempt from its name and the variables of its workers by local rank, to
             which it adds what workers need to know (their error file).
         prefix_template: of console lines.
         environ: the environment that all workers inherit.
         keep_ignored: signals that stay ignored in the workers.
     """
 
+    __slots__ = ("environ", "job", "keep_ignored", "logs", "prefix_template")
+
     def __init__(
         self,
         job: JobConfig,
-        logs: Callable[[int, dict[int, dict[str, str]]], LogPaths],
+        logs: Callable[[str, dict[int, dict[str, str]]], LogPaths],
         prefix_template: str | None,
         environ: Mapping[str, str],
         keep_ignored: Sequence[int] = (),
     ) -> None:
-        self._job = job
-        self._logs = logs
-        self._prefix_template = prefix_template
-        self._environ = environ
-        self._keep_ignored = keep_ignored
+        self.job = job
+        self.logs = logs
+        self.prefix_template = prefix_template
+        self.environ = environ
+        self.keep_ignored = keep_ignored
+
+
+class Workers(ABC):
+    """Starts the workers of every attempt; a subclass says what they are.
+
+    Args:
+        setup: what all kinds need.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
 
     def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
         """Begin to start all, or none; fills in the attempt's paths.
@@ -55,29 +68,31 @@ class Workers(ABC):
             _core.SupervisorError: the supervisor cannot.
             OSError: a log directory could not be made, or descriptors ran out.
         """
+        job, environ = self._setup.job, self._setup.environ
         variables = {
             ranks.local_rank: worker_env(
                 ranks,
-                run_id=self._job.run_id,
+                run_id=job.run_id,
                 master_addr=attempt.plan.master_addr,
                 master_port=attempt.plan.master_port,
                 round=attempt.round,
                 restarts=attempt.restarts,
-                max_restarts=self._job.max_restarts,
-                inherited=self._environ,
+                max_restarts=job.max_restarts,
+                inherited=environ,
+                use_agent_store=attempt.plan.use_agent_store,
             )
             for ranks in attempt.plan.ranks
         }
-        attempt.paths = paths = self._logs(attempt.round, variables)
+        attempt.paths = paths = self._setup.logs(attempt.name, variables)
         processes = self.specs(paths, {
-            local_rank: {**self._environ, **own} for local_rank, own in variables.items()
+            local_rank: {**environ, **own} for local_rank, own in variables.items()
         })  # fmt: skip
         group = _core.GroupSpec(
             processes,
-            on_failure=_core.StopPolicy(signal.SIGTERM, self._job.shutdown_timeout),
-            linger=self._job.linger,
-            start_deadline=self._job.start_deadline,
-            keep_ignored=self._keep_ignored,
+            on_failure=_core.StopPolicy(signal.SIGTERM, job.shutdown_timeout),
+            linger=job.linger,
+            start_deadline=job.start_deadline,
+            keep_ignored=self._setup.keep_ignored,
         )
         streams = self._streams(attempt, paths)
         if streams:
@@ -110,13 +125,13 @@ class Workers(ABC):
         streams: list[_core.LogStream] = []
         hostname = os.uname().nodename.split(".")[0]
         for to, tees in ((1, paths.tee_stdouts), (2, paths.tee_stderrs)):
-            colour = wants_colour(to, self._environ)
+            colour = wants_colour(to, self._setup.environ)
             for local_rank, path in tees.items():
                 if path == os.devnull:
                     continue
                 text = line_prefix(
-                    self._prefix_template,
-                    role=self._job.role,
+                    self._setup.prefix_template,
+                    role=self._setup.job.role,
                     local_rank=local_rank,
                     rank=attempt.plan.ranks[local_rank].global_rank,
                     hostname=hostname,
@@ -130,20 +145,13 @@ class CommandWorkers(Workers):
     """Workers that are programs.
 
     Args:
+        setup: what all kinds need.
         command: program and arguments; in an argument, ``${local_rank}`` is the worker's and ``$$`` is
             a dollar, as in torch.
     """
 
-    def __init__(
-        self,
-        job: JobConfig,
-        logs: Callable[[int, dict[int, dict[str, str]]], LogPaths],
-        prefix_template: str | None,
-        environ: Mapping[str, str],
-        keep_ignored: Sequence[int],
-        command: Sequence[str],
-    ) -> None:
-        super().__init__(job, logs, prefix_template, environ, keep_ignored)
+    def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
+        super().__init__(setup)
         self._command = command
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
@@ -161,7 +169,7 @@ class CommandWorkers(Workers):
 
     def return_values(self) -> dict[int, object]:
         """Programs return nothing; torch gives ``None`` for each rank, and so do we."""
-        return dict.fromkeys(range(self._job.nproc))
+        return dict.fromkeys(range(self._setup.job.nproc))
 
 
 def _filled_in(argument: str, local_rank: int) -> str:
@@ -172,15 +180,15 @@ def _filled_in(argument: str, local_rank: int) -> str:
     return Template(argument).safe_substitute(local_rank=local_rank)
 
 
-def directory_logs(run: RunLogs) -> Callable[[int, dict[int, dict[str, str]]], LogPaths]:
+def directory_logs(run: RunLogs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
     """The layout of the command line.
 
     Args:
         run: the directory of the run.
     """
 
-    def attempt_logs(round: int, variables: dict[int, dict[str, str]]) -> LogPaths:  # noqa: A002
-        paths = run.attempt(round)
+    def attempt_logs(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
+        paths = run.attempt(name)
         for local_rank, own in variables.items():
             own["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
         return paths

@@ -101,6 +101,42 @@ def test_all_workers_agree_on_a_master_that_can_be_bound(launch, worker_script):
     socket.getaddrinfo(lines[0][1], int(lines[0][2]))
 
 
+STORE = """
+    import os, socket
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+        listens = "listens"
+    except ConnectionRefusedError:
+        listens = "refuses"
+    os.write(1, f"STORE {os.environ['TORCHELASTIC_USE_AGENT_STORE']} {listens}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "expected"),
+    [
+        (("--standalone",), {}, "STORE True listens"),
+        (("--master-port=0",), {}, "STORE True listens"),
+        (("--standalone",), {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "STORE False refuses"),
+    ],
+)
+@pytest.mark.beyond_torchrun
+def test_the_agent_hosts_the_store_unless_told_otherwise(launch, worker_script, arguments, env, expected):
+    launched = launch(*arguments, worker_script(STORE), env=env)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout.splitlines() == [expected]
+
+
+@pytest.mark.beyond_torchrun
+def test_a_port_of_the_users_is_left_to_rank_0(launch, worker_script):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launched = launch(f"--master-port={port}", worker_script(STORE))
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout.splitlines() == ["STORE False refuses"]
+
+
 @pytest.mark.beyond_torchrun
 def test_every_attempt_has_a_master_port_of_its_own(launch, worker_script):
     script = worker_script("""

@@ -43,6 +43,11 @@ def test_a_launch_loads_what_is_allowed():
     assert foreign <= STANDARD
 
 
+def test_one_node_loads_nothing_of_several():
+    for argv in (("--no-python", "true"), ("--standalone", "--nnodes=1:4", "--no-python", "true")):
+        assert not {name for name in loaded(*argv) if name.startswith("elasticrs.rendezvous.e")}
+
+
 def test_help_loads_no_agent():
     modules = loaded("--help")
     assert {name for name in modules if "elasticrs" not in name} <= STANDARD

@@ -60,7 +60,7 @@ def test_workers_see_the_whole_contract(launch, worker_script):
             "GROUP_RANK": "0",
             "ROLE_NAME": "r",
             "TORCHELASTIC_RUN_ID": "job",
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         },
@@ -330,7 +330,7 @@ def test_a_port_that_was_taken_is_replaced_without_a_charge(launch, worker_scrip
             signal.pause()
         os.write(1, b"AGAIN %s\\n" % os.environb[b"TORCHELASTIC_RESTART_COUNT"])
     """)
-    job = launch("--nproc-per-node=2", script)
+    job = launch("--nproc-per-node=2", script, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     assert job.wait() == 0
     assert job.stdout == "AGAIN 0\n" * 2
     assert "was taken; trying another one (no restart charged)" in job.stderr

@@ -39,19 +39,25 @@ def assert_clear(launched, code, *words):
 # --- descriptors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [8, 20, 40, 60, 71])
+@pytest.mark.parametrize("limit", [8, 20, 40, 60, 71, 87])
 def test_too_few_descriptors_are_told_before_anything_starts(launch, worker_script, tmp_path, limit):
     prefix = ("prlimit", f"--nofile={limit}")
     arguments = ("--nproc-per-node", "8", "--log-dir", tmp_path / "logs", "--tee", "3")
     launched = launch(*arguments, worker_script(SAY), prefix=prefix)
-    assert_clear(launched, 2, "8 processes are more than RLIMIT_NOFILE allows")
+    assert_clear(launched, 2, "8 processes are more than RLIMIT_NOFILE with 16 log files allows")
     assert "RUNS" not in launched.stdout
 
 
 def test_eight_workers_fit_into_what_the_check_demands(launch, worker_script, tmp_path):
-    prefix = ("prlimit", "--nofile=72")
+    prefix = ("prlimit", "--nofile=88")
     arguments = ("--nproc-per-node", "8", "--log-dir", tmp_path / "logs", "--tee", "3")
     launched = launch(*arguments, worker_script(SAY), prefix=prefix)
+    assert launched.wait() == 0, launched.stderr
+    launched.wait_for_lines("RUNS", 8)
+
+
+def test_workers_without_files_need_fewer(launch, worker_script):
+    launched = launch("--nproc-per-node", "8", worker_script(SAY), prefix=("prlimit", "--nofile=72"))
     assert launched.wait() == 0, launched.stderr
     launched.wait_for_lines("RUNS", 8)
 

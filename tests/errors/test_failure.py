@@ -70,7 +70,6 @@ def test_failures_do_not_share_their_data() -> None:
 
 HALF = json.dumps(NESTED)[:40]
 MALFORMED: list[object] = [
-    "",
     HALF,
     "null",
     "[]",
@@ -93,8 +92,24 @@ def test_a_malformed_file_is_reported_not_raised(tmp_path: Path, content: object
     failure = ProcessFailure(0, 5, exitcode, path)
     assert failure.error_file == path
     assert "its error file cannot be read (" in str(failure.message)
-    if exitcode < 0:
-        assert str(failure.message).startswith("Signal 9 (SIGKILL) received by PID 5; ")
+    how = "exit code 1; " if exitcode > 0 else "Signal 9 (SIGKILL) received by PID 5; "
+    assert str(failure.message).startswith(how)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "how"),
+    [(1, "exit code 1"), (-9, "Signal 9 (SIGKILL) received by PID 5"), (None, "unknown exit status")],
+)
+def test_an_empty_file_could_not_be_written(tmp_path: Path, exitcode: int | None, how: str) -> None:
+    failure = ProcessFailure(0, 5, exitcode, write(tmp_path, ""))
+    assert failure.message == (f"{how}; its error file could not be written (it is empty, as on a full disk)")
+
+
+def test_an_end_that_nobody_saw_has_no_code() -> None:
+    failure = ProcessFailure(0, 5, None, "", seen_ns=1, cause="nobody can tell how it ended")
+    assert failure.exitcode is None
+    assert (failure.signal_number(), failure.signal_name()) == (0, "<N/A>")
+    assert failure.message == "nobody can tell how it ended"
 
 
 def test_a_file_of_other_bytes_is_reported(tmp_path: Path) -> None:

@@ -6,12 +6,17 @@ import pickle
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 
+from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.report import failures
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
+from elasticrs.ranks import NodeShare, assign
 
 NOW = time.monotonic_ns()
 MS = 1_000_000
@@ -218,3 +223,14 @@ def test_the_error_survives_pickling() -> None:
     error = ChildFailedError("train.py", {0: ProcessFailure(0, 1, -9, "")})
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.name, copy.failures, str(copy)) == (error.name, error.failures, str(error))
+
+
+def test_an_end_that_nobody_saw_is_unknown_and_no_code_is_made_up() -> None:
+    attempt = Attempt(0, 0, Plan(assign([NodeShare("default", 1)], 0), "localhost", 1))
+    gone = SimpleNamespace(local_rank=0, pid=100, exitcode=None, sent_signal=None, seen_ns=NOW)
+    attempt.exits[0] = cast("Any", gone)
+    found = failures(attempt)
+    assert found[0].exitcode is None
+    lines = str(ChildFailedError("train.py", found)).split("\n")
+    assert "  exitcode  : unknown (pid: 100)" in lines
+    assert "  traceback : the worker is gone, and nobody can tell how it ended" in lines

@@ -70,3 +70,23 @@ def test_the_timeline_is_written(launch: Launch, worker_script: Callable[..., Pa
     ]
     assert events[1]["exitcode"] == 3
     assert events[4]["restart_count"] == 1
+
+
+def test_an_error_file_that_could_not_be_written_is_no_missing_one(
+    launch: Launch, worker_script: Callable[..., Path], tmp_path: Path
+) -> None:
+    # Opening a file goes, writing to it does not: as on a full disk.
+    script = worker_script(
+        """
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    raise ValueError("no such batch")
+    """
+    )
+    job = launch("--standalone", "--log-dir", tmp_path / "logs", script)
+    assert job.wait() == 1
+    root = job.stderr[job.stderr.index("Root Cause") :]
+    said = "exit code 1; its error file could not be written (it is empty, as on a full disk)"
+    assert f"  traceback : {said}\n" in root
+    (error_file,) = (tmp_path / "logs").rglob("error.json*")
+    assert error_file.read_text() == ""

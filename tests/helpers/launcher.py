@@ -113,6 +113,10 @@ class Launched:
         """Whether it has ended by now."""
         return procs.wait_readable(self.pidfd, 0)
 
+    def sources(self) -> list[int]:
+        """Descriptors to poll: one is readable when there is output to read, or it has ended."""
+        return [*self._pipes, self.pidfd]
+
     def read_for(self, seconds: float) -> None:
         """Take what it writes until it ends or the time is over: for tests that act at a random moment."""
         deadline = time.monotonic() + seconds

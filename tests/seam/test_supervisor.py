@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -139,6 +140,7 @@ def test_output_goes_to_the_files_and_to_nobody_else(group, tmp_path):
         (lambda: _core.StopPolicy(15, -1.0), "grace must be"),
         (lambda: _core.LogStream(0, "x", 3, b""), "to must be 1, 2 or None"),
         (lambda: _core.check_limits(10**7), "10000000 processes are more than"),
+        (lambda: _core.check_limits(1, 10**9), "RLIMIT_NOFILE with 1000000000 log files allows"),
         (
             lambda: _core.GroupSpec(
                 [_core.ProcessSpec(1, ["a"], env={})], on_failure=_core.StopPolicy(15, 1.0)
@@ -269,3 +271,42 @@ def test_an_agent_that_ends_without_closing_leaves_nothing():
     assert_gone([nursery, worker])
     # The nursery has fallen to this process, which is a subreaper.
     assert os.waitpid(nursery, 0)[1] == 0
+
+
+def test_a_passed_fence_ends_the_group_as_stopped(group):
+    group.start(["sh", "-c", "trap '' TERM; sleep 100"], ["sleep", "100"])
+    assert group.supervisor.fence_at(3600.0)
+    assert group.supervisor.fence_at(0.0)
+    fenced = group.until(_core.Fenced)
+    ended = group.end()
+    assert ended.outcome == "stopped"
+    assert fenced.fenced_ns <= ended.ended_ns
+    exits = [e for e in group.events if isinstance(e, _core.WorkerExited)]
+    assert [(e.exitcode, e.sent_signal) for e in exits] == [(-signal.SIGKILL, signal.SIGKILL)] * 2
+    assert not any(isinstance(e, _core.FailureSeen) for e in group.events)
+
+    assert not group.supervisor.fence_at(None), "the deadline before had passed"
+    group.start(["true"])
+    assert group.end().outcome == "succeeded"
+    with pytest.raises(ValueError, match="the deadline"):
+        group.supervisor.fence_at(float("nan"))
+
+
+def test_the_nursery_holds_a_duplicate_of_the_connection(group):
+    ours, peer = socket.socketpair()
+    with peer:
+        with ours:
+            group.supervisor.guard_connection(ours.fileno())
+        # The nursery serves requests in order, so it holds the duplicate when the worker runs.
+        group.start(["sleep", "100"])
+        peer.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        group.supervisor.release_connection()
+        peer.settimeout(HANG)
+        assert peer.recv(1) == b""
+        with pytest.raises(OSError, match="could not duplicate the connection") as refused:
+            group.supervisor.guard_connection(1_000_000)
+        assert refused.value.errno == errno.EBADF
+        group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
+        group.end()

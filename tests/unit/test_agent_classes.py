@@ -92,7 +92,7 @@ def test_the_hooks_of_a_subclass_run_in_torchs_order(handler):
     assert agent.calls == [("start", [0, 1]), "stop", ("start", [0, 1]), "shutdown"]
     group = agent.get_worker_group()
     assert [worker.id for worker in group.workers] == ["id0", "id1"]
-    assert group.master_port == handler.reserved_port.number
+    assert group.master_port == handler.agent_store.port
 
 
 def test_a_subclass_fails_when_its_restarts_are_used_up(handler):

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.config import UsageError
-from elasticrs.launcher.arguments import HelpRequested, parse, parse_endpoint, resolve
+from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 from elasticrs.launcher.options import NOT_YET, OPTIONS, help_text
+from elasticrs.rendezvous.elastic.settings import KEYS
 
 ENV = {"PATH": "/usr/bin:/bin"}
 
@@ -124,10 +125,7 @@ def test_what_is_wrong_with_the_script_is_said(tmp_path, script):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--nnodes=2"], "--nnodes: got 2:2, expected 1: several nodes need the coordination release"),
-        (["--nnodes=1:2"], "--nnodes: got 1:2, expected 1"),
         (["--node-rank=1"], "--node-rank: got 1, expected 0 with one node"),
-        (["--rdzv-backend=etcd"], "--rdzv-backend: got 'etcd', expected static or c10d"),
         (["--rdzv-endpoint=host"], "expected HOST:PORT with the static rendezvous"),
         (["--rdzv-backend=c10d", "--rdzv-endpoint=a b:1"], "--rdzv-endpoint: got 'a b:1', expected HOST"),
     ],
@@ -193,27 +191,6 @@ def test_descendants_may_linger_or_stay(script):
     assert launch("--keep-descendants", script).job.linger is None
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "expected"),
-    [
-        ("host", ("host", None)),
-        ("host:1", ("host", 1)),
-        ("[::1]", ("::1", None)),
-        ("[::1]:80", ("::1", 80)),
-    ],
-)
-def test_endpoints_are_split(endpoint, expected):
-    assert parse_endpoint("--rdzv-endpoint", endpoint) == expected
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["host:", "host:x", "host:65536", "[::1", "[]:1", "[::1]80", "a=b:1", "::1"]
-)
-def test_malformed_endpoints_are_refused(endpoint):
-    with pytest.raises(UsageError, match=r"expected HOST\[:PORT\]"):
-        parse_endpoint("--rdzv-endpoint", endpoint)
-
-
 @pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--he"], ["--role", "x", "-h"], ["-mh"]])
 def test_help_is_asked_for(argv):
     with pytest.raises(HelpRequested):
@@ -223,6 +200,9 @@ def test_help_is_asked_for(argv):
 def test_help_names_every_option():
     text = help_text("elasticrun")
     assert all(option.flag in text for option in OPTIONS)
+    assert all(key.name in text for key in KEYS)
+    assert "  join_timeout                until at least MIN nodes have met (default 600)" in text
+    assert max(map(len, text.splitlines())) <= 120
     assert not any("--" + name in text for name in NOT_YET)
 
 

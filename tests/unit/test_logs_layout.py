@@ -5,7 +5,7 @@ import os
 import pytest
 
 from elasticrs.config import LogSettings, UsageError
-from elasticrs.logs import RunLogs, coloured, layout, line_prefix, parse_streams, wants_colour
+from elasticrs.logs import RunLogs, coloured, followed_files, layout, line_prefix, parse_streams, wants_colour
 
 
 def test_nothing_is_redirected_by_default():
@@ -40,7 +40,7 @@ def test_stderr_is_captured_without_losing_the_console():
 
 def test_the_null_device_means_no_files_at_all():
     logs = RunLogs(LogSettings(log_dir=os.devnull, redirects=3, tee=3), "job", 1)
-    paths = logs.attempt(0)
+    paths = logs.attempt("0")
     assert paths.stdouts == paths.stderrs == paths.error_files == {0: ""}
     assert paths.tee_stdouts == {}
 
@@ -51,11 +51,11 @@ def test_each_run_and_each_attempt_has_its_own_directory(tmp_path):
     first, second = RunLogs(settings, "job/1", 1), RunLogs(settings, "job/1", 1)
     assert first.directory != second.directory
     assert all(name.startswith("job_1_") for name in os.listdir(base))
-    one, two = first.attempt(0), first.attempt(1)
+    one, two = first.attempt("0"), first.attempt("1")
     assert one.stdouts != two.stdouts
     assert os.path.isdir(os.path.dirname(one.stdouts[0]))
     with pytest.raises(FileExistsError):
-        first.attempt(0)
+        first.attempt("0")
 
 
 def test_an_unusable_log_dir_is_the_users_mistake(tmp_path):
@@ -68,11 +68,11 @@ def test_an_unusable_log_dir_is_the_users_mistake(tmp_path):
 def test_a_temporary_directory_without_files_is_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     empty = RunLogs(LogSettings(), "job", 2)
-    empty.attempt(0)
+    empty.attempt("0")
     empty.remove_if_empty()
     assert os.listdir(tmp_path) == []
     used = RunLogs(LogSettings(), "job", 2)
-    error_file = used.attempt(0).error_files[1]
+    error_file = used.attempt("0").error_files[1]
     with open(error_file, "w") as file:
         file.write("{}")
     used.remove_if_empty()
@@ -81,7 +81,7 @@ def test_a_temporary_directory_without_files_is_removed(tmp_path, monkeypatch):
 
 def test_a_directory_of_the_user_stays(tmp_path):
     logs = RunLogs(LogSettings(log_dir=str(tmp_path)), "job", 1)
-    logs.attempt(0)
+    logs.attempt("0")
     logs.remove_if_empty()
     assert os.path.isdir(logs.directory)
 
@@ -109,3 +109,12 @@ def test_colour_is_for_terminals_without_no_color():
     finally:
         for fd in (reader, writer, main, tty):
             os.close(fd)
+
+
+def test_files_that_are_followed_are_counted():
+    assert followed_files(LogSettings(), 4) == 0
+    assert followed_files(LogSettings(tee=3), 4) == 8
+    assert followed_files(LogSettings(tee={1: 3}, capture_stderr=True), 4) == 5
+    assert followed_files(LogSettings(redirects=3), 4) == 0
+    assert followed_files(LogSettings(tee=1, local_ranks_filter=frozenset({1})), 4) == 1
+    assert followed_files(LogSettings(tee=3, log_dir=os.devnull), 4) == 0

@@ -40,14 +40,16 @@ def test_the_layout_is_torchs(tmp_path):
 def test_an_attempts_directory_is_never_used_again(tmp_path):
     specs = DefaultLogsSpecs(str(tmp_path))
     names = [os.path.dirname(os.path.dirname(specs.reify(envs(1)).error_files[0])) for _ in range(3)]
-    assert [os.path.basename(name) for name in names] == ["attempt_0", "attempt_0_1", "attempt_0_2"]
+    assert [os.path.basename(name) for name in names] == ["attempt_0", "attempt_0_r0", "attempt_0_r0_1"]
     assert all(os.path.isdir(name) for name in names)
 
 
 def test_rounds_that_cost_no_restart_have_their_own_directory(tmp_path):
     specs = DefaultLogsSpecs(str(tmp_path))
-    logs = specs.reify(envs(1, number="3", restarts="1"))
-    assert "/attempt_3/" in logs.error_files[0]
+    first = specs.reify(envs(1, number="3", restarts="1"))
+    second = specs.reify(envs(1, number="4", restarts="1"))
+    assert "/attempt_1/" in first.error_files[0]
+    assert "/attempt_1_r4/" in second.error_files[0]
 
 
 def test_the_null_device_means_no_files(tmp_path):

@@ -78,8 +78,24 @@ def test_a_creator_must_make_what_it_is_registered_for():
         registry.create_handler(params("mine"))
 
 
-def test_every_round_has_a_fresh_reserved_port():
+def test_every_round_has_a_fresh_store():
     handler = get_rendezvous_handler(params())
+    assert handler.use_agent_store
+    first = handler.next_rendezvous().bootstrap_store_info.master_port
+    socket.create_connection(("localhost", first)).close()
+    second = handler.next_rendezvous().bootstrap_store_info.master_port
+    assert handler.agent_store.port == second
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("localhost", first))
+    assert handler.shutdown()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("localhost", second))
+
+
+def test_rank_0_hosts_the_store_on_a_fresh_reserved_port_when_torchs_variable_says_so(monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    handler = get_rendezvous_handler(params())
+    assert not handler.use_agent_store
     first = handler.next_rendezvous()
     port = first.bootstrap_store_info.master_port
     assert (first.rank, first.world_size, first.bootstrap_store_info.master_addr) == (0, 1, "localhost")
@@ -97,7 +113,7 @@ def test_a_static_endpoint_is_used_as_it_is():
     handler = get_rendezvous_handler(params("static", "[::1]:1234"))
     info = handler.next_rendezvous().bootstrap_store_info
     assert info == RendezvousStoreInfo("::1", 1234)
-    assert handler.reserved_port is None
+    assert (handler.reserved_port, handler.agent_store) == (None, None)
     assert (handler.get_backend(), handler.get_run_id(), handler.num_nodes_waiting()) == ("static", "job", 0)
     assert handler.use_agent_store is False
 

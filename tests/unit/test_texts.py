@@ -2,7 +2,14 @@
 
 import pytest
 
-from elasticrs.agent.texts import how_it_ended, milliseconds, restart_line, signal_name, stop_line
+from elasticrs.agent.texts import (
+    how_it_ended,
+    how_the_nursery_ended,
+    milliseconds,
+    restart_line,
+    signal_name,
+    stop_line,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +23,11 @@ from elasticrs.agent.texts import how_it_ended, milliseconds, restart_line, sign
 )
 def test_an_end_has_a_name(exitcode, text):
     assert how_it_ended(exitcode) == text
+
+
+def test_a_nursery_that_the_agent_killed_did_not_just_die():
+    assert how_the_nursery_ended(-9, hung=True) == "hung and was killed by the agent"
+    assert how_the_nursery_ended(-9, hung=False) == "died by SIGKILL"
 
 
 def test_a_restart_says_what_it_costs():

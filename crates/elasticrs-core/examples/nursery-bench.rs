@@ -5,6 +5,8 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use elasticrs_core::clock::boot_now;
+use elasticrs_core::nursery::fence::Fence;
 use elasticrs_core::nursery::launch::{Launched, NurseryImage, launch};
 use elasticrs_core::nursery::protocol::{Reply, Request};
 use elasticrs_core::spec::{PassedFd, ProcessSpec, Stdio};
@@ -68,7 +70,7 @@ fn spawn(nursery: &mut Launched, count: u32, command: &str) -> Result<Vec<i32>> 
 
 fn sweep(nursery: &mut Launched) -> Result<Duration> {
     let begin = Instant::now();
-    nursery.link.send(&Request::Sweep { linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 }, Vec::new())?;
+    nursery.link.send(&Request::Sweep { number: 1, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 }, Vec::new())?;
     while !matches!(next(nursery)?.0, Reply::Swept { .. }) {}
     Ok(begin.elapsed())
 }
@@ -177,5 +179,37 @@ fn main() -> Result<()> {
         wait::reap(pid);
     }
     report("link lost to 8 workers and 8 daemons gone", figures)?;
+    fenced(image, rounds)
+}
+
+/// The fence: what a renewal costs, and how late the workers are killed.
+fn fenced(image: &'static [u8], rounds: u32) -> Result<()> {
+    const RENEWALS: u32 = 1_000_000;
+    let fence = Fence::new()?;
+    let (mut nursery, _) = start(image)?;
+    nursery.link.send(&Request::Fence, fence.descriptors()?)?;
+    fence.set(Some(boot_now() + 3_600_000_000_000));
+    let begin = Instant::now();
+    for number in 0..RENEWALS {
+        fence.set(Some(boot_now() + 3_600_000_000_000 + u64::from(number)));
+    }
+    let each = begin.elapsed() / RENEWALS;
+    writeln!(io::stdout(), "{:<58} {:>8} ns", "renewal, the reading of the clock included", each.as_nanos())?;
+
+    let mut figures = Vec::new();
+    for _ in 0..rounds {
+        fence.set(None);
+        let pids = spawn(&mut nursery, 8, "daemonise")?;
+        let deadline = boot_now() + 20_000_000;
+        fence.set(Some(deadline));
+        for pid in pids {
+            wait_for_end(pid);
+        }
+        figures.push(Duration::from_nanos(boot_now() - deadline));
+        // What is still queued belongs to this round.
+        sweep(&mut nursery)?;
+    }
+    report("deadline of the fence to 8 workers and 8 daemons gone", figures)?;
+    end(nursery);
     Ok(())
 }

@@ -22,20 +22,25 @@ pub struct TooMany {
 }
 
 /// Compares with `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE` and the `pids.max` of all control groups above this process.
+/// `files` are the log files that the agent follows meanwhile, a descriptor for each.
 ///
 /// Limits that cannot be read do not count: the start itself will tell.
 ///
 /// # Errors
 /// The first limit that is exceeded.
-pub fn check(processes: u64) -> Result<(), TooMany> {
+pub fn check(processes: u64, files: u64) -> Result<(), TooMany> {
     let soft = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
-    let nofile = soft(Resource::RLIMIT_NOFILE).map(|n| n.saturating_sub(OWN_DESCRIPTORS));
+    let nofile = soft(Resource::RLIMIT_NOFILE).map(|n| n.saturating_sub(OWN_DESCRIPTORS.saturating_add(files)));
+    let nofile_name = match files {
+        0 => "RLIMIT_NOFILE".to_owned(),
+        _ => format!("RLIMIT_NOFILE with {files} log files"),
+    };
     // Root is not held to it.
     let nproc = soft(Resource::RLIMIT_NPROC).filter(|_| !geteuid().is_root());
     let known = [
         ("kernel.pid_max", read_number(Path::new("/proc/sys/kernel/pid_max"))),
         ("RLIMIT_NPROC", nproc),
-        ("RLIMIT_NOFILE", nofile),
+        (nofile_name.as_str(), nofile),
     ];
     let known = known.into_iter().filter_map(|(name, allowed)| Some((name.to_owned(), allowed?)));
     let groups = pids_files().into_iter().filter_map(|path| Some((path.display().to_string(), read_number(&path)?)));
@@ -122,8 +127,15 @@ mod tests {
     #[test]
     fn a_million_processes_are_too_many_everywhere() {
         // RLIMIT_NOFILE is at most fs.nr_open, and a pid_max of 4 million needs no more than that.
-        let error = check(5_000_000).unwrap_err();
+        let error = check(5_000_000, 0).unwrap_err();
         assert!(error.to_string().starts_with("5000000 processes are more than "), "{error}");
-        assert_eq!(check(1), Ok(()));
+        assert_eq!(check(1, 0), Ok(()));
+    }
+
+    #[test]
+    fn followed_files_take_descriptors_too() {
+        let error = check(1, u64::MAX).unwrap_err();
+        let expected = format!("1 processes are more than RLIMIT_NOFILE with {} log files allows (0)", u64::MAX);
+        assert_eq!(error.to_string(), expected);
     }
 }

@@ -22,7 +22,7 @@ fn a_worker_ends_and_its_exit_is_told_once() {
     assert_eq!(exit, WorkerExit::Exited { code: 7 });
     assert!(usage.max_rss_kib > 100, "{usage:?}");
     // The answer to a sweep is the next thing that is told: the exit does not come again.
-    client.send(&Request::Sweep { linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 });
+    client.send(&Request::Sweep { number: 1, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 });
     assert!(matches!(client.next().0, Reply::Swept { .. }));
 }
 

@@ -13,7 +13,7 @@ use elasticrs_core::nursery::protocol::Stage;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, Stdio, StopPolicy};
 use elasticrs_core::supervisor::queue::Next;
-use elasticrs_core::supervisor::{Config, Event, Outcome, StartFailure, Supervisor, SupervisorError};
+use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
 use elasticrs_testkit::assert_no_children;
 
 /// A guard against hanging, never what is measured.
@@ -223,7 +223,13 @@ fn the_loss_of_the_nursery_ends_the_group_and_the_next_one_gets_a_new_one() {
     kill(first, libc::SIGKILL);
     let (exits, end) = until_end(&supervisor);
     assert_eq!(exits.len(), 2);
-    let Event::GroupEnded { outcome: Outcome::Lost, nursery: Some(KILLED), swept, .. } = end else {
+    let Event::GroupEnded {
+        outcome: Outcome::Lost,
+        nursery: Some(NurseryEnd { exit: KILLED, hung: false }),
+        swept,
+        ..
+    } = end
+    else {
         panic!("{end:?}");
     };
     assert_eq!(swept.ended.len(), 1, "the daemon was found and ended");
@@ -243,6 +249,44 @@ fn a_nursery_that_is_stopped_is_noticed_by_its_silence_and_resumed() {
     let (exits, end) = until_end(&supervisor);
     assert_eq!(exits.len(), 2);
     assert_eq!(outcome(&end), Outcome::Failed, "how the worker ended is known");
+    close(supervisor);
+}
+
+#[test]
+fn a_nursery_that_does_not_wake_up_is_killed_and_said_to_have_hung() {
+    use nix::sys::ptrace;
+    let supervisor = supervisor();
+    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"]]));
+    // SIGCONT does not wake up who is held by a tracer.
+    let nursery = nix::unistd::Pid::from_raw(supervisor.nursery_pid().unwrap());
+    ptrace::seize(nursery, ptrace::Options::empty()).unwrap();
+    ptrace::interrupt(nursery).unwrap();
+    kill(pids[0], libc::SIGKILL);
+    let (exits, end) = until_end(&supervisor);
+    assert_eq!(exits.len(), 2);
+    let Event::GroupEnded { outcome: Outcome::Lost, nursery: Some(NurseryEnd { exit: KILLED, hung: true }), .. } = end
+    else {
+        panic!("{end:?}");
+    };
+    close(supervisor);
+}
+
+#[test]
+fn who_died_by_itself_before_a_stop_is_not_listed_as_stopped() {
+    let supervisor = supervisor();
+    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"]]));
+    let nursery = supervisor.nursery_pid().unwrap();
+    // So that the death is not told before the stop.
+    kill(nursery, libc::SIGSTOP);
+    until_stopped(nursery);
+    kill(pids[0], libc::SIGKILL);
+    elasticrs_testkit::wait_for_end(pids[0]);
+    supervisor.stop(TERM).unwrap();
+    elasticrs_testkit::wait_for_end(pids[1]);
+    kill(nursery, libc::SIGCONT);
+    let (exits, end) = until_end(&supervisor);
+    assert_eq!(exits, [(0, KILLED, None), (1, TERMINATED, Some(Signal::TERM))]);
+    assert_eq!(outcome(&end), Outcome::Stopped);
     close(supervisor);
 }
 

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use elasticrs_store::coordination::client::{Client, Options};
 use elasticrs_store::coordination::events::Event;
-use elasticrs_store::coordination::guard::{Guard, NoGuard};
 use elasticrs_store::coordination::leases::Leases;
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, Server, ServerError};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
@@ -16,6 +15,7 @@ use pyo3::types::{PyBytes, PyTuple};
 
 use crate::error::{SupervisorError, os_error};
 use crate::event::object;
+use crate::lease;
 use crate::spec::duration;
 use crate::store_runtime::Home;
 use crate::supervisor::Supervisor;
@@ -136,8 +136,8 @@ impl CoordinationClient {
             connect_timeout: duration(connect_timeout, "connect_timeout")?,
             stall_timeout: stall_timeout.map(|seconds| duration(seconds, "stall_timeout")).transpose()?,
         };
+        let guard = lease::guard(supervisor.as_ref());
         let home = Home::new(supervisor)?;
-        let guard: Box<dyn Guard> = Box::new(NoGuard);
         let inner = py
             .detach(|| Client::start(&home, options, guard))
             .map_err(|error| os_error(&error, "make a client of the store"))?;

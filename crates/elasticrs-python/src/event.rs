@@ -75,9 +75,15 @@ pub struct Descendant {
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct Fenced {
+    fenced_ns: u64,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
 pub struct GroupEnded {
     outcome: &'static str,
     nursery_exitcode: Option<i32>,
+    nursery_hung: bool,
     stuck_ranks: Vec<u32>,
     wait_channels: Vec<String>,
     ended: Vec<Descendant>,
@@ -151,11 +157,13 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         }
         Event::WorkerPaused { local_rank, pid, signal } => object(py, WorkerPaused { local_rank, pid, signal }),
         Event::WorkerResumed { local_rank, pid } => object(py, WorkerResumed { local_rank, pid }),
+        Event::Fenced { at } => object(py, Fenced { fenced_ns: at.0 }),
         Event::GroupEnded { outcome, nursery, stuck_workers, swept, at } => {
             let (stuck_ranks, wait_channels) = stuck_workers.into_iter().unzip();
             let group_ended = GroupEnded {
                 outcome: outcome_name(outcome),
-                nursery_exitcode: nursery.and_then(exitcode),
+                nursery_exitcode: nursery.and_then(|end| exitcode(end.exit)),
+                nursery_hung: nursery.is_some_and(|end| end.hung),
                 stuck_ranks,
                 wait_channels,
                 ended: descendants(swept.ended),

@@ -1,4 +1,4 @@
-//! `elasticrs._core`: the seam between Python and `elasticrs-core`.
+//! `elasticrs._core`: the seam between Python, `elasticrs-core` and `elasticrs-store`.
 //!
 //! Thin on purpose: frozen classes, no decisions, no call into Python from a Rust thread. Whatever can block releases
 //! the GIL. The documentation of every name is in `python/elasticrs/_core.pyi`.
@@ -9,10 +9,12 @@ mod coordination;
 mod error;
 mod event;
 mod helpers;
+mod lease;
 mod nursery;
 mod spec;
 mod store_runtime;
 mod supervisor;
+mod worker_store;
 
 /// The native part of elasticrs; private.
 #[pymodule(gil_used = false)]
@@ -29,8 +31,8 @@ mod _core {
     use crate::error::SupervisorError;
     #[pymodule_export]
     use crate::event::{
-        Degraded, Descendant, FailureSeen, FdReady, GroupEnded, GroupStarted, LogTrouble, StartFailed, WorkerExited,
-        WorkerPaused, WorkerResumed,
+        Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, LogTrouble, StartFailed,
+        WorkerExited, WorkerPaused, WorkerResumed,
     };
     #[pymodule_export]
     use crate::helpers::{check_limits, kernel_features, last_lines};
@@ -40,4 +42,6 @@ mod _core {
     use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy};
     #[pymodule_export]
     use crate::supervisor::Supervisor;
+    #[pymodule_export]
+    use crate::worker_store::WorkerStore;
 }

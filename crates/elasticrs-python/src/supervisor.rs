@@ -2,11 +2,13 @@
 
 use std::time::Instant;
 
+use elasticrs_core::clock::boot_now;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{self as core, Config};
+use elasticrs_core::sys::duplicate::duplicate;
 use pyo3::prelude::*;
 
-use crate::error::Error;
+use crate::error::{Error, os_error};
 use crate::event::{FdReady, object, to_python};
 use crate::nursery;
 use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
@@ -55,6 +57,26 @@ impl Supervisor {
 
     fn resume(&self) -> PyResult<()> {
         Ok(self.inner.resume().map_err(Error)?)
+    }
+
+    fn guard_connection(&self, fd: i32) -> PyResult<()> {
+        let connection = duplicate(fd).map_err(|error| os_error(&error, "could not duplicate the connection"))?;
+        Ok(self.inner.guard_connection(connection).map_err(Error)?)
+    }
+
+    fn release_connection(&self) -> PyResult<()> {
+        Ok(self.inner.release_connection().map_err(Error)?)
+    }
+
+    fn fence_at(&self, from_now: Option<f64>) -> PyResult<bool> {
+        let at = |from_now: f64| {
+            // Not `max`, which would make a number of NaN.
+            let from_now = if from_now < 0.0 { 0.0 } else { from_now };
+            let nanoseconds = duration(from_now, "the deadline")?.as_nanos();
+            Ok::<_, PyErr>(boot_now().saturating_add(u64::try_from(nanoseconds).unwrap_or(u64::MAX)))
+        };
+        let deadline = from_now.map(at).transpose()?;
+        Ok(self.inner.fence().set(deadline))
     }
 
     #[pyo3(signature = (timeout=None))]

@@ -5,3 +5,4 @@
 
 pub mod coordination;
 pub mod runtime;
+pub mod worker;

@@ -60,9 +60,10 @@ def write_whole(path: str, text: str) -> None:
         _write(partial, text)
         os.replace(partial, path)
     except OSError:
-        _write(path, text)
+        # Before anything else: it may be what fills the disk.
         if os.path.exists(partial):
             os.unlink(partial)
+        _write(path, text)
 
 
 def write_uncaught(path: str, error: BaseException) -> None:

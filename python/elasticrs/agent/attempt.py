@@ -6,7 +6,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticrs._core import WorkerExited
+    from elasticrs._core import WorkerExited, WorkerStore
     from elasticrs.logs import LogPaths
     from elasticrs.ports import ReservedPort
     from elasticrs.ranks import WorkerRanks
@@ -17,12 +17,14 @@ class Plan:
 
     Args:
         ranks: of this node's workers.
-        master_addr: where rank 0 hosts the store.
+        master_addr: where the workers' store listens.
         master_port: its port.
-        reserved: holds the port for as long as the attempt lasts, when it is ours.
+        reserved: holds a port of ours for as long as the attempt lasts, when rank 0 hosts the store.
+        store: the workers' store, served, when this agent hosts it.
+        use_agent_store: whether an agent hosts the store; otherwise rank 0 does.
     """
 
-    __slots__ = ("master_addr", "master_port", "ranks", "reserved")
+    __slots__ = ("master_addr", "master_port", "ranks", "reserved", "store", "use_agent_store")
 
     def __init__(
         self,
@@ -30,16 +32,27 @@ class Plan:
         master_addr: str,
         master_port: int,
         reserved: ReservedPort | None = None,
+        *,
+        store: WorkerStore | None = None,
+        use_agent_store: bool = False,
     ) -> None:
         self.ranks = ranks
         self.master_addr = master_addr
         self.master_port = master_port
         self.reserved = reserved
+        self.store = store
+        self.use_agent_store = use_agent_store
 
     def close(self) -> None:
-        """Give the port back. Idempotent."""
+        """Give the port back, and end the store with its connections. Idempotent."""
         if self.reserved is not None:
             self.reserved.close()
+        if self.store is not None:
+            self.store.close()
+
+    def notices(self) -> list[str]:
+        """What the store has to say to the user, when it does not say so through the supervisor."""
+        return self.store.take_notices() if self.store is not None else []
 
 
 class Attempt:
@@ -48,6 +61,7 @@ class Attempt:
     Attributes:
         round: its number.
         restarts: charged restarts when it began.
+        name: of its log directory: the restarts, and the round where another attempt had as many.
         plan: ranks and addresses.
         paths: its files.
         pids: of the workers, by local rank.
@@ -62,7 +76,9 @@ class Attempt:
     __slots__ = (
         "exits",
         "first_failure",
+        "name",
         "nursery_exitcode",
+        "nursery_hung",
         "oom_kills",
         "oom_kills_after",
         "paths",
@@ -74,9 +90,10 @@ class Attempt:
         "stamps",
     )
 
-    def __init__(self, round: int, restarts: int, plan: Plan) -> None:  # noqa: A002 -- the field's own word
+    def __init__(self, round: int, restarts: int, plan: Plan, name: str = "") -> None:  # noqa: A002 -- the field's own word
         self.round = round
         self.restarts = restarts
+        self.name = name or str(restarts)
         self.plan = plan
         self.paths: LogPaths | None = None
         self.pids: list[int] = []
@@ -86,6 +103,7 @@ class Attempt:
         self.oom_kills_after: dict[str, int] = {}
         self.signalled = 0
         self.nursery_exitcode: int | None = None
+        self.nursery_hung = False
         self.stamps: dict[str, int] = {}
 
     def failed_exits(self) -> list[WorkerExited]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from elasticrs.agent import state as machine
+from elasticrs.clock import Clock
 from elasticrs.config import SAFETY_TICK
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Protocol
+    from typing import Any, Protocol
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, Plan
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     class Planner(Protocol):
         """Where plans come from."""
 
-        def next(self) -> Plan: ...
+        def next(self, supervisor: _core.Supervisor) -> Plan: ...
 
         def close(self) -> None: ...
 
@@ -28,9 +29,13 @@ class Decisions(ABC):
 
     Attributes:
         plan: of the attempt that :class:`~elasticrs.agent.state.Start` asks for.
+        first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
+        clock: of the store in which the nodes met.
     """
 
     plan: Plan | None = None
+    first_cause: dict[str, Any] | None = None
+    clock = Clock()
 
     @property
     @abstractmethod
@@ -61,22 +66,35 @@ class Decisions(ABC):
         """What follows from a descriptor's being readable; ``None`` when it is none of ours."""
         return None
 
+    def fenced(self) -> list[machine.Action]:
+        """What follows from the end of this node's lease: the nursery kills the workers already."""
+        return []
+
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
         """The attempt that the following events are about."""
 
-    def next_plan(self) -> machine.Event:
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- for others
         """Agree on ranks and addresses: the answer to :class:`~elasticrs.agent.state.Rendezvous`.
+
+        Args:
+            supervisor: serves the workers' store, where that falls to this agent.
 
         Raises:
             Exception: of a user's rendezvous handler.
         """
         raise RuntimeError("plans come with the rounds")
 
-    def release_plan(self) -> None:
-        """The attempt is over: give its port back. Idempotent."""
-        if self.plan is not None:
-            self.plan.close()
-            self.plan = None
+    def release_plan(self) -> list[str]:
+        """The attempt is over: give its port back. Idempotent.
+
+        Returns:
+            Lines for the user.
+        """
+        plan, self.plan = self.plan, None
+        if plan is None:
+            return []
+        plan.close()
+        return plan.notices()
 
     def close_rendezvous(self) -> None:  # noqa: B027 -- not everybody has one
         """No further attempt follows."""
@@ -112,11 +130,11 @@ class OneNode(Decisions):
         self._state, actions = machine.step(self._state, event)
         return actions
 
-    def next_plan(self) -> machine.Event:
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
         """See the base class."""
         self.release_plan()
         try:
-            self.plan = self._planner.next()
+            self.plan = self._planner.next(supervisor)
         except OSError as error:
             return machine.RendezvousFailed(f"no address for the workers: {error}")
         return machine.RendezvousCompleted()

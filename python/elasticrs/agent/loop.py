@@ -135,7 +135,7 @@ class Agent:
                 self._decisions.open(supervisor)
                 self._drive(supervisor)
         finally:
-            self._decisions.release_plan()
+            self._release_plan()
             if supervisor is not None:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
             self._decisions.close()
@@ -195,16 +195,17 @@ class Agent:
 
     def _carry_out(self, supervisor: _core.Supervisor, action: machine.Action) -> None:
         if isinstance(action, machine.Rendezvous):
-            self._events.append(self._decisions.next_plan())
+            self._events.append(self._decisions.next_plan(supervisor))
         elif isinstance(action, machine.Start):
             self._start(supervisor, action)
         elif isinstance(action, machine.Stop):
-            self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
+            if not action.is_announced:
+                self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
             supervisor.stop(_core.StopPolicy(action.signum, action.grace))
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
-            self._decisions.release_plan()
+            self._release_plan()
         elif isinstance(action, machine.AnnounceRestart):
             self._announce(action)
         elif isinstance(action, machine.ReportFailure):
@@ -216,7 +217,9 @@ class Agent:
         plan = self._decisions.plan
         if plan is None:
             raise RuntimeError("workers are started without a rendezvous")
-        attempt = Attempt(action.round, action.restarts, plan)
+        is_again = any(earlier.restarts == action.restarts for earlier in self._result.attempts)
+        name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
+        attempt = Attempt(action.round, action.restarts, plan, name)
         self._result.attempts.append(attempt)
         self._decisions.observe(attempt)
         try:
@@ -251,16 +254,22 @@ class Agent:
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
             return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
         if "started" in attempt.stamps:
-            return f"nursery {texts.how_it_ended(attempt.nursery_exitcode)}"
+            return f"nursery {texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)}"
         return self._result.message or "the workers could not be started"
 
+    def _release_plan(self) -> None:
+        for line in self._decisions.release_plan():
+            self._console.say(line)
+
     def _finish(self, action: machine.Exit) -> None:
-        self._decisions.release_plan()
+        self._release_plan()
         self._discard_empty_fault_files()
         self._write_timeline()
         self._result.phase = self._decisions.phase
         self._result.exit_code = action.code
         self._result.signum = self._decisions.signum
+        self._result.first_cause = self._decisions.first_cause
+        self._result.clock = self._decisions.clock
 
     def _write_timeline(self) -> None:
         if os.environ.get("ELASTICRS_TIMELINE"):
@@ -316,7 +325,7 @@ class Agent:
         self._events.append(machine.Started())
         if self._failure_ns is not None:
             span = texts.milliseconds(event.started_ns - self._failure_ns)
-            self._console.say(f"attempt {attempt.round} runs, {span} after the failure was seen")
+            self._console.say(f"attempt {attempt.name} runs, {span} after the failure was seen")
             self._failure_ns = None
 
     def _on_start_failed(self, supervisor: _core.Supervisor, event: _core.StartFailed) -> None:
@@ -340,6 +349,7 @@ class Agent:
         attempt = self._result.attempts[-1]
         attempt.stamps["ended"] = event.ended_ns
         attempt.nursery_exitcode = event.nursery_exitcode
+        attempt.nursery_hung = event.nursery_hung
         self._workers.ended(supervisor, attempt)
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
             self._console.say(
@@ -366,6 +376,10 @@ class Agent:
 
     def _on_degraded(self, _supervisor: _core.Supervisor, event: _core.Degraded) -> None:
         self._console.say(event.message)
+
+    def _on_fenced(self, _supervisor: _core.Supervisor, _event: _core.Fenced) -> None:
+        self._console.say("the lease of the connection to the store has run out: the workers were killed")
+        self._actions.extend(self._decisions.fenced())
 
     def _name_descendants(self, verb: str, left: list[_core.Descendant], more: int = 0) -> None:
         if left:
@@ -394,8 +408,10 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.FailureSeen: Agent._on_failure,
     _core.WorkerExited: Agent._on_exit,
     _core.GroupEnded: Agent._on_ended,
+    _core.Fenced: Agent._on_fenced,
     _core.WorkerPaused: Agent._on_paused,
     _core.WorkerResumed: Agent._on_resumed,
+    _core.Fenced: Agent._on_fenced,
     _core.LogTrouble: Agent._on_log_trouble,
     _core.Degraded: Agent._on_degraded,
 }

@@ -89,7 +89,7 @@ def hand_on(error: ChildFailedError) -> None:
 
     _, first = error.get_first_failure()
     if os.path.isfile(first.error_file):
-        get_error_handler().dump_error_file(first.error_file, first.exitcode)
+        get_error_handler().dump_error_file(first.error_file, first.exitcode or 0)
 
 
 def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
@@ -104,8 +104,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     return ProcessFailure(
         rank,
         worker.pid,
-        # Torch's signature has no word for an end that nobody saw; the report says it in the cause.
-        worker.exitcode if worker.exitcode is not None else 1,
+        worker.exitcode,
         paths.error_files.get(rank, "") if paths is not None else "",
         seen_ns=worker.seen_ns,
         sent_signal=worker.sent_signal,
@@ -126,7 +125,8 @@ def _tail(path: str) -> list[str]:
 
 def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
     if attempt.nursery_exitcode is not None:
-        return f"the nursery {texts.how_it_ended(attempt.nursery_exitcode)}, and the worker with it"
+        how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+        return f"the nursery {how}, and the worker with it"
     if worker.exitcode is None:
         return "the worker is gone, and nobody can tell how it ended"
     return None

@@ -266,13 +266,15 @@ class Stop(Action):
     Args:
         signum: the first signal.
         grace: seconds until SIGKILL.
+        is_announced: the user knows why already.
     """
 
-    __slots__ = ("grace", "signum")
+    __slots__ = ("grace", "is_announced", "signum")
 
-    def __init__(self, signum: int, grace: float) -> None:
+    def __init__(self, signum: int, grace: float, is_announced: bool = False) -> None:
         self.signum = signum
         self.grace = grace
+        self.is_announced = is_announced
 
 
 class CollectEvidence(Action):

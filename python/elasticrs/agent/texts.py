@@ -28,6 +28,16 @@ def how_it_ended(exitcode: int | None) -> str:
     return f"exited with code {exitcode}"
 
 
+def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
+    """How the nursery was lost, to follow its name.
+
+    Args:
+        exitcode: its exit code, the negative number of a signal, or ``None``.
+        hung: it kept silent, and the agent killed it.
+    """
+    return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
+
+
 def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int) -> str:
     """Why the workers start again, and how often they still may.
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
-from elasticrs.launcher.arguments import parse_endpoint
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous.api import RendezvousParameters
+from elasticrs.rendezvous.endpoint import parse_endpoint
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 if TYPE_CHECKING:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
 _BY_NAME = {option.name: option for option in OPTIONS}
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
@@ -117,22 +119,24 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     Raises:
         UsageError: one line for the user.
     """
-    _check_one_node(args)
     nproc = _nproc(args.nproc_per_node, environ)
     command = _command(args, environ)
-    run_id, master_addr, master_port = _rendezvous(args)
     timeout = args.shutdown_timeout
+    grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
+    notices: list[str] = []
+    meeting = _meeting(args, environ, grace, notices)
     job = JobConfig(
         nproc,
-        run_id,
+        meeting.run_id,
         role=args.role,
         name=args.training_script,
         max_restarts=args.max_restarts,
-        shutdown_timeout=config.shutdown_timeout_from(environ) if timeout is None else timeout,
+        shutdown_timeout=grace,
         signals=args.signals_to_handle,
         linger=None if args.keep_descendants else args.linger,
-        master_addr=master_addr,
-        master_port=master_port,
+        master_addr=meeting.master_addr,
+        master_port=meeting.master_port,
+        rendezvous=meeting.rendezvous,
     )
     logs = LogSettings(
         log_dir=args.log_dir,
@@ -142,7 +146,6 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         prefix_template=args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         capture_stderr=args.capture_stderr,
     )
-    notices: list[str] = []
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _names(args.signals_to_handle)}
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = "1"
@@ -246,18 +249,6 @@ def _names(signums: Sequence[int]) -> str:
     return ",".join(signal.Signals(signum).name for signum in signums)
 
 
-def _check_one_node(args: Namespace) -> None:
-    if args.nnodes != (1, 1):
-        low, high = args.nnodes
-        raise UsageError(
-            f"--nnodes: got {low}:{high}, expected 1: several nodes need the coordination release"
-        )
-    if args.node_rank != 0:
-        raise UsageError(f"--node-rank: got {args.node_rank}, expected 0 with one node")
-    if not args.standalone and args.rdzv_backend not in ("static", "c10d"):
-        raise UsageError(f"--rdzv-backend: got {args.rdzv_backend!r}, expected static or c10d")
-
-
 def _nproc(wanted: int | str, environ: Mapping[str, str]) -> int:
     if isinstance(wanted, int):
         return wanted
@@ -267,48 +258,92 @@ def _nproc(wanted: int | str, environ: Mapping[str, str]) -> int:
     return gpus or devices.cpu_count()
 
 
-def _rendezvous(args: Namespace) -> tuple[str, str, int | None]:
-    """Run id, address and port, by torch's rules for one node."""
-    endpoint = args.rdzv_endpoint.strip()
-    if args.standalone or (args.rdzv_backend == "static" and not endpoint and args.master_port is None):
-        return config.random_run_id(), args.local_addr or "localhost", None
-    if args.rdzv_backend == "c10d":
-        # The store of the workers has a port of its own; the endpoint is where nodes meet, and there is one.
-        if endpoint:
-            parse_endpoint("--rdzv-endpoint", endpoint)
-        return args.rdzv_id, args.local_addr or "localhost", None
-    if endpoint:
+class _Meeting:
+    """Where the workers meet, and with which nodes the agent does.
+
+    Args:
+        run_id: the name of the job.
+        master_addr: where rank 0 hosts the workers' store.
+        master_port: its port; ``None`` for a fresh one in every attempt.
+        rendezvous: with the other nodes; ``None`` when there are none.
+    """
+
+    __slots__ = ("master_addr", "master_port", "rendezvous", "run_id")
+
+    def __init__(
+        self, run_id: str, master_addr: str, master_port: int | None, rendezvous: Rendezvous | None = None
+    ) -> None:
+        self.run_id = run_id
+        self.master_addr = master_addr
+        self.master_port = master_port
+        self.rendezvous = rendezvous
+
+
+def _meeting(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> _Meeting:
+    """By torch's rules: a plain launch and ``--standalone`` are one node that meets nobody."""
+    low, high = args.nnodes
+    endpoint: str = args.rdzv_endpoint.strip()
+    alone = args.local_addr or "localhost"
+    is_plain = args.rdzv_backend == "static" and high == 1 and not endpoint and args.master_port is None
+    if args.standalone:
+        if low > 1:
+            raise UsageError(f"--standalone is for one node, but --nnodes is {_range(args.nnodes)}")
+        # What torch would have replaced is not looked at.
+        is_plain, high = True, 1
+    if is_plain and not args.rdzv_conf and args.node_rank == 0:
+        return _Meeting(config.random_run_id(), alone, None)
+    return _described(args, environ, grace, notices, is_plain=is_plain)
+
+
+def _described(
+    args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str], *, is_plain: bool
+) -> _Meeting:
+    from elasticrs.rendezvous.elastic.describe import STATIC, check_backend, describe
+    from elasticrs.rendezvous.endpoint import parse_endpoint
+
+    backend = STATIC if is_plain else check_backend(args.rdzv_backend)
+    endpoint: str = args.rdzv_endpoint.strip()
+    if backend == STATIC and not endpoint:
+        endpoint = _static_endpoint(args)
+    barrier = args.exit_barrier_timeout
+    rendezvous, more = describe(
+        backend,
+        endpoint,
+        args.rdzv_id,
+        (1, 1) if args.standalone else args.nnodes,
+        {**args.rdzv_conf, **({} if args.drain is None else {"drain": args.drain})},
+        environ,
+        node_rank=0 if args.standalone else args.node_rank,
+        local_addr=args.local_addr,
+        grace=grace,
+        exit_barrier_timeout=config.exit_barrier_timeout_from(environ) if barrier is None else barrier,
+    )
+    notices += more
+    if is_plain:
+        return _Meeting(config.random_run_id(), args.local_addr or "localhost", None)
+    if backend == STATIC:
         host, port = parse_endpoint("--rdzv-endpoint", endpoint)
         if port is None:
             raise UsageError(
-                f"--rdzv-endpoint: got {endpoint!r}, expected HOST:PORT with the static rendezvous"
+                f"--rdzv-endpoint: got {endpoint!r}, expected HOST:PORT with the static rendezvous, "
+                "the same on all nodes"
             )
-        return args.rdzv_id, host, port or None
+        return _Meeting(args.rdzv_id, host, port or None, rendezvous)
+    if args.master_port is not None:
+        notices.append("--master-port has no effect here: it is for the static rendezvous")
+    # The workers' store has a port of its own; the endpoint is where nodes meet.
+    return _Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
+
+
+def _static_endpoint(args: Namespace) -> str:
+    host = args.master_addr.strip().strip("[]")
     port = config.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
-    return args.rdzv_id, args.master_addr.strip("[]"), port or None
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
-    """Host and port of ``HOST[:PORT]``; IPv6 addresses stand in brackets when a port follows.
-
-    Args:
-        name: of the option, for the error.
-        endpoint: the text.
-
-    Raises:
-        UsageError: it is something else.
-    """
-    if endpoint.startswith("["):
-        host, bracket, tail = endpoint[1:].partition("]")
-        valid = bool(host and bracket) and (not tail or tail.startswith(":"))
-        port = tail[1:] if tail else None
-    else:
-        host, colon, tail = endpoint.partition(":")
-        port = tail if colon else None
-        valid = bool(host) and not any(character.isspace() or character in ",/=" for character in host)
-    if not valid or (port is not None and not (port.isascii() and port.isdecimal() and int(port) < 2**16)):
-        raise UsageError(f"{name}: got {endpoint!r}, expected HOST[:PORT]")
-    return host, None if port is None else int(port)
+def _range(nodes: tuple[int, int]) -> str:
+    low, high = nodes
+    return str(low) if low == high else f"{low}:{high}"
 
 
 def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:

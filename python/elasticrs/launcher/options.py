@@ -156,8 +156,14 @@ def _start_method(text: str) -> str:
     return text
 
 
+def _drain(text: str) -> str:
+    if text not in ("node", "job"):
+        raise ValueError("node or job")
+    return text
+
+
 OPTIONS: tuple[Option, ...] = (
-    Option("nnodes", (1, 1), _nodes, "number of nodes, or the range", metavar="N|MIN:MAX"),
+    Option("nnodes", (1, 1), _nodes, "number of nodes, or the range (default 1)", metavar="N|MIN:MAX"),
     Option(
         "nproc-per-node",
         1,
@@ -166,8 +172,14 @@ OPTIONS: tuple[Option, ...] = (
         metavar="N",
     ),
     Option("standalone", False, None, "one node, with a fresh address and a random id"),
-    Option("rdzv-backend", "static", str, "static or c10d", metavar="NAME"),
-    Option("rdzv-endpoint", "", str, "HOST[:PORT] of the rendezvous", metavar="ENDPOINT"),
+    Option("rdzv-backend", "static", str, "c10d (or elasticrs) or static", metavar="NAME"),
+    Option(
+        "rdzv-endpoint",
+        "",
+        str,
+        "HOST[:PORT] of the node that hosts the rendezvous, the same on all nodes",
+        metavar="ENDPOINT",
+    ),
     Option("rdzv-id", "none", str, "name of the job", metavar="ID"),
     Option("rdzv-conf", {}, _pairs, "further settings of the rendezvous", metavar="KEY=VALUE,…"),
     Option(
@@ -207,7 +219,9 @@ OPTIONS: tuple[Option, ...] = (
         "before tee'd lines; macros ${role_name} ${local_rank} ${rank} ${hostname}",
         metavar="TEXT",
     ),
-    Option("node-rank", 0, _count, "rank of this node, for the static rendezvous", metavar="N"),
+    Option(
+        "node-rank", 0, _count, "rank of this node (static), or its place in the order (c10d)", metavar="N"
+    ),
     Option("master-addr", "127.0.0.1", str, "address of rank 0, for the static rendezvous", metavar="HOST"),
     Option(
         "master-port", None, _port, "port of rank 0 (default: a fresh one for every attempt)", metavar="PORT"
@@ -240,6 +254,14 @@ OPTIONS: tuple[Option, ...] = (
         config.seconds,
         "seconds that processes left by successful workers may go on (default 5)",
         metavar="SECONDS",
+        group=OURS,
+    ),
+    Option(
+        "drain",
+        None,
+        _drain,
+        "what a signal to this agent ends: node (the others go on; the default) or job",
+        metavar="node|job",
         group=OURS,
     ),
     Option("keep-descendants", False, None, "leave processes alone that successful workers left", group=OURS),
@@ -284,12 +306,29 @@ def help_text(program: str) -> str:
         for option in OPTIONS:
             if option.group == group:
                 lines += _help_lines(option, width)
+    lines += ["", "Settings for --rdzv-conf (in seconds, unless it says something else):"]
+    lines += _settings_lines(width)
     lines += [
         "",
         "Underscores may stand for dashes, and a name may be shortened while it is clear.",
         "PET_<NAME> in the environment gives the default of every option, such as PET_MAX_RESTARTS=3.",
     ]
     return os.linesep.join(lines) + os.linesep
+
+
+def _settings_lines(width: int) -> list[str]:
+    from elasticrs.rendezvous.elastic.settings import KEYS
+
+    shown = [key for key in KEYS if key.is_stored]
+    accepted = ", ".join(key.name for key in KEYS if not key.is_stored)
+    lines = [f"  {key.name}".ljust(width) + key.help + _default(key.default) for key in shown]
+    return [*lines, f"  Torch's {accepted} are accepted and have no effect."]
+
+
+def _default(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return ""
+    return f" (default {value:g})" if isinstance(value, float) else f" (default {value})"
 
 
 def _help_lines(option: Option, width: int) -> list[str]:

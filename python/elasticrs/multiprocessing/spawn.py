@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.config import JobConfig
     from elasticrs.logs import LogPaths
+    from elasticrs.workers import WorkerSetup
 
 _CHUNK = 1 << 20
 _PIPE_CAPACITY = 65536
@@ -40,21 +40,13 @@ class FunctionWorkers(Workers):
     """Workers that call a function.
 
     Args:
+        setup: what all kinds need.
         function: importable by name, as multiprocessing's ``spawn`` demands.
         arguments: for all workers the same.
     """
 
-    def __init__(
-        self,
-        job: JobConfig,
-        logs: Callable[[int, dict[int, dict[str, str]]], LogPaths],
-        prefix_template: str | None,
-        environ: Mapping[str, str],
-        keep_ignored: Sequence[int],
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-    ) -> None:
-        super().__init__(job, logs, prefix_template, environ, keep_ignored)
+    def __init__(self, setup: WorkerSetup, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        super().__init__(setup)
         self._function = function
         self._arguments = tuple(arguments)
         self._prepared: list[_Prepared] = []
@@ -67,7 +59,7 @@ class FunctionWorkers(Workers):
         for local_rank, env in environments.items():
             result = self._results[local_rank] = _Result()
             prepared = _Prepared(
-                self._function, self._arguments, result.writer, f"{self._job.name}:{local_rank}"
+                self._function, self._arguments, result.writer, f"{self._setup.job.name}:{local_rank}"
             )
             self._prepared.append(prepared)
             specs.append(

@@ -271,6 +271,10 @@ class RendezvousHandlerRegistry:
                 f"registered with '{current}'."
             )
 
+    def is_registered(self, backend: str) -> bool:
+        """Whether somebody has added a backend of this name."""
+        return backend in self._registry
+
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
         """Make a handler.
 

@@ -1,9 +1,12 @@
-"""The rendezvous of a job on one node: nobody to wait for, a fresh port for every attempt."""
+"""The rendezvous of a job on one node: nobody to wait for, a fresh store for every attempt."""
 
 from __future__ import annotations
 
+import os
+
+from elasticrs import _core
 from elasticrs.agent.attempt import Plan
-from elasticrs.ports import ReservedPort
+from elasticrs.ports import ReservedPort, agent_hosts_store
 from elasticrs.ranks import NodeShare, assign
 
 TYPE_CHECKING = False
@@ -15,7 +18,7 @@ class OneNodePlanner:
     """Plans attempts for one node.
 
     Args:
-        job: the job; with a ``master_port`` of its own that one is used as it is.
+        job: the job; with a ``master_port`` of its own that one is used as it is, and rank 0 hosts the store.
     """
 
     __slots__ = ("_job",)
@@ -23,8 +26,11 @@ class OneNodePlanner:
     def __init__(self, job: JobConfig) -> None:
         self._job = job
 
-    def next(self) -> Plan:
-        """Ranks, address and port of the next attempt.
+    def next(self, supervisor: _core.Supervisor) -> Plan:
+        """Ranks and store of the next attempt.
+
+        Args:
+            supervisor: serves the store.
 
         Raises:
             OSError: no port or descriptor is free.
@@ -32,6 +38,10 @@ class OneNodePlanner:
         ranks = assign([NodeShare(self._job.role, self._job.nproc)], 0)
         if self._job.master_port is not None:
             return Plan(ranks, self._job.master_addr, self._job.master_port)
+        if agent_hosts_store(os.environ):
+            store = _core.WorkerStore()
+            store.serve(supervisor)
+            return Plan(ranks, self._job.master_addr, store.port, store=store, use_agent_store=True)
         reserved = ReservedPort()
         return Plan(ranks, self._job.master_addr, reserved.number, reserved)
 

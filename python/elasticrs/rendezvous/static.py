@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
+from elasticrs import _core
 from elasticrs.config import DEFAULT_MASTER_PORT
-from elasticrs.launcher.arguments import parse_endpoint
-from elasticrs.ports import ReservedPort
+from elasticrs.ports import ReservedPort, agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -12,6 +15,8 @@ from elasticrs.rendezvous.api import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
+from elasticrs.rendezvous.elastic.describe import BACKENDS, PYTHON, describe
+from elasticrs.rendezvous.endpoint import parse_endpoint
 
 __all__ = ["OneNodeRendezvous"]
 
@@ -19,14 +24,15 @@ __all__ = ["OneNodeRendezvous"]
 class OneNodeRendezvous(RendezvousHandler):
     """``static`` and ``c10d`` for one node.
 
-    With ``static`` and an endpoint that has a port, workers get just that; otherwise every round has a fresh
-    port, which stays reserved until the next round.
+    With ``static`` and an endpoint that has a port, workers get just that, and rank 0 hosts their store.
+    Otherwise every round has a fresh store, which this process serves until the next round; with
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` a fresh port, which stays reserved until then for rank 0.
 
     Args:
         params: what to make it from.
 
     Raises:
-        ValueError: more than one node, or a malformed endpoint.
+        ValueError: more than one node, a malformed endpoint, or bad settings.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -34,6 +40,8 @@ class OneNodeRendezvous(RendezvousHandler):
             raise ValueError(
                 f"{params.min_nodes}:{params.max_nodes} nodes: several nodes need the coordination release"
             )
+        if params.backend in BACKENDS:
+            _check(params)
         self._backend = params.backend
         self._run_id = params.run_id
         self._address = params.local_addr or "localhost"
@@ -44,11 +52,17 @@ class OneNodeRendezvous(RendezvousHandler):
             # As in torch, port 0 asks for a free one.
             self._port = DEFAULT_MASTER_PORT if port is None else port or None
         self._reserved: ReservedPort | None = None
+        self._store: _core.WorkerStore | None = None
         self._is_closed = False
 
     def get_backend(self) -> str:
         """See :class:`RendezvousHandler`."""
         return self._backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See :class:`RendezvousHandler`."""
+        return self._port is None and agent_hosts_store(os.environ)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See :class:`RendezvousHandler`; never waits."""
@@ -56,15 +70,24 @@ class OneNodeRendezvous(RendezvousHandler):
             raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")
         self._release()
         port = self._port
-        if port is None:
+        if self.use_agent_store:
+            self._store = _core.WorkerStore()
+            self._store.serve()
+            port = self._store.port
+        elif port is None:
             self._reserved = ReservedPort()
             port = self._reserved.number
         return RendezvousInfo(None, 0, 1, RendezvousStoreInfo(self._address, port))
 
     @property
     def reserved_port(self) -> ReservedPort | None:
-        """The port of the present round, when it is ours."""
+        """The port of the present round, when it is ours and rank 0 hosts the store."""
         return self._reserved
+
+    @property
+    def agent_store(self) -> _core.WorkerStore | None:
+        """The workers' store of the present round, when it is ours."""
+        return self._store
 
     def is_closed(self) -> bool:
         """See :class:`RendezvousHandler`."""
@@ -92,3 +115,21 @@ class OneNodeRendezvous(RendezvousHandler):
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def _check(params: RendezvousParameters) -> None:
+    _, notices = describe(
+        params.backend,
+        params.endpoint.strip(),
+        params.run_id,
+        (params.min_nodes, params.max_nodes),
+        params.config,
+        os.environ,
+        local_addr=params.local_addr,
+        words=PYTHON,
+    )
+    for notice in notices:
+        warnings.warn(notice, RuntimeWarning, stacklevel=4)

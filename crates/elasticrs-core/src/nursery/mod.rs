@@ -12,8 +12,10 @@
 //! 2. Only the nursery reaps workers, so a pid that it has not reaped is the process that it means.
 //! 3. Every exit of a worker is told once, after its `Spawned`.
 //! 4. A sweep that ends without `stuck` and `spared` has seen `ECHILD`.
-//! 5. A nursery that is told nothing does nothing: no timer runs while no sweep does.
+//! 5. A nursery that is told nothing does nothing: no timer runs while no sweep does, but for the fence's, once in a lease.
 //! 6. An agent that does not read stops neither the reaping nor the killing.
+//! 7. What it holds for the agent is closed after a dead agent's workers and their descendants have ended, not before.
+//! 8. No worker runs on past the deadline of the fence, whether or not the agent runs.
 //!
 //! | module | side |
 //! | --- | --- |
@@ -21,8 +23,10 @@
 //! | [`server`] | the nursery's program |
 //! | [`launch`] | the agent: starting a nursery |
 //! | [`sweep`] | the agent: what to do when the nursery itself was lost |
+//! | [`fence`] | both: the deadline that they share |
 //! | [`token`], [`tree`] | both: who descends from whom |
 
+pub mod fence;
 #[cfg(feature = "agent")]
 pub mod launch;
 pub mod link;

@@ -12,7 +12,7 @@ use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 
 /// Changes with every change of this file.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
@@ -30,7 +30,9 @@ impl Message for Request {
     fn descriptors(&self) -> usize {
         match self {
             Self::Spawn { process, .. } => process.pass_fds.len(),
-            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::Leave => 0,
+            Self::Hold => 1,
+            Self::Fence => 2,
+            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::Release | Self::Leave => 0,
         }
     }
 }
@@ -63,6 +65,8 @@ pub enum Request {
     /// End all descendants, workers included, until none is left. Answered by [`Reply::Swept`]. A further request
     /// while a sweep runs only brings its deadlines forward, and shares its answer.
     Sweep {
+        /// Comes back with the answer: one that is lower than the last number sent answers an earlier request alone.
+        number: u32,
         /// How long descendants may go on before the first signal, milliseconds.
         linger_ms: u64,
         /// Time from SIGTERM to SIGKILL, milliseconds; 0 sends SIGKILL at once.
@@ -70,6 +74,14 @@ pub enum Request {
         /// After this long, what cannot be killed is reported instead of waited for, milliseconds.
         give_up_ms: u64,
     },
+    /// Hold the descriptor that comes with this, in place of an earlier one, for as long as there is a nursery. When it
+    /// is a duplicate of the agent's connection, that connection ends only after whatever a dead agent leaves.
+    Hold,
+    /// Close what is held.
+    Release,
+    /// Look at the deadline in the page that comes with this whenever the timer expires that comes with it as well; see
+    /// [`super::fence`].
+    Fence,
     /// Exit at once and leave every descendant alone (`--keep-descendants`).
     Leave,
 }
@@ -126,8 +138,20 @@ pub enum Reply {
         /// Its pid.
         pid: i32,
     },
+    /// The deadline of the fence has passed: everything is being killed. Told before the exits that follow from it.
+    Fenced {
+        /// When it was seen.
+        seen: Stamp,
+    },
+    /// A [`Request::Hold`] or [`Request::Fence`] could not be served.
+    NotGuarded {
+        /// The kernel's error number; `EMFILE` when the descriptor did not arrive.
+        errno: i32,
+    },
     /// The sweep is over.
     Swept {
+        /// The number of the last request that this answers.
+        number: u32,
         /// Descendants, workers not counted, that had to be signalled; the first 64 of them.
         ended: Vec<Descendant>,
         /// How many more there were.
@@ -168,6 +192,8 @@ pub enum Stage {
     Exec = 7,
     /// The agent could not receive the pidfd (its own descriptor limit).
     Receive = 8,
+    /// Not begun: the deadline of the fence has passed.
+    Fence = 9,
 }
 
 impl Stage {
@@ -176,13 +202,14 @@ impl Stage {
         match (self, errno) {
             // The kernel's own words are "Try again".
             (Self::Clone, Errno::EAGAIN) => "the limit of processes is reached (RLIMIT_NPROC or a pids.max)",
+            (Self::Fence, _) => "the lease of the connection to the store has run out",
             _ => errno.desc(),
         }
     }
 
     /// The stage with this number, as the stage pipe carries it.
     pub fn from_byte(byte: u8) -> Option<Self> {
-        const ALL: [Stage; 8] = [
+        const ALL: [Stage; 9] = [
             Stage::Clone,
             Stage::NewSession,
             Stage::ParentDeathSignal,
@@ -191,6 +218,7 @@ impl Stage {
             Stage::ChangeDir,
             Stage::Exec,
             Stage::Receive,
+            Stage::Fence,
         ];
         ALL.into_iter().find(|&stage| stage as u8 == byte)
     }
@@ -207,6 +235,7 @@ impl std::fmt::Display for Stage {
             Self::ChangeDir => "change to the working directory",
             Self::Exec => "execute",
             Self::Receive => "receive the process descriptor",
+            Self::Fence => "start a worker",
         })
     }
 }

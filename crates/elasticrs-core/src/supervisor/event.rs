@@ -62,12 +62,18 @@ pub enum Event {
         /// Its pid.
         pid: i32,
     },
+    /// The deadline of the fence has passed, and the nursery kills everything. Told at once, also without a group; a
+    /// group that runs ends as [`Outcome::Stopped`].
+    Fenced {
+        /// When the nursery saw it.
+        at: Stamp,
+    },
     /// Nothing of the group is left, apart from what is named here.
     GroupEnded {
         /// Why it ended.
         outcome: Outcome,
         /// How the nursery ended, when it was lost.
-        nursery: Option<WorkerExit>,
+        nursery: Option<NurseryEnd>,
         /// Workers that SIGKILL did not end, with the kernel function that each waits in (empty when unreadable).
         stuck_workers: Vec<(u32, String)>,
         /// What became of the descendants.
@@ -133,6 +139,24 @@ pub struct Swept {
     pub spared: Vec<Descendant>,
 }
 
+impl Swept {
+    /// Takes in what a later look at the same processes has found.
+    pub(super) fn follow_up(&mut self, later: Self) {
+        self.ended.extend(later.ended);
+        self.more += later.more;
+        (self.stuck, self.spared) = (later.stuck, later.spared);
+    }
+}
+
+/// How a nursery was lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NurseryEnd {
+    /// How it ended.
+    pub exit: WorkerExit,
+    /// It had kept silent, and did not wake up: we killed it.
+    pub hung: bool,
+}
+
 /// Why a group ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
@@ -140,7 +164,7 @@ pub enum Outcome {
     Succeeded,
     /// A worker failed first.
     Failed,
-    /// It was stopped on request.
+    /// It was stopped on request, or by the fence.
     Stopped,
     /// The nursery died, and the workers with it.
     Lost,

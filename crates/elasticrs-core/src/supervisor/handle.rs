@@ -9,11 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
 use super::queue::{Next, Queue};
 use super::task;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
+use crate::nursery::fence;
 use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
@@ -77,6 +78,7 @@ pub(super) enum Command {
     Resume,
     Drain(Duration, Reply<Vec<NotDrained>>),
     Spawn(Task),
+    Guard(Option<OwnedFd>),
     Close { keep_descendants: bool },
 }
 
@@ -85,6 +87,51 @@ pub(super) struct Shared {
     pub(super) queue: Arc<Queue>,
     pub(super) logs: Arc<Logs>,
     pub(super) nursery_pid: Arc<AtomicI32>,
+    pub(super) fence: Fence,
+}
+
+/// Moves the moment at which the nursery kills all workers, whether or not this process runs then.
+///
+/// For whoever holds a lease: all of its work has to be gone when the lease ends, and it may have been stopped, or be
+/// cut off, at that moment. Shared by all clones and all nurseries of one supervisor.
+#[derive(Debug, Clone)]
+pub struct Fence {
+    pub(super) shared: Arc<fence::Fence>,
+}
+
+impl Fence {
+    /// Sets the deadline in nanoseconds on `CLOCK_BOOTTIME`, or takes it back. When this returns, it counts.
+    ///
+    /// Moving it away costs nanoseconds: no system call, no message, no wake-up of the nursery. Setting the first one,
+    /// or a nearer one, is one system call.
+    ///
+    /// `false` when the deadline before had passed: whatever ran is being killed ([`super::Event::Fenced`]), and the new
+    /// deadline is that of the next group. Until it is set, none can be started.
+    pub fn set(&self, boot_ns: Option<u64>) -> bool {
+        self.shared.set(boot_ns)
+    }
+}
+
+/// For tasks on the runtime thread that hold a lease: the connection, and the deadline. Keeps nothing alive.
+#[derive(Clone)]
+pub struct Keeper {
+    commands: WeakUnboundedSender<Command>,
+    fence: Fence,
+}
+
+impl Keeper {
+    /// As [`Supervisor::guard_connection`]; `None` as [`Supervisor::release_connection`]. Nothing, once it has ended.
+    pub fn guard(&self, connection: Option<OwnedFd>) {
+        if let Some(commands) = self.commands.upgrade() {
+            // Refused only when the runtime has ended, and the nursery with it.
+            let _ = commands.send(Command::Guard(connection));
+        }
+    }
+
+    /// As [`Fence::set`].
+    pub fn fence(&self, boot_ns: Option<u64>) -> bool {
+        self.fence.set(boot_ns)
+    }
 }
 
 /// Starts, watches and stops the workers of one agent, one group at a time.
@@ -96,6 +143,7 @@ pub struct Supervisor {
     logs: Arc<Logs>,
     thread: Mutex<Option<JoinHandle<()>>>,
     nursery_pid: Arc<AtomicI32>,
+    fence: Fence,
     owner: u32,
 }
 
@@ -112,10 +160,11 @@ impl Supervisor {
         };
         let nursery_pid = Arc::new(AtomicI32::new(0));
         let (commands, inbox) = unbounded_channel();
+        let fence = Fence { shared: Arc::new(fence::Fence::new()?) };
         let (ready, started) = sync_channel(1);
         let thread = {
-            let shared =
-                Shared { queue: Arc::clone(&queue), logs: Arc::clone(&logs), nursery_pid: Arc::clone(&nursery_pid) };
+            let (queue, logs, nursery_pid) = (Arc::clone(&queue), Arc::clone(&logs), Arc::clone(&nursery_pid));
+            let shared = Shared { queue, logs, nursery_pid, fence: fence.clone() };
             std::thread::Builder::new()
                 .name("elasticrs".into())
                 .stack_size(512 * 1024)
@@ -126,7 +175,8 @@ impl Supervisor {
             Ok(Err(error)) => return Err(error),
             Err(_) => return Err(SupervisorError::Ended),
         }
-        Ok(Self { commands, queue, logs, thread: Mutex::new(Some(thread)), nursery_pid, owner: std::process::id() })
+        let (thread, owner) = (Mutex::new(Some(thread)), std::process::id());
+        Ok(Self { commands, queue, logs, thread, nursery_pid, fence, owner })
     }
 
     /// The pid of the nursery, while there is one.
@@ -212,6 +262,43 @@ impl Supervisor {
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn spawn(&self, task: Task) -> Result<(), SupervisorError> {
         self.tell(Command::Spawn(task))
+    }
+
+    /// Gives the nursery this duplicate of the agent's connection to a store, in place of an earlier one.
+    ///
+    /// The nursery closes it when it ends, and outlives a dead agent until nothing of the workers is left: the connection
+    /// ends then, not before. A nursery that replaces a lost one gets it as well.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`]. What goes wrong later is told as
+    /// [`super::Event::Degraded`].
+    pub fn guard_connection(&self, connection: OwnedFd) -> Result<(), SupervisorError> {
+        self.tell(Command::Guard(Some(connection)))
+    }
+
+    /// Undoes [`Self::guard_connection`].
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn release_connection(&self) -> Result<(), SupervisorError> {
+        self.tell(Command::Guard(None))
+    }
+
+    /// What a task needs that holds this agent's lease.
+    pub fn keeper(&self) -> Keeper {
+        Keeper { commands: self.commands.downgrade(), fence: self.fence.clone() }
+    }
+
+    /// The handle for the deadline of this agent's lease.
+    pub fn fence(&self) -> Fence {
+        self.fence.clone()
+    }
+
+    /// Tells the agent what it should say to its user, from tasks given to [`Self::spawn`], as
+    /// [`super::Event::Degraded`].
+    pub fn teller(&self) -> impl Fn(String) + Send + 'static {
+        let queue = Arc::clone(&self.queue);
+        move |message| queue.push(super::Event::Degraded { message })
     }
 
     /// The queue of events.

@@ -11,7 +11,8 @@
 //! - **SUP-3** the siblings of the first failure are signalled before anybody is told of it;
 //! - **SUP-4** after a stop began, SIGKILL follows at the deadline for whatever has not ended;
 //! - **SUP-5** the end of a group is told once, after its descendants were swept, however the group ended;
-//! - **SUP-6** no pid is signalled by number after its exit.
+//! - **SUP-6** no pid is signalled by number after its exit;
+//! - **SUP-7** a group that is fenced ends as stopped, with SIGKILL as the signal sent, and is never counted as failed.
 
 mod deadlines;
 mod event;
@@ -23,5 +24,5 @@ pub mod state;
 mod task;
 mod watch;
 
-pub use event::{Event, Outcome, StartFailure, Swept};
-pub use handle::{Config, Supervisor, SupervisorError, Task};
+pub use event::{Event, NurseryEnd, Outcome, StartFailure, Swept};
+pub use handle::{Config, Fence, Keeper, Supervisor, SupervisorError, Task};

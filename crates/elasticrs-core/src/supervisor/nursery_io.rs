@@ -35,6 +35,8 @@ pub(super) struct Nursery {
     stages: OwnedFd,
     link_is_open: bool,
     has_died: bool,
+    /// It was killed because it hung.
+    pub(super) hung: bool,
 }
 
 impl Nursery {
@@ -48,6 +50,7 @@ impl Nursery {
             stages,
             link_is_open: true,
             has_died: false,
+            hung: false,
         })
     }
 
@@ -73,6 +76,12 @@ impl Nursery {
     pub(super) fn kill(&self) {
         // The only error is ESRCH: it has ended already, which is what was wanted.
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
+    }
+
+    /// It keeps silent: its loss is handled, its silence is not.
+    pub(super) fn kill_hung(&mut self) {
+        self.hung = true;
+        self.kill();
     }
 
     /// See [`stage_reached`].

@@ -4,9 +4,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use super::event::{Outcome, StartFailure};
+use super::event::{NurseryEnd, Outcome, StartFailure};
 use super::state::{Group, Input};
-use crate::exit::WorkerExit;
 use crate::nursery::protocol::{Request, Stage};
 use crate::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy};
 
@@ -35,7 +34,7 @@ pub(super) struct Starting {
     on_success: Descendants,
     deadline: Duration,
     failure: Option<StartFailure>,
-    nursery: Option<WorkerExit>,
+    nursery: Option<NurseryEnd>,
     stop: Option<StopPolicy>,
     /// What happened to workers that run already while others are still being started.
     early: Vec<Input>,
@@ -79,8 +78,8 @@ impl Starting {
         self.failed(StartFailure::Hung { local_rank, stage, wait_channel, deadline: self.deadline });
     }
 
-    pub(super) fn nursery_lost(&mut self, exit: WorkerExit) {
-        self.nursery = Some(exit);
+    pub(super) fn nursery_lost(&mut self, end: NurseryEnd) {
+        self.nursery = Some(end);
     }
 
     /// The harder one of several wins.
@@ -103,7 +102,7 @@ impl Starting {
     }
 
     /// After the sweep of a start that came to nothing: its failure, or how the group ended without ever running.
-    pub(super) fn take_end(&mut self) -> Result<StartFailure, (Outcome, Option<WorkerExit>)> {
+    pub(super) fn take_end(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryEnd>)> {
         match (self.failure.take(), self.stop) {
             (Some(failure), _) => Ok(failure),
             (None, Some(_)) => Err((Outcome::Stopped, None)),

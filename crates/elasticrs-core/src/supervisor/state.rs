@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 pub use super::deadlines::Timer;
-use super::event::{Event, Outcome, Swept};
+use super::event::{Event, NurseryEnd, Outcome, Swept};
 use crate::clock::Stamp;
 use crate::exit::{Usage, WorkerExit};
 use crate::signal::Signal;
@@ -57,7 +57,12 @@ pub enum Input {
     /// The sweep is over.
     Swept(Swept),
     /// The nursery has died; its workers die by their parent-death signal.
-    NurseryLost(WorkerExit),
+    NurseryLost(NurseryEnd),
+    /// The deadline of the fence has passed: the nursery kills its workers.
+    Fenced,
+    /// These members are dead, and their exits are still to be told. It comes before what makes the group signal: whoever
+    /// died by itself must not be listed as stopped by us.
+    Dead(Vec<i32>),
     /// One more member, which Python started.
     Adopted {
         /// Its rank.
@@ -117,7 +122,7 @@ pub struct End {
     /// Why.
     pub outcome: Outcome,
     /// How the nursery ended, when it was lost.
-    pub nursery: Option<WorkerExit>,
+    pub nursery: Option<NurseryEnd>,
     /// Local rank and pid of each worker that was given up.
     pub stuck_workers: Vec<(u32, i32)>,
     /// What became of the descendants.
@@ -152,6 +157,8 @@ struct Member {
     pid: i32,
     adopted: bool,
     ended: bool,
+    /// Its exit is not told yet.
+    dead: bool,
     sent: Option<Signal>,
     pause: Pause,
 }
@@ -165,7 +172,7 @@ pub struct Group {
     phase: Phase,
     /// Decided by the first thing that ends the group; success until then.
     outcome: Outcome,
-    nursery: Option<WorkerExit>,
+    nursery: Option<NurseryEnd>,
     suspended: bool,
 }
 
@@ -194,6 +201,15 @@ impl Group {
         self.members.iter().filter(|m| !m.ended).map(|m| m.pid)
     }
 
+    /// Whether this input may make the group signal its members: then [`Input::Dead`] has to come first.
+    pub fn may_signal(&self, input: &Input) -> bool {
+        match input {
+            Input::Exited { exit, .. } => self.phase == Phase::Running && !exit.is_success(),
+            Input::Stop(_) | Input::Signal(..) | Input::Expired(Timer::Kill) => true,
+            _ => false,
+        }
+    }
+
     /// The one transition function.
     #[must_use]
     pub fn on_input(&mut self, input: Input) -> Vec<Effect> {
@@ -211,7 +227,9 @@ impl Group {
             Input::Resume => self.on_resume(&mut effects),
             Input::Expired(timer) => self.on_expired(timer, &mut effects),
             Input::Swept(swept) => self.on_swept(swept, &mut effects),
-            Input::NurseryLost(exit) => self.on_nursery_lost(exit, &mut effects),
+            Input::NurseryLost(end) => self.on_nursery_lost(end, &mut effects),
+            Input::Fenced => self.on_fenced(&mut effects),
+            Input::Dead(pids) => self.members.iter_mut().for_each(|m| m.dead |= pids.contains(&m.pid)),
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
         }
         effects
@@ -229,7 +247,8 @@ impl Group {
         let first_failure = self.phase == Phase::Running && !exit.is_success();
         if first_failure {
             self.outcome = Outcome::Failed;
-            let siblings = u32::try_from(self.living().count()).unwrap_or(u32::MAX);
+            let siblings = self.members.iter().filter(|m| m.runs()).count();
+            let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
             self.begin_stop(self.on_failure, effects);
             effects.push(Effect::TellFailure { local_rank, seen, siblings });
         }
@@ -283,7 +302,9 @@ impl Group {
     fn on_signal(&mut self, signal: Signal, ranks: Option<&[u32]>, effects: &mut Vec<Effect>) {
         for member in self.members.iter_mut().filter(|m| !m.ended) {
             if ranks.is_none_or(|ranks| ranks.contains(&member.local_rank)) {
-                member.sent = Some(signal);
+                if member.runs() {
+                    member.sent = Some(signal);
+                }
                 effects.push(Effect::Signal { pid: member.pid, signal });
             }
         }
@@ -329,8 +350,30 @@ impl Group {
         }
     }
 
-    fn on_nursery_lost(&mut self, exit: WorkerExit, effects: &mut Vec<Effect>) {
-        self.nursery = Some(exit);
+    /// The nursery kills its own workers; those that Python started, and the groups of all, are left to us.
+    fn on_fenced(&mut self, effects: &mut Vec<Effect>) {
+        if matches!(self.phase, Phase::Running | Phase::Sweeping { lingering: true }) {
+            self.outcome = Outcome::Stopped;
+        }
+        if self.suspended {
+            // Deadlines go on, and nobody else does: no SIGCONT before the SIGKILL.
+            self.suspended = false;
+            effects.push(Effect::Thaw);
+        }
+        match self.phase {
+            Phase::Running | Phase::Stopping => {
+                self.kill(effects);
+                self.sweep_when_all_have_ended(effects);
+            }
+            Phase::Sweeping { lingering: true } => {
+                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects);
+            }
+            Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Ended => {}
+        }
+    }
+
+    fn on_nursery_lost(&mut self, end: NurseryEnd, effects: &mut Vec<Effect>) {
+        self.nursery = Some(end);
         match self.phase {
             Phase::Running => self.outcome = Outcome::Lost,
             // Nobody will answer the sweep: ask for it again, of whoever sweeps now.
@@ -364,7 +407,7 @@ impl Group {
         // Members that live come first: they are what everybody waits for.
         for ended in [false, true] {
             for member in self.members.iter_mut().filter(|m| m.ended == ended) {
-                if !ended {
+                if member.runs() {
                     member.sent = Some(policy.signal);
                 }
                 effects.push(Effect::Signal { pid: member.pid, signal: policy.signal });
@@ -382,7 +425,7 @@ impl Group {
 
     fn kill(&mut self, effects: &mut Vec<Effect>) {
         for member in &mut self.members {
-            if !member.ended {
+            if member.runs() {
                 member.sent = Some(Signal::KILL);
             }
             effects.push(Effect::Signal { pid: member.pid, signal: Signal::KILL });
@@ -430,7 +473,12 @@ impl Group {
 
 impl Member {
     fn new(local_rank: u32, pid: i32, adopted: bool) -> Self {
-        Self { local_rank, pid, adopted, ended: false, sent: None, pause: Pause::Running }
+        Self { local_rank, pid, adopted, ended: false, dead: false, sent: None, pause: Pause::Running }
+    }
+
+    /// As far as is known.
+    fn runs(&self) -> bool {
+        !self.ended && !self.dead
     }
 }
 

@@ -1,18 +1,19 @@
 //! The runtime thread: one loop that owns the nursery's link, the pidfds and the deadlines, and carries effects out.
 
-use std::collections::VecDeque;
+use std::collections::BTreeSet;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinHandle, JoinSet, LocalSet};
 
 use super::deadlines::{Deadlines, Timer, after};
-use super::event::{Event, StartFailure, Swept};
+use super::event::{Event, NurseryEnd, StartFailure, Swept};
 use super::handle::{Command, Config, Reply, Shared, SupervisorError};
 use super::nursery_io::{FromNursery, Nursery};
 use super::start::{Starting, spawn_requests};
@@ -78,6 +79,17 @@ struct Running {
     unreported: Vec<i32>,
 }
 
+impl Running {
+    /// Members that are dead and whose exits were not told yet.
+    fn dead(&self) -> Vec<i32> {
+        let living: BTreeSet<i32> = self.group.living().collect();
+        let living = self.members.iter().filter(|member| living.contains(&member.pid));
+        let (pids, pidfds): (Vec<_>, Vec<_>) = living.map(|member| (member.pid, member.pidfd.as_fd())).unzip();
+        let ended = watch::ended(&pidfds);
+        pids.into_iter().zip(ended).filter_map(|(pid, ended)| ended.then_some(pid)).collect()
+    }
+}
+
 struct Member {
     pid: i32,
     pidfd: Arc<OwnedFd>,
@@ -103,6 +115,12 @@ struct Task {
     watched: JoinSet<Watched>,
     /// Futures of others, see [`super::Supervisor::spawn`]. Declared behind the nursery: they end after it.
     tasks: JoinSet<()>,
+    /// What the nursery holds for us; kept for the next one.
+    guard: Option<OwnedFd>,
+    /// The number of the last request for a sweep.
+    sweeps: u32,
+    /// Answers to earlier ones, while the answer to the last one follows.
+    swept: Swept,
     own_sweep: Option<JoinHandle<Swept>>,
 }
 
@@ -124,27 +142,66 @@ impl Task {
             nix::sys::prctl::set_child_subreaper(true).map_err(io::Error::from)?;
         }
         let nursery = Nursery::launch(&config.nursery)?;
-        shared.nursery_pid.store(nursery.pid, Ordering::Relaxed);
-        Ok(Self {
+        let mut task = Self {
             config,
             features,
             shared,
             token: nursery.token,
-            nursery: Some(nursery),
+            nursery: None,
             current: Current::Idle,
             deadlines: Deadlines::default(),
             watched: JoinSet::new(),
             tasks: JoinSet::new(),
+            guard: None,
+            sweeps: 0,
+            swept: Swept::default(),
             own_sweep: None,
-        })
+        };
+        task.use_nursery(nursery);
+        Ok(task)
     }
 
-    fn launch_nursery(&mut self) -> Result<(), SupervisorError> {
-        let nursery = Nursery::launch(&self.config.nursery)?;
+    fn use_nursery(&mut self, nursery: Nursery) {
         self.shared.nursery_pid.store(nursery.pid, Ordering::Relaxed);
         self.token = nursery.token;
         self.nursery = Some(nursery);
-        Ok(())
+        self.send_guard();
+        self.send_fence();
+    }
+
+    fn guard(&mut self, connection: Option<OwnedFd>) {
+        self.guard = connection;
+        match (&self.guard, &mut self.nursery) {
+            (None, Some(nursery)) => nursery.send(&Request::Release, Vec::new()),
+            (Some(_), _) => self.send_guard(),
+            (None, None) => {}
+        }
+    }
+
+    fn send_guard(&mut self) {
+        if let Some(guard) = &self.guard {
+            let guard = guard.try_clone();
+            self.send_descriptors(&Request::Hold, guard.map(|guard| vec![guard]));
+        }
+    }
+
+    fn send_fence(&mut self) {
+        let descriptors = self.shared.fence.shared.descriptors();
+        self.send_descriptors(&Request::Fence, descriptors);
+    }
+
+    fn send_descriptors(&mut self, request: &Request, fds: io::Result<Vec<OwnedFd>>) {
+        match (&mut self.nursery, fds) {
+            (None, _) => {}
+            (Some(nursery), Ok(fds)) => nursery.send(request, fds),
+            (Some(_), Err(error)) => self.tell_not_guarded(error.raw_os_error().unwrap_or(libc::EMFILE)),
+        }
+    }
+
+    fn tell_not_guarded(&self, errno: i32) {
+        let reason = Errno::from_raw(errno).desc();
+        let message = format!("the nursery cannot guard the connection to the store: {reason}");
+        self.shared.queue.push(Event::Degraded { message });
     }
 
     async fn serve(mut self, mut inbox: UnboundedReceiver<Command>) {
@@ -201,7 +258,18 @@ impl Task {
             }
             FromLink::Stopped { pid, signal } => self.input(Input::Paused { pid, signal }),
             FromLink::Continued { pid } => self.input(Input::Continued { pid }),
-            FromLink::Swept { ended, more, stuck, spared } => self.on_swept(Swept { ended, more, stuck, spared }),
+            FromLink::Swept { number, ended, more, stuck, spared } => {
+                self.swept.follow_up(Swept { ended, more, stuck, spared });
+                if number == self.sweeps {
+                    let swept = std::mem::take(&mut self.swept);
+                    self.on_swept(swept);
+                }
+            }
+            FromLink::Fenced { seen } => {
+                self.shared.queue.push(Event::Fenced { at: seen });
+                self.input(Input::Fenced);
+            }
+            FromLink::NotGuarded { errno } => self.tell_not_guarded(errno),
         }
     }
 
@@ -227,6 +295,7 @@ impl Task {
                 // Made in there, so that a panic of the maker is that of its future.
                 self.tasks.spawn_local(async move { task().await });
             }
+            Command::Guard(connection) => self.guard(connection),
             Command::Close { .. } => unreachable!("taken by `wake`"),
         }
     }
@@ -245,7 +314,8 @@ impl Task {
             return Err(SupervisorError::Busy);
         }
         if self.nursery.is_none() {
-            self.launch_nursery()?;
+            let nursery = Nursery::launch(&self.config.nursery)?;
+            self.use_nursery(nursery);
         }
         let nursery = self.nursery.as_mut().expect("launched above");
         // What earlier starts have reported is of no interest.
@@ -342,9 +412,8 @@ impl Task {
             match timer {
                 Timer::Start => self.on_hung_start(),
                 Timer::Sweep => {
-                    // A nursery that is stopped, or hangs: its loss is handled, its silence is not.
-                    if let Some(nursery) = &self.nursery {
-                        nursery.kill();
+                    if let Some(nursery) = &mut self.nursery {
+                        nursery.kill_hung();
                     }
                 }
                 Timer::Check => self.check(),
@@ -360,24 +429,25 @@ impl Task {
             watch::reap_orphans(self.nursery.as_ref().map(|nursery| nursery.pid));
         }
         let Current::Running(running) = &mut self.current else { return };
-        let is_dead = |member: &&Member| watch::has_ended(&member.pidfd);
-        let own = running.members.iter().filter(|m| !m.adopted && running.group.living().any(|pid| pid == m.pid));
-        let dead: Vec<i32> = own.filter(is_dead).map(|m| m.pid).collect();
+        let is_adopted = |pid: i32| running.members.iter().any(|m| m.pid == pid && m.adopted);
+        let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid)).collect();
         let overdue = dead.iter().any(|pid| running.unreported.contains(pid));
-        if let (false, Some(nursery)) = (dead.is_empty(), &self.nursery) {
-            if overdue { nursery.kill() } else { nursery.resume() }
+        if let (false, Some(nursery)) = (dead.is_empty(), &mut self.nursery) {
+            if overdue { nursery.kill_hung() } else { nursery.resume() }
         }
         running.unreported = dead;
         self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
     }
 
     fn on_nursery_death(&mut self, exit: WorkerExit) {
-        self.nursery = None;
+        self.swept = Swept::default();
+        let hung = self.nursery.take().is_some_and(|nursery| nursery.hung);
+        let end = NurseryEnd { exit, hung };
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => {
-                starting.nursery_lost(exit);
+                starting.nursery_lost(end);
                 self.deadlines.disarm(Timer::Start);
                 self.sweep(Duration::ZERO, Duration::ZERO, super::state::GIVE_UP_AFTER);
             }
@@ -388,7 +458,7 @@ impl Task {
                         self.watched.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd)));
                     }
                 }
-                self.input(Input::NurseryLost(exit));
+                self.input(Input::NurseryLost(end));
             }
         }
     }
@@ -414,8 +484,11 @@ impl Task {
             Current::Idle => {}
             Current::Starting(starting) => starting.early(input),
             Current::Running(running) => {
-                let effects: VecDeque<Effect> = running.group.on_input(input).into();
-                for effect in effects {
+                if running.group.may_signal(&input) {
+                    // Nothing follows from it by itself.
+                    let _ = running.group.on_input(Input::Dead(running.dead()));
+                }
+                for effect in running.group.on_input(input) {
                     self.carry_out(effect);
                 }
             }
@@ -460,8 +533,9 @@ impl Task {
     fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
         let millis = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
         if let Some(nursery) = &mut self.nursery {
-            let request =
-                Request::Sweep { linger_ms: millis(linger), grace_ms: millis(grace), give_up_ms: millis(give_up) };
+            self.sweeps = self.sweeps.wrapping_add(1);
+            let (linger_ms, grace_ms, give_up_ms) = (millis(linger), millis(grace), millis(give_up));
+            let request = Request::Sweep { number: self.sweeps, linger_ms, grace_ms, give_up_ms };
             nursery.send(&request, Vec::new());
             let limit = linger.saturating_add(grace).saturating_add(give_up).saturating_add(SWEEP_SLACK);
             self.deadlines.arm(Timer::Sweep, limit, Instant::now());

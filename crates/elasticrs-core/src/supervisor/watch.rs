@@ -1,7 +1,7 @@
 //! Watching processes that the nursery cannot report: adopted ones, and the workers of a nursery that was lost.
 
 use std::fs;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -44,11 +44,12 @@ pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>) -> Watched {
     Watched { pid, exit, seen }
 }
 
-/// Whether the process of a pidfd is dead.
-pub(super) fn has_ended(pidfd: &OwnedFd) -> bool {
-    let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
-    // An error leaves the question open, and the next check asks again.
-    poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+/// Which of the processes of these pidfds are dead.
+pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
+    let mut fds: Vec<PollFd<'_>> = pidfds.iter().map(|pidfd| PollFd::new(*pidfd, PollFlags::POLLIN)).collect();
+    // An error leaves the question open: nobody is known to be dead.
+    let any = poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+    fds.iter().map(|fd| any && fd.any() == Some(true)).collect()
 }
 
 /// Reaps the zombies that came to this process because it is pid 1, apart from the nursery.

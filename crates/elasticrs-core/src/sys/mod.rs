@@ -7,6 +7,7 @@
 pub mod duplicate;
 pub mod fds;
 pub mod features;
+pub mod page;
 pub mod pidfd;
 #[cfg(feature = "agent")]
 pub mod poll;
@@ -16,4 +17,5 @@ pub mod readiness;
 pub mod signals;
 pub mod socket;
 pub mod spawn;
+pub mod timer;
 pub mod wait;

@@ -55,8 +55,12 @@ pub fn image() -> NurseryImage {
 impl Client {
     /// Starts a nursery; this process becomes a child subreaper, so that the leak check at the end is exact.
     pub fn start() -> Self {
+        Self::start_from(image())
+    }
+
+    pub fn start_from(image: NurseryImage) -> Self {
         nix::sys::prctl::set_child_subreaper(true).unwrap();
-        let nursery = launch(&[image()]).unwrap();
+        let nursery = launch(&[image]).unwrap();
         let mut client = Self { nursery, early: VecDeque::new(), reaped: false };
         let (ready, _) = client.next();
         assert_eq!(ready, Reply::Ready { protocol: PROTOCOL, pid: client.nursery.pid });
@@ -142,13 +146,13 @@ impl Client {
     }
 
     pub fn sweep(&mut self, linger_ms: u64, grace_ms: u64) -> Swept {
-        self.send(&Request::Sweep { linger_ms, grace_ms, give_up_ms: 10_000 });
+        self.send(&Request::Sweep { number: 1, linger_ms, grace_ms, give_up_ms: 10_000 });
         self.swept()
     }
 
     pub fn swept(&mut self) -> Swept {
         let pick = |reply: &Reply| match reply.clone() {
-            Reply::Swept { ended, more, stuck, spared } => Some(Swept { ended, more, stuck, spared }),
+            Reply::Swept { ended, more, stuck, spared, .. } => Some(Swept { ended, more, stuck, spared }),
             _ => None,
         };
         self.find(pick).0

@@ -14,6 +14,7 @@ from elasticrs import _core
 from elasticrs import config as defaults
 from elasticrs._worker import hook_environment
 from elasticrs.agent.attempt import Plan
+from elasticrs.agent.console import Console
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent, JobResult
 from elasticrs.agent.server.api import (
@@ -32,12 +33,13 @@ from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, assign
 from elasticrs.rendezvous.api import RendezvousError
 from elasticrs.rendezvous.static import OneNodeRendezvous
-from elasticrs.workers import CommandWorkers, Workers
+from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Protocol
 
+    from elasticrs.agent.decisions import Decisions
     from elasticrs.multiprocessing.api import LogsSpecs
 
     class HealthCheckServer(Protocol):
@@ -126,13 +128,15 @@ class LocalElasticAgent(ElasticAgent):
             warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=2)
         if self._health_check_server is not None:
             self._health_check_server.start()
+        console = Console()
         try:
             agent = Agent(
                 job,
                 self._workers(job),
-                OneNode(job, _Planner(self._worker_group)),
+                self._decisions(job, console),
                 signals=signals,
                 owns_process=False,
+                console=console,
             )
             result = agent.run()
         finally:
@@ -142,6 +146,13 @@ class LocalElasticAgent(ElasticAgent):
                 self._health_check_server.stop()
             self._total_execution_time = int(time.monotonic() - started)
         return self._run_result(result)
+
+    def _decisions(self, job: JobConfig, console: Console) -> Decisions:
+        if job.rendezvous is None:
+            return OneNode(job, _Planner(self._worker_group))
+        from elasticrs.agent.several_nodes import SeveralNodes
+
+        return SeveralNodes(job, console)
 
     def _job(self) -> JobConfig:
         spec = self._worker_group.spec
@@ -153,25 +164,27 @@ class LocalElasticAgent(ElasticAgent):
             max_restarts=spec.max_restarts,
             shutdown_timeout=self._shutdown_timeout,
             signals=self._signals,
+            # Where it is ours, the agent takes its settings and reacts to events, instead of asking it.
+            rendezvous=getattr(spec.rdzv_handler, "rendezvous", None),
         )
 
     def _workers(self, job: JobConfig) -> Workers:
         spec = self._worker_group.spec
         environ = hook_environment({**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names})
         template = self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        logs = _logs(self._logs_specs)
-        ignored = ignored_signals()
+        setup = WorkerSetup(job, _logs(self._logs_specs), template, environ, ignored_signals())
         if callable(spec.entrypoint):
             from elasticrs.multiprocessing.spawn import FunctionWorkers
 
-            return FunctionWorkers(job, logs, template, environ, ignored, spec.entrypoint, spec.args)
+            return FunctionWorkers(setup, spec.entrypoint, spec.args)
         command = [str(spec.entrypoint), *map(str, spec.args)]
-        return CommandWorkers(job, logs, template, environ, ignored, command)
+        return CommandWorkers(setup, command)
 
     def _run_result(self, result: JobResult) -> RunResult:
         group = self._worker_group
         if result.attempts:
             self._remaining_restarts = group.spec.max_restarts - result.attempts[-1].restarts
+            _update(group, result.attempts[-1].plan)
         if result.phase is Phase.SUCCEEDED:
             group.state = WorkerState.SUCCEEDED
             return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
@@ -198,17 +211,18 @@ class _Planner:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
-    def next(self) -> Plan:
+    def next(self, _supervisor: _core.Supervisor) -> Plan:
         group, spec = self._group, self._group.spec
         info = spec.rdzv_handler.next_rendezvous()
         if info.world_size != 1:
             raise RendezvousError(f"{info.world_size} nodes: several nodes need the coordination release")
         reserved: ReservedPort | None = None
+        store: _core.WorkerStore | None = None
         bootstrap = info.bootstrap_store_info
         address = spec.master_addr or (bootstrap.master_addr if bootstrap else "localhost")
         port = spec.master_port or (bootstrap.master_port if bootstrap else None)
         if isinstance(spec.rdzv_handler, OneNodeRendezvous):
-            reserved = spec.rdzv_handler.reserved_port
+            reserved, store = spec.rdzv_handler.reserved_port, spec.rdzv_handler.agent_store
         elif port is None:
             reserved = ReservedPort()
         if port is None:
@@ -216,19 +230,28 @@ class _Planner:
                 raise RendezvousError("the rendezvous gave no port for the workers' store")
             port = reserved.number
         ranks = assign([NodeShare(spec.role, spec.local_world_size)], info.rank)
-        group.store, group.group_rank, group.group_world_size = info.store, info.rank, info.world_size
-        group.master_addr, group.master_port = address, port
-        for worker, own in zip(group.workers, ranks, strict=True):
-            worker.global_rank, worker.role_rank = own.global_rank, own.role_rank
-            worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
-        return Plan(ranks, address, port, reserved)
+        group.store = info.store
+        # A port of the user's own is rank 0's to listen on.
+        use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
+        plan = Plan(ranks, address, port, reserved, store=store, use_agent_store=use_agent_store)
+        _update(group, plan)
+        return plan
 
     def close(self) -> None:
         """The launcher shuts the handler down: an agent may be run more than once."""
 
 
-def _logs(specs: LogsSpecs) -> Callable[[int, dict[int, dict[str, str]]], LogPaths]:
-    def attempt_logs(_round: int, variables: dict[int, dict[str, str]]) -> LogPaths:
+def _update(group: WorkerGroup, plan: Plan) -> None:
+    """What users of torch's classes read from the worker group."""
+    group.group_rank, group.group_world_size = plan.ranks[0].group_rank, plan.ranks[0].group_world_size
+    group.master_addr, group.master_port = plan.master_addr, plan.master_port
+    for worker, own in zip(group.workers, plan.ranks, strict=True):
+        worker.global_rank, worker.role_rank = own.global_rank, own.role_rank
+        worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
+
+
+def _logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
+    def attempt_logs(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         destination: Any = specs.reify(variables)
         return LogPaths(
             destination.stdouts,

@@ -99,7 +99,7 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
             if failure.error_file != NOT_AVAILABLE:
-                handler.dump_error_file(failure.error_file, failure.exitcode)
+                handler.dump_error_file(failure.error_file, failure.exitcode or 0)
             raise
         except Exception as error:
             handler.record_exception(error)

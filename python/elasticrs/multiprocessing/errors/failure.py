@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 
+from elasticrs.multiprocessing.errors.exits import describe_exit
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,7 +59,7 @@ class ProcessFailure:
         self,
         local_rank: int,
         pid: int,
-        exitcode: int,
+        exitcode: int | None,
         error_file: str,
         *,
         seen_ns: int | None = None,
@@ -96,14 +98,16 @@ class ProcessFailure:
             self.error_file = path
             try:
                 data, message, timestamp = read_error_file(path)
+            except EmptyFileError as problem:
+                trouble = f"its error file could not be written ({problem}, as on a full disk)"
             except (OSError, ValueError) as problem:
-                trouble = f"; its error file cannot be read ({problem})"
+                trouble = f"its error file cannot be read ({problem})"
             else:
                 self.error_file_data, self.timestamp = data, timestamp
                 self.message = message
                 self._read_extras(data.get("elasticrs"))
         if not self.message:
-            self.message = self._made_up_message() + trouble
+            self.message = self._made_up_message(trouble)
 
     def _read_extras(self, extras: object) -> None:
         if not isinstance(extras, dict):
@@ -112,13 +116,16 @@ class ProcessFailure:
         if isinstance(recorded_ns, int) and isinstance(pid, int):
             self.recorded_ns, self.recorded_pid = recorded_ns, pid
 
-    def _made_up_message(self) -> str:
-        if self.cause:
-            return self.cause
-        if self.signal_number():
-            return f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
-        self.error_file_data["errorTraits"] = {"category": "system_terminated_error", "retryability": "False"}
-        return _TORCH_HINT
+    def _made_up_message(self, trouble: str) -> str:
+        known = self.cause
+        if not known and self.signal_number():
+            known = f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
+        if not known:
+            traits = {"category": "system_terminated_error", "retryability": "False"}
+            self.error_file_data["errorTraits"] = traits
+            # How to get an error file is no advice for somebody who has one.
+            known = describe_exit(self.exitcode) if trouble else _TORCH_HINT
+        return f"{known}; {trouble}" if trouble else known
 
     def signal_number(self) -> int:
         """The signal that ended it; 0 when none did."""
@@ -153,6 +160,10 @@ class ProcessFailure:
         return f"{type(self).__name__}({fields})"
 
 
+class EmptyFileError(ValueError):
+    """The worker opened its error file, and could write nothing."""
+
+
 def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], int]:
     """An error file in either form: torch's nested one, or flat with ``message`` and ``timestamp``.
 
@@ -160,6 +171,7 @@ def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], in
         All of it, its message, its timestamp in seconds.
 
     Raises:
+        EmptyFileError: nothing is in it.
         ValueError: not JSON (perhaps half-written), or neither of the two forms.
         OSError: it cannot be read.
     """
@@ -168,7 +180,7 @@ def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], in
     with open(path, encoding="utf-8", errors="replace") as file:
         text = file.read()
     if not text:
-        raise ValueError("it is empty")
+        raise EmptyFileError("it is empty")
     try:
         data = json.loads(text)
     except RecursionError:

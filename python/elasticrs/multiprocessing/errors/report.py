@@ -67,13 +67,14 @@ def _entry(
     failure = failures[rank]
     signal = failure.signal_name()
     name = f" ({signal})" if signal != NOT_AVAILABLE else ""
+    exitcode = "unknown" if failure.exitcode is None else failure.exitcode
     traceback = _traceback(failure)
     lines = [
         f"[{index}]:",
         f"  time      : {_when(failure, failures[root])}",
         f"  host      : {failure.host or os.uname().nodename}",
         f"  rank      : {rank} (local_rank: {failure.local_rank})",
-        f"  exitcode  : {failure.exitcode} (pid: {failure.pid}) {name}".rstrip(),
+        f"  exitcode  : {exitcode} (pid: {failure.pid}) {name}".rstrip(),
         f"  error_file: {failure.error_file}",
         f"  traceback : {_once(traceback, f'[{index}]', shown)}",
         *(f"  note      : {note}" for note in _notes(failure)),

@@ -137,6 +137,8 @@ def _form(member: Member, lead: Lead, view: View, ended: Head | None, alive: lis
     ops += [("delete_prefix", keys.table(each)) for each in view.forms if each != form][:10]
     stale = [each for each in view.slots if each not in view.nodes]
     ops += [("delete", keys.slot(each)) for each in stale[: 100 - len(ops)]]
+    gone = [each for each in view.farewells if each not in view.nodes]
+    ops += [("delete", keys.farewell(each)) for each in gone[: 120 - len(ops)]]
     here = [("exists", keys.node(each)) for each in alive]
     write(member, lead, [*guard, *here], ops)
 

@@ -297,7 +297,6 @@ def register(member: Member) -> None:
     member.idle, member.slot = 0, None
     own = keys.node(member.member)
     ops = earlier_registrations(member, incarnation)
-    ops += [("delete_prefix", f"{keys.slots}{agent}/")]
     ops += [("put", own, member.node(), True), ("predecessor", keys.nodes, own)]
     member.txn([("create", keys.job, member.job_revision)], ops, _registered)
     member.do(Watch(member.ask(_slot_seen), keys.slot(member.member), exact=True, snapshot=True))
@@ -307,8 +306,9 @@ def register(member: Member) -> None:
 
 def earlier_registrations(member: Member, incarnation: int) -> list[tuple[Any, ...]]:
     """Deletions of what a lost connection may have left; its lease would end later."""
-    first = max(1, incarnation - FORGET_EARLIER)
-    return [("delete", member.keys.node(f"{member.settings.agent}/{i}")) for i in range(first, incarnation)]
+    earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
+    names = [f"{member.settings.agent}/{each}" for each in earlier]
+    return [("delete", key(name)) for name in names for key in (member.keys.node, member.keys.slot)]
 
 
 def _registered(member: Member, reply: Any) -> None:
@@ -323,6 +323,7 @@ def _registered(member: Member, reply: Any) -> None:
         member.disarm(timer)
     member.arm("give_up", 2 * member.settings.join_timeout)
     follow(member, reply.results[-1])
+    rounds.look(member)
 
 
 def _slot_seen(member: Member, reply: Any) -> None:

@@ -69,6 +69,7 @@ def is_settled(lead: Lead) -> bool:
 
 
 def forget_timers(member: Member, lead: Lead) -> None:
+    """Those of the head before."""
     for name, fired in lead.timers.items():
         if not fired:
             member.do(Disarm(name))
@@ -79,7 +80,8 @@ def has_passed(member: Member, lead: Lead, name: str, seconds: float) -> bool:
     """Whether a time has passed since this was first asked for the present head.
 
     Args:
-        member, lead: who asks.
+        member: the leader.
+        lead: what it knows.
         name: of the timer; it is set when it was not.
         seconds: from now, if it was not set.
     """
@@ -125,8 +127,8 @@ def answered(lead: Lead, reply: Any) -> bool:
     if reply.ok:
         lead.wait_for = reply.revision
     else:
-        # Some change was on its way. It is in the prefix that we watch, so it will be told; the revision of the
-        # reply may be that of another job's key, and would never be.
+        # Some change was on its way. It is in the prefix that we watch, so it will be told; the revision of
+        # the reply may be that of another job's key, and would never be.
         lead.stalled = lead.view is None or lead.view.revision <= lead.sent_at
     return True
 
@@ -135,7 +137,9 @@ def close(member: Member, lead: Lead, view: View, head: Head, alive: Sequence[st
     """End the job.
 
     Args:
-        member, lead, view: who does.
+        member: the leader.
+        lead: what it knows.
+        view: the store.
         head: with the reason.
         alive: members that have to be here for the reason to hold.
         outcome: ``failed`` or ``timeout``.

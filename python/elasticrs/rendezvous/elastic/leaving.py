@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elasticrs.rendezvous.elastic import rounds
 from elasticrs.rendezvous.elastic.messages import Outcome
-from elasticrs.rendezvous.elastic.records import Head, cut
+from elasticrs.rendezvous.elastic.records import Head, cut, encode
 from elasticrs.rendezvous.elastic.state import Phase
 
 TYPE_CHECKING = False
@@ -66,7 +66,7 @@ def _end_round(member: Member, reason: str) -> None:
     compares = [("mod", keys.head, member.head_revision), *rounds.own_registration(member)]
     puts = [
         ("put", keys.head, ended.encode(), False),
-        ("put", keys.node(member.member), member.node(leaving=reason), True),
+        ("put", keys.farewell(member.member), encode(reason), False),
     ]
     member.txn(compares, puts, _round_ended)
 
@@ -80,11 +80,11 @@ def _round_ended(member: Member, reply: Any) -> None:
 
 
 def _farewell(member: Member, reason: str) -> None:
-    put = ("put", member.keys.node(member.member), member.node(leaving=reason), True)
+    put = ("put", member.keys.farewell(member.member), encode(reason), False)
     member.txn(rounds.own_registration(member), [put], _farewell_known)
 
 
-def _farewell_known(member: Member, reply: Any) -> None:
+def _farewell_known(member: Member, _: Any) -> None:
     member.farewell_known = True
     go_on(member)
 

@@ -1,18 +1,18 @@
 """The elastic rendezvous of one agent as a function: no I/O, no clock, no randomness.
 
-:func:`step` takes a state and an event and returns the state and the actions that the loop has to carry out, in
-order. What happens depends on nothing but the events, so a schedule can be played again.
+:func:`step` takes a state and an event and returns the state and the actions that the loop has to carry
+out, in order. What happens depends on nothing but the events, so a schedule can be played again.
 
 What the loop has to keep:
 
 - after :class:`~elasticrs.rendezvous.elastic.messages.Disconnect` or a lost connection, nothing of the old
   connection is delivered any more;
-- replies come in the order of their requests, changes in the order of revisions, each revision whole; replies may
-  overtake changes;
+- replies come in the order of their requests, changes in the order of revisions, each revision whole;
+  replies may overtake changes;
 - timers may fire late, or early: that costs time or a needless round, never safety.
 
-The parts: ``joining`` (connection, registration, who leads), ``rounds`` (a member's part), ``leaving``, ``leader``
-with ``formation``, ``verdict`` and ``view`` (what ends, forms and closes rounds).
+The parts: ``joining`` (connection, registration, who leads), ``rounds`` (a member's part), ``leaving``,
+``leader`` with ``formation``, ``verdict`` and ``view`` (what ends, forms and closes rounds).
 """
 
 from __future__ import annotations

@@ -419,7 +419,8 @@ class Outcome(Value):
     """How the job ended for this agent.
 
     Args:
-        kind: ``succeeded``; ``failed`` (budget, losses, set-up: ``cause`` and ``message`` say why); ``closed``
+        kind: ``succeeded``; ``failed`` (budget, losses, set-up: ``cause`` and ``message`` say why);
+        ``closed``
             (joined too late); ``aborted`` (somebody closed the job); ``timeout`` (not enough nodes, or no
             store); ``left`` (asked to leave); ``lost`` (the store is gone); ``stuck`` (workers that SIGKILL
             does not end); ``refused`` (settings, token, version or run differ); ``spare`` (the job succeeded

@@ -41,7 +41,7 @@ MAX_NAME = 128
 
 
 def encode(record: object) -> bytes:
-    """The bytes of a record. ASCII, as texts may hold what UTF-8 cannot say (surrogates of odd file names)."""
+    """The bytes of a record: ASCII, as texts may hold what UTF-8 cannot say (odd file names)."""
     return json.dumps(record, separators=(",", ":")).encode("ascii")
 
 
@@ -111,7 +111,6 @@ class Node(Value):
         hint: its place in the order of ranks, before the name.
         port: of its listener for the next round's worker store.
         idle: the last round whose workers are known to be gone here.
-        leaving: why it is about to leave.
         cause: its own failure in round ``idle``, when that was earlier than the recorded one.
     """
 
@@ -122,7 +121,6 @@ class Node(Value):
         "hint",
         "host",
         "idle",
-        "leaving",
         "local_addr",
         "name",
         "nproc",
@@ -142,7 +140,6 @@ class Node(Value):
         local_addr: str | None = None,
         fallback_addr: str | None = None,
         hint: int | None = None,
-        leaving: str | None = None,
         cause: dict[str, Any] | None = None,
     ) -> None:
         self.name = name
@@ -155,7 +152,6 @@ class Node(Value):
         self.local_addr = local_addr
         self.fallback_addr = fallback_addr
         self.hint = hint
-        self.leaving = leaving
         self.cause = cause
 
     def encode(self) -> bytes:

@@ -1,6 +1,7 @@
 """The member's part in the rounds: start, stop, report, say that it is idle.
 
-- **ROUND-1** workers start only with none left, and only when the head and the own slot name the same proposal.
+- **ROUND-1** workers start only with none left, and only when the head and the own slot name the same
+  proposal.
 - **ROUND-2** a failure is reported before the workers are stopped, and only for the round that runs.
 - **ROUND-3** an agent says that it is idle of a round only when nothing of that round's workers is left.
 - **ROUND-4** it exits only without workers, apart from those that SIGKILL does not end.
@@ -168,7 +169,8 @@ def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
     if not member.runs(number):
         return
     head = member.head
-    assert head is not None and member.slot is not None
+    assert head is not None
+    assert member.slot is not None
     told = {**end, "node": member.settings.node, "group_rank": member.slot.group_rank}
     ended = head.next(state="ENDED", end={**told, "member": member.member}, cause=bound_cause(cause))
     compares = [("mod", member.keys.head, member.head_revision), *own_registration(member)]
@@ -190,7 +192,8 @@ def workers_done(member: Member, event: Any) -> None:
     number, member.held = member.held, None
     member.phase, member.done_round = Phase.DONE, number
     head, slot = member.head, member.slot
-    assert head is not None and slot is not None
+    assert head is not None
+    assert slot is not None
     put = ("put", member.keys.done(number, slot.group_rank), encode(event.summary or {}), False)
     member.txn([("mod", member.keys.head, member.head_revision)], [put], _done_known)
     if slot.group_rank != 0 and not member.settings.hosts_store:
@@ -236,7 +239,7 @@ def group_ended(member: Member, event: Any) -> None:
 
 
 def _stuck(member: Member, event: Any) -> None:
-    """This node is not fit for another round; the others go on without it."""
+    """The node is not fit for another round; the others go on without it."""
     if member.phase is Phase.RUN:
         _report_failure(member, event.cause)
     text = f"{event.stuck}; this node is not fit for another round"
@@ -276,15 +279,17 @@ def say_idle(member: Member, number: int) -> None:
     if is_leaving(member):
         return
     member.idle = number
-    put = ("put", member.keys.node(member.member), member.node(cause=_earlier_cause(member, number)), True)
+    put = ("put", member.keys.node(member.member), member.node(_earlier_cause(member, number)), True)
     member.txn(own_registration(member), [put], _idle_known)
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """This node's failure in that round, unless what is recorded was earlier."""
+    """The own failure in that round, unless what is recorded was earlier."""
     if member.own_round != number or member.own_cause is None or member.head is None:
         return None
-    recorded = time_of(member.head.cause) if member.head.round == number else None
+    # The head of a round that runs tells of the round before.
+    is_recorded = member.head.round == number and member.head.state == "ENDED"
+    recorded = time_of(member.head.cause) if is_recorded else None
     own = time_of(member.own_cause)
     is_known_better = recorded is None or (own is not None and own <= recorded)
     return member.own_cause if is_known_better else None

@@ -1,7 +1,7 @@
 """What one agent knows of the job, and the elementary things it does.
 
-The state is changed in place: with thousands of agents the leader's view is too large to copy for every event.
-Whoever hands a state to :func:`elasticrs.rendezvous.elastic.machine.step` gives it away.
+The state is changed in place: with thousands of agents the leader's view is too large to copy for every
+event. Whoever hands a state to :func:`elasticrs.rendezvous.elastic.machine.step` gives it away.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Member:
         """Whether the head says that this round runs."""
         return self.head is not None and self.head.state == "RUNNING" and self.head.round == number
 
-    def node(self, leaving: str | None = None, cause: Cause | None = None) -> bytes:
+    def node(self, cause: Cause | None = None) -> bytes:
         """The value of this agent's registration."""
         settings = self.settings
         return Node(
@@ -234,7 +234,6 @@ class Member:
             settings.local_addr,
             settings.fallback_addr,
             settings.order_hint,
-            leaving,
             bound_cause(cause),
         ).encode()
 
@@ -259,7 +258,7 @@ class Member:
         self.head, self.head_revision = None, 0
 
     def fence(self, why: str) -> None:
-        """This agent may have been counted as gone: no workers may be left before it registers again."""
+        """The agent may have been counted as gone: no workers may be left before it registers again."""
         from elasticrs.rendezvous.elastic import joining
 
         self.do(Disconnect())

@@ -57,8 +57,8 @@ def is_charged(view: View, head: Head) -> bool:
 
 
 def witnesses(view: View) -> list[str]:
-    """Members that are here, may have workers and had not finished: if one is gone, there is no charge."""
-    return sorted(member for member in view.slow if view.rank_of[member] not in view.done)
+    """Members that may have workers here, and whose loss would explain: see :func:`lost_ranks`."""
+    return sorted(member for member in view.slow if view.rank_of[member] not in view.done - {0})
 
 
 def kind_of(head: Head) -> str:
@@ -126,7 +126,7 @@ def _reason(view: View, head: Head, counted: Head, settings: Settings, lost: lis
         return f"{counted.losses} nodes were lost (max_node_losses={settings.max_node_losses}), last: {names}"
     if counted.short_losses >= settings.max_short_losses:
         return (
-            f"{counted.short_losses} rounds in a row lost a node less than {settings.short_round:g} s after their"
-            f" start, last: {names}"
+            f"{counted.short_losses} rounds in a row lost a node less than {settings.short_round:g} s"
+            f" after their start, last: {names}"
         )
     return None

@@ -1,8 +1,8 @@
 """What the leader sees of the store, kept so that a change costs the same however many agents there are.
 
 - **VIEW-1** it holds every key of the job as of :attr:`View.revision`.
-- **VIEW-2** the derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) equal their definitions; only a new
-  round recomputes them from everything.
+- **VIEW-2** the derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) equal their definitions; only
+  a new round recomputes them from everything.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class View:
             self._refresh(member)
 
     def holds(self, member: str) -> bool:
-        """Whether a member may still have workers: its last slot counted, and it has not said that it is idle.
+        """Whether a member may still have workers: its last slot counted, and it has not said that it is
+        idle.
 
         Its own slot decides, not the last table: a member that was left out of a round as too slow still has
         the workers of the round before.
@@ -135,6 +136,9 @@ class View:
             self._take_table(form, int(index), entry.value)
         elif kind == "done":
             self._take_done(name, entry.value)
+        elif kind == "left":
+            (self.farewells.discard if entry.value is None else self.farewells.add)(name)
+            return (name,)
         return ()
 
     def _take_node(self, member: str, entry: Any) -> Iterable[str]:
@@ -148,12 +152,10 @@ class View:
             if not siblings:
                 del self._agents[agent_of(member)]
         else:
-            self.nodes[member] = node = Node.decode(entry.value)
+            self.nodes[member] = Node.decode(entry.value)
             self.joined[member] = entry.create_revision
             if incarnation not in siblings:
                 siblings.append(incarnation)
-            if node.leaving is not None:
-                self.farewells.add(member)
         if len(siblings) > 1 or (siblings and entry.value is None):
             return [f"{agent_of(member)}/{each}" for each in {*siblings, incarnation}]
         return (member,)
@@ -186,7 +188,6 @@ class View:
         self.seats = [seat for index in sorted(chunks) for seat in chunks[index]]
         self.rank_of = {seat.member: rank for rank, seat in enumerate(self.seats)}
         self.done = {rank for round_, rank in self._dones if round_ == number}
-        self.farewells = {member for member, node in self.nodes.items() if node.leaving is not None}
         for derived in (self.absent, self.missing, self.slow, self.candidates, self.waiting):
             derived.clear()
         for member in (*self.nodes, *self.rank_of):
@@ -194,8 +195,7 @@ class View:
 
     def _refresh(self, member: str) -> None:
         rank = self.rank_of.get(member)
-        node = self.nodes.get(member)
-        if node is None:
+        if member not in self.nodes:
             self.slow.discard(member)
             self.candidates.discard(member)
             self.waiting.discard(member)
@@ -209,6 +209,6 @@ class View:
             (self.slow.add if holds else self.slow.discard)(member)
         siblings = self._agents[agent_of(member)]
         latest = len(siblings) == 1 or max(siblings) == incarnation_of(member)
-        fit = not holds and latest and node.leaving is None
+        fit = not holds and latest and member not in self.farewells
         (self.candidates.add if fit else self.candidates.discard)(member)
         (self.waiting.add if fit and rank is None else self.waiting.discard)(member)

@@ -2,6 +2,7 @@
 //!
 //! One loop over the agent's socket, the agent's pidfd and SIGCHLD; see the invariants in [`super`].
 
+mod guard;
 mod spawn;
 mod sweep;
 
@@ -21,6 +22,7 @@ use nix::unistd::{getpid, getsid, setsid};
 
 use self::sweep::{Deadlines, Sweep, Verdict};
 use super::NAME;
+use super::fence::Fence;
 use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::token::Token;
@@ -31,7 +33,7 @@ use crate::sys::spawn::Stack;
 use crate::sys::wait::{self, Waited};
 use crate::sys::{fds, priority, signals};
 
-/// When the agent is gone, this long is tried; then what does not die has its SIGKILL pending and needs nobody.
+/// When the agent is gone, or its lease, this long is tried; then what does not die has its SIGKILL pending and needs nobody.
 const LAST_SWEEP: Duration = Duration::from_secs(10);
 
 /// Runs the nursery on the descriptors [`FIXED_FDS`], marked by the token in decimal; returns when it is over.
@@ -62,6 +64,11 @@ struct Nursery {
     /// The sessions of all workers since the last sweep, those that have ended included.
     sessions: BTreeSet<i32>,
     sweep: Option<Sweep>,
+    /// What a sweep has ended that nobody had asked for: told with the next answer.
+    untold: Ended,
+    /// What is kept open for the agent.
+    held: Option<OwnedFd>,
+    fence: Option<Fence>,
     /// Our nice value before the sweep, when it could be lowered.
     nice: Option<i32>,
     /// Descriptors for the sweep, which opens what `/proc` tells: without them it would see nobody.
@@ -101,6 +108,9 @@ impl Nursery {
             workers: BTreeSet::new(),
             sessions: BTreeSet::new(),
             sweep: None,
+            untold: Ended::default(),
+            held: None,
+            fence: None,
             nice: None,
             orphaned: false,
         };
@@ -116,6 +126,9 @@ impl Nursery {
             if ready.child {
                 while self.child_signals.read_signal()?.is_some() {}
                 self.reap();
+            }
+            if ready.fence {
+                self.check_fence();
             }
             if ready.agent_gone {
                 self.lose_agent();
@@ -133,19 +146,25 @@ impl Nursery {
         let timeout = self.sweep.as_ref().map(|sweep| TimeSpec::from(sweep.wait(Instant::now())));
         let mut wanted = PollFlags::POLLIN;
         wanted.set(PollFlags::POLLOUT, self.link.has_unsent());
+        let timer = self.fence.as_ref().map_or(self.child_signals.as_fd(), Fence::timer);
         let mut polled = [
             PollFd::new(self.child_signals.as_fd(), PollFlags::POLLIN),
             PollFd::new(self.agent.as_fd(), PollFlags::POLLIN),
             PollFd::new(self.link.as_fd(), wanted),
+            PollFd::new(timer, PollFlags::POLLIN),
         ];
-        // An orphan has no use for the other two, which would be ready for ever.
-        let count = if self.orphaned { 1 } else { polled.len() };
+        // An orphan has no use for the others, which would be ready for ever.
+        let count = match &self.fence {
+            _ if self.orphaned => 1,
+            None => polled.len() - 1,
+            Some(_) => polled.len(),
+        };
         match ppoll(&mut polled[..count], timeout, None) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
-        let [child, agent_gone, socket] = polled.map(|fd| fd.any().unwrap_or(true));
-        Ok(Ready { child, agent_gone, socket })
+        let [child, agent_gone, socket, fence] = polled.map(|fd| fd.any().unwrap_or(true));
+        Ok(Ready { child, agent_gone, socket, fence })
     }
 
     /// Collects whatever has happened to children; says whether there are any left.
@@ -177,7 +196,7 @@ impl Nursery {
         loop {
             match self.link.receive() {
                 Ok(Some((request, fds))) => {
-                    if self.serve_request(request, &fds) == Served::Leave {
+                    if self.serve_request(request, fds) == Served::Leave {
                         return Served::Leave;
                     }
                 }
@@ -194,30 +213,34 @@ impl Nursery {
         Served::GoOn
     }
 
-    fn serve_request(&mut self, request: Request, fds: &[OwnedFd]) -> Served {
+    fn serve_request(&mut self, request: Request, fds: Vec<OwnedFd>) -> Served {
         match request {
-            Request::Spawn { process, keep_ignored } => self.spawn(&process, &keep_ignored, fds),
+            Request::Spawn { process, keep_ignored } => self.spawn(&process, &keep_ignored, &fds),
             Request::SignalGroup { pid, signal } => {
                 // The group may be gone, or have changed its user: the agent sees who does not end.
                 if self.workers.contains(&pid) {
                     let _ = signals::kill_group(pid, signal);
                 }
             }
-            Request::Sweep { linger_ms, grace_ms, give_up_ms } => {
+            Request::Sweep { number, linger_ms, grace_ms, give_up_ms } => {
                 let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
-                self.begin_sweep(Deadlines::new(Instant::now(), linger, grace, give_up));
+                self.begin_sweep(Deadlines::new(Instant::now(), linger, grace, give_up), Some(number));
             }
+            Request::Hold => self.hold(fds),
+            Request::Release => self.held = None,
+            Request::Fence => self.set_fence(fds),
             Request::Leave => return Served::Leave,
         }
         Served::GoOn
     }
 
-    fn begin_sweep(&mut self, deadlines: Deadlines) {
+    /// Nobody waits for the answer to one without a `number`.
+    fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>) {
         if let Some(sweep) = &mut self.sweep {
-            return sweep.bring_forward(deadlines);
+            return sweep.bring_forward(deadlines, number);
         }
         self.reserve.clear();
-        self.sweep = Some(Sweep::new(deadlines));
+        self.sweep = Some(Sweep::new(deadlines, number, std::mem::take(&mut self.untold)));
         // Against hundreds of busy processes a fair share of the CPU is too little. Without permission it has to do.
         self.nice = priority::set_nice(-20).ok();
     }
@@ -237,8 +260,12 @@ impl Nursery {
                     // Going up again is always permitted.
                     let _ = priority::set_nice(nice);
                 }
-                let Ended { named: ended, more } = sweep.into_ended();
-                self.tell(&Reply::Swept { ended, more, stuck, spared }, Vec::new());
+                match sweep.into_answer() {
+                    (Some(number), Ended { named: ended, more }) => {
+                        self.tell(&Reply::Swept { number, ended, more, stuck, spared }, Vec::new());
+                    }
+                    (None, ended) => self.untold = ended,
+                }
             }
         }
         Served::GoOn
@@ -248,7 +275,7 @@ impl Nursery {
     fn lose_agent(&mut self) {
         if !self.orphaned {
             self.orphaned = true;
-            self.begin_sweep(Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP));
+            self.begin_sweep(at_once(), None);
         }
     }
 
@@ -266,10 +293,17 @@ enum Served {
 }
 
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a descriptor of its own")]
 struct Ready {
     child: bool,
     agent_gone: bool,
     socket: bool,
+    fence: bool,
+}
+
+/// SIGKILL now.
+fn at_once() -> Deadlines {
+    Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }
 
 /// As many as a sweep has open at once, or as there are.

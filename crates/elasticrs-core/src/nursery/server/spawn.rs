@@ -22,6 +22,10 @@ impl Nursery {
         if self.link.flush().is_err() {
             return self.lose_agent();
         }
+        if self.check_fence() {
+            let (stage, errno, subject) = (Stage::Fence, libc::ECANCELED, String::new());
+            return self.tell(&Reply::SpawnFailed { local_rank, stage, errno, subject }, Vec::new());
+        }
         // Marks the start of this worker's stages in the pipe. A full pipe is nobody's harm.
         let _ = nix::unistd::write(&self.stages, &[Stage::Clone as u8]);
         let started = command(process, keep_ignored, fds).and_then(|mut command| {
@@ -126,9 +130,12 @@ fn subject(process: &ProcessSpec, failure: Failure) -> String {
         },
         Stage::ChangeDir => process.cwd.as_deref().map(lossy).unwrap_or_default(),
         Stage::Exec => process.argv.first().map(|program| lossy(Path::new(program))).unwrap_or_default(),
-        Stage::Clone | Stage::NewSession | Stage::ParentDeathSignal | Stage::Descriptors | Stage::Receive => {
-            String::new()
-        }
+        Stage::Clone
+        | Stage::NewSession
+        | Stage::ParentDeathSignal
+        | Stage::Descriptors
+        | Stage::Receive
+        | Stage::Fence => String::new(),
     }
 }
 

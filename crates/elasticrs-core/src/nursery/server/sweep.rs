@@ -49,6 +49,8 @@ pub(super) enum Verdict {
 #[derive(Debug)]
 pub(super) struct Sweep {
     deadlines: Deadlines,
+    /// The last request that this answers.
+    number: Option<u32>,
     /// Who got SIGTERM, and who SIGKILL, so far.
     termed: BTreeSet<i32>,
     killed: BTreeSet<i32>,
@@ -70,19 +72,21 @@ struct Look {
 }
 
 impl Sweep {
-    pub(super) fn new(deadlines: Deadlines) -> Self {
+    pub(super) fn new(deadlines: Deadlines, number: Option<u32>, ended: Ended) -> Self {
         Self {
             deadlines,
+            number,
             termed: BTreeSet::new(),
             killed: BTreeSet::new(),
-            ended: Ended::default(),
+            ended,
             looks_without_others: 0,
             pause: Duration::ZERO,
         }
     }
 
     /// Takes the earlier one of each deadline.
-    pub(super) fn bring_forward(&mut self, by: Deadlines) {
+    pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>) {
+        self.number = number.or(self.number);
         let now = &mut self.deadlines;
         now.term = now.term.min(by.term);
         now.kill = now.kill.min(by.kill);
@@ -96,8 +100,8 @@ impl Sweep {
         until.min(self.pause)
     }
 
-    pub(super) fn into_ended(self) -> Ended {
-        self.ended
+    pub(super) fn into_answer(self) -> (Option<u32>, Ended) {
+        (self.number, self.ended)
     }
 
     pub(super) fn step(&mut self, nursery: &Nursery, has_children: bool) -> Verdict {

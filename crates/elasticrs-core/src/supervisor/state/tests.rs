@@ -187,7 +187,8 @@ fn a_suspended_group_is_not_told_as_paused() {
 #[test]
 fn the_loss_of_the_nursery_ends_the_group_once() {
     let mut group = lingering();
-    let killed = WorkerExit::Signaled { signal: 9, core_dumped: false };
+    let exit = WorkerExit::Signaled { signal: 9, core_dumped: false };
+    let killed = NurseryEnd { exit, hung: false };
     let effects = group.on_input(Input::NurseryLost(killed));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
     for pid in PIDS {
@@ -197,6 +198,55 @@ fn the_loss_of_the_nursery_ends_the_group_once() {
     let end = end(&effects).expect("all are gone and swept");
     assert_eq!((end.outcome, end.nursery), (Outcome::Lost, Some(killed)));
     assert_eq!(group.on_input(swept()), []);
+}
+
+#[test]
+fn a_fenced_group_ends_as_stopped_by_sigkill() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Suspend);
+    let effects = group.on_input(Input::Fenced);
+    assert_eq!(effects[0], Effect::Thaw);
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)), "and no SIGCONT");
+    let mut effects = Vec::new();
+    for pid in PIDS {
+        effects = group.on_input(exited(pid, WorkerExit::Signaled { signal: 9, core_dumped: false }));
+        assert!(
+            matches!(&effects[0], Effect::Tell(Event::WorkerExited { sent: Some(Signal::KILL), .. })),
+            "SUP-7: {effects:?}"
+        );
+    }
+    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep { .. })));
+    assert_eq!(end(&group.on_input(swept())).map(|e| e.outcome), Some(Outcome::Stopped));
+}
+
+#[test]
+fn the_fence_does_not_hide_an_earlier_failure() {
+    let mut group = lingering();
+    let _ = group.on_input(exited(101, FAILED));
+    let effects = group.on_input(Input::Fenced);
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
+    for pid in [100, 102, 103] {
+        let _ = group.on_input(exited(pid, FAILED));
+    }
+    assert_eq!(end(&group.on_input(swept())).map(|e| e.outcome), Some(Outcome::Failed));
+}
+
+#[test]
+fn who_is_dead_when_a_signal_is_sent_died_by_itself() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Dead(vec![102]));
+    let effects = group.on_input(exited(101, FAILED));
+    assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { siblings: 2, .. })), "{effects:?}");
+    let sent = |effects: &[Effect]| match effects.first() {
+        Some(Effect::Tell(Event::WorkerExited { sent, .. })) => *sent,
+        other => panic!("{other:?}"),
+    };
+    // Dead by the first signal is not dead by the second.
+    let _ = group.on_input(Input::Dead(vec![103]));
+    let _ = group.on_input(Input::Expired(Timer::Kill));
+    assert_eq!(sent(&group.on_input(exited(102, FAILED))), None);
+    assert_eq!(sent(&group.on_input(exited(103, FAILED))), Some(Signal::TERM));
+    assert_eq!(sent(&group.on_input(exited(100, FAILED))), Some(Signal::KILL));
 }
 
 #[test]
@@ -229,7 +279,9 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => Just(Input::Suspend),
         1 => Just(Input::Resume),
         2 => timer.prop_map(Input::Expired),
-        1 => Just(Input::NurseryLost(WorkerExit::Signaled { signal: 9, core_dumped: false })),
+        1 => any::<bool>().prop_map(|hung| Input::NurseryLost(NurseryEnd { exit: FAILED, hung })),
+        1 => Just(Input::Fenced),
+        2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
         2 => Just(swept()),
     ]
 }

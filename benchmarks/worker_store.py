@@ -1,0 +1,94 @@
+"""The workers' store: torch's clients with torch's own server (libuv), and with ours.
+
+All processes are there from the beginning; both servers are asked in turn. What is measured ends with a reply
+of the server, so a ``set`` is measured with the ``add`` behind it.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from benchmarks.harness import Launcher, Options, Row, Samples, environment, percentile, take_turns, worker
+
+CASES = (
+    # operation, clients, repeats of each client in a turn
+    ("get", 1, 4000),
+    ("get", 16, 1000),
+    ("add", 1, 4000),
+    ("add", 16, 1000),
+    ("set+add", 1, 4000),
+    ("set+add", 16, 1000),
+    ("ping-pong", 2, 2000),
+    ("ping-pong", 16, 500),
+    ("get-1MiB", 1, 200),
+    ("get-1MiB", 16, 20),
+)
+
+
+def measure(options: Options) -> list[Row]:
+    """Latency of an operation as its client sees it, and the time per operation of all clients together."""
+    with ExitStack() as stack:
+        clients = stack.enter_context(_started("store_client.py"))
+        servers = {
+            each.name: stack.enter_context(_started("store_server.py", each.name))
+            for each in options.launchers
+        }
+        ports = {name: int(_line(server)) for name, server in servers.items()}
+        rows: list[Row] = []
+        for operation, count, repeats in CASES:
+            rows += _case(options, clients, ports, operation, count, repeats)
+        return rows
+
+
+def _case(
+    options: Options,
+    clients: subprocess.Popen[str],
+    ports: dict[str, int],
+    operation: str,
+    count: int,
+    repeats: int,
+) -> list[Row]:
+    latency, throughput = Samples(options), Samples(options)
+    repeats = options.repeats(repeats, max(20, repeats // 20))
+
+    def one(launcher: Launcher) -> None:
+        assert clients.stdin is not None
+        clients.stdin.write(f"{ports[launcher.name]} {count} {operation} {repeats}\n")
+        clients.stdin.flush()
+        wall, *spans = map(int, _line(clients).split())
+        latency.add(launcher, *(span / 1000 for span in spans))
+        throughput.add(launcher, wall / 1000 / (count * repeats))
+
+    take_turns(options, options.repeats(7, 2), one)
+    name = f"store {operation}, {count} client{'s' if count > 1 else ''}"
+    conditions = "torch's clients, a process each; server in a process of its own"
+    return [
+        *latency.rows(f"{name}: p50", "µs", conditions),
+        *latency.rows(f"{name}: p99", "µs", conditions, lambda values: percentile(values, 99)),
+        *throughput.rows(f"{name}: time per operation", "µs", f"{conditions}; wall / operations of all"),
+    ]
+
+
+@contextmanager
+def _started(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, worker(program), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.communicate()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{process.args!r} has ended")
+    return line

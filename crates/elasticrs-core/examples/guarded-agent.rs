@@ -1,0 +1,107 @@
+//! An agent whose nursery guards a connection: `guarded-agent NURSERY PORT COMMAND [COMMAND …]`.
+//!
+//! Each COMMAND is one worker (arguments separated by blanks) with the agent's standard output. The agent connects to
+//! the port on 127.0.0.1, gives the connection to the nursery, starts the workers and says `nursery PID workers PID …`.
+//! Requests come as lines on standard input: `fence MILLISECONDS` answers `fence at NANOSECONDS` (`CLOCK_BOOTTIME`),
+//! `release` answers `released`. What happens is told as a line each. It goes on until it is killed, or its input ends.
+
+use std::error::Error;
+use std::ffi::OsString;
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::Duration;
+
+use elasticrs_core::clock::boot_now;
+use elasticrs_core::nursery::launch::NurseryImage;
+use elasticrs_core::signal::Signal;
+use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, Stdio, StopPolicy};
+use elasticrs_core::supervisor::queue::Next;
+use elasticrs_core::supervisor::{Config, Event, Supervisor};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+fn say(line: &str) -> io::Result<()> {
+    let mut out = io::stdout();
+    writeln!(out, "{line}")?;
+    out.flush()
+}
+
+fn group(commands: &[String]) -> GroupSpec {
+    let process = |(local_rank, command): (u32, &String)| ProcessSpec {
+        local_rank,
+        argv: command.split(' ').map(OsString::from).collect(),
+        env: vec!["PATH=/usr/bin:/bin".into()],
+        cwd: None,
+        stdio: [Stdio::Null, Stdio::Inherit, Stdio::Inherit],
+        pass_fds: Vec::new(),
+    };
+    GroupSpec {
+        processes: (0..).zip(commands).map(process).collect(),
+        descriptors: Vec::new(),
+        on_failure: StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) },
+        on_success: Descendants::Linger(Duration::ZERO),
+        start_deadline: Duration::from_secs(30),
+        keep_ignored: Vec::new(),
+    }
+}
+
+fn tell(event: Event, supervisor: &Supervisor) -> Result<()> {
+    match event {
+        Event::GroupStarted { pids, .. } => {
+            let pids: Vec<_> = pids.iter().map(ToString::to_string).collect();
+            say(&format!("nursery {} workers {}", supervisor.nursery_pid().unwrap_or(0), pids.join(" ")))?;
+        }
+        Event::WorkerExited { local_rank, sent, .. } => {
+            say(&format!("exited {local_rank} sent {}", sent.map_or(0, Signal::number)))?;
+        }
+        Event::Fenced { .. } => say("fenced")?,
+        Event::GroupEnded { outcome, .. } => say(&format!("ended {outcome:?}"))?,
+        other => say(&format!("{other:?}"))?,
+    }
+    Ok(())
+}
+
+fn serve(request: &str, supervisor: &Supervisor) -> Result<()> {
+    if let Some(milliseconds) = request.strip_prefix("fence ") {
+        let at = boot_now() + milliseconds.parse::<u64>()? * 1_000_000;
+        supervisor.fence().set(Some(at));
+        say(&format!("fence at {at}"))?;
+    } else if request == "release" {
+        supervisor.release_connection()?;
+        // A command that is answered comes after it.
+        supervisor.drain(Duration::ZERO)?;
+        say("released")?;
+    }
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let mut arguments = std::env::args().skip(1);
+    let mut argument = || arguments.next().ok_or("an argument is missing");
+    let image = NurseryImage::Program { path: argument()?.into(), args: vec!["worker-nursery".into()] };
+    let connection = TcpStream::connect(("127.0.0.1", argument()?.parse()?))?;
+    let commands: Vec<String> = arguments.collect();
+
+    let supervisor = Supervisor::new(Config { nursery: vec![image], owns_process: true })?;
+    supervisor.guard_connection(OwnedFd::from(connection.try_clone()?))?;
+    supervisor.start(group(&commands))?;
+    let mut input = io::stdin();
+    supervisor.queue()?.watch(input.as_raw_fd());
+    let mut buffer = [0; 256];
+    loop {
+        match supervisor.next(None)? {
+            Next::Event(event) => tell(event, &supervisor)?,
+            Next::FdReady(_) => {
+                let count = input.read(&mut buffer)?;
+                if count == 0 {
+                    return Ok(());
+                }
+                for request in std::str::from_utf8(&buffer[..count])?.lines() {
+                    serve(request, &supervisor)?;
+                }
+            }
+            Next::TimedOut | Next::Interrupted => {}
+        }
+    }
+}

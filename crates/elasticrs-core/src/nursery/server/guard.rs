@@ -1,0 +1,60 @@
+//! What the nursery does for an agent that cannot any more: it keeps the connection open until nothing is left, and acts
+//! when the deadline of the fence has passed.
+
+use std::os::fd::OwnedFd;
+
+use super::{Nursery, at_once};
+use crate::clock::Stamp;
+use crate::nursery::fence::{Fence, Look};
+use crate::nursery::protocol::Reply;
+
+impl Nursery {
+    pub(super) fn hold(&mut self, fds: Vec<OwnedFd>) {
+        match fds.into_iter().next() {
+            Some(held) => self.held = Some(held),
+            // Our own limit of descriptors.
+            None => self.tell(&Reply::NotGuarded { errno: libc::EMFILE }, Vec::new()),
+        }
+    }
+
+    pub(super) fn set_fence(&mut self, fds: Vec<OwnedFd>) {
+        match Fence::from_descriptors(fds) {
+            Ok(fence) => {
+                self.fence = Some(fence);
+                self.check_fence();
+            }
+            Err(error) => self.cannot_guard(&error),
+        }
+    }
+
+    /// Looks at the deadline, and ends everything when it has passed; says whether it has.
+    pub(super) fn check_fence(&mut self) -> bool {
+        match self.fence.as_ref().map(Fence::look) {
+            None | Some(Ok(Look::Unset | Look::At(_))) => false,
+            Some(Ok(Look::Passed { first })) => {
+                if first {
+                    self.end_lease();
+                }
+                true
+            }
+            Some(Err(error)) => {
+                self.cannot_guard(&error);
+                false
+            }
+        }
+    }
+
+    fn end_lease(&mut self) {
+        // Who has ended by itself so far is told as such.
+        self.reap();
+        self.tell(&Reply::Fenced { seen: Stamp::now() }, Vec::new());
+        if !self.orphaned {
+            self.begin_sweep(at_once(), None);
+        }
+    }
+
+    fn cannot_guard(&mut self, error: &std::io::Error) {
+        let errno = error.raw_os_error().unwrap_or(libc::EINVAL);
+        self.tell(&Reply::NotGuarded { errno }, Vec::new());
+    }
+}

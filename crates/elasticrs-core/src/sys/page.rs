@@ -1,0 +1,107 @@
+//! A page of memory that two processes share.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU64;
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+
+/// What is mapped; the kernel rounds it up to its own pages.
+const LENGTH: NonZeroUsize = NonZeroUsize::new(SIZE as usize).expect("a constant above zero");
+const SIZE: u16 = 4096;
+/// A file that cannot shrink cannot turn an access into SIGBUS.
+const SEALS: SealFlag = SealFlag::F_SEAL_SEAL.union(SealFlag::F_SEAL_SHRINK).union(SealFlag::F_SEAL_GROW);
+
+/// Shared memory behind a descriptor (close-on-exec). It begins with one number; the rest is unused.
+#[derive(Debug)]
+pub struct Page {
+    memory: NonNull<AtomicU64>,
+    file: OwnedFd,
+}
+
+// SAFETY: the memory is used as an atomic only, and stays mapped as long as the value lives.
+unsafe impl Send for Page {}
+// SAFETY: as above.
+unsafe impl Sync for Page {}
+
+impl Page {
+    /// A new one, all zero.
+    ///
+    /// # Errors
+    /// No descriptor or no memory.
+    pub fn new() -> io::Result<Self> {
+        let file = memfd_create(c"elasticrs-fence", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+        nix::unistd::ftruncate(&file, i64::from(SIZE))?;
+        fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
+        Self::map(file)
+    }
+
+    /// The one behind a descriptor that another process has sent.
+    ///
+    /// # Errors
+    /// `EINVAL` for anything but a file that [`Self::new`] made; no memory.
+    pub fn map(file: OwnedFd) -> io::Result<Self> {
+        let seals = SealFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GET_SEALS)?);
+        let length = nix::sys::stat::fstat(&file)?.st_size;
+        if !seals.contains(SEALS) || length != i64::from(SIZE) {
+            return Err(Errno::EINVAL.into());
+        }
+        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
+        let memory = unsafe {
+            mmap(None, LENGTH, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED, &file, 0)
+        }?;
+        Ok(Self { memory: memory.cast(), file })
+    }
+
+    /// The number at its beginning.
+    pub fn number(&self) -> &AtomicU64 {
+        // SAFETY: page-aligned, large enough, mapped while `self` lives, and every value is one of the type. The other
+        // process uses it as an atomic as well.
+        unsafe { self.memory.as_ref() }
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        // The only possible error is EINVAL, for an address that is no mapping's.
+        // SAFETY: `map` made the mapping, and references to it live no longer than `self`.
+        let _ = unsafe { munmap(self.memory.cast(), LENGTH.get()) };
+    }
+}
+
+impl AsFd for Page {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+
+    #[test]
+    fn what_one_side_writes_the_other_one_reads() {
+        let ours = Page::new().unwrap();
+        let theirs = Page::map(ours.as_fd().try_clone_to_owned().unwrap()).unwrap();
+        ours.number().store(7, Ordering::Release);
+        assert_eq!(theirs.number().load(Ordering::Acquire), 7);
+        drop(ours);
+        assert_eq!(theirs.number().load(Ordering::Acquire), 7);
+    }
+
+    #[test]
+    fn a_file_that_could_shrink_is_refused() {
+        let file = memfd_create(c"elasticrs-probe", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+        nix::unistd::ftruncate(&file, 4096).unwrap();
+        assert_eq!(Page::map(file).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+        let pipe = nix::unistd::pipe().unwrap().0;
+        assert_eq!(Page::map(pipe).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+    }
+}

@@ -1,0 +1,226 @@
+//! The fence of a supervisor whose process runs.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::fs;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use common::{Lines, image, pipe, worker};
+use elasticrs_core::clock::boot_now;
+use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::nursery::protocol::Stage;
+use elasticrs_core::signal::Signal;
+use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy};
+use elasticrs_core::supervisor::queue::Next;
+use elasticrs_core::supervisor::{Config, Event, Outcome, StartFailure, Supervisor};
+use elasticrs_testkit::{assert_no_children, pidfd, wait_for_end};
+
+/// A guard against hanging, never what is measured.
+const HANG: Duration = Duration::from_secs(20);
+const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
+const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
+
+fn supervisor() -> Supervisor {
+    Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap()
+}
+
+fn group(commands: &[&[&str]], stdout: Option<OwnedFd>) -> GroupSpec {
+    let process = |(local_rank, arguments): (u32, &&[&str])| {
+        let pass_fds = stdout.as_ref().map(|_| PassedFd { source: 0, target: 1 }).into_iter().collect();
+        ProcessSpec { local_rank, pass_fds, ..worker(arguments) }
+    };
+    GroupSpec {
+        processes: (0..).zip(commands).map(process).collect(),
+        descriptors: stdout.into_iter().collect(),
+        on_failure: StopPolicy { signal: Signal::TERM, grace: HANG },
+        on_success: Descendants::Linger(Duration::ZERO),
+        start_deadline: HANG,
+        keep_ignored: Vec::new(),
+    }
+}
+
+/// Starts the group, and waits until all of its workers are ready.
+fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
+    let (reader, writer) = pipe();
+    supervisor.start(group(commands, Some(writer))).unwrap();
+    let Event::GroupStarted { pids, .. } = event(supervisor) else { panic!("it starts") };
+    let mut lines = Lines::new(reader);
+    for _ in commands {
+        lines.until_ready();
+    }
+    (pids, lines)
+}
+
+fn event(supervisor: &Supervisor) -> Event {
+    loop {
+        match supervisor.next(Some(HANG)).unwrap() {
+            Next::Event(event) => return event,
+            Next::Interrupted => {}
+            other => panic!("hangs: {other:?}"),
+        }
+    }
+}
+
+/// The exits and the outcome; the first event must be that of the fence.
+fn until_fenced_end(supervisor: &Supervisor) -> Outcome {
+    assert!(matches!(event(supervisor), Event::Fenced { .. }), "told first");
+    loop {
+        match event(supervisor) {
+            Event::WorkerExited { exit, sent, .. } => assert_eq!((exit, sent), (KILLED, Some(Signal::KILL))),
+            Event::GroupEnded { outcome, .. } => return outcome,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn after(delay: Duration) -> u64 {
+    boot_now() + u64::try_from(delay.as_nanos()).unwrap()
+}
+
+fn close(supervisor: Supervisor) {
+    supervisor.close(false).unwrap();
+    drop(supervisor);
+    assert_no_children();
+}
+
+#[test]
+fn a_passed_deadline_ends_the_group_as_stopped_and_the_next_lease_begins() {
+    let supervisor = supervisor();
+    let (_, mut lines) = run(&supervisor, &[&["ignore-term"], &["daemonise"], &["sleep"]]);
+    assert!(supervisor.fence().set(Some(after(Duration::from_millis(50)))));
+    assert_eq!(until_fenced_end(&supervisor), Outcome::Stopped);
+    assert_eq!(lines.rest(), Vec::<String>::new(), "the daemon is gone as well");
+
+    supervisor.start(group(&[&["exit", "0"]], None)).unwrap();
+    let Event::StartFailed(failure) = event(&supervisor) else { panic!("behind the deadline nothing starts") };
+    assert!(matches!(failure, StartFailure::Worker { local_rank: 0, stage: Stage::Fence, .. }), "{failure:?}");
+    let expected = "could not start a worker for local rank 0: the lease of the connection to the store has run out";
+    assert_eq!(failure.to_string(), expected);
+
+    assert!(!supervisor.fence().set(Some(after(HANG))), "it says that the one before had passed");
+    run(&supervisor, &[&["sleep"]]);
+    assert!(supervisor.fence().set(None));
+    supervisor.stop(KILL).unwrap();
+    while !matches!(event(&supervisor), Event::GroupEnded { outcome: Outcome::Stopped, .. }) {}
+    close(supervisor);
+}
+
+#[test]
+fn a_deadline_that_moves_on_kills_nobody_until_it_stands_still() {
+    const LEASE: Duration = Duration::from_millis(500);
+    let supervisor = supervisor();
+    run(&supervisor, &[&["sleep"], &["ignore-term"]]);
+    let fence = supervisor.fence();
+    assert!(fence.set(Some(after(LEASE))));
+    let end = boot_now() + 3 * u64::try_from(LEASE.as_nanos()).unwrap();
+    let mut renewals = 0;
+    while boot_now() < end {
+        let renewed = fence.set(Some(after(LEASE)));
+        let next = supervisor.next(Some(Duration::from_millis(1))).unwrap();
+        assert!(renewed && next == Next::TimedOut, "killed early: {next:?} after {renewals} renewals");
+        renewals += 1;
+    }
+    assert!(renewals > 100, "{renewals}");
+    let deadline = after(LEASE);
+    fence.set(Some(deadline));
+    assert_eq!(until_fenced_end(&supervisor), Outcome::Stopped);
+    assert!(boot_now() >= deadline);
+    close(supervisor);
+}
+
+#[test]
+fn a_nearer_deadline_counts_at_once() {
+    let supervisor = supervisor();
+    run(&supervisor, &[&["sleep"]]);
+    supervisor.fence().set(Some(after(Duration::from_secs(3600))));
+    supervisor.fence().set(Some(after(Duration::ZERO)));
+    assert_eq!(until_fenced_end(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_suspended_group_is_fenced_and_a_worker_that_failed_before_stays_the_cause() {
+    let supervisor = supervisor();
+    run(&supervisor, &[&["sleep"], &["sleep"]]);
+    supervisor.suspend().unwrap();
+    supervisor.fence().set(Some(after(Duration::ZERO)));
+    assert_eq!(until_fenced_end(&supervisor), Outcome::Stopped);
+
+    supervisor.fence().set(None);
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["ignore-term"]]);
+    elasticrs_core::sys::pidfd::send_signal(pidfd(pids[0]).unwrap(), libc::SIGKILL).unwrap();
+    while !matches!(event(&supervisor), Event::WorkerExited { local_rank: 0, sent: None, .. }) {}
+    supervisor.fence().set(Some(after(Duration::ZERO)));
+    assert_eq!(until_fenced_end(&supervisor), Outcome::Failed);
+    close(supervisor);
+}
+
+#[test]
+fn descendants_that_linger_are_fenced_and_named_once() {
+    let supervisor = supervisor();
+    let (reader, writer) = pipe();
+    let mut spec = group(&[&[]], Some(writer));
+    spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo READY"].map(Into::into).into();
+    spec.on_success = Descendants::Linger(HANG);
+    supervisor.start(spec).unwrap();
+    let mut lines = Lines::new(reader);
+    lines.until_ready();
+    while !matches!(event(&supervisor), Event::WorkerExited { .. }) {}
+    supervisor.fence().set(Some(after(Duration::ZERO)));
+    assert!(matches!(event(&supervisor), Event::Fenced { .. }));
+    let Event::GroupEnded { outcome: Outcome::Stopped, swept, .. } = event(&supervisor) else { panic!("it ends") };
+    assert_eq!(swept.ended.len(), 1, "{swept:?}");
+    assert_eq!(lines.rest(), Vec::<String>::new());
+    // An answer to the sweep that came too late would end this start.
+    supervisor.fence().set(None);
+    run(&supervisor, &[&["sleep"]]);
+    close(supervisor);
+}
+
+#[test]
+fn a_nursery_that_replaces_a_lost_one_guards_as_well() {
+    let supervisor = supervisor();
+    let (connection, _peer) = UnixStream::pair().unwrap();
+    let socket = fs::read_link(format!("/proc/self/fd/{}", connection.as_raw_fd())).unwrap();
+    supervisor.guard_connection(connection.into()).unwrap();
+    run(&supervisor, &[&["sleep"]]);
+    let first = supervisor.nursery_pid().unwrap();
+    assert!(open_in(first).contains(&socket));
+    let lease = Duration::from_secs(2);
+    supervisor.fence().set(Some(after(lease)));
+    elasticrs_core::sys::pidfd::send_signal(pidfd(first).unwrap(), libc::SIGKILL).unwrap();
+    while !matches!(event(&supervisor), Event::GroupEnded { outcome: Outcome::Lost, .. }) {}
+
+    run(&supervisor, &[&["sleep"]]);
+    let second = supervisor.nursery_pid().unwrap();
+    assert!(second != first && open_in(second).contains(&socket));
+    assert_eq!(until_fenced_end(&supervisor), Outcome::Stopped, "at the deadline that was set before");
+    supervisor.release_connection().unwrap();
+    supervisor.drain(Duration::ZERO).unwrap();
+    supervisor.fence().set(None);
+    run(&supervisor, &[&["sleep"]]);
+    assert!(!open_in(second).contains(&socket), "released before the worker was started");
+    close(supervisor);
+    wait_for_end(second);
+}
+
+fn open_in(pid: i32) -> Vec<PathBuf> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    entries.flatten().filter_map(|entry| fs::read_link(entry.path()).ok()).collect()
+}
+
+#[test]
+fn workers_inherit_nothing_of_it() {
+    let supervisor = supervisor();
+    let (connection, _peer) = UnixStream::pair().unwrap();
+    supervisor.guard_connection(connection.try_clone().unwrap().into()).unwrap();
+    supervisor.fence().set(Some(after(HANG)));
+    let (_, lines) = run(&supervisor, &[&["fds"]]);
+    let numbers: Vec<&str> = lines.said.iter().map(|line| line.split(' ').next().unwrap()).collect();
+    assert_eq!(numbers, ["0", "1", "2"], "{:?}", lines.said);
+    close(supervisor);
+}

@@ -1,0 +1,207 @@
+//! What the nursery does for an agent that is dead or stopped: the connection that it holds, and the fence.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use common::{Client, Lines};
+use elasticrs_core::clock::boot_now;
+use elasticrs_core::nursery::fence::Fence;
+use elasticrs_core::nursery::launch::NurseryImage;
+use elasticrs_core::nursery::protocol::{Reply, Request};
+use elasticrs_core::sys::wait;
+use elasticrs_testkit::{assert_no_children, is_running, pidfd, state, wait_for_end, wait_readable, worker_program};
+
+/// `examples/guarded-agent.rs`, and the peer of its connection.
+struct Agent {
+    process: Child,
+    lines: Lines,
+    peer: TcpStream,
+    nursery: i32,
+    workers: Vec<i32>,
+    /// Those that workers have started.
+    daemons: Vec<i32>,
+}
+
+impl Agent {
+    fn start(commands: &[&str]) -> Self {
+        nix::sys::prctl::set_child_subreaper(true).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let nursery = Path::new(env!("CARGO_BIN_EXE_worker-nursery"));
+        let program = nursery.parent().unwrap().join("examples/guarded-agent");
+        let (reader, writer) = common::pipe();
+        let mut agent = Command::new(program);
+        agent.arg(nursery).arg(listener.local_addr().unwrap().port().to_string());
+        agent.args(commands.iter().map(|command| format!("{} {command}", worker_program().display())));
+        let process = agent.stdin(Stdio::piped()).stdout(writer).spawn().unwrap();
+        drop(agent);
+        wait_readable(&listener, "the agent's connection");
+        let peer = listener.accept().unwrap().0;
+        let lines = Lines::new(reader);
+        let mut agent = Self { process, lines, peer, nursery: 0, workers: Vec::new(), daemons: Vec::new() };
+        let mut ready = 0;
+        while agent.nursery == 0 || ready < commands.len() {
+            let line = agent.lines.next().unwrap();
+            if line == "READY" {
+                ready += 1;
+            } else if let Some(pids) = line.strip_prefix("nursery ") {
+                let (nursery, workers) = pids.split_once(" workers ").unwrap();
+                agent.nursery = nursery.parse().unwrap();
+                agent.workers.extend(workers.split(' ').map(|pid| pid.parse::<i32>().unwrap()));
+            } else {
+                agent.daemons.push(line.parse().unwrap());
+            }
+        }
+        agent
+    }
+
+    fn ask(&mut self, request: &str) -> String {
+        writeln!(self.process.stdin.as_mut().unwrap(), "{request}").unwrap();
+        self.lines.next().unwrap()
+    }
+
+    fn signal(&self, signal: i32) {
+        send(self.process.id().cast_signed(), signal);
+    }
+
+    fn below(&self) -> impl Iterator<Item = i32> {
+        self.workers.iter().chain(&self.daemons).copied()
+    }
+
+    /// Whether the peer has seen the end of the connection by now.
+    fn connection_has_ended(&mut self) -> bool {
+        self.peer.set_nonblocking(true).unwrap();
+        match self.peer.read(&mut [0]) {
+            Ok(0) => true,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => false,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The agent is dead already: its nursery has fallen to us.
+    fn reap_nursery(mut self) {
+        wait_for_end(self.nursery);
+        wait::reap(self.nursery);
+        assert_no_children();
+        assert_eq!(self.lines.rest(), Vec::<String>::new());
+    }
+}
+
+fn send(pid: i32, signal: i32) {
+    elasticrs_core::sys::pidfd::send_signal(pidfd(pid).expect("it lives"), signal).unwrap();
+}
+
+fn sockets(pid: i32) -> usize {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+    let targets = entries.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+    targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
+}
+
+/// Nothing tells anybody but its parent that a process was stopped.
+fn until_stopped(pid: i32) {
+    while state(pid) != Some('T') {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
+    // A large process takes a while to die.
+    let mut agent = Agent::start(&["ignore-term", "daemonise", "alloc 256", "stop-self"]);
+    assert_eq!(agent.below().count(), 5);
+    agent.process.kill().unwrap();
+    wait_readable(&agent.peer, "the end of the connection");
+    let left: Vec<i32> = agent.below().filter(|&pid| is_running(pid)).collect();
+    assert_eq!(left, [], "the connection has ended before them");
+    assert!(agent.connection_has_ended());
+    agent.process.wait().unwrap();
+    agent.reap_nursery();
+}
+
+#[test]
+fn a_connection_is_open_as_long_as_its_nursery_and_no_longer_when_released() {
+    for released in [false, true] {
+        let mut agent = Agent::start(&["sleep"]);
+        if released {
+            assert_eq!(agent.ask("release"), "released");
+            // The link to the agent remains.
+            while sockets(agent.nursery) > 1 {
+                std::thread::yield_now();
+            }
+        }
+        send(agent.nursery, libc::SIGSTOP);
+        until_stopped(agent.nursery);
+        agent.process.kill().unwrap();
+        agent.process.wait().unwrap();
+        // The agent's own descriptors are closed.
+        assert_eq!(agent.connection_has_ended(), released);
+        assert!(is_running(agent.workers[0]));
+        send(agent.nursery, libc::SIGCONT);
+        agent.reap_nursery();
+    }
+}
+
+#[test]
+fn workers_of_a_stopped_agent_are_killed_at_the_deadline_and_it_hears_of_it() {
+    let mut agent = Agent::start(&["ignore-term", "daemonise", "stop-self"]);
+    let answer = agent.ask("fence 300");
+    let deadline: u64 = answer.strip_prefix("fence at ").unwrap().parse().unwrap();
+    agent.signal(libc::SIGSTOP);
+    let workers: Vec<_> = agent.below().filter_map(pidfd).collect();
+    for worker in &workers {
+        wait_readable(worker, "the end of a worker");
+        assert!(boot_now() >= deadline, "too early");
+    }
+    assert!(is_running(agent.nursery));
+    assert!(!agent.connection_has_ended(), "the agent lives");
+
+    agent.signal(libc::SIGCONT);
+    assert_eq!(agent.lines.next().unwrap(), "fenced", "before the exits");
+    let mut exits: Vec<_> = (0..3).map(|_| agent.lines.next().unwrap()).collect();
+    exits.sort();
+    assert_eq!(exits, ["exited 0 sent 9", "exited 1 sent 9", "exited 2 sent 9"]);
+    assert_eq!(agent.lines.next().unwrap(), "ended Stopped", "and no failure");
+    drop(agent.process.stdin.take());
+    assert!(agent.process.wait().unwrap().success());
+    assert_no_children();
+}
+
+#[test]
+fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
+    let fence = Fence::new().unwrap();
+    let mut client = Client::start();
+    client.nursery.link.send(&Request::Fence, fence.descriptors().unwrap()).unwrap();
+    for number in 1..=3 {
+        fence.set(None);
+        let (worker, lines) = client.spawn_ready(&["daemonise"]);
+        let daemon: i32 = lines.said[0].parse().unwrap();
+        fence.set(Some(boot_now()));
+        wait_for_end(daemon);
+        client.send(&Request::Sweep { number, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 });
+        assert!(matches!(client.next().0, Reply::Fenced { .. }), "first of all");
+        let Reply::Exited { pid, .. } = client.next().0 else { panic!("then the worker") };
+        assert_eq!(pid, worker.pid);
+        let (answer, _) = client.next();
+        let Reply::Swept { number: answered, ended, .. } = answer else { panic!("{answer:?}") };
+        assert_eq!(answered, number);
+        assert_eq!(ended.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [daemon]);
+    }
+}
+
+#[test]
+fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
+    // The limit just covers its own: the standard ones, the fixed ones, SIGCHLD, and those in reserve.
+    let code = format!("ulimit -n 11; exec {} \"$0\"", env!("CARGO_BIN_EXE_worker-nursery"));
+    let args = vec!["sh".into(), "-c".into(), code.into()];
+    let mut client = Client::start_from(NurseryImage::Program { path: "/bin/sh".into(), args });
+    let fence = Fence::new().unwrap();
+    let page = fence.descriptors().unwrap().remove(0);
+    for (request, fds) in [(Request::Hold, vec![page]), (Request::Fence, fence.descriptors().unwrap())] {
+        client.nursery.link.send(&request, fds).unwrap();
+        assert_eq!(client.next().0, Reply::NotGuarded { errno: libc::EMFILE });
+    }
+}

@@ -1,0 +1,263 @@
+//! One connection of a store: bytes in, requests, bytes out.
+
+use std::cell::RefCell;
+use std::future::poll_fn;
+use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::{Sleep, sleep, timeout};
+
+use super::map::Id;
+use super::server::{Closed, Hub, Peer};
+use super::wire::{Parser, Request};
+
+/// The most that is read at once, by whichever connection.
+pub(super) const CHUNK: usize = 128 * 1024;
+/// With more than this still to send, no further request is looked at.
+const MAX_UNSENT: usize = 64 * 1024;
+/// What a connection may keep of its buffers while it is idle.
+const MAX_IDLE: usize = 16 * 1024;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Until {
+    Greeted,
+    Left,
+}
+
+enum End {
+    Greeted,
+    Left,
+}
+
+/// A connection and what is known of its two directions; the socket is closed with it.
+pub(super) struct Connection {
+    id: Id,
+    stream: TcpStream,
+    hub: Rc<RefCell<Hub>>,
+    peer: Rc<Peer>,
+    parser: Parser,
+    /// The head of a request that is not whole yet, or requests that wait until output was taken.
+    unparsed: Vec<u8>,
+    /// How much of the peer's output is sent already.
+    sent: usize,
+    /// What our buffers count for in the store's budget.
+    charged: usize,
+    woken: Vec<Id>,
+    stall: Option<Stall>,
+}
+
+/// The peer takes nothing. Two half-times must pass, so that a clock that jumps (this process was stopped) does not count
+/// as a long silence.
+struct Stall {
+    timer: Pin<Box<Sleep>>,
+    is_second_half: bool,
+}
+
+impl Connection {
+    pub(super) fn new(id: Id, stream: TcpStream, peer: Rc<Peer>, hub: Rc<RefCell<Hub>>) -> Self {
+        // Refused by the kernel only for a connection that is gone, and then reading tells.
+        let _ = stream.set_nodelay(true);
+        Self {
+            id,
+            stream,
+            hub,
+            peer,
+            parser: Parser::default(),
+            unparsed: Vec::new(),
+            sent: 0,
+            charged: 0,
+            woken: Vec::new(),
+            stall: None,
+        }
+    }
+
+    /// Serves it to its end.
+    ///
+    /// # Errors
+    /// It is to be closed for what it did; a client that leaves between two requests is no error.
+    pub(super) async fn serve(&mut self) -> Result<(), Closed> {
+        let limit = self.hub.borrow().limits.greeting;
+        match self.serve_within(limit).await {
+            // How the connection of a worker that was killed ends.
+            Err(Closed::Lost(error)) if matches!(error.kind(), ConnectionReset | BrokenPipe) => Ok(()),
+            result => result,
+        }
+    }
+
+    async fn serve_within(&mut self, greeting: Duration) -> Result<(), Closed> {
+        match timeout(greeting, poll_fn(|cx| self.poll(cx, Until::Greeted))).await {
+            Err(_) => Err(Closed::Silent(greeting)),
+            Ok(Err(reason)) => Err(reason),
+            Ok(Ok(End::Left)) => Ok(()),
+            Ok(Ok(End::Greeted)) => poll_fn(|cx| self.poll(cx, Until::Left)).await.map(drop),
+        }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>, until: Until) -> Poll<Result<End, Closed>> {
+        let mut waker = self.peer.waker.borrow_mut();
+        match &*waker {
+            Some(known) if known.will_wake(cx.waker()) => {}
+            _ => *waker = Some(cx.waker().clone()),
+        }
+        drop(waker);
+        loop {
+            let may_read = self.send(cx)?;
+            if until == Until::Greeted && self.parser.is_validated() {
+                return Poll::Ready(Ok(End::Greeted));
+            }
+            if !may_read {
+                return Poll::Pending;
+            }
+            if !self.unparsed.is_empty() && self.work_off_unparsed()? {
+                continue;
+            }
+            match ready!(self.receive(cx))? {
+                0 if self.unparsed.is_empty() => return Poll::Ready(Ok(End::Left)),
+                0 => return Poll::Ready(Err(Closed::Truncated)),
+                CHUNK => {
+                    // Others get their turn before the next one.
+                    self.send(cx)?;
+                    cx.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Reads once, and carries out what is whole; returns how many bytes came.
+    fn receive(&mut self, cx: &mut Context<'_>) -> Poll<Result<usize, Closed>> {
+        let mut scratch = std::mem::take(&mut self.hub.borrow_mut().scratch);
+        // Empty after a panic of another connection.
+        scratch.resize(CHUNK, 0);
+        let result = self.receive_into(&mut scratch, cx);
+        self.hub.borrow_mut().scratch = scratch;
+        result
+    }
+
+    fn receive_into(&mut self, scratch: &mut [u8], cx: &mut Context<'_>) -> Poll<Result<usize, Closed>> {
+        let mut buffer = ReadBuf::new(scratch);
+        ready!(Pin::new(&mut self.stream).poll_read(cx, &mut buffer))?;
+        let bytes = buffer.filled();
+        if self.unparsed.is_empty() {
+            let used = self.work_off(bytes)?;
+            self.unparsed.extend_from_slice(&bytes[used..]);
+            self.settle()?;
+        } else {
+            self.unparsed.extend_from_slice(bytes);
+            self.work_off_unparsed()?;
+        }
+        Poll::Ready(Ok(bytes.len()))
+    }
+
+    /// Whether anything was whole.
+    fn work_off_unparsed(&mut self) -> Result<bool, Closed> {
+        let mut unparsed = std::mem::take(&mut self.unparsed);
+        let used = self.work_off(&unparsed)?;
+        unparsed.drain(..used);
+        if unparsed.is_empty() && unparsed.capacity() > MAX_IDLE {
+            unparsed = Vec::new();
+        }
+        self.unparsed = unparsed;
+        self.settle()?;
+        Ok(used > 0)
+    }
+
+    /// Carries out the requests at the head of `bytes`, as long as their replies are few; returns the length of these.
+    fn work_off(&mut self, bytes: &[u8]) -> Result<usize, Closed> {
+        let mut hub = self.hub.borrow_mut();
+        let mut out = self.peer.out.borrow_mut();
+        let mut used = 0;
+        while out.len() - self.sent <= MAX_UNSENT {
+            let Some((request, length)) = self.parser.next(&bytes[used..])? else { break };
+            if let Request::Ping(nonce) = request {
+                self.peer.pid.set(self.peer.pid.get().or(Some(nonce)));
+            }
+            hub.map.apply(self.id, &request, &mut out, &mut self.woken)?;
+            used += length;
+            for id in self.woken.drain(..) {
+                if id == self.id {
+                    out.push(super::map::READY);
+                } else if let Some(peer) = hub.peers.get(&id) {
+                    peer.out.borrow_mut().push(super::map::READY);
+                    if let Some(waker) = peer.waker.borrow_mut().take() {
+                        waker.wake();
+                    }
+                }
+            }
+        }
+        Ok(used)
+    }
+
+    /// Counts what the buffers take.
+    fn settle(&mut self) -> Result<(), Closed> {
+        let taken = self.unparsed.capacity() + self.peer.out.borrow().capacity();
+        let taken = if taken > MAX_IDLE { taken } else { 0 };
+        if taken != self.charged {
+            let mut hub = self.hub.borrow_mut();
+            hub.map.budget().release(std::mem::take(&mut self.charged));
+            hub.map.budget().charge(taken)?;
+            self.charged = taken;
+        }
+        Ok(())
+    }
+
+    /// Sends what can be sent; returns whether further requests may be looked at.
+    fn send(&mut self, cx: &mut Context<'_>) -> Result<bool, Closed> {
+        let mut out = self.peer.out.borrow_mut();
+        while self.sent < out.len() {
+            match Pin::new(&mut self.stream).poll_write(cx, &out[self.sent..]) {
+                Poll::Ready(Ok(bytes)) => {
+                    self.sent += bytes;
+                    self.stall = None;
+                }
+                Poll::Ready(Err(error)) => return Err(error.into()),
+                Poll::Pending => {
+                    let unsent = out.len() - self.sent;
+                    drop(out);
+                    self.check_stall(cx)?;
+                    return Ok(unsent <= MAX_UNSENT);
+                }
+            }
+        }
+        if self.sent > 0 {
+            self.sent = 0;
+            out.clear();
+            if out.capacity() > MAX_IDLE {
+                *out = Vec::new();
+                drop(out);
+                self.settle()?;
+            }
+        }
+        Ok(true)
+    }
+
+    fn check_stall(&mut self, cx: &mut Context<'_>) -> Result<(), Closed> {
+        let limit = self.hub.borrow().limits.stall;
+        let half = || Box::pin(sleep(limit / 2));
+        let stall = self.stall.get_or_insert_with(|| Stall { timer: half(), is_second_half: false });
+        while stall.timer.as_mut().poll(cx).is_ready() {
+            if stall.is_second_half {
+                return Err(Closed::Stalled(limit));
+            }
+            *stall = Stall { timer: half(), is_second_half: true };
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Connection {
+    /// However it ends, also by a panic: what it held is given back.
+    fn drop(&mut self) {
+        if let Ok(mut hub) = self.hub.try_borrow_mut() {
+            hub.map.gone(self.id);
+            hub.peers.remove(&self.id);
+            hub.map.budget().release(self.charged);
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! The handle of a store.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::TcpListener;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+
+use super::listen::listen;
+use super::server::{self, Limits};
+use crate::runtime::Spawn;
+
+/// Which port to listen on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Port {
+    /// One that is free.
+    Any,
+    /// The first free one from the first to the last, both included.
+    Range(u16, u16),
+}
+
+/// Why a store does not answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// [`WorkerStore::serve`] was called before.
+    #[error("the store is served already")]
+    Serving,
+    /// [`WorkerStore::close`] was called.
+    #[error("the store is closed")]
+    Closed,
+    /// The thread that was to run it has ended.
+    #[error("the thread of the store has ended")]
+    Ended,
+}
+
+/// What the thread of the store is asked.
+pub(super) enum Question {
+    Waiting(SyncSender<BTreeMap<String, Vec<String>>>),
+    Close,
+}
+
+enum State {
+    Listening(TcpListener),
+    Serving {
+        questions: UnboundedSender<Question>,
+        /// Its other end goes with the server.
+        ended: Receiver<()>,
+    },
+    Closed,
+}
+
+/// A store for the workers of one round.
+///
+/// Dropping it does what [`Self::close`] does. In a process made by `fork` it does nothing: the server is the parent's.
+pub struct WorkerStore {
+    port: u16,
+    limits: Limits,
+    state: Mutex<State>,
+    owner: u32,
+}
+
+impl WorkerStore {
+    /// Binds and listens: from now on clients can connect, and are answered from [`Self::serve`] on.
+    ///
+    /// Without a `host` it listens on every address.
+    ///
+    /// # Errors
+    /// Address or port cannot be had; no descriptor is left.
+    pub fn new(host: Option<&str>, port: Port, limits: Limits) -> io::Result<Self> {
+        let listener = listen(host, port)?;
+        let port = listener.local_addr()?.port();
+        Ok(Self { port, limits, state: Mutex::new(State::Listening(listener)), owner: std::process::id() })
+    }
+
+    /// Where it listens.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Answers on this thread from now on. `tell` gets a line for the user when a connection is closed for what it did.
+    ///
+    /// # Errors
+    /// It is served already, or closed; the thread has ended.
+    pub fn serve(&self, on: &dyn Spawn, tell: impl Fn(String) + Send + 'static) -> Result<(), ServeError> {
+        let mut state = self.state();
+        let listener = match std::mem::replace(&mut *state, State::Closed) {
+            State::Listening(listener) => listener,
+            State::Closed => return Err(ServeError::Closed),
+            serving @ State::Serving { .. } => {
+                *state = serving;
+                return Err(ServeError::Serving);
+            }
+        };
+        let (questions, inbox) = unbounded_channel();
+        let (alive, ended): (Sender<()>, _) = channel();
+        let limits = self.limits.clone();
+        let task = Box::new(move || -> std::pin::Pin<Box<dyn Future<Output = ()>>> {
+            Box::pin(server::run(listener, limits, Box::new(tell), inbox, alive))
+        });
+        if !on.spawn(task) {
+            return Err(ServeError::Ended);
+        }
+        *state = State::Serving { questions, ended };
+        Ok(())
+    }
+
+    /// Who waits for which keys: by address and pid of the client, in words; not all when there are many. Empty when nobody
+    /// is served.
+    pub fn waiting(&self) -> BTreeMap<String, Vec<String>> {
+        let (reply, answer) = sync_channel(1);
+        match &*self.state() {
+            State::Serving { questions, .. } if self.is_ours() => {
+                // A server that has ended drops the question, and nobody waits for anything then.
+                let _ = questions.send(Question::Waiting(reply));
+            }
+            _ => drop(reply),
+        }
+        answer.recv().unwrap_or_default()
+    }
+
+    /// Ends the listener and every connection; when it returns, they are gone. Idempotent.
+    pub fn close(&self) {
+        if !self.is_ours() {
+            return;
+        }
+        let state = std::mem::replace(&mut *self.state(), State::Closed);
+        if let State::Serving { questions, ended } = state {
+            // A server that has ended, with its thread, has closed everything by itself.
+            let _ = questions.send(Question::Close);
+            let _ = ended.recv();
+        }
+    }
+
+    /// Whether this process made it; a child made by `fork` did not.
+    pub fn is_ours(&self) -> bool {
+        std::process::id() == self.owner
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for WorkerStore {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

@@ -1,0 +1,199 @@
+//! The store on sockets: a task that accepts, and one for each connection, all on one thread.
+//!
+//! A connection's task alone touches its socket. What it has to say to another connection (a wait is over) it appends to
+//! that one's output, and wakes its task. Nothing here waits for a peer: a connection whose output is not taken is not read
+//! from, and is closed when that lasts too long.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::mpsc::Sender;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::task::{JoinError, JoinSet};
+
+use super::connection::{CHUNK, Connection};
+use super::handle::Question;
+use super::map::{Id, Map, Refused};
+use super::notices::Notices;
+use super::wire::WireError;
+
+/// After a failed `accept` (no descriptor is left) the next try waits so long.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// How much of who waits for what is told.
+const TOLD_WAITERS: usize = 256;
+const TOLD_KEYS: usize = 16;
+
+/// How much peers may take.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Bytes of everything that is stored, on its way in or on its way out.
+    pub bytes: usize,
+    /// A connection that has not shown by then that it is a client is closed.
+    pub greeting: Duration,
+    /// A connection that has not taken a byte of its replies for so long is closed.
+    pub stall: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { bytes: 1 << 30, greeting: Duration::from_secs(5), stall: Duration::from_secs(60) }
+    }
+}
+
+/// Why a connection was closed by us.
+#[derive(Debug, thiserror::Error)]
+pub enum Closed {
+    /// It sent what is no request.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    /// It asked for what cannot be done.
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    /// See [`Limits::greeting`].
+    #[error("it did not show within {} s that it is a client", .0.as_secs_f32())]
+    Silent(Duration),
+    /// It ended in the middle of a request.
+    #[error("it ended within a request")]
+    Truncated,
+    /// See [`Limits::stall`].
+    #[error("it did not take its replies for {} s", .0.as_secs_f32())]
+    Stalled(Duration),
+    /// It was reset, or the kernel gave up on it.
+    #[error("{0}")]
+    Lost(#[from] io::Error),
+}
+
+/// What all tasks of a store use; none holds on to it across an `await`.
+pub(super) struct Hub {
+    pub(super) map: Map,
+    pub(super) peers: HashMap<Id, Rc<Peer>>,
+    /// Connections read into this one, so that those that are idle need no buffer.
+    pub(super) scratch: Vec<u8>,
+    pub(super) limits: Limits,
+    notices: Notices,
+}
+
+/// What the tasks of other connections may touch.
+pub(super) struct Peer {
+    pub(super) address: SocketAddr,
+    /// The client's pid, as the clients of torch 2.5 and later tell it.
+    pub(super) pid: std::cell::Cell<Option<u32>>,
+    /// Replies that are not sent yet.
+    pub(super) out: RefCell<Vec<u8>>,
+    pub(super) waker: RefCell<Option<Waker>>,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", SocketAddr::new(self.address.ip().to_canonical(), self.address.port()))?;
+        self.pid.get().map_or(Ok(()), |pid| write!(f, " (pid {pid})"))
+    }
+}
+
+impl Hub {
+    fn say(&mut self, line: String) {
+        self.notices.say(line, Instant::now());
+    }
+
+    fn waiting(&self) -> BTreeMap<String, Vec<String>> {
+        let waiters = self.map.waiters(TOLD_KEYS);
+        let more = waiters.len().saturating_sub(TOLD_WAITERS);
+        let mut told: BTreeMap<_, _> = waiters
+            .into_iter()
+            .take(TOLD_WAITERS)
+            .filter_map(|(id, keys)| Some((self.peers.get(&id)?.to_string(), keys.into_iter().map(clip).collect())))
+            .collect();
+        if more > 0 {
+            told.insert(format!("and {more} more"), Vec::new());
+        }
+        told
+    }
+}
+
+fn clip(key: &[u8]) -> String {
+    String::from_utf8_lossy(&key[..key.len().min(200)]).into_owned()
+}
+
+/// The task of a store: ends when it is told to, or when the handle is gone; `alive` goes last.
+pub(super) async fn run(
+    listener: std::net::TcpListener,
+    limits: Limits,
+    tell: Box<dyn Fn(String)>,
+    mut questions: UnboundedReceiver<Question>,
+    alive: Sender<()>,
+) {
+    let hub = Rc::new(RefCell::new(Hub {
+        map: Map::new(limits.bytes),
+        peers: HashMap::new(),
+        scratch: vec![0; CHUNK],
+        limits,
+        notices: Notices::new(tell),
+    }));
+    let mut connections = JoinSet::new();
+    match TcpListener::from_std(listener) {
+        Ok(listener) => serve(&listener, &hub, &mut connections, &mut questions).await,
+        Err(error) => hub.borrow_mut().say(format!("the workers' store cannot be served: {error}")),
+    }
+    connections.shutdown().await;
+    drop(alive);
+}
+
+async fn serve(
+    listener: &TcpListener,
+    hub: &Rc<RefCell<Hub>>,
+    connections: &mut JoinSet<()>,
+    questions: &mut UnboundedReceiver<Question>,
+) {
+    let mut ids = 0..;
+    loop {
+        tokio::select! {
+            biased;
+            question = questions.recv() => match question {
+                // Whoever has asked may have given up since.
+                Some(Question::Waiting(reply)) => { let _ = reply.send(hub.borrow().waiting()); }
+                Some(Question::Close) | None => return,
+            },
+            Some(ended) = connections.join_next() => tell_panic(hub, ended),
+            accepted = listener.accept() => match accepted {
+                Ok((stream, address)) => admit(hub, connections, ids.next().expect("endless"), stream, address),
+                Err(error) if is_of_one_connection(&error) => {}
+                Err(error) => {
+                    hub.borrow_mut().say(format!("the workers' store cannot accept a connection: {error}"));
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            },
+        }
+    }
+}
+
+fn admit(hub: &Rc<RefCell<Hub>>, connections: &mut JoinSet<()>, id: Id, stream: TcpStream, address: SocketAddr) {
+    let peer = Rc::new(Peer { address, pid: None.into(), out: RefCell::default(), waker: RefCell::default() });
+    hub.borrow_mut().peers.insert(id, Rc::clone(&peer));
+    let hub = Rc::clone(hub);
+    connections.spawn_local(async move {
+        let mut connection = Connection::new(id, stream, Rc::clone(&peer), Rc::clone(&hub));
+        // Said before the socket is closed: who sees it closed can know why.
+        if let Err(reason) = connection.serve().await {
+            hub.borrow_mut().say(format!("the workers' store has closed the connection from {peer}: {reason}"));
+        }
+    });
+}
+
+fn tell_panic(hub: &Rc<RefCell<Hub>>, ended: Result<(), JoinError>) {
+    if let Err(error) = ended {
+        hub.borrow_mut().say(format!("the workers' store has lost a connection: {error}"));
+    }
+}
+
+/// Errors that `accept` reports for a connection that has gone already.
+fn is_of_one_connection(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
+    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)
+}

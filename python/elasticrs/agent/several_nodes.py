@@ -1,0 +1,256 @@
+"""A node among several: the rendezvous decides about rounds, this class about the agent around them.
+
+The machine of :mod:`elasticrs.rendezvous.elastic.machine` says when workers start and stop. What is added
+here is what concerns one process alone: signals, the cause of a failure in words, the exit code.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from elasticrs.agent import state as machine
+from elasticrs.agent import texts
+from elasticrs.agent.attempt import Plan
+from elasticrs.agent.decisions import Decisions
+from elasticrs.agent.evidence import read_counters
+from elasticrs.config import SAFETY_TICK
+from elasticrs.ranks import NodeShare
+from elasticrs.rendezvous.elastic import messages
+from elasticrs.rendezvous.elastic.driver import Driver
+from elasticrs.rendezvous.elastic.session import node_name
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+    from elasticrs import _core
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.agent.console import Console
+    from elasticrs.config import JobConfig
+
+_PHASES = {
+    "succeeded": machine.Phase.SUCCEEDED,
+    "spare": machine.Phase.SUCCEEDED,
+    "left": machine.Phase.STOPPED,
+}
+
+
+class SeveralNodes(Decisions):
+    """Decides for the agent of one of several nodes.
+
+    Args:
+        job: the job, with its rendezvous.
+        console: for lines to the user.
+    """
+
+    def __init__(self, job: JobConfig, console: Console) -> None:
+        if job.rendezvous is None:
+            raise ValueError("a job without a rendezvous has one node")
+        self._job = job
+        self._rendezvous = job.rendezvous
+        self._console = console
+        self._phase = machine.Phase.INIT
+        self._signum: int | None = None
+        self._driver: Driver | None = None
+        self._attempt: Attempt | None = None
+        self._first_failure: int | None = None
+        self._group_exists = False
+        self._counts: set[int] = set()
+
+    # --- what the loop asks ---
+
+    @property
+    def phase(self) -> machine.Phase:
+        """See the base class."""
+        return self._phase
+
+    @property
+    def signum(self) -> int | None:
+        """See the base class."""
+        return self._signum
+
+    def open(self, supervisor: _core.Supervisor) -> None:
+        """See the base class."""
+        job = self._job
+        self._driver = Driver(
+            self._rendezvous,
+            role=job.role,
+            nproc=job.nproc,
+            max_restarts=job.max_restarts,
+            supervisor=supervisor,
+        )
+
+    def observe(self, attempt: Attempt) -> None:
+        """See the base class."""
+        self._attempt = attempt
+        self._first_failure = None
+
+    def seconds_left(self) -> float:
+        """See the base class."""
+        return SAFETY_TICK if self._driver is None else self._driver.seconds_left(SAFETY_TICK)
+
+    def look_around(self) -> list[machine.Action]:
+        """See the base class."""
+        return [] if self._driver is None else self._translate(self._driver.poll())
+
+    def fd_ready(self, fd: int) -> list[machine.Action] | None:
+        """See the base class."""
+        if self._driver is None or fd != self._driver.fd:
+            return None
+        return self._translate(self._driver.poll())
+
+    def fenced(self) -> list[machine.Action]:
+        """See the base class."""
+        if self._driver is None:
+            return []
+        # The client may have seen it as well, and knows why.
+        found = self._translate(self._driver.poll())
+        return found + self._translate(self._driver.lose("no sign of life reached the store in time"))
+
+    def release_plan(self) -> list[str]:
+        """See the base class; the driver owns the listener, which goes with the round."""
+        self.plan = None
+        return []
+
+    def close(self) -> None:
+        """See the base class."""
+        if self._driver is not None:
+            self._driver.close()
+
+    # --- events of this node ---
+
+    def step(self, event: machine.Event) -> list[machine.Action]:
+        """See the base class."""
+        if self._phase.is_terminal:
+            return []
+        if isinstance(event, machine.SignalReceived):
+            return self._on_signal(event.signum)
+        if isinstance(event, machine.Begin):
+            self._phase = machine.Phase.RENDEZVOUS
+            return self._translate(self._require_driver().begin())
+        if isinstance(event, machine.Started):
+            self._phase = machine.Phase.RUNNING
+            return self._tell(messages.GroupStarted())
+        if isinstance(event, machine.StartFailed):
+            self._group_exists = False
+            return self._tell(messages.StartFailed(event.message, event.transient))
+        if isinstance(event, machine.FailureSeen):
+            # How it ended is told next.
+            self._first_failure = event.local_rank
+            return []
+        if isinstance(event, machine.WorkerExited):
+            return self._on_exit(event)
+        if isinstance(event, machine.GroupEnded):
+            return self._on_group_ended(event)
+        return []
+
+    def _on_signal(self, signum: int) -> list[machine.Action]:
+        if self._driver is None:
+            # Nothing has begun.
+            self._phase, self._signum = machine.Phase.STOPPED, signum
+            return [machine.Exit(1)]
+        if self._signum is not None:
+            # Whoever asks twice wants it now.
+            kill: list[machine.Action] = [machine.Stop(machine.SIGKILL, 0.0)] if self._group_exists else []
+            return kill + self._translate(self._driver.hasten())
+        self._signum = signum
+        name = texts.signal_name(signum)
+        ends_the_job = self._driver.hosts or self._rendezvous.settings.drain == "job"
+        if ends_the_job and self._driver.hosts and self._rendezvous.settings.drain != "job":
+            self._console.say(f"{name} received: this node hosts the rendezvous store, so the job ends")
+        return self._tell(messages.Leave(f"{name} on node {node_name()}", close=ends_the_job))
+
+    def _on_exit(self, event: machine.WorkerExited) -> list[machine.Action]:
+        attempt = self._attempt
+        if attempt is None or event.local_rank != self._first_failure:
+            return []
+        from elasticrs.agent.cause import first_word
+
+        worker = attempt.exits[event.local_rank]
+        return self._tell(messages.WorkerFailed(first_word(attempt, worker, self._place(), self._clock())))
+
+    def _on_group_ended(self, event: machine.GroupEnded) -> list[machine.Action]:
+        self._group_exists = False
+        attempt = self._attempt
+        if attempt is None:
+            return []
+        if event.outcome == "succeeded":
+            return self._tell(messages.WorkersDone())
+        from elasticrs.agent.cause import own_cause
+
+        attempt.oom_kills_after = read_counters(attempt.oom_kills)
+        stuck = None
+        if event.stuck_ranks:
+            ranks = ", ".join(map(str, event.stuck_ranks))
+            stuck = f"SIGKILL does not end local rank(s) {ranks}; this node is not fit for a restart"
+        if self._phase is not machine.Phase.STOPPING or self._first_failure is not None:
+            cause = own_cause(attempt, self._place(), self._clock())
+        else:
+            cause = None
+        return self._tell(messages.GroupEnded(cause, stuck))
+
+    def _place(self) -> Any:
+        from elasticrs.agent.cause import Place
+
+        plan = self._attempt.plan if self._attempt is not None else None
+        return Place(node_name(), node_name(), plan.ranks[0].group_rank if plan is not None else -1)
+
+    def _clock(self) -> Any:
+        return self._require_driver().session.clock
+
+    def _require_driver(self) -> Driver:
+        if self._driver is None:
+            raise RuntimeError("no supervisor yet")
+        return self._driver
+
+    def _tell(self, *events: messages.Event) -> list[machine.Action]:
+        return self._translate(self._require_driver().tell(*events))
+
+    # --- actions for this node ---
+
+    def _translate(self, actions: Iterable[messages.Action]) -> list[machine.Action]:
+        found: list[machine.Action] = []
+        for action in actions:
+            if isinstance(action, messages.Start):
+                found += self._start(action)
+            elif isinstance(action, messages.Stop):
+                found += self._stop(action)
+            elif isinstance(action, messages.Announce):
+                self._console.say(action.text)
+            elif isinstance(action, messages.Exit):
+                found += self._exit(action.outcome)
+        return found
+
+    def _start(self, action: messages.Start) -> list[machine.Action]:
+        driver = self._require_driver()
+        if action.serves_store:
+            driver.serve_store()
+        ranks = action.ranks.workers(NodeShare(self._job.role, self._job.nproc))
+        self.plan = Plan(ranks, action.master_addr, action.master_port, use_agent_store=True)
+        self._phase, self._group_exists = machine.Phase.STARTING, True
+        return [machine.Start(action.round, action.restarts)]
+
+    def _stop(self, action: messages.Stop) -> list[machine.Action]:
+        self._phase = machine.Phase.STOPPING
+        if action.fenced:
+            self._console.say(f"{action.why}: the workers of round {action.round} are killed")
+            return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
+        if self._signum is not None:
+            return [machine.Stop(self._signum, self._job.shutdown_timeout)]
+        self._console.say(f"{action.why}: stopping the workers of round {action.round}")
+        return [machine.Stop(signal.SIGTERM, self._job.shutdown_timeout, is_announced=True)]
+
+    def _exit(self, outcome: messages.Outcome) -> list[machine.Action]:
+        self.clock = self._clock()
+        self.first_cause = dict(outcome.cause) if outcome.cause is not None else None
+        self._phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
+        code = 0 if self._phase is machine.Phase.SUCCEEDED else 1
+        if code == 0 and self._signum is None:
+            if outcome.message is not None:
+                self._console.say(outcome.message)
+            return [machine.Exit(0)]
+        if self._signum is not None:
+            self._phase = machine.Phase.STOPPED
+            return [machine.Exit(1)]
+        return [machine.ReportFailure(outcome.message), machine.Exit(code)]

@@ -1,0 +1,200 @@
+"""From what a user says about nodes to the :class:`.settings.Rendezvous` of this node.
+
+The command line and the Python API come through here, so that both accept the same. Rules:
+
+- **NODES-1** A job whose only node cannot be met by others meets nobody, and gets no rendezvous: one node
+  with ``static``, one node of ``c10d`` without an endpoint or on a free port of loopback.
+- **NODES-2** One node of ``c10d`` with an endpoint is a rendezvous: a second agent becomes a spare.
+- **NODES-3** With ``static`` the ranks are given by hand, so the number of nodes is fixed. Torch takes MAX of
+  MIN:MAX without a word.
+- **NODES-4** ``--node-rank`` orders the nodes of ``c10d``, too, where torch ignores it with a warning.
+"""
+
+from __future__ import annotations
+
+from elasticrs.config import DEFAULT_EXIT_BARRIER_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT, UsageError
+from elasticrs.rendezvous.elastic.hosting import is_loopback_name
+from elasticrs.rendezvous.elastic.settings import DEFAULT_PORT, Rendezvous, read_settings
+from elasticrs.rendezvous.endpoint import parse_endpoint
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+STATIC = "static"
+C10D = "c10d"
+BACKENDS = {C10D: C10D, "elasticrs": C10D, STATIC: STATIC}
+"""Names of back ends, and what they stand for."""
+
+_NOT_SUPPORTED = ("etcd", "etcd-v2")
+_MAX_RUN_ID = 256
+
+
+class Words:
+    """What the user knows things by, for errors.
+
+    Args:
+        backend: the option for the back end.
+        endpoint: the option for the endpoint.
+        nodes: the option for the number of nodes.
+        node_rank: the option for the rank.
+        run_id: the option for the name of the job.
+        settings: the option for the settings.
+    """
+
+    __slots__ = ("backend", "endpoint", "node_rank", "nodes", "run_id", "settings")
+
+    def __init__(
+        self, backend: str, endpoint: str, nodes: str, node_rank: str, run_id: str, settings: str
+    ) -> None:
+        self.backend = backend
+        self.endpoint = endpoint
+        self.nodes = nodes
+        self.node_rank = node_rank
+        self.run_id = run_id
+        self.settings = settings
+
+
+COMMAND_LINE = Words(
+    "--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--node-rank", "--rdzv-id", "--rdzv-conf"
+)
+PYTHON = Words(
+    "rdzv_backend", "rdzv_endpoint", "min_nodes:max_nodes", "rdzv_configs['rank']", "run_id", "rdzv_configs"
+)
+
+
+def check_backend(backend: str, words: Words = COMMAND_LINE) -> str:
+    """What a name of a back end stands for.
+
+    Raises:
+        UsageError: it is none of ours.
+    """
+    found = BACKENDS.get(backend)
+    if found is not None:
+        return found
+    if backend in _NOT_SUPPORTED:
+        raise UsageError(
+            f"{words.backend}: {backend!r} is not supported by this release: use c10d, which needs no server"
+        )
+    raise UsageError(f"{words.backend}: got {backend!r}, expected {', '.join(BACKENDS)}")
+
+
+def describe(
+    backend: str,
+    endpoint: str,
+    run_id: str,
+    nodes: tuple[int, int],
+    config: Mapping[str, object],
+    environ: Mapping[str, str],
+    *,
+    node_rank: int | None = None,
+    local_addr: str | None = None,
+    grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
+    exit_barrier_timeout: float = DEFAULT_EXIT_BARRIER_TIMEOUT,
+    words: Words = COMMAND_LINE,
+) -> tuple[Rendezvous | None, list[str]]:
+    """Check everything that can be checked without asking the network.
+
+    Args:
+        backend: its name.
+        endpoint: ``HOST[:PORT]``, or empty.
+        run_id: the name of the job.
+        nodes: fewest and most nodes, already in order.
+        config: settings by key.
+        environ: for the token.
+        node_rank: rank of this node; ``None`` when nobody gave one.
+        local_addr: address of this node, if the user has named one.
+        grace: seconds that workers may take to stop.
+        exit_barrier_timeout: seconds that a node which has succeeded waits for the others.
+        words: what the user knows things by.
+
+    Returns:
+        With whom to meet, ``None`` for nobody; and lines for the user.
+
+    Raises:
+        UsageError: one line.
+    """
+    kind = check_backend(backend, words)
+    low, high = nodes
+    if kind == STATIC:
+        node_rank = _static_rank(nodes, node_rank, config.get("rank"), words)
+    values = dict(config)
+    if kind == STATIC:
+        values["order_hint"] = node_rank
+    elif node_rank is not None:
+        values.setdefault("order_hint", node_rank)
+    settings, notices = read_settings(
+        values,
+        environ,
+        source=words.settings,
+        grace=grace,
+        exit_barrier_timeout=exit_barrier_timeout,
+    )
+    if high == 1 and (kind == STATIC or not endpoint):
+        return None, notices
+    if not endpoint:
+        raise UsageError(
+            f"{words.endpoint} is needed for several nodes: HOST[:PORT] of the node that hosts the "
+            "rendezvous, the same on all nodes"
+        )
+    host, given_port = parse_endpoint(words.endpoint, endpoint)
+    port = DEFAULT_PORT if given_port is None else given_port
+    if high == 1 and port == 0 and is_loopback_name(host):
+        return None, notices
+    if kind == STATIC:
+        notices += _check_static(words, endpoint, host, given_port)
+    if not 0 < len(run_id.encode(errors="surrogateescape")) <= _MAX_RUN_ID:
+        raise UsageError(f"{words.run_id}: got {run_id!r}, expected 1 to {_MAX_RUN_ID} bytes")
+    rendezvous = Rendezvous(
+        kind,
+        host,
+        port,
+        run_id=run_id,
+        min_nodes=low,
+        max_nodes=high,
+        settings=settings,
+        node_rank=node_rank if kind == STATIC else None,
+        local_addr=local_addr,
+    )
+    return rendezvous, notices
+
+
+def _static_rank(nodes: tuple[int, int], node_rank: int | None, configured: object, words: Words) -> int:
+    low, high = nodes
+    if low != high:
+        raise UsageError(
+            f"{words.nodes}: got {low}:{high}, expected one number with the static rendezvous, "
+            f"whose ranks are given by hand; {words.backend} c10d takes a range"
+        )
+    if configured is not None and node_rank is not None and str(configured) != str(node_rank):
+        raise UsageError(
+            f"{words.settings}: rank: got {configured!r}, but {words.node_rank} is {node_rank}: leave it out"
+        )
+    rank = _rank_of(configured, words) if node_rank is None else node_rank
+    if rank >= high:
+        expected = "0 with one node" if high == 1 else f"0 to {high - 1} with {high} nodes"
+        raise UsageError(f"{words.node_rank}: got {rank}, expected {expected}")
+    return rank
+
+
+def _rank_of(configured: object, words: Words) -> int:
+    if configured is None:
+        return 0
+    try:
+        rank = int(str(configured))
+    except ValueError:
+        rank = -1
+    if rank < 0:
+        raise UsageError(f"{words.settings}: rank: got {configured!r}, expected a whole number from 0")
+    return rank
+
+
+def _check_static(words: Words, endpoint: str, host: str, port: int | None) -> list[str]:
+    if not port:
+        raise UsageError(
+            f"{words.endpoint}: got {endpoint!r}, expected HOST:PORT with the static rendezvous, "
+            "the same on all nodes"
+        )
+    if not is_loopback_name(host):
+        return []
+    return [f"the static rendezvous is at {host}: only agents on this machine can join"]

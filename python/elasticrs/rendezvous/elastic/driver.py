@@ -1,0 +1,226 @@
+"""Carries out what the rendezvous machine asks for: the store, the timers, the listener for the workers.
+
+What concerns workers and the user is passed on, in order: ``Start``, ``Stop``, ``Announce`` and, as the last
+one, ``Exit`` of :mod:`elasticrs.rendezvous.elastic.messages`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from elasticrs import _core
+from elasticrs.rendezvous.elastic import messages
+from elasticrs.rendezvous.elastic.machine import Member, step
+from elasticrs.rendezvous.elastic.messages import Outcome
+from elasticrs.rendezvous.elastic.session import CannotHost, Session
+from elasticrs.rendezvous.elastic.timers import Timers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any
+
+    from elasticrs.rendezvous.elastic.messages import Action, Event
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+_FAREWELL = "farewell"
+"""The driver's own timer: so long the host of the store waits for the others to read how the job ended."""
+
+_FAREWELL_TICK = "farewell tick"
+_TICK = 0.05
+
+
+class Driver:
+    """One agent's part in a rendezvous.
+
+    Args:
+        rendezvous: where, with whom and how.
+        role: of this node's workers.
+        nproc: how many they are.
+        max_restarts: of the job.
+        supervisor: whose runtime thread serves; an own thread when ``None``.
+
+    Raises:
+        UsageError: an endpoint that makes no sense on this machine.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        *,
+        role: str,
+        nproc: int,
+        max_restarts: int,
+        supervisor: _core.Supervisor | None,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._supervisor = supervisor
+        self._role, self._nproc, self._max_restarts = role, nproc, max_restarts
+        self.session = Session(rendezvous, supervisor)
+        self._member: Member | None = None
+        self._timers = Timers()
+        self._store: _core.WorkerStore | None = None
+        self._exit: messages.Exit | None = None
+
+    @property
+    def hosts(self) -> bool:
+        """Whether the coordination store runs in this process."""
+        return self.session.hosts
+
+    # --- events in, actions out ---
+
+    def begin(self) -> list[Action]:
+        """Host the store if that falls to this agent, and begin to join."""
+        try:
+            self.session.host_if_possible()
+        except CannotHost as error:
+            return [messages.Exit(Outcome("refused", str(error)))]
+        settings = self.session.settings(role=self._role, nproc=self._nproc, max_restarts=self._max_restarts)
+        self._member = Member(settings)
+        return self.tell(messages.Begin())
+
+    def tell(self, *events: Event) -> list[Action]:
+        """Tell the machine.
+
+        Args:
+            *events: in order.
+
+        Returns:
+            What is left for the caller to do.
+        """
+        pending = deque(events)
+        left: list[Action] = []
+        while pending and self._exit is None and self._member is not None:
+            now = time.time_ns() + self.session.clock.offset_ns
+            self._member, actions = step(self._member, pending.popleft(), now)
+            for action in actions:
+                effect = _EFFECTS.get(type(action))
+                if effect is not None:
+                    pending.extend(effect(self, action))
+                elif isinstance(action, messages.Exit):
+                    left += self._begin_exit(action)
+                else:
+                    left.append(action)
+        return left
+
+    def poll(self) -> list[Action]:
+        """Take what the store and the timers have; never blocks."""
+        left: list[Action] = []
+        for event in self.session.take():
+            left += self.tell(event)
+        for name in self._timers.take_due():
+            left += self._farewell(name) or self.tell(messages.TimerFired(name))
+        return left
+
+    def seconds_left(self, limit: float) -> float:
+        """Seconds until :meth:`poll` has something to do though the store says nothing, at most ``limit``."""
+        return self._timers.seconds_left(limit)
+
+    @property
+    def fd(self) -> int | None:
+        """Readable when :meth:`poll` has something to do."""
+        return self.session.fd
+
+    def lose(self, why: str) -> list[Action]:
+        """End the connection, if there still is one, as lost."""
+        if self.session.fd is None:
+            return []
+        self.session.disconnect()
+        return self.tell(messages.ConnectionLost("silent", why))
+
+    # --- the end ---
+
+    def _begin_exit(self, action: messages.Exit) -> list[Action]:
+        self._exit = action
+        if self.session.others() == 0:
+            return [action]
+        self._timers = Timers()
+        self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout)
+        self._timers.arm(_FAREWELL_TICK, _TICK)
+        return []
+
+    def _farewell(self, name: str) -> list[Action]:
+        if self._exit is None:
+            return []
+        if name == _FAREWELL or self.session.others() == 0:
+            self._timers = Timers()
+            return [self._exit]
+        self._timers.arm(_FAREWELL_TICK, _TICK)
+        return []
+
+    def hasten(self) -> list[Action]:
+        """The user insists: do not wait for others any longer.
+
+        Returns:
+            The exit that was being held back, if there is one.
+        """
+        return self._farewell(_FAREWELL)
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        self._close_store()
+        self.session.close()
+
+    # --- effects ---
+
+    def _connect(self, _action: messages.Connect) -> Iterable[Event]:
+        lost = self.session.connect()
+        return () if lost is None else (lost,)
+
+    def _disconnect(self, _action: messages.Disconnect) -> Iterable[Event]:
+        self.session.disconnect()
+        return ()
+
+    def _txn(self, action: messages.Txn) -> Iterable[Event]:
+        self.session.txn(action)
+        return ()
+
+    def _watch(self, action: messages.Watch) -> Iterable[Event]:
+        self.session.watch(action)
+        return ()
+
+    def _unwatch(self, action: messages.Unwatch) -> Iterable[Event]:
+        self.session.unwatch(action)
+        return ()
+
+    def _bind_store(self, _action: messages.BindStore) -> Iterable[Event]:
+        self._close_store()
+        try:
+            self._store = _core.WorkerStore(None, self._rendezvous.settings.worker_port_range or 0)
+        except OSError as error:
+            return (messages.StorePortFailed(f"no port for the workers' store: {error}"),)
+        return (messages.StorePort(self._store.port),)
+
+    def serve_store(self) -> _core.WorkerStore | None:
+        """Begin to serve the workers of a round on the listener that was announced for it."""
+        if self._store is not None:
+            self._store.serve(self._supervisor)
+        return self._store
+
+    def _close_store(self, _action: messages.CloseStore | None = None) -> Iterable[Event]:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        return ()
+
+    def _arm(self, action: messages.Arm) -> Iterable[Event]:
+        self._timers.arm(action.name, action.seconds)
+        return ()
+
+    def _disarm(self, action: messages.Disarm) -> Iterable[Event]:
+        self._timers.disarm(action.name)
+        return ()
+
+
+_EFFECTS: dict[type, Callable[[Driver, Any], Iterable[Event]]] = {
+    messages.Connect: Driver._connect,
+    messages.Disconnect: Driver._disconnect,
+    messages.Txn: Driver._txn,
+    messages.Watch: Driver._watch,
+    messages.Unwatch: Driver._unwatch,
+    messages.BindStore: Driver._bind_store,
+    messages.CloseStore: Driver._close_store,
+    messages.Arm: Driver._arm,
+    messages.Disarm: Driver._disarm,
+}

@@ -1,0 +1,367 @@
+"""Which agent hosts the coordination store, where it listens, and which address a node gives to the others.
+
+Decisions are pure functions over a :class:`Resolver`; :class:`SystemResolver` asks the machine.
+
+- **HOST-1** ``is_host`` is obeyed. Without it an agent may host when the endpoint is a loopback name, when it
+  is this host's name, or when one of its addresses is this machine's. Several agents of a machine may all
+  host: the first takes the port, the others become clients.
+- **HOST-2** A loopback name is served on loopback only, everything else on all interfaces unless
+  ``bind_addr`` says otherwise: a host's own name may mean 127.0.1.1 to itself and something else to others.
+- **HOST-3** A name that cannot be resolved is no mistake yet: in a cluster names appear after the containers
+  do. Such an agent is a client, which tries again, and :attr:`Hosting.trouble` is what it says in the end.
+- **ADDR-1** A node gives to the others the address that the user names (with ``static`` the endpoint's host
+  for rank 0, as in torch), else its own end of the connection to the store: that needs no name service, and
+  is of the interface that leads to the other nodes. Torch gives out the host's full name, which the others
+  may not know.
+- **ADDR-2** On the machine of the store that connection may be a loopback one. Agents on other machines have
+  come through the endpoint, so it is an address of this machine that works for them.
+- **ADDR-3** Two agents share their loopback interface when they are in one network namespace of one boot of a
+  machine. Names cannot tell: containers and cloned machines may all have the same one.
+"""
+
+from __future__ import annotations
+
+import _socket
+import errno
+import os
+
+from elasticrs._value import Value
+from elasticrs.config import UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Protocol
+
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+    class Resolver(Protocol):
+        """What decisions ask about names and addresses."""
+
+        def host_names(self) -> Sequence[str]:
+            """The names that this machine calls itself: short, full."""
+
+        def resolve(self, name: str) -> Sequence[str]:
+            """The numeric addresses of a name or an address, in the order in which a client tries them.
+
+            Raises:
+                OSError: there are none.
+            """
+
+        def is_local(self, address: str) -> bool:
+            """Whether a numeric address is one of this machine's, so that a server can listen on it."""
+
+
+ANY_ADDRESS = ("::", "0.0.0.0")
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+class Hosting(Value):
+    """What an agent does about the coordination store.
+
+    Args:
+        listen: where to listen, numeric addresses and the port; empty for a client. ``"::"`` stands for all
+            interfaces, IPv4 included.
+        reason: why, for the log.
+        is_explicit: whether the user decided: then a port that is taken is an error, and no reason to become
+            a client.
+        trouble: why the endpoint's name could not be resolved; ``None`` when it could.
+    """
+
+    __slots__ = ("is_explicit", "listen", "reason", "trouble")
+
+    def __init__(
+        self,
+        listen: Sequence[tuple[str, int]],
+        reason: str,
+        *,
+        is_explicit: bool = False,
+        trouble: str | None = None,
+    ) -> None:
+        self.listen = tuple(listen)
+        self.reason = reason
+        self.is_explicit = is_explicit
+        self.trouble = trouble
+
+    @property
+    def may_host(self) -> bool:
+        """Whether to try to listen."""
+        return bool(self.listen)
+
+
+def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
+    """Whether this agent hosts the store.
+
+    Args:
+        rendezvous: the endpoint and the settings; with ``static`` node rank 0 hosts unless ``is_host`` is
+            set.
+        resolver: whom to ask.
+
+    Raises:
+        UsageError: an endpoint that no other node could use: port 0 of another host, or no host at all.
+    """
+    settings = rendezvous.settings
+    wanted = settings.is_host
+    if wanted is None and rendezvous.backend == "static":
+        wanted = rendezvous.node_rank == 0
+    if wanted is None and is_unspecified(rendezvous.host):
+        raise UsageError(
+            f"--rdzv-endpoint: got {rendezvous.endpoint!r}, expected the name or address of one node, "
+            "the same on all nodes"
+        )
+    if wanted is False:
+        trouble = _trouble(rendezvous.host, resolver)
+        return _client(rendezvous, "another agent hosts the store", trouble, is_explicit=True)
+    if wanted:
+        return Hosting(_listen(rendezvous, resolver), "told to host the store", is_explicit=True)
+    if is_loopback_name(rendezvous.host):
+        return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is this machine")
+    name = _plain(rendezvous.host)
+    if any(_plain(own) == name for own in resolver.host_names()):
+        return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is the name of this host")
+    try:
+        addresses = resolver.resolve(rendezvous.host)
+    except OSError as error:
+        return _client(rendezvous, f"{rendezvous.host} is no name of this host", _why(error))
+    own_address = next((address for address in addresses if resolver.is_local(address)), None)
+    if own_address is None:
+        return _client(rendezvous, f"{rendezvous.host} ({', '.join(addresses)}) is another machine", None)
+    return Hosting(
+        _listen(rendezvous, resolver), f"{rendezvous.host} is {own_address}, an address of this host"
+    )
+
+
+def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
+    """What to tell the user when the endpoint's name never became known.
+
+    Args:
+        rendezvous: with the endpoint.
+        trouble: :attr:`Hosting.trouble`, or what the last attempt said.
+    """
+    return (
+        f"--rdzv-endpoint {rendezvous.endpoint}: this host cannot resolve {rendezvous.host!r} ({trouble}): "
+        "give the address of the node that hosts the store instead, or make the name known (DNS, /etc/hosts)"
+    )
+
+
+def chosen_address(rendezvous: Rendezvous) -> str | None:
+    """The address of this node that was chosen by hand.
+
+    Args:
+        rendezvous: for ``local_addr``, and the endpoint's host with ``static``.
+
+    Returns:
+        A name or an address without brackets; ``None`` for this node's end of the connection to the store.
+    """
+    if rendezvous.backend == "static" and rendezvous.node_rank == 0:
+        return rendezvous.host
+    return rendezvous.local_addr.strip("[]") if rendezvous.local_addr else None
+
+
+def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolver) -> str | None:
+    """Where other machines reach this node when its end of the connection is a loopback address.
+
+    Args:
+        rendezvous: the endpoint.
+        hosting: what was decided about it.
+        resolver: whom to ask about this host's names, where the endpoint does not say.
+
+    Returns:
+        A name or an address without brackets; ``None`` when there can be no such node, or nothing is known.
+    """
+    if is_loopback_name(rendezvous.host) or not (hosting.may_host or hosting.is_explicit):
+        return None
+    is_usable = hosting.may_host and not is_unspecified(rendezvous.host)
+    if is_usable and not hosting.is_explicit:
+        return rendezvous.host
+    # Told to host, it may be behind an address that leads to the store's port alone.
+    return _address_of_own_name(resolver) or (rendezvous.host if is_usable else None)
+
+
+def _address_of_own_name(resolver: Resolver) -> str | None:
+    for name in resolver.host_names():
+        try:
+            addresses = resolver.resolve(name)
+        except OSError:
+            continue
+        for address in addresses:
+            if is_usable_elsewhere(address) and resolver.is_local(address):
+                return address
+    return None
+
+
+def _listen(rendezvous: Rendezvous, resolver: Resolver) -> list[tuple[str, int]]:
+    port, bind_addr = rendezvous.port, rendezvous.settings.bind_addr
+    if bind_addr is not None:
+        return [(bind_addr, port)]
+    if not is_loopback_name(rendezvous.host):
+        return [(ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1], port)]
+    if is_loopback(rendezvous.host):
+        return [(rendezvous.host, port)]
+    # A client may try either family first.
+    served = [address for address in _LOOPBACK if resolver.is_local(address)] or [_LOOPBACK[0]]
+    # Two listeners would get two different free ports.
+    return [(address, port) for address in (served if port else served[:1])]
+
+
+def _client(
+    rendezvous: Rendezvous, reason: str, trouble: str | None, *, is_explicit: bool = False
+) -> Hosting:
+    if rendezvous.port == 0:
+        raise UsageError(
+            f"--rdzv-endpoint: got {rendezvous.endpoint!r}, expected a port other than 0: {reason}, "
+            "and its free port cannot be known here"
+        )
+    return Hosting((), reason, is_explicit=is_explicit, trouble=trouble)
+
+
+def _trouble(name: str, resolver: Resolver) -> str | None:
+    try:
+        resolver.resolve(name)
+    except OSError as error:
+        return _why(error)
+    return None
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _plain(name: str) -> str:
+    return name.rstrip(".").lower()
+
+
+# --- addresses as text ---
+
+
+def packed(address: str) -> bytes | None:
+    """The bytes of a numeric address, IPv4 ones that are written as IPv6 as IPv4; ``None`` for a name."""
+    text = address.partition("%")[0]
+    for family in (_socket.AF_INET, _socket.AF_INET6):
+        try:
+            data = _socket.inet_pton(family, text)
+        except (OSError, ValueError):
+            continue
+        return data[12:] if data[:12] == bytes(10) + b"\xff\xff" and len(data) == 16 else data
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric address is 127.0.0.0/8 or ::1."""
+    data = packed(address)
+    return data is not None and (data[0] == 127 if len(data) == 4 else data == bytes(15) + b"\x01")
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether a host of an endpoint is ``localhost``, or a loopback address."""
+    return _plain(host) == "localhost" or is_loopback(host)
+
+
+def is_unspecified(address: str) -> bool:
+    """Whether a numeric address stands for all interfaces."""
+    data = packed(address)
+    return data is not None and not any(data)
+
+
+def is_usable_elsewhere(address: str) -> bool:
+    """Whether a numeric address may mean this node on other machines too: no loopback, no link-local one."""
+    data = packed(address)
+    if data is None or not any(data) or is_loopback(address):
+        return False
+    return data[:2] != b"\xa9\xfe" if len(data) == 4 else (data[0], data[1] & 0xC0) != (0xFE, 0x80)
+
+
+# --- the machine ---
+
+
+def host_identity(
+    boot_id: str = "/proc/sys/kernel/random/boot_id", network: str = "/proc/self/ns/net"
+) -> str:
+    """What tells hosts apart: the same for two agents if they share their loopback interface.
+
+    Args:
+        boot_id: the file with the id of this boot of the machine.
+        network: the link that names the network namespace.
+    """
+    try:
+        with open(boot_id, encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink(network)}"
+    except (OSError, UnicodeError):
+        # Without /proc the name has to do.
+        return _socket.gethostname()
+
+
+class SystemResolver:
+    """Asks the C library and the kernel. Blocks while name servers do not answer."""
+
+    __slots__ = ()
+
+    def host_names(self) -> list[str]:
+        """See :class:`Resolver`."""
+        name = _socket.gethostname()
+        try:
+            found = _socket.getaddrinfo(
+                _plain_text(name), None, 0, _socket.SOCK_STREAM, 0, _socket.AI_CANONNAME
+            )
+        except OSError:
+            # A host that does not know its own name still has it.
+            return [name]
+        full = [entry[3] for entry in found if entry[3]]
+        return list(dict.fromkeys((name, *full)))
+
+    def resolve(self, name: str) -> list[str]:
+        """See :class:`Resolver`."""
+        try:
+            found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
+        except UnicodeError:
+            # Of the codec for international names: a label that is empty or too long.
+            raise OSError("not a host name") from None
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    def is_local(self, address: str) -> bool:
+        """See :class:`Resolver`.
+
+        Binding tells, but for machines that allow to bind what is not theirs (``ip_nonlocal_bind``): to an
+        address of its own a machine talks *from* that address.
+        """
+        family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
+        try:
+            found = _socket.getaddrinfo(address, 9, family, _socket.SOCK_DGRAM, 0, _socket.AI_NUMERICHOST)
+        except OSError:
+            return False
+        host, port, *rest = found[0][4]
+        if not _can_bind(family, (host, 0, *rest)):
+            return False
+        # From one loopback address a machine talks to all of them.
+        is_special = is_unspecified(address) or is_loopback(address)
+        return is_special or _talks_from(family, (host, port, *rest), address)
+
+
+def _plain_text(name: str) -> str | bytes:
+    # For text the codec of international names is loaded, which takes longer than all the rest.
+    return name.encode() if name.isascii() else name
+
+
+def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
+    sock = _socket.socket(family, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(sockaddr)
+    except OSError:
+        return False
+    finally:
+        sock.close()
+    return True
+
+
+def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
+    """Whether this machine would talk to an address of its own from there; nothing is sent."""
+    sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
+    try:
+        sock.connect(sockaddr)
+        return packed(sock.getsockname()[0]) == packed(address)
+    except OSError as error:
+        # Nobody comes to an address without a route. Other errors are of a sandbox: then the bind counts.
+        return error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH)
+    finally:
+        sock.close()

@@ -1,0 +1,234 @@
+"""The agent's connection to the coordination store, and the store itself where it is hosted. Effects only."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from elasticrs import _core
+from elasticrs.clock import Clock
+from elasticrs.rendezvous.elastic import hosting
+from elasticrs.rendezvous.elastic.messages import ConnectionLost, Reply, Settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.rendezvous.elastic.messages import Event, Txn, Unwatch, Watch
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+
+class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
+    """The agent was told to host the store, and cannot; the text says why and what to do."""
+
+
+class Session:
+    """One connection at a time.
+
+    Args:
+        rendezvous: where the store is.
+        supervisor: whose runtime thread serves; an own thread when ``None``.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, supervisor: _core.Supervisor | None) -> None:
+        self._rendezvous = rendezvous
+        self._supervisor = supervisor
+        self._resolver = hosting.SystemResolver()
+        self._hosting = hosting.decide(rendezvous, self._resolver)
+        self._server: _core.CoordinationServer | None = None
+        self._client: _core.CoordinationClient | None = None
+        self._clock = Clock()
+        self._watches: set[int] = set()
+
+    @property
+    def hosts(self) -> bool:
+        """Whether the store runs in this process."""
+        return self._server is not None
+
+    @property
+    def fd(self) -> int | None:
+        """Readable when :meth:`take` has something."""
+        return self._client.fd if self._client is not None else None
+
+    @property
+    def clock(self) -> Clock:
+        """The store's wall clock, as well as it is known."""
+        estimate = self._client.clock() if self._client is not None else None
+        if estimate is not None:
+            self._clock = Clock(*estimate)
+        return self._clock
+
+    def host_if_possible(self) -> None:
+        """Serve the store when this agent may and the port is free.
+
+        Raises:
+            CannotHost: it was told to, and cannot.
+        """
+        if not self._hosting.may_host:
+            return
+        settings = self._rendezvous.settings
+        try:
+            self._server = _core.CoordinationServer(
+                self._hosting.listen,
+                run_id=self._rendezvous.run_id,
+                token=settings.token,
+                max_connections=self._rendezvous.max_connections,
+                supervisor=self._supervisor,
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
+                # Another agent of this machine was faster, or another program has the port: its answer tells.
+                return
+            where = ", ".join(f"{host} port {port}" for host, port in self._hosting.listen)
+            raise CannotHost(
+                f"the rendezvous store cannot listen on {where}: {error.strerror or error}; choose another "
+                "port with --rdzv-endpoint HOST:PORT on all nodes"
+            ) from error
+
+    def connect(self) -> ConnectionLost | None:
+        """Begin to connect; :class:`Connected` or :class:`ConnectionLost` comes out of :meth:`take`."""
+        self.disconnect()
+        settings = self._rendezvous.settings
+        host, port = self._address()
+        try:
+            self._client = _core.CoordinationClient(
+                host,
+                port,
+                run_id=self._rendezvous.run_id,
+                token=settings.token,
+                interval=settings.keep_alive_interval,
+                attempts=settings.keep_alive_max_attempt,
+                connect_timeout=settings.connect_timeout,
+                stall_timeout=settings.stall_timeout,
+                supervisor=self._supervisor,
+            )
+        except OSError as error:
+            return ConnectionLost("unreachable", f"no connection to {self._rendezvous.endpoint}: {error}")
+        if self._supervisor is not None:
+            self._supervisor.watch_fd(self._client.fd)
+        return None
+
+    def _address(self) -> tuple[str, int]:
+        if self._server is None:
+            return self._rendezvous.host, self._rendezvous.port
+        address = self._hosting.listen[0][0]
+        if hosting.is_unspecified(address):
+            address = "127.0.0.1" if hosting.packed(address) == bytes(4) else "::1"
+        return address, self._server.port
+
+    def disconnect(self) -> None:
+        """Close the connection; what it still had to say is dropped."""
+        if self._client is not None:
+            if self._supervisor is not None:
+                self._supervisor.unwatch_fd(self._client.fd)
+            self._client.close()
+            self._client = None
+            self._watches.clear()
+
+    def take(self) -> list[Event]:
+        """What has come from the store since the last call; never blocks."""
+        if self._client is None:
+            return []
+        events: list[Event] = []
+        for event in self._client.take():
+            if isinstance(event, _core.ConnectionLost):
+                events.append(ConnectionLost(event.kind, self._explained(event)))
+            elif isinstance(event, _core.Reply) and event.tag in self._watches:
+                self._watches.discard(event.tag)
+                entries = event.results[0] if event.results else ()
+                events.append(Reply(event.tag, event.ok, event.revision, entries))  # type: ignore[arg-type]
+            else:
+                events.append(event)  # type: ignore[arg-type]  # the same attributes
+        return events
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until :meth:`take` has something, without a loop that watches :attr:`fd`."""
+        return self._client is not None and self._client.wait(timeout)
+
+    def settings(self, *, role: str, nproc: int, max_restarts: int) -> Settings:
+        """What the machine has to know; complete once it is settled who hosts.
+
+        Args:
+            role: of this node's workers.
+            nproc: how many they are.
+            max_restarts: of the job.
+        """
+        rendezvous, given = self._rendezvous, self._rendezvous.settings
+        return Settings(
+            rendezvous.run_id,
+            os.urandom(8).hex(),
+            node_name(),
+            host=hosting.host_identity(),
+            endpoint=rendezvous.endpoint,
+            min_nodes=rendezvous.min_nodes,
+            max_nodes=rendezvous.max_nodes,
+            max_restarts=max_restarts,
+            role=role,
+            nproc=nproc,
+            order_hint=given.order_hint,
+            local_addr=hosting.chosen_address(rendezvous),
+            fallback_addr=hosting.fallback_address(rendezvous, self._hosting, self._resolver),
+            backend=rendezvous.backend,
+            hosts_store=self.hosts,
+            homogeneous=given.homogeneous,
+            fresh=given.fresh,
+            scale_up=given.scale_up,
+            join_timeout=given.join_timeout,
+            last_call_timeout=given.last_call_timeout,
+            restart_call_timeout=given.restart_call_timeout,
+            settle=given.settle,
+            scale_up_delay=given.scale_up_delay,
+            close_timeout=given.close_timeout,
+            exit_barrier_timeout=given.exit_barrier_timeout,
+            store_lost_timeout=given.store_lost_timeout,
+            short_round=given.short_round,
+            max_short_losses=given.max_short_losses,
+            max_node_losses=given.max_node_losses,
+        )
+
+    def _explained(self, lost: _core.ConnectionLost) -> str:
+        if lost.kind == "resolve":
+            return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
+        return lost.message
+
+    def txn(self, action: Txn) -> None:
+        """Send a transaction; dropped without a connection, whose loss is told of anyway."""
+        if self._client is not None:
+            self._client.txn(action.tag, action.compares, action.then, action.otherwise)
+
+    def watch(self, action: Watch) -> None:
+        """Send a request to watch."""
+        if self._client is not None:
+            self._watches.add(action.tag)
+            self._client.watch(action.tag, action.prefix, exact=action.exact, snapshot=action.snapshot)
+
+    def unwatch(self, action: Unwatch) -> None:
+        """End a watch."""
+        if self._client is not None:
+            self._client.unwatch(action.prefix, exact=action.exact)
+
+    def others(self) -> int:
+        """How many others are connected to the store of this process; 0 where it is elsewhere."""
+        if self._server is None:
+            return 0
+        return max(0, self._server.sessions() - (self._client is not None))
+
+    def stop_listening(self) -> None:
+        """Lend the port: connections go on, new ones are refused."""
+        if self._server is not None:
+            self._server.stop_listening()
+
+    def listen_again(self) -> None:
+        """Take the port back."""
+        if self._server is not None:
+            self._server.listen_again()
+
+    def close(self) -> None:
+        """End the connection and the store. Idempotent."""
+        self.disconnect()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def node_name() -> str:
+    """The name under which this node appears in messages, and by which ranks are ordered."""
+    return os.uname().nodename

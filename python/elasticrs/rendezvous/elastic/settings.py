@@ -1,0 +1,453 @@
+"""The settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``: one table of keys.
+
+Torch's names (of the dynamic handler and of ``c10d``) stand beside ours. What torch needs and we do not is
+accepted and checked, but has no effect. Nothing is opened here but the file of the token.
+
+- **SET-1** Every key is in :data:`KEYS`; another one is a mistake, not ignored as by torch: a setting with a
+  typo would silently not hold.
+- **SET-2** Spans may have fractions of a second; torch cuts them off.
+- **SET-3** The token is in no text that this module makes.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._value import Value
+from elasticrs.config import DEFAULT_EXIT_BARRIER_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+DEFAULT_PORT = 29400
+"""Of an endpoint without a port, as in torch."""
+
+TOKEN_VARIABLE = "ELASTICRS_TOKEN"
+"""Environment variable with the token, unless a setting gives one."""
+
+_LONGEST = 1e9
+_TRUTH = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n"), False),
+}
+_SETTLE_MARGIN = 5.0
+_MAX_TOKEN_BYTES = 4096
+
+
+class Key:
+    """One setting.
+
+    Args:
+        name: as it is typed.
+        default: its value when nobody sets it.
+        read: text (or what a Python program passes) to value; raises ``ValueError`` with what is expected.
+        help: what it means, with the unit.
+        is_stored: whether it is an attribute of :class:`Settings`; otherwise it is read and has no effect.
+    """
+
+    __slots__ = ("default", "help", "is_stored", "name", "read")
+
+    def __init__(
+        self,
+        name: str,
+        default: object,
+        read: Callable[[object], object],
+        help: str,  # noqa: A002 -- as in the table of options
+        *,
+        is_stored: bool = True,
+    ) -> None:
+        self.name = name
+        self.default = default
+        self.read = read
+        self.help = help
+        self.is_stored = is_stored
+
+
+# --- conversions ---
+
+
+def _number(value: object, expected: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(expected)
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        raise ValueError(expected) from None
+
+
+def _seconds(low: float, high: float = _LONGEST, *, above: bool = False) -> Callable[[object], float]:
+    """A span from ``low`` to ``high``; more than ``low`` if it must be ``above``."""
+    if high < _LONGEST:
+        expected = f"seconds, {low:g} to {high:g}"
+    else:
+        expected = f"seconds, more than {low:g}" if above else f"seconds, {low:g} or more"
+
+    def read(value: object) -> float:
+        number = _number(value, expected)
+        if number > _LONGEST:
+            raise ValueError(f"seconds, {_LONGEST:.0f} at most")
+        # Not the other way round: that lets NaN through.
+        if not low <= number <= high or (above and number == low):
+            raise ValueError(expected)
+        return number
+
+    return read
+
+
+def _whole(low: int) -> Callable[[object], int]:
+    expected = f"a whole number from {low}"
+
+    def read(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(expected)
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError(expected) from None
+        if number < low:
+            raise ValueError(expected)
+        return number
+
+    return read
+
+
+def _or_off(read: Callable[[object], object]) -> Callable[[object], object]:
+    def read_or_off(value: object) -> object:
+        if value is None or (isinstance(value, str) and value.lower() == "off"):
+            return None
+        try:
+            return read(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or off") from None
+
+    return read_or_off
+
+
+def _truth(value: object) -> bool:
+    if isinstance(value, (bool, int, str)):
+        found = _TRUTH.get(str(int(value) if isinstance(value, bool) else value).lower())
+        if found is not None:
+            return found
+    raise ValueError("1 or 0 (or true, false, yes, no)")
+
+
+def _store_type(value: object) -> str:
+    kind = str(value).lower()
+    if kind == "file":
+        raise ValueError(
+            "tcp: a file cannot tell when a node has died; name the node that hosts the store with "
+            "--rdzv-endpoint HOST:PORT instead"
+        )
+    if kind != "tcp":
+        raise ValueError("tcp")
+    return kind
+
+
+def _drain(value: object) -> str:
+    if value not in ("node", "job"):
+        raise ValueError("node or job")
+    return str(value)
+
+
+def _address(value: object) -> str:
+    import _socket
+
+    text = str(value).strip()
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    for family in (_socket.AF_INET, _socket.AF_INET6):
+        try:
+            _socket.inet_pton(family, host.partition("%")[0])
+        except (OSError, ValueError):
+            continue
+        return host
+    raise ValueError("the numeric address of an interface of this node")
+
+
+def _port_range(value: object) -> tuple[int, int]:
+    expected = "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"
+    low, dash, high = str(value).partition("-")
+    try:
+        ports = int(low), int(high if dash else low)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not 0 < ports[0] <= ports[1] < 2**16:
+        raise ValueError(expected)
+    return ports
+
+
+def _token(value: object) -> bytes:
+    data = value if isinstance(value, bytes) else str(value).encode(errors="surrogateescape")
+    if not 0 < len(data) <= _MAX_TOKEN_BYTES:
+        raise ValueError(f"1 to {_MAX_TOKEN_BYTES} bytes")
+    return data
+
+
+def _path(value: object) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError("the path of a file")
+    return os.fspath(value)
+
+
+KEYS: tuple[Key, ...] = (
+    # --- how long ---
+    Key("join_timeout", 600.0, _seconds(0, above=True), "until at least MIN nodes have met"),
+    Key("last_call_timeout", 30.0, _seconds(0), "for further nodes once MIN have met, at the first start"),
+    Key("restart_call_timeout", 0.0, _seconds(0), "for a replacement before going on with fewer nodes"),
+    Key("scale_up_delay", 1.0, _seconds(0), "from a waiting node to the restart that takes it in"),
+    Key("settle", None, _seconds(0, above=True), "for lost rounds to end; default: grace + lease + 5"),
+    Key("close_timeout", 30.0, _seconds(0), "that the host of the store waits for the others at the end"),
+    Key("store_lost_timeout", 10.0, _seconds(0), "to find the store again before the job fails"),
+    Key("connect_timeout", 5.0, _seconds(0, above=True), "for one attempt to connect"),
+    Key("keep_alive_interval", 1.0, _seconds(0.05, 3600), "between two signs of life"),
+    Key("keep_alive_max_attempt", 5, _whole(3), "missed signs of life that make a node lost"),
+    Key("stall_timeout", 60.0, _or_off(_seconds(1)), "that an agent may hang before it counts as lost"),
+    # --- how often ---
+    Key("scale_up", True, _truth, "whether a running job is restarted to take in further nodes"),
+    Key("max_node_losses", None, _or_off(_whole(0)), "lost nodes before the job fails; off: any number"),
+    Key("max_short_losses", 10, _whole(1), "short rounds lost in a row before the job fails"),
+    Key("short_round", 60.0, _seconds(0), "a round that is lost sooner is a short one"),
+    # --- who ---
+    Key("is_host", None, _truth, "whether this agent hosts the store; guessed from the endpoint by default"),
+    Key("bind_addr", None, _address, "address on which the store listens; all interfaces by default"),
+    Key("worker_port_range", None, _port_range, "of the workers' store; any free port by default"),
+    Key("order_hint", None, _whole(0), "nodes with smaller ones get smaller ranks; --node-rank by default"),
+    Key("rank", None, _whole(0), "of this node, with the static back end; --node-rank on the command line"),
+    Key("homogeneous", False, _truth, "refuse a node with another number of workers or another role"),
+    Key("fresh", False, _truth, "begin anew where all agents of an earlier job of this name died"),
+    Key("drain", "node", _drain, "what a signal to one agent ends: its node, or the job"),
+    Key("token", None, _token, "shared secret that every agent must know; seen by all users of the machine"),
+    Key("token_file", None, _path, "file that holds the token"),
+    # --- torch's, without effect ---
+    Key("store_type", "tcp", _store_type, "tcp", is_stored=False),
+    Key("heartbeat_timeout", 5.0, _seconds(0, above=True), "no effect", is_stored=False),
+    Key("read_timeout", 60.0, _seconds(0, above=True), "no effect", is_stored=False),
+    Key("cas_backoff_max_seconds", 0.0, _seconds(0), "no effect", is_stored=False),
+    Key("timeout", 900.0, _seconds(0), "no effect", is_stored=False),
+)  # fmt: skip
+"""Every setting. Spans are seconds."""
+
+_BY_NAME = {key.name: key for key in KEYS}
+
+
+class Settings(Value):
+    """How the agents of a job meet; an attribute for each stored key of :data:`KEYS`, and these.
+
+    Args:
+        values: by key; the default for what is not there.
+        grace: seconds that workers may take to stop on this node.
+        exit_barrier_timeout: seconds that a node which has succeeded waits for the others.
+
+    Attributes:
+        settle: where it is not set, the grace, the lease and 5 s together.
+        exit_barrier_timeout: as passed.
+    """
+
+    if TYPE_CHECKING:
+        join_timeout: float
+        last_call_timeout: float
+        restart_call_timeout: float
+        scale_up_delay: float
+        scale_up: bool
+        settle: float
+        close_timeout: float
+        store_lost_timeout: float
+        connect_timeout: float
+        keep_alive_interval: float
+        keep_alive_max_attempt: int
+        stall_timeout: float | None
+        max_node_losses: int | None
+        max_short_losses: int
+        short_round: float
+        is_host: bool | None
+        bind_addr: str | None
+        worker_port_range: tuple[int, int] | None
+        order_hint: int | None
+        rank: int | None
+        homogeneous: bool
+        fresh: bool
+        drain: str
+        token: bytes | None
+        token_file: str | None
+        exit_barrier_timeout: float
+
+    __slots__ = (*(key.name for key in KEYS if key.is_stored), "exit_barrier_timeout")
+
+    def __init__(
+        self,
+        values: Mapping[str, object] | None = None,
+        *,
+        grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
+        exit_barrier_timeout: float = DEFAULT_EXIT_BARRIER_TIMEOUT,
+    ) -> None:
+        given = values or {}
+        for key in KEYS:
+            if key.is_stored:
+                setattr(self, key.name, given.get(key.name, key.default))
+        if given.get("settle") is None:
+            self.settle = grace + self.ttl + _SETTLE_MARGIN
+        self.exit_barrier_timeout = exit_barrier_timeout
+
+    @property
+    def ttl(self) -> float:
+        """Seconds without a sign of life after which a node counts as lost."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    def __repr__(self) -> str:
+        shown = ((name, getattr(self, name)) for name in self.__slots__)
+        fields = (
+            f"{name}={'<secret>' if name == 'token' and value else repr(value)}" for name, value in shown
+        )
+        return f"Settings({', '.join(fields)})"
+
+
+class Rendezvous(Value):
+    """With whom, and where, the agent of this node meets the others.
+
+    Args:
+        backend: ``c10d`` (also for ``elasticrs``, its honest name) or ``static``.
+        host: of the endpoint: a name or an address, without brackets.
+        port: of the endpoint; 0 for a free one, where this agent hosts the store.
+        run_id: the name of the job.
+        min_nodes: fewest nodes.
+        max_nodes: most nodes.
+        node_rank: rank of this node with ``static``; else ``None``.
+        local_addr: address of this node, if the user has named one.
+        settings: how they meet.
+    """
+
+    __slots__ = (
+        "backend",
+        "host",
+        "local_addr",
+        "max_nodes",
+        "min_nodes",
+        "node_rank",
+        "port",
+        "run_id",
+        "settings",
+    )
+
+    def __init__(
+        self,
+        backend: str,
+        host: str,
+        port: int,
+        *,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int,
+        settings: Settings,
+        node_rank: int | None = None,
+        local_addr: str | None = None,
+    ) -> None:
+        self.backend = backend
+        self.host = host
+        self.port = port
+        self.run_id = run_id
+        self.min_nodes = min_nodes
+        self.max_nodes = max_nodes
+        self.settings = settings
+        self.node_rank = node_rank
+        self.local_addr = local_addr
+
+    @property
+    def endpoint(self) -> str:
+        """``HOST:PORT``, an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def max_connections(self) -> int:
+        """How many connections the store accepts: agents may leave old ones behind, and tools have some."""
+        return 2 * self.max_nodes + 64
+
+
+def read_settings(
+    given: Mapping[str, object],
+    environ: Mapping[str, str],
+    *,
+    source: str = "--rdzv-conf",
+    grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
+    exit_barrier_timeout: float = DEFAULT_EXIT_BARRIER_TIMEOUT,
+) -> tuple[Settings, list[str]]:
+    """Check and convert settings.
+
+    Args:
+        given: by key, as text or as what a Python program passes.
+        environ: for the token.
+        source: what the user knows them by, for errors.
+        grace: seconds that workers may take to stop on this node.
+        exit_barrier_timeout: seconds that a node which has succeeded waits for the others.
+
+    Returns:
+        The settings, and lines for the user.
+
+    Raises:
+        UsageError: one line: an unknown key, a bad value, or settings that contradict each other.
+    """
+    values = {name: _read(name, value, source) for name, value in given.items()}
+    notices: list[str] = []
+    values["token"] = _find_token(values, environ, source, notices)
+    settings = Settings(values, grace=grace, exit_barrier_timeout=exit_barrier_timeout)
+    if settings.settle <= settings.ttl:
+        raise UsageError(
+            f"{source}: settle: got {given['settle']!r}, expected seconds, more than "
+            f"keep_alive_interval x keep_alive_max_attempt ({settings.ttl:g})"
+        )
+    return settings, notices
+
+
+def _read(name: str, value: object, source: str) -> object:
+    key = _BY_NAME.get(name)
+    if key is None:
+        raise UsageError(f"{source}: unknown key {name}{_suggestion(name)}; known: {', '.join(_BY_NAME)}")
+    try:
+        return key.read(value)
+    except ValueError as error:
+        shown = "a secret" if name == "token" else repr(value)
+        raise UsageError(f"{source}: {name}: got {shown}, expected {error}") from None
+
+
+def _suggestion(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, _BY_NAME, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _find_token(
+    values: Mapping[str, object], environ: Mapping[str, str], source: str, notices: list[str]
+) -> object:
+    token, path = values.get("token"), values.get("token_file")
+    if token is not None and path is not None:
+        raise UsageError(f"{source}: token and token_file exclude each other")
+    if token is not None:
+        return token
+    if isinstance(path, str):
+        return _read_token(path, source, notices)
+    text = environ.get(TOKEN_VARIABLE)
+    if text is None:
+        return None
+    try:
+        return _token(text)
+    except ValueError as error:
+        raise UsageError(f"{TOKEN_VARIABLE}: got {len(text)} characters, expected {error}") from None
+
+
+def _read_token(path: str, source: str, notices: list[str]) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(_MAX_TOKEN_BYTES + 2)
+    except OSError as error:
+        raise UsageError(f"{source}: token_file: {path!r} cannot be read: {error.strerror}") from None
+    if mode & 0o007:
+        notices.append(f"the token in {path} can be read by every user of this machine: chmod o-rwx {path}")
+    # Editors end a file with a newline.
+    data = data.rstrip(b"\r\n")
+    try:
+        return _token(data)
+    except ValueError as error:
+        raise UsageError(
+            f"{source}: token_file: {path!r} holds {len(data)} bytes, expected {error}"
+        ) from None

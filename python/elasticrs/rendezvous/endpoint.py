@@ -1,0 +1,50 @@
+"""Endpoints as users write them."""
+
+from __future__ import annotations
+
+from elasticrs.config import UsageError
+
+EXPECTED = "HOST[:PORT]"
+
+
+def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
+    """Host and port of ``HOST[:PORT]``; IPv6 addresses stand in brackets.
+
+    Args:
+        name: of the option, for the error.
+        endpoint: the text.
+
+    Returns:
+        The host without brackets, and the port if there is one.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    expected = EXPECTED
+    if endpoint.startswith("["):
+        host, bracket, tail = endpoint[1:].partition("]")
+        valid = bool(bracket) and _is_ipv6(host) and (not tail or tail.startswith(":"))
+        port = tail[1:] if tail else None
+    else:
+        host, colon, tail = endpoint.partition(":")
+        port = tail if colon else None
+        valid = bool(host) and not any(character.isspace() or character in ",/=[]" for character in host)
+        if _is_ipv6(endpoint):
+            expected = f"{EXPECTED}, an IPv6 address in brackets: [{endpoint}]"
+    if not valid or not (port is None or _is_port(port)):
+        raise UsageError(f"{name}: got {endpoint!r}, expected {expected}")
+    return host, None if port is None else int(port)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 2**16
+
+
+def _is_ipv6(text: str) -> bool:
+    import _socket
+
+    try:
+        _socket.inet_pton(_socket.AF_INET6, text.partition("%")[0])
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,42 @@
+"""The demo of several nodes keeps its promises, in namespaces and without."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import hosts
+from helpers.launcher import clean_environment
+
+DEMO = Path(__file__).parents[2] / "examples" / "ddp_multinode" / "demo.py"
+HANG = 280
+
+PLACES = [
+    pytest.param((), marks=pytest.mark.privileged, id="namespaces"),
+    pytest.param(("--loopback",), id="loopback"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.timeout(HANG + 20)
+@pytest.mark.parametrize("options", PLACES)
+def test_a_host_is_cut_off_and_comes_back(options: tuple[str, ...]) -> None:
+    if not options and (reason := hosts.why_not()):
+        pytest.skip(reason)
+    done = subprocess.run(
+        [sys.executable, DEMO, *options],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    told = [line[11:].split(":")[0] for line in done.stdout.splitlines() if line[8:9] == "s"]
+    assert [line for line in told if "workers train" in line] == [
+        "3 workers train",
+        "2 workers train",
+        "3 workers train",
+    ]
+    assert "NOT AS PROMISED" not in done.stdout

@@ -1,0 +1,271 @@
+"""Several hosts on one machine: network namespaces with names, addresses, hosts files and cables.
+
+A host is a process (`inside/holder.py`) in a network, a UTS and a mount namespace that nobody else has.
+One more of them is the switch: its bridge has a port for each host. All of it is done from inside these
+namespaces, so that the machine's own links, names and mounts are never touched, and none of it has a name,
+so that any number of test runs can share a machine. Pids are the machine's.
+
+1. Everything ends with the holders, and each holder ends with this process: after SIGKILL too.
+2. A host's cable is cut at the switch. Nothing is told to its peers: no FIN, no reset.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from helpers import procs
+from helpers.control import INSIDE, Program
+from helpers.packets import PacketRelay
+
+NAMESPACES = ("--net", "--uts", "--mount")
+
+SET_UP = """
+set -e
+ip link set lo up
+hostname "$1"
+mount --bind "$2" /etc/hosts
+if [ -e /etc/resolv.conf ]; then mount --bind /dev/null /etc/resolv.conf; fi
+shift 2
+exec "$@"
+"""
+"""First in the namespaces of a host. Without servers to ask, names that are not in the file fail at once."""
+
+QUIET = """
+set -e
+echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6
+echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6
+exec "$@"
+"""
+"""The switch has no address and says nothing of its own."""
+
+
+def why_not() -> str | None:
+    """Why there can be no hosts on this machine for this user, or ``None``."""
+    command = ["unshare", *NAMESPACES, "--", "ip", "link", "add", "type", "bridge"]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "no network namespaces: unshare(1) is not installed"
+    return None if tried.returncode == 0 else f"no network namespaces: {tried.stderr.strip()}"
+
+
+def network_of(pid: int) -> str | None:
+    """The network namespace of a process; ``None`` if it has ended (zombies, too) or is somebody else's."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+
+
+class Namespaces:
+    """A set of namespaces, held by a process in them."""
+
+    def __init__(self, *set_up: str) -> None:
+        unshare = ("unshare", *NAMESPACES, "--propagation", "private", "--", "sh", "-c", *set_up)
+        self._holder = Program("holder", prefix=unshare)
+        self.pid = self._holder.pid
+        self._net = network_of(self.pid)
+
+    def prefix(self, cwd: Path | str = "/") -> tuple[str, ...]:
+        """What to put before a command line so that it runs inside; its pid is that of the command."""
+        # Entering a mount namespace moves the process to its root.
+        return ("nsenter", f"--target={self.pid}", *NAMESPACES, f"--wdns={cwd}", "--")
+
+    def configure(self, *lines: str) -> None:
+        """Run lines of ip(8) inside."""
+        command = [*self.prefix(), "ip", "-batch", "-"]
+        done = subprocess.run(
+            command, input="\n".join(lines), capture_output=True, text=True, check=False, timeout=procs.HANG
+        )
+        assert done.returncode == 0, f"{lines}: {done.stderr}"
+
+    def processes(self) -> list[procs.Process]:
+        """All that runs inside, but for the holder and for what has ended."""
+        return [each for each in procs.processes() if each.pid != self.pid and self.holds(each.pid)]
+
+    def holds(self, pid: int) -> bool:
+        """Whether a process runs inside."""
+        return network_of(pid) == self._net
+
+    def close(self) -> list[str]:
+        """End everything inside; returns what should have ended before."""
+        left = [str(each) for each in self.processes()]
+        code = self._holder.close()
+        return left + ([] if code == 0 else [f"a holder of namespaces that ended with {code}"])
+
+
+class Host(Namespaces):
+    """One machine, as far as the programs on it can tell.
+
+    Attributes:
+        name: its host name, which all others can resolve.
+        address: without brackets or prefix length.
+    """
+
+    def __init__(self, network: "Network", number: int) -> None:
+        self.name, self.address = f"node{number}", network.address_of(number)
+        super().__init__(SET_UP, "sh", self.name, str(network.hosts_file))
+        self._network, self.port = network, f"p{number}"
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+    def endpoint(self, port: int) -> str:
+        """This host and a port, as a launcher wants them."""
+        return f"[{self.address}]:{port}" if ":" in self.address else f"{self.address}:{port}"
+
+    def run(
+        self, *command: str | Path, check: bool = True, timeout: float = procs.HANG
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        argv = [*self.prefix(), *map(str, command)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False)
+        assert not check or done.returncode == 0, f"{command} on {self}: {done.stderr}"
+        return done
+
+    def can_ping(self, other: "Host", seconds: float = procs.HANG) -> bool:
+        """Whether an answer comes from the other host, within this time."""
+        return not self.run(
+            sys.executable, INSIDE / "ping.py", other.address, str(seconds), check=False
+        ).returncode
+
+    # --- what befalls it -------------------------------------------------------------------------------
+
+    def link_down(self) -> None:
+        """Pull the cable. Connections stay as they are, on both sides; nothing is delivered any more."""
+        self._network.switch.configure(f"link set {self.port} down")
+
+    def link_up(self) -> None:
+        """Plug it in again."""
+        self._network.switch.configure(f"link set {self.port} up")
+
+    def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
+        """Signal a process of this host, and no other.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        pidfd = os.pidfd_open(pid)
+        try:
+            assert self.holds(pid), f"{procs.process(pid)} does not run on {self}"
+            signal.pidfd_send_signal(pidfd, signum)
+        finally:
+            os.close(pidfd)
+
+    def wait_empty(self) -> None:
+        """Wait until all that runs on it has ended by itself, what it still starts included.
+
+        Raises:
+            AssertionError: it has not; names what is there.
+        """
+        deadline = time.monotonic() + procs.HANG
+        while running := self.processes():
+            procs.assert_gone([each.pid for each in running], deadline - time.monotonic())
+
+    def power_off(self) -> None:
+        """Cut it off and kill all that runs on it: what a host does that dies. The peers hear nothing."""
+        self.link_down()
+        while running := self.processes():
+            for each in running:
+                try:
+                    self.kill(each.pid)
+                except ProcessLookupError:
+                    continue
+            procs.assert_gone([each.pid for each in running])
+
+    def impair(self, seed: int, **how: float) -> PacketRelay:
+        """Put a relay into the cable that loses, repeats, reorders and delays packets, until it is closed.
+
+        Args:
+            seed: of its random numbers.
+            how: see :class:`helpers.inside.packet_relay.Impairment`.
+        """
+        return self._network.impair(self, seed, **how)
+
+
+class Network:
+    """A switch and hosts, all in one subnet: 10.77.0.0/24, or fd77::/64 without any IPv4.
+
+    Args:
+        folder: for the file of names.
+        hosts: how many to begin with.
+        is_ipv6_only: no host has an address of IPv4, but for loopback.
+    """
+
+    def __init__(self, folder: Path, hosts: int = 0, *, is_ipv6_only: bool = False) -> None:
+        self.is_ipv6_only = is_ipv6_only
+        self.hosts_file = folder / "hosts"
+        self.hosts_file.write_text("127.0.0.1 localhost\n::1 localhost\n", encoding="utf-8")
+        self.hosts: list[Host] = []
+        self._relays: list[PacketRelay] = []
+        self.switch = Namespaces(QUIET, "sh")
+        try:
+            self.switch.configure("link add br0 type bridge mcast_snooping 0", "link set br0 up")
+            for _ in range(hosts):
+                self.add_host()
+        except BaseException:
+            self.close()
+            raise
+
+    def address_of(self, number: int) -> str:
+        """Of the host with this number; they count from 1."""
+        return f"fd77::{number:x}" if self.is_ipv6_only else f"10.77.0.{number}"
+
+    def add_host(self) -> Host:
+        """One host more, at the switch and known by name to all."""
+        number = len(self.hosts) + 1
+        # In place: the file is mounted on every host.
+        with self.hosts_file.open("a", encoding="utf-8") as names:
+            names.write(f"{self.address_of(number)} node{number}\n")
+        host = Host(self, number)
+        self.hosts.append(host)
+        self.switch.configure(
+            f"link add {host.port} type veth peer name eth0 netns {host.pid}",
+            f"link set {host.port} master br0",
+            f"link set {host.port} up",
+        )
+        address = f"{host.address}/64 dev eth0 nodad" if self.is_ipv6_only else f"{host.address}/24 dev eth0"
+        host.configure("link set eth0 up", f"address add {address}")
+        return host
+
+    def impair(self, host: Host, seed: int, **how: float) -> PacketRelay:
+        """See :meth:`Host.impair`."""
+        # A bridge of two ports, the cable and one end of the relay; the other end is where the cable was.
+        number = host.port[1:]
+        ends = (f"near{number}", f"far{number}")
+        relay = PacketRelay(self.switch.prefix(), ends, seed, put_back=lambda: self._put_back(host))
+        self._relays.append(relay)
+        self.switch.configure(
+            f"link add br{number} type bridge mcast_snooping 0",
+            f"link set br{number} up",
+            f"link set {ends[0]} master br{number} up",
+            f"link set {ends[1]} master br0 up",
+            f"link set {host.port} master br{number}",
+        )
+        relay.set(**how)
+        return relay
+
+    def separate(self, *hosts: Host) -> None:
+        """These hosts do not reach each other any more, but all others, who reach them; nobody is told."""
+        self.switch.configure(*(f"link set {host.port} type bridge_slave isolated on" for host in hosts))
+
+    def reunite(self, *hosts: Host) -> None:
+        """After :meth:`separate`."""
+        self.switch.configure(*(f"link set {host.port} type bridge_slave isolated off" for host in hosts))
+
+    def _put_back(self, host: Host) -> None:
+        self.switch.configure(f"link set {host.port} master br0", f"link delete br{host.port[1:]}")
+
+    def processes(self) -> list[procs.Process]:
+        """All that runs on any host."""
+        return [each for host in self.hosts for each in host.processes()]
+
+    def close(self) -> list[str]:
+        """Take everything away; returns the names of the processes that were still there."""
+        for relay in self._relays:
+            relay.close()
+        left = [f"{each} on {host}" for host in self.hosts for each in host.close()]
+        return left + self.switch.close()

@@ -1,0 +1,69 @@
+"""Fixtures for tests on several hosts."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import hosts as hosts_of
+from helpers import packets
+from helpers.hosts import Host, Network
+from helpers.launcher import Launched
+from helpers.nodes import Job
+from helpers.packets import PacketRelay
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Callable[..., Network]]:
+    """Makes a network of N hosts; see :class:`helpers.hosts.Network`.
+
+    A test must leave nothing running on them. What it leaves is ended here, and fails it.
+    """
+    if reason := hosts_of.why_not():
+        pytest.skip(reason)
+    made: list[Network] = []
+
+    def make(hosts: int, *, is_ipv6_only: bool = False) -> Network:
+        folder = tmp_path / f"network{len(made)}"
+        folder.mkdir()
+        made.append(Network(folder, hosts, is_ipv6_only=is_ipv6_only))
+        return made[-1]
+
+    yield make
+    left = [each for network in made for each in network.close()]
+    assert not left, "left on the hosts:\n  " + "\n  ".join(left)
+
+
+@pytest.fixture
+def hosts(network: Callable[..., Network]) -> Callable[..., list[Host]]:
+    """Makes N hosts that reach each other, `node1` at 10.77.0.1 and so on."""
+
+    def make(count: int, *, is_ipv6_only: bool = False) -> list[Host]:
+        return network(count, is_ipv6_only=is_ipv6_only).hosts
+
+    return make
+
+
+@pytest.fixture
+def multinode(
+    network: Callable[..., Network], launch: Callable[..., Launched], tmp_path: Path
+) -> Callable[..., Job]:
+    """Makes a job with its store on a host; see :class:`helpers.nodes.Job`."""
+
+    def make(store: Host, nnodes: str, *options: str, **how: Any) -> Job:
+        return Job(launch, tmp_path, store, nnodes, *options, **how)
+
+    return make
+
+
+@pytest.fixture
+def impair() -> Callable[..., PacketRelay]:
+    """Puts a relay of packets into the cable of a host; see :meth:`helpers.hosts.Host.impair`."""
+    if reason := packets.why_not():
+        pytest.skip(reason)
+
+    def put(host: Host, seed: int, **how: float) -> PacketRelay:
+        return host.impair(seed, **how)
+
+    return put

@@ -1,0 +1,263 @@
+"""One job with agents on several hosts: starting them, waiting for what they do together, ending it."""
+
+import re
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from helpers import procs
+from helpers.control import Program
+from helpers.hosts import Host, network_of
+from helpers.launcher import Launched
+from helpers.procs import HANG
+
+WORKERS = Path(__file__).resolve().parent.parent / "workers"
+RANKS = WORKERS / "ranks.py"
+STEPS = WORKERS / "steps.py"
+
+PORT = 29400
+
+READY = re.compile(r"^READY (.*)$", re.MULTILINE)
+
+T = TypeVar("T")
+
+
+class Worker(NamedTuple):
+    """What a worker of `tests/workers/ranks.py` tells about itself."""
+
+    pid: int
+    host: str
+    rank: int
+    local: int
+    world: int
+    group: int
+    groups: int
+    role_rank: int
+    role_world: int
+    restart: int
+    round: str
+    """``"-"`` under a launcher that does not tell."""
+    master: str
+    port: str
+    run: str
+
+    @classmethod
+    def parse(cls, told: str) -> "Worker":
+        """From the rest of its line."""
+        fields = dict(field.split("=", 1) for field in told.split())
+        types = cls.__annotations__
+        typed: dict[str, Any] = {
+            name: int(text) if types[name] is int else text for name, text in fields.items()
+        }
+        return cls(**typed)
+
+
+class Agent:
+    """A launcher on a host."""
+
+    def __init__(self, host: Host, launched: Launched) -> None:
+        self.host, self.launched = host, launched
+        self.pid = launched.pid
+
+    def __repr__(self) -> str:
+        return f"agent {self.pid} on {self.host}"
+
+    def workers(self) -> list[Worker]:
+        """All that have told of themselves so far, in that order."""
+        return [Worker.parse(match[1]) for match in READY.finditer(self.launched.stdout)]
+
+    def signal(self, signum: int) -> None:
+        """To the agent alone."""
+        self.launched.signal(signum)
+
+
+class Job:
+    """The agents of one job.
+
+    Args:
+        launch: the fixture.
+        folder: for what workers share; the agents' working directory.
+        store: the host in the endpoint.
+        nnodes: as on the command line.
+        nproc: workers per node.
+        options: of all agents.
+        conf: of the rendezvous.
+        env: of all agents, beside the cleaned environment of the tests.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[..., Launched],
+        folder: Path,
+        store: Host,
+        nnodes: str,
+        *options: str,
+        nproc: int = 1,
+        max_restarts: int = 3,
+        script: Path = RANKS,
+        conf: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.nproc, self.agents = nproc, list[Agent]()
+        self.endpoint, self.script = store.endpoint(PORT), script
+        self.checkpoint = folder / "steps"
+        self.conf: dict[str, object] = {"last_call_timeout": 1, **(conf or {})}
+        self._launch, self._folder = launch, folder
+        self._env = {"CHECKPOINT": str(self.checkpoint), "OMP_NUM_THREADS": "1", **(env or {})}
+        self._options = ("--nnodes", nnodes, "--max-restarts", str(max_restarts), *options)
+        self._seen: set[int] = set()
+
+    def start(
+        self,
+        *hosts: Host,
+        options: Iterable[str] = (),
+        endpoint: str | None = None,
+        nproc: int | None = None,
+        conf: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Agent]:
+        """One agent on each of these hosts.
+
+        Args:
+            options: behind those of the job, so that they win.
+            endpoint: instead of the job's: through a relay, say.
+        """
+        all_conf = ",".join(f"{name}={value}" for name, value in {**self.conf, **(conf or {})}.items())
+        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint or self.endpoint)
+        arguments = (
+            *rendezvous,
+            *("--rdzv-id", "job", "--rdzv-conf", all_conf, "--nproc-per-node", str(nproc or self.nproc)),
+            *self._options,
+            *options,
+            self.script,
+        )
+        started = []
+        for host in hosts:
+            prefix = host.prefix(self._folder)
+            launched = self._launch(
+                *arguments, env={**self._env, **(env or {})}, cwd=self._folder, prefix=prefix
+            )
+            started.append(Agent(host, launched))
+        self.agents += started
+        return started
+
+    def finish(self, agents: Iterable[Agent], workers: Iterable[Worker], timeout: float = HANG) -> None:
+        """Let these workers succeed; then these agents do, and nothing is left on their hosts."""
+        chosen = tuple(agents)
+        self.tell(workers, signal.SIGUSR1)
+        codes = self.ended(*chosen, timeout=timeout)
+        assert not any(codes), self.story(f"exit codes {codes}")
+        self.assert_empty(*(agent.host for agent in chosen))
+
+    # --- what they do together -------------------------------------------------------------------------
+
+    def until(self, seen: Callable[[], T | None], what: str, timeout: float = HANG) -> T:
+        """Take the output of all agents until ``seen`` returns something.
+
+        Raises:
+            AssertionError: it does not within ``timeout`` seconds, or all have ended; shows all output.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            for agent in self.agents:
+                agent.launched.read_for(0)
+            if (found := seen()) is not None:
+                return found
+            running = [agent for agent in self.agents if not agent.launched.has_exited]
+            left = deadline - time.monotonic()
+            if not running or left <= 0:
+                raise AssertionError(self.story(f"not seen within {timeout} s: {what}"))
+            poll = select.poll()
+            for agent in running:
+                for fd in agent.launched.sources():
+                    poll.register(fd, select.POLLIN)
+            poll.poll(left * 1000)
+
+    def formed(self, *agents: Agent, world: int | None = None, timeout: float = HANG) -> list[Worker]:
+        """Wait until workers of these agents run that no earlier call has returned, all of one round.
+
+        Returns:
+            All of them by rank. Ranks, sizes and the address of the store are checked.
+        """
+        size = self.nproc * len(agents) if world is None else world
+
+        def newest() -> list[Worker] | None:
+            found = []
+            for agent in agents:
+                fresh = [each for each in agent.workers() if each.pid not in self._seen]
+                found += [each for each in fresh if each.world == size and each.round == fresh[-1].round]
+            is_one_round = len({(each.round, each.restart, each.master, each.port) for each in found}) == 1
+            return found if is_one_round and len(found) == size else None
+
+        workers = sorted(
+            self.until(newest, f"{size} new workers on {agents}", timeout), key=lambda each: each.rank
+        )
+        assert [each.rank for each in workers] == list(range(size)), workers
+        assert {each.groups for each in workers} == {len(agents)}, workers
+        assert [each.group for each in workers] == sorted(each.group for each in workers), workers
+        for agent in agents:
+            mine = [each for each in workers if each.host == agent.host.name and agent.host.holds(each.pid)]
+            assert mine, f"no worker of this round runs on {agent.host}: {workers}"
+        self._seen |= {worker.pid for agent in agents for worker in agent.workers()}
+        return workers
+
+    def forget(self) -> None:
+        """The next :meth:`formed` is to return workers that have not told of themselves yet."""
+        for agent in self.agents:
+            agent.launched.read_for(0)
+            self._seen |= {worker.pid for worker in agent.workers()}
+
+    def line(self, agent: Agent, pattern: str, timeout: float = HANG) -> re.Match[str]:
+        """Wait for a line of one agent, in either stream."""
+
+        def seen() -> re.Match[str] | None:
+            whole = f"{agent.launched.stdout}\n{agent.launched.stderr}"
+            return re.search(pattern, whole, re.MULTILINE)
+
+        return self.until(seen, f"{pattern!r} from {agent}", timeout)
+
+    def ended(self, *agents: Agent, timeout: float = HANG) -> list[int]:
+        """Wait for the end of these agents (all, by default); returns their exit codes."""
+        chosen = agents or tuple(self.agents)
+        # The last of them may be the last that runs: nobody is left to wait for, then.
+        with suppress(AssertionError):
+            self.until(
+                lambda: True if all(each.launched.has_exited for each in chosen) else None, "ends", timeout
+            )
+        late = [agent for agent in chosen if not agent.launched.has_exited]
+        assert not late, self.story(f"still running after {timeout} s: {late}")
+        return [agent.launched.wait() for agent in chosen]
+
+    def tell(self, workers: Iterable[Worker], signum: int) -> None:
+        """Signal workers; some may have ended."""
+        for worker in workers:
+            host = next(agent.host for agent in self.agents if agent.host.name == worker.host)
+            with suppress(ProcessLookupError):
+                host.kill(worker.pid, signum)
+
+    def assert_empty(self, *hosts: Host) -> None:
+        """Nothing of the job runs on these hosts any more, or goes on to: whatever ended, it ended whole."""
+        for host in hosts or {agent.host for agent in self.agents}:
+            host.wait_empty()
+        self.reap()
+
+    def reap(self) -> list[procs.Process]:
+        """Collect what a killed agent has left, which becomes this process's when it ends."""
+        keep = {agent.pid for agent in self.agents} | Program.running
+        # What a test has started beside the job still has its namespaces; what is on its way out has not.
+        running = {each.pid for each in procs.children() if network_of(each.pid) is not None}
+        return procs.reap_adopted(keep=keep | running)
+
+    def story(self, what: str) -> str:
+        """All output, agent by agent."""
+        parts = [what]
+        for agent in self.agents:
+            state = f"ended with {agent.launched.wait()}" if agent.launched.has_exited else "running"
+            below = [str(each) for each in agent.host.processes()] if state == "running" else []
+            parts += [f"=== {agent}: {state}", *below, "--- stdout", agent.launched.stdout]
+            parts += ["--- stderr", agent.launched.stderr]
+        return "\n".join(parts)

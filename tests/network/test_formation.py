@@ -1,0 +1,147 @@
+"""Nodes of a job meet, get their ranks and finish: on good networks and on bad ones."""
+
+import signal
+import time
+
+import pytest
+from helpers.nodes import PORT
+from helpers.procs import HANG
+from helpers.relay import TcpRelay
+
+pytestmark = [pytest.mark.privileged, pytest.mark.timeout(150)]
+
+
+def by_host(workers):
+    """Ranks of each host."""
+    found: dict[str, list[int]] = {}
+    for worker in workers:
+        found.setdefault(worker.host, []).append(worker.rank)
+    return found
+
+
+@pytest.mark.parametrize("is_ipv6_only", [False, True], ids=["IPv4", "IPv6"])
+def test_two_nodes_form_and_finish(hosts, multinode, is_ipv6_only):
+    first, second = hosts(2, is_ipv6_only=is_ipv6_only)
+    job = multinode(first, "2", "--role", "trainer", nproc=2)
+    agents = job.start(second, first)
+    workers = job.formed(*agents)
+    assert by_host(workers) == {"node1": [0, 1], "node2": [2, 3]}
+    assert [each.local for each in workers] == [0, 1, 0, 1]
+    assert {(each.run, each.restart, each.role_world) for each in workers} == {("job", 0, 4)}
+    # What the other host can reach, not what this one calls itself.
+    names = second.run("getent", "ahosts", workers[0].master).stdout
+    assert first.address in names.split()
+    job.finish(agents, workers)
+
+
+@pytest.mark.beyond_torchrun
+def test_ranks_follow_the_natural_order_of_names_not_the_order_of_arrival(hosts, multinode):
+    machines = hosts(11)
+    job = multinode(machines[0], "11")
+    agents = job.start(*reversed(machines))
+    workers = job.formed(*agents, timeout=60)
+    assert [each.host for each in workers] == [f"node{number}" for number in range(1, 12)]
+    job.finish(agents, workers, timeout=60)
+
+
+def test_nodes_may_have_different_numbers_of_workers(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2")
+    agents = job.start(first, nproc=1) + job.start(second, nproc=3)
+    workers = job.formed(*agents, world=4)
+    assert by_host(workers) == {"node1": [0], "node2": [1, 2, 3]}
+    job.finish(agents, workers)
+
+
+def test_two_agents_on_one_host(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "3")
+    agents = job.start(first, first, second)
+    workers = job.formed(*agents)
+    assert [each.host for each in workers] == ["node1", "node1", "node2"]
+    job.finish(agents, workers)
+
+
+def test_the_store_may_come_last(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2")
+    relay = TcpRelay(second, first, PORT)
+    try:
+        (early,) = job.start(second, endpoint=relay.endpoint, conf={"is_host": 0})
+        deadline = time.monotonic() + HANG
+        while not relay.counts()["connections"]:
+            assert time.monotonic() < deadline, job.story("it does not even try")
+        (late,) = job.start(first)
+        job.finish((early, late), job.formed(early, late))
+    finally:
+        relay.close()
+
+
+def test_agents_need_not_reach_each_other_but_the_store(network, multinode):
+    net = network(3)
+    net.separate(*net.hosts[1:])
+    job = multinode(net.hosts[0], "3")
+    agents = job.start(*net.hosts)
+    workers = fail_once(job, agents, job.formed(*agents))
+    job.finish(agents, workers)
+
+
+def fail_once(job, agents, workers):
+    """One worker fails; all come back, at the cost of one restart. Returns the new workers."""
+    job.tell(workers[-1:], signal.SIGUSR2)
+    again = job.formed(*agents, timeout=60)
+    assert {each.restart for each in again} == {1}
+    return again
+
+
+@pytest.mark.beyond_torchrun
+def test_a_delay_of_200_ms(hosts, multinode, impair):
+    first, second = hosts(2)
+    job = multinode(first, "2")
+    impair(second, seed=1, delay=0.2, jitter=0.02)
+    agents = job.start(first, second)
+    workers = fail_once(job, agents, job.formed(*agents))
+    job.finish(agents, workers)
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize("seed", range(3))
+def test_lost_repeated_and_reordered_packets(hosts, multinode, impair, seed):
+    first, second, third = hosts(3)
+    job = multinode(first, "3")
+    relays = [
+        impair(host, seed=seed, loss=0.05, duplicate=0.05, reorder=0.1, delay=0.005)
+        for host in (second, third)
+    ]
+    agents = job.start(first, second, third)
+    workers = fail_once(job, agents, job.formed(*agents, timeout=60))
+    job.finish(agents, workers, timeout=60)
+    assert all(relay.counts()["up"]["taken"] for relay in relays)
+
+
+@pytest.mark.beyond_torchrun
+def test_a_slow_connection_to_the_store(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2")
+    relay = TcpRelay(second, first, PORT)
+    try:
+        relay.set(rate=20_000, delay_up=0.05, delay_down=0.05)
+        agents = job.start(first) + job.start(second, endpoint=relay.endpoint, conf={"is_host": 0})
+        workers = fail_once(job, agents, job.formed(*agents, timeout=60))
+        job.finish(agents, workers, timeout=60)
+        assert relay.counts()["up"] > 0
+    finally:
+        relay.close()
+
+
+@pytest.mark.beyond_torchrun
+def test_a_slow_node_delays_the_restart_and_is_part_of_it(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2", "--shutdown-timeout", "2")
+    agents = job.start(first) + job.start(second, env={"STUBBORN": "1"})
+    workers = job.formed(*agents)
+    job.tell(workers[:1], signal.SIGUSR2)
+    again = job.formed(*agents)
+    assert {each.restart for each in again} == {1}
+    assert "IGNORED 15" in agents[1].launched.stdout
+    job.finish(agents, again)

@@ -1,0 +1,166 @@
+"""The hosts that the other tests here run on: they do what they say, and nothing of them stays."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from helpers import procs
+from helpers.hosts import Network, network_of
+from helpers.leaks import snapshot
+from helpers.talk import connecting, serving
+
+pytestmark = pytest.mark.privileged
+
+
+@pytest.mark.parametrize("is_ipv6_only", [False, True], ids=["IPv4", "IPv6"])
+def test_hosts_reach_each_other_by_address_and_name(hosts, is_ipv6_only):
+    first, second, third = hosts(3, is_ipv6_only=is_ipv6_only)
+    assert first.can_ping(second)
+    assert third.can_ping(first)
+    assert second.run("hostname").stdout == "node2\n"
+    names = "import socket; print(socket.getfqdn(), socket.getaddrinfo('node3', 1)[0][4][0])"
+    assert first.run(sys.executable, "-c", names).stdout.split() == ["node1", third.address]
+    if is_ipv6_only:
+        assert "inet 10." not in first.run("ip", "address", "show").stdout
+
+
+def test_a_host_knows_nothing_of_the_machine(hosts):
+    machine = socket.gethostname()
+    (host,) = hosts(1)
+    links = [
+        line.split(": ")[1].partition("@")[0] for line in host.run("ip", "-o", "link").stdout.splitlines()
+    ]
+    assert links == ["lo", "eth0"]
+    assert socket.gethostname() == machine
+    asked = host.run(sys.executable, "-c", "import socket; socket.gethostbyname('nowhere.test')", check=False)
+    assert "gaierror" in asked.stderr
+
+
+def test_a_cable_that_is_pulled_is_silent(hosts):
+    first, second = hosts(2)
+    with serving(first) as server, connecting(second, first.address, peer=server) as client:
+        second.link_down()
+        assert client.tell("send hello") == "SENT"
+        assert client.tell("close") == "CLOSED"
+        # Neither the data nor the end of the connection has arrived, and the sender's side waits.
+        assert server.tell("peek 0.3") == "NOTHING"
+        assert "FIN-WAIT-1" in second.run("ss", "-tn").stdout
+        assert "ESTAB" in first.run("ss", "-tn").stdout
+        assert not first.can_ping(second, seconds=0.2)
+
+        second.link_up()
+        assert server.tell("receive") == "RECEIVED b'hello'"
+        assert server.tell("receive") == "RECEIVED b''"
+        assert first.can_ping(second)
+
+
+def test_a_program_that_dies_closes_its_connections_unless_the_whole_host_does(hosts):
+    first, second, third = hosts(3)
+    with serving(first) as server, connecting(second, first.address, peer=server) as client:
+        second.kill(client.pid)
+        assert server.tell("receive") == "RECEIVED b''"
+    with serving(first) as server, connecting(third, first.address, peer=server) as client:
+        third.power_off()
+        assert client.launched.wait() == -signal.SIGKILL
+        assert server.tell("peek 0.3") == "NOTHING"
+
+
+def test_only_processes_of_a_host_are_killed_through_it(hosts):
+    first, second = hosts(2)
+    with serving(first) as server:
+        with pytest.raises(AssertionError, match="does not run on node2"):
+            second.kill(server.pid)
+        assert [each.pid for each in first.processes()] == [server.pid]
+        assert second.processes() == []
+        with connecting(second, first.address, peer=server) as client:
+            assert [each.pid for each in second.processes()] == [client.pid]
+
+
+def test_hosts_can_be_separated_from_each_other_alone(network):
+    net = network(3)
+    first, second, third = net.hosts
+    net.separate(second, third)
+    assert not second.can_ping(third, seconds=0.2)
+    assert first.can_ping(second)
+    assert third.can_ping(first)
+    net.reunite(second, third)
+    assert third.can_ping(second)
+
+
+def test_two_networks_have_the_same_addresses_and_do_not_meet(network):
+    one, other = network(2), network(2)
+    with serving(one.hosts[0]) as server:
+        refused = other.hosts[1].run(
+            sys.executable, "-c", "import socket; socket.create_connection(('10.77.0.1', 7000))", check=False
+        )
+        assert "ConnectionRefusedError" in refused.stderr
+        with connecting(one.hosts[1], "10.77.0.1", peer=server):
+            assert server.tell("send hello") == "SENT"
+
+
+# --- what stays ---
+
+
+def links_of_the_machine():
+    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def mounts_and_names():
+    return Path("/proc/self/mounts").read_text(encoding="utf-8"), socket.gethostname()
+
+
+def test_nothing_stays(tmp_path):
+    before = snapshot(), links_of_the_machine(), mounts_and_names()
+    network = Network(tmp_path, 3)
+    network.hosts[0].link_down()
+    namespaces = {network_of(host.pid) for host in network.hosts}
+    assert len(namespaces) == 3
+    assert network.close() == []
+    assert (snapshot(), links_of_the_machine(), mounts_and_names()) == before
+    assert not namespaces & {network_of(each.pid) for each in procs.processes()}
+
+
+def test_what_a_test_leaves_on_a_host_is_named_and_ended(tmp_path):
+    network = Network(tmp_path, 1)
+    (host,) = network.hosts
+    with subprocess.Popen([*host.prefix(), "sleep", "1000"]) as left:
+        while [each.command for each in host.processes()] != ["sleep 1000"]:
+            os.sched_yield()  # nsenter, at first
+        assert network.close() == [f"{left.pid} (S) sleep 1000 on node1 (10.77.0.1)"]
+        assert left.wait(procs.HANG) == -signal.SIGKILL
+
+
+OWNER = """
+import subprocess, sys
+from pathlib import Path
+from helpers.hosts import Network, network_of
+network = Network(Path(sys.argv[1]), 2)
+started = subprocess.Popen([*network.hosts[0].prefix(), "sleep", "1000"])
+print(started.pid, network.switch.pid, *(host.pid for host in network.hosts), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_outlives_a_killed_test_run(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env,
+        start_new_session=True,
+    )
+    with closing(owner.stdin), closing(owner.stdout):
+        assert select.select([owner.stdout], [], [], procs.HANG)[0]
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(pids) == 4
+        owner.kill()
+        owner.wait(procs.HANG)
+    # All of them have become children of this process, and end by themselves.
+    assert sorted(each.pid for each in procs.reap_adopted()) == sorted(pids)

@@ -1,0 +1,72 @@
+"""Agents that are told to end, and the loss of the host that everybody needs."""
+
+import signal
+
+import pytest
+from helpers import procs
+
+pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
+
+
+def pids(workers):
+    return [worker.pid for worker in workers]
+
+
+@pytest.fixture
+def three(hosts, multinode):
+    def form(**conf):
+        machines = hosts(3)
+        job = multinode(machines[0], "2:3", conf=conf)
+        agents = job.start(*machines)
+        return job, agents, job.formed(*agents)
+
+    return form
+
+
+def test_a_signal_drains_one_node(three):
+    job, agents, _ = three()
+    agents[2].signal(signal.SIGTERM)
+    assert job.ended(agents[2]) == [1]
+    job.assert_empty(agents[2].host)
+    again = job.formed(*agents[:2])
+    assert {each.restart for each in again} == {0}
+    job.finish(agents[:2], again)
+
+
+def test_or_the_whole_job_if_that_is_wanted(three):
+    job, agents, workers = three(drain="job")
+    agents[2].signal(signal.SIGTERM)
+    assert job.ended() == [1, 1, 1]
+    procs.assert_gone(pids(workers))
+    for agent in agents[:2]:
+        assert "node3" in agent.launched.stderr, job.story("no reason")
+        assert "SIGTERM" in agent.launched.stderr, job.story("no reason")
+    job.assert_empty()
+
+
+def test_the_host_of_the_store_takes_the_job_with_it_and_says_why(three):
+    job, agents, workers = three()
+    agents[0].signal(signal.SIGTERM)
+    codes = job.ended()
+    assert 0 not in codes
+    procs.assert_gone(pids(workers))
+    for agent in agents[1:]:
+        assert "SIGTERM" in agent.launched.stderr, job.story("no reason")
+        assert "node1" in agent.launched.stderr, job.story("no host")
+    job.assert_empty()
+
+
+@pytest.mark.parametrize("befalls", ["agent killed", "host dead"])
+def test_without_the_store_every_agent_ends_and_names_it(three, befalls):
+    job, agents, workers = three(store_lost_timeout=2, keep_alive_interval=0.4)
+    if befalls == "agent killed":
+        agents[0].signal(signal.SIGKILL)
+    else:
+        agents[0].host.power_off()
+    codes = job.ended(*agents[1:])
+    assert 0 not in codes
+    procs.assert_gone(pids(workers))
+    for agent in agents[1:]:
+        assert job.endpoint in agent.launched.stderr, job.story("no host:port")
+    job.ended()
+    job.assert_empty()

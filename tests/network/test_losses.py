@@ -1,0 +1,145 @@
+"""Workers fail, agents and hosts are lost, nodes come: the job goes on with the right ranks."""
+
+import signal
+
+import pytest
+from helpers import procs
+
+pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
+
+KILL, FAIL, SUCCEED = signal.SIGKILL, signal.SIGUSR2, signal.SIGUSR1
+
+
+def restarts(workers):
+    return {worker.restart for worker in workers}
+
+
+def pids(workers):
+    return [worker.pid for worker in workers]
+
+
+def on(host, workers):
+    return [worker for worker in workers if worker.host == host.name]
+
+
+def test_a_killed_worker_restarts_all_nodes_together(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2", nproc=2)
+    agents = job.start(first, second)
+    workers = job.formed(*agents)
+    job.tell(workers[3:], KILL)
+    again = job.formed(*agents)  # of one round, all of them
+    assert restarts(again) == {1}
+    procs.assert_gone(pids(workers))
+    for agent in agents:
+        job.line(agent, r"rank 3\b.*|.*node2")
+    job.finish(agents, again)
+
+
+def test_failures_everywhere_at_once_cost_one_restart(hosts, multinode):
+    machines = hosts(3)
+    job = multinode(machines[0], "3")
+    agents = job.start(*machines)
+    job.tell(job.formed(*agents), FAIL)
+    again = job.formed(*agents)
+    assert restarts(again) == {1}
+    job.finish(agents, again)
+
+
+def test_every_agent_reports_the_first_cause_when_restarts_are_used_up(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2", max_restarts=1)
+    agents = job.start(first, second)
+    job.tell(job.formed(*agents)[1:], FAIL)
+    job.tell(job.formed(*agents)[1:], FAIL)
+    assert job.ended() == [1, 1]
+    for agent in agents:
+        assert "node2" in agent.launched.stderr, job.story("no node")
+        assert "exitcode" in agent.launched.stderr.replace(" ", ""), job.story("no exit code")
+    job.assert_empty()
+
+
+def test_survivors_of_a_killed_agent_go_on_without_it(hosts, multinode):
+    first, second, third = hosts(3)
+    job = multinode(first, "1:3")
+    agents = job.start(first, second, third)
+    workers = job.formed(*agents)
+    agents[1].signal(KILL)
+    job.assert_empty(second)
+    survivors = (agents[0], agents[2])
+    again = job.formed(*survivors)
+    assert restarts(again) == {0}  # a lost node costs none
+    assert [each.host for each in again] == ["node1", "node3"]
+    procs.assert_gone(pids(workers))
+    job.finish(survivors, again)
+
+
+def test_a_replacement_takes_the_ranks_of_a_lost_node(hosts, network, multinode):
+    net = network(3)
+    first, second, third = net.hosts
+    job = multinode(first, "3", nproc=2)
+    agents = job.start(first, second, third)
+    job.formed(*agents)
+    agents[1].signal(KILL)
+    job.assert_empty(second)
+    (fresh,) = job.start(net.add_host())
+    now = (agents[0], agents[2], fresh)
+    again = job.formed(*now)
+    assert restarts(again) == {0}
+    assert [each.host for each in again] == ["node1", "node1", "node4", "node4", "node3", "node3"]
+    job.finish(now, again)
+
+
+def test_a_spare_steps_in(hosts, multinode):
+    first, second, third = hosts(3)
+    job = multinode(first, "2")
+    agents = job.start(first, second)
+    job.formed(*agents)
+    (spare,) = job.start(third)
+    agents[1].signal(KILL)
+    again = job.formed(agents[0], spare)
+    assert restarts(again) == {0}
+    job.assert_empty(second)
+    job.finish((agents[0], spare), again)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, KILL], ids=["SIGTERM", "SIGKILL"])
+def test_up_and_down_again(hosts, multinode, how):
+    first, second, third = hosts(3)
+    job = multinode(first, "2:3")
+    agents = job.start(first, second)
+    two = job.formed(*agents)
+    agents += job.start(third)
+    three = job.formed(*agents)
+    assert restarts(three) == {0}
+    assert [each.host for each in three] == ["node1", "node2", "node3"]
+    procs.assert_gone(pids(two))
+    agents[2].signal(how)
+    again = job.formed(*agents[:2])
+    assert restarts(again) == {0}
+    job.assert_empty(third)
+    job.finish(agents[:2], again)
+
+
+def test_a_node_that_is_done_waits_for_the_others_and_is_not_lost(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2")
+    agents = job.start(first, second)
+    workers = job.formed(*agents)
+    job.tell(on(second, workers), SUCCEED)
+    procs.assert_gone(pids(on(second, workers)))
+    assert procs.process(workers[0].pid) is not None
+    job.finish(agents, workers[:1])
+
+
+def test_a_failure_after_a_node_was_done_restarts_that_node_too(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2")
+    agents = job.start(first, second)
+    workers = job.formed(*agents)
+    job.tell(on(second, workers), SUCCEED)
+    procs.assert_gone(pids(on(second, workers)))
+    job.tell(on(first, workers), FAIL)
+    again = job.formed(*agents)
+    assert restarts(again) == {1}
+    job.finish(agents, again)

@@ -1,0 +1,143 @@
+"""Mistakes: one clear line each, in time, and nothing left."""
+
+import signal
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from helpers.launcher import Launched, clean_environment
+from helpers.nodes import PORT
+from helpers.talk import serving
+
+pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(120)]
+
+SOON = {"join_timeout": 2, "connect_timeout": 1}
+
+
+def says(job, agent, *texts):
+    """It fails, with one line that has all of these texts; returns the line."""
+    (code,) = job.ended(agent)
+    assert code not in {0, -signal.SIGKILL}, job.story(f"exit code {code}")
+    lines = [line for line in agent.launched.stderr.splitlines() if all(text in line for text in texts)]
+    assert lines, job.story(f"no line has {texts}")
+    assert "Traceback" not in agent.launched.stderr, job.story("a traceback")
+    job.assert_empty(agent.host)
+    return lines[0]
+
+
+@contextmanager
+def running(host, *command):
+    """A server on a host; it has to say something when it listens."""
+    argv = [*host.prefix("/"), *map(str, command)]
+    server = Launched(argv, env=clean_environment(), cwd=Path("/"))
+    try:
+        server.wait_for_line("")
+        yield
+    finally:
+        server.signal(signal.SIGKILL)
+        server.wait()
+        server.close()
+
+
+HTTP = (sys.executable, "-u", "-m", "http.server", str(PORT))
+TCPSTORE = f"""
+import signal
+from torch.distributed import TCPStore
+store = TCPStore("0.0.0.0", {PORT}, is_master=True, wait_for_workers=False)
+print("listening", flush=True)
+signal.pause()
+"""
+
+
+def test_nobody_is_there(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2", conf=SOON)
+    says(job, *job.start(second), "10.77.0.1:29400", "refused")
+
+
+def test_a_name_that_does_not_exist(hosts, multinode):
+    (host,) = hosts(1)
+    job = multinode(host, "2", conf=SOON)
+    says(job, *job.start(host, endpoint="nowhere.test:29400"), "nowhere.test")
+
+
+def test_an_address_that_does_not_answer(hosts, multinode):
+    (host,) = hosts(1)
+    job = multinode(host, "2", conf=SOON)
+    says(job, *job.start(host, endpoint="10.77.0.99:29400"), "10.77.0.99:29400")
+
+
+def test_the_port_is_taken_on_the_host_of_the_store(hosts, multinode):
+    (host,) = hosts(1)
+    job = multinode(host, "2", conf=SOON)
+    with serving(host, PORT):
+        says(job, *job.start(host), "29400")
+
+
+def test_an_http_server_answers(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2", conf=SOON)
+    with running(first, *HTTP):
+        says(job, *job.start(second), "10.77.0.1:29400", "another program")
+
+
+@pytest.mark.torch
+def test_torchs_store_answers(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2", conf=SOON)
+    with running(first, sys.executable, "-c", TCPSTORE):
+        says(job, *job.start(second), "10.77.0.1:29400", "another program")
+
+
+def test_a_wrong_token(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2")
+    (right,) = job.start(first, env={"ELASTICRS_TOKEN": "correct"})
+    (wrong,) = job.start(second, env={"ELASTICRS_TOKEN": "incorrect"})
+    line = says(job, wrong, "token")
+    assert "correct" not in line
+    # The job has not noticed.
+    (late,) = job.start(second, env={"ELASTICRS_TOKEN": "correct"})
+    job.finish((right, late), job.formed(right, late))
+
+
+def test_another_run(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2")
+    (right,) = job.start(first)
+    (wrong,) = job.start(second, options=("--rdzv-id", "other"))
+    says(job, wrong, "other", "job")
+    (late,) = job.start(second)
+    job.finish((right, late), job.formed(right, late))
+
+
+def test_more_nodes_at_least_than_at_most(hosts, multinode):
+    (host,) = hosts(1)
+    job = multinode(host, "3:2")
+    (agent,) = job.start(host)
+    says(job, agent, "--nnodes", "3:2")
+    assert job.ended() == [2]
+
+
+def test_agents_that_do_not_agree(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2", max_restarts=0)
+    (here,) = job.start(first)
+    (there,) = job.start(second, options=("--max-restarts", "3"))
+    # Whoever came later is refused.
+    job.until(lambda: here.launched.has_exited or there.launched.has_exited or None, "one is refused")
+    refused, other = (here, there) if here.launched.has_exited else (there, here)
+    says(job, refused, "max_restarts", other.host.name)
+    if other is there:  # it has lost the store with the refused one
+        job.ended(other)
+    else:
+        (late,) = job.start(second)
+        job.finish((here, late), job.formed(here, late))
+
+
+def test_too_few_nodes(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "3", conf={"join_timeout": 2})
+    for agent in job.start(first, second):
+        says(job, agent, "2 of", "3")

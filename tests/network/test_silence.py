@@ -1,0 +1,143 @@
+"""Hosts that fall silent without closing a connection, and that come back.
+
+The limit is 2 s in all of these; how long it takes is a benchmark's business.
+"""
+
+import signal
+
+import pytest
+from helpers import procs
+from helpers.nodes import PORT
+from helpers.relay import TcpRelay
+
+pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
+
+QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5}
+
+
+def pids(workers, *hosts):
+    return [worker.pid for worker in workers if not hosts or worker.host in {host.name for host in hosts}]
+
+
+@pytest.fixture
+def three(hosts, multinode):
+    """A job that needs two nodes and has three, formed."""
+    machines = hosts(3)
+    job = multinode(machines[0], "2:3", conf=QUICK)
+    agents = job.start(*machines)
+    return job, agents, job.formed(*agents)
+
+
+def goes_on_with_two(job, agents):
+    again = job.formed(*agents[:2])
+    assert {each.restart for each in again} == {0}
+    return again
+
+
+def takes_it_in_again(job, agents):
+    again = job.formed(*agents)
+    assert {each.restart for each in again} == {0}
+    assert [each.host for each in again] == ["node1", "node2", "node3"]
+    job.finish(agents, again)
+
+
+def test_a_host_that_is_cut_off_is_given_up_fences_itself_and_comes_back(three):
+    job, agents, workers = three
+    host = agents[2].host
+    host.link_down()
+    goes_on_with_two(job, agents)
+    # Nobody can tell it; it has to know by itself.
+    procs.assert_gone(pids(workers, host))
+    host.link_up()
+    takes_it_in_again(job, agents)
+
+
+def test_a_short_cut_is_not_noticed(three):
+    job, agents, workers = three
+    host = agents[2].host
+    host.link_down()
+    host.link_up()
+    assert host.can_ping(agents[0].host)
+    job.finish(agents, workers)
+
+
+def test_a_host_that_loses_power_is_given_up(three):
+    job, agents, _ = three
+    agents[2].host.power_off()
+    again = goes_on_with_two(job, agents)
+    assert job.ended(agents[2]) == [-signal.SIGKILL]
+    job.reap()
+    job.finish(agents[:2], again)
+
+
+def test_below_the_minimum_the_others_stop_and_wait(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2", conf=QUICK)
+    agents = job.start(first, second)
+    workers = job.formed(*agents)
+    second.link_down()
+    procs.assert_gone(pids(workers))
+    second.link_up()
+    again = job.formed(*agents)
+    assert {each.restart for each in again} == {0}
+    job.finish(agents, again)
+
+
+def test_a_stopped_agent_is_given_up_and_its_workers_are_killed_for_it(three):
+    job, agents, workers = three
+    agents[2].signal(signal.SIGSTOP)
+    agents[2].launched.wait_stopped()
+    goes_on_with_two(job, agents)
+    # While the agent is still stopped.
+    procs.assert_gone(pids(workers, agents[2].host))
+    agents[2].signal(signal.SIGCONT)
+    takes_it_in_again(job, agents)
+
+
+@pytest.fixture
+def relayed(hosts, multinode):
+    """The same, with a relay between the third node and the store."""
+    machines = hosts(3)
+    relay = TcpRelay(machines[1], machines[0], PORT)
+    try:
+        job = multinode(machines[0], "2:3", conf=QUICK)
+        agents = job.start(*machines[:2])
+        agents += job.start(machines[2], endpoint=relay.endpoint)
+        yield job, agents, job.formed(*agents), relay
+    finally:
+        relay.close()
+
+
+def test_a_half_open_connection(relayed):
+    job, agents, workers, relay = relayed
+    relay.stall()
+    goes_on_with_two(job, agents)
+    procs.assert_gone(pids(workers, agents[2].host))
+    relay.resume()
+    takes_it_in_again(job, agents)
+
+
+@pytest.mark.parametrize("direction", ["is_stalled_up", "is_stalled_down"])
+def test_a_connection_that_works_one_way(relayed, direction):
+    job, agents, workers, relay = relayed
+    relay.set(**{direction: True})
+    goes_on_with_two(job, agents)
+    procs.assert_gone(pids(workers, agents[2].host))
+    relay.set(**{direction: False})
+    takes_it_in_again(job, agents)
+
+
+def test_a_connection_that_is_reset(relayed):
+    job, agents, workers, relay = relayed
+    assert relay.reset() >= 1
+    procs.assert_gone(pids(workers))
+    takes_it_in_again(job, agents)
+
+
+def test_new_connections_that_hang(relayed):
+    job, agents, _, relay = relayed
+    relay.set(new="hang")
+    relay.reset()
+    goes_on_with_two(job, agents)
+    relay.set(new="serve")
+    takes_it_in_again(job, agents)

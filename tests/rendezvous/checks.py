@@ -1,0 +1,293 @@
+"""What has to hold in every schedule. The numbers are those of ``docs/design/rendezvous.md``."""
+
+from elasticrs.rendezvous.elastic.keys import Keys, agent_of
+from elasticrs.rendezvous.elastic.machine import Phase
+from elasticrs.rendezvous.elastic.records import MAX_HEAD, Head, Node, Slot, decode, time_of
+
+KEYS = Keys("job")
+
+
+class ViolationError(Exception):
+    """An invariant does not hold."""
+
+
+def require(holds, *what):
+    if not holds:
+        raise ViolationError(*what)
+
+
+class Checks:
+    """Looks at every write, start and exit."""
+
+    def __init__(self, world):
+        self.world = world
+        self.head = None
+        self.entry = None
+        self.writer = None
+        self.rounds = {}
+        self.tables = {}
+        self.restarts = {}
+        self.finished_ranks = set()
+        self.recorded = set()
+        self.failures = {}
+        self.losses = 0
+        self.lossy = 0
+        self.was_aborted = False
+
+    # --- writes ---
+
+    def put(self, old, entry, conn):
+        if entry.key.startswith(KEYS.dones):
+            number, rank = entry.key[len(KEYS.dones) :].split("/")
+            self.recorded.add((int(number), int(rank)))
+        if entry.key != KEYS.head:
+            return
+        require(len(entry.value) <= MAX_HEAD, "a long head")
+        head = Head.decode(entry.value)
+        self.writer = next(
+            (each for each in self.world.procs if conn is not None and each.conn is conn), None
+        )
+        before = None if old is None else self.head
+        self.world.count(f"{head.state} {head.outcome or (head.end or {}).get('kind')}")
+        getattr(self, "_" + head.state.lower())(before, head)
+        self.head, self.entry = head, entry
+
+    def _table(self, form):
+        chunks = sorted(
+            self.world.store.under(KEYS.table(form)), key=lambda each: int(each.key.split("/")[-1])
+        )
+        return [line[0] for chunk in chunks for line in decode(chunk.value)]
+
+    def _running(self, before, head):
+        config = self.world.config
+        require(before is None or before.state == "ENDED", "I-1 a round after", before)
+        require(head.round == (before.round if before else 0) + 1, "I-1 the number of a round", head)
+        table = self._table(head.form)
+        self.rounds[head.round] = table
+        agents = [agent_of(each) for each in table]
+        require(len(set(agents)) == len(table) == head.size, "I-3 an agent twice", table)
+        require(config["min_nodes"] <= len(table) <= config["max_nodes"], "I-3 the size of a round", table)
+        for rank, member in enumerate(table):
+            entry = self.world.store.get(KEYS.slot(member))
+            if entry is None:
+                require(
+                    self.world.store.get(KEYS.node(member)) is None, "I-3 a member without a slot", member
+                )
+                continue
+            slot = Slot.decode(entry.value)
+            require(
+                (slot.round, slot.form, slot.group_rank) == (head.round, head.form, rank), "I-3 slot", slot
+            )
+        used = before.used if before else 0
+        require(head.used - used in (0, 1), "I-5 the budget's step", head)
+        require(head.used <= config["max_restarts"], "I-5 the budget is overspent", head)
+        if before is not None and before.end["kind"] == "failure" and head.used == used:
+            require(self._is_explained(before.round), "I-5 a failure was free without a loss", before)
+        if head.used > used:
+            require(before.end["kind"] == "failure", "I-5 charged for", before.end)
+            require(not before.cause["induced"], "I-5 the loss of a node was charged", before)
+        if before is not None:
+            self._verdict(before, head)
+            self._places(self.rounds[before.round], agents)
+        self.world.count("rounds")
+
+    def _places(self, last, agents):
+        stay = [agent_of(each) for each in last if agent_of(each) in agents]
+        require(
+            [each for each in agents if each in stay] == stay,
+            "I-3 survivors change their order",
+            last,
+            agents,
+        )
+
+    def _verdict(self, ended, judged):
+        if ended.end["kind"] == "failure" or judged.used > ended.used:
+            self._first_cause(ended, judged)
+        if ended.end["kind"] == "lost" or (ended.end["kind"] == "failure" and judged.used == ended.used):
+            self.lossy += 1
+
+    def _is_explained(self, number):
+        """Whether a member is gone that had not finished, or that served the others, or that leaves."""
+        for rank, member in enumerate(self.rounds[number]):
+            is_here = self.world.store.get(KEYS.node(member)) is not None
+            if not is_here and (rank == 0 or (number, rank) not in self.done()):
+                return True
+            if self.world.store.get(KEYS.farewell(member)) is not None:
+                return True
+        return False
+
+    def _first_cause(self, ended, judged):
+        """What the leader had seen when it judged, tells of no earlier cause."""
+        lead = self.writer.member.lead if self.writer is not None else None
+        if lead is None:
+            return
+        known = time_of(judged.cause)
+        for name, cause in self.failures.get(ended.round, {}).items():
+            for entry in self.world.store.under(KEYS.node(f"{int(name[1:]):02x}/")):
+                node = Node.decode(entry.value)
+                if entry.mod_revision > lead.sent_at:
+                    continue
+                if entry.key[len(KEYS.nodes) :] in self.rounds[ended.round] and node.idle == ended.round:
+                    require(known is not None and known <= cause["time_ns"], "I-8 first cause", cause, judged)
+
+    def _ended(self, before, head):
+        require(before is not None and before.state == "RUNNING", "I-1 the end of", before)
+        require((before.round, before.form) == (head.round, head.form), "I-2 one content per round", head)
+        require(head.used == before.used, "I-5 an end changes the budget", head)
+        end = head.end
+        if end["kind"] in ("lost", "left"):
+            rank = self.rounds[head.round].index(end["member"])
+            require((head.round, rank) not in self.done(), "I-6 a finished member counts as lost", head)
+        if end["kind"] == "lost":
+            require(self.world.store.get(KEYS.node(end["member"])) is None, "I-6 lost, but here", head)
+        if end["kind"] == "scale":
+            require(self.world.config["scale_up"], "ended for scale", head)
+
+    def done(self):
+        names = [each.key[len(KEYS.dones) :].split("/") for each in self.world.store.under(KEYS.dones)]
+        return {(int(number), int(rank)) for number, rank in names}
+
+    def _closed(self, before, head):
+        require(before is None or before.state != "CLOSED", "I-1 closed is final", before, head)
+        config = self.world.config
+        if head.outcome == "succeeded":
+            require(before.state == "RUNNING", "I-7 success after", before)
+            ranks = range(len(self.rounds[head.round]))
+            require(all((head.round, rank) in self.done() for rank in ranks), "I-7 success without all done")
+            require(all((head.round, rank) in self.finished_ranks for rank in ranks), "I-7 not finished")
+        elif head.outcome == "aborted":
+            require(any(proc.leaving for proc in self.world.procs), "I-1 aborted by nobody")
+        elif head.outcome == "failed":
+            require(before.state == "ENDED", "I-1 failed after", before)
+            self._verdict(before, head)
+            if "no restart is left" in head.reason:
+                require(before.used == config["max_restarts"], "I-5 closed with budget left", head)
+                require(not before.cause["induced"], "I-5 the job failed for the loss of a node", before)
+            elif "max_node_losses" in head.reason:
+                require(self.losses > config["max_node_losses"], "closed for losses", head)
+            elif "in a row" in head.reason:
+                require(self.lossy >= config["max_short_losses"], "closed for short rounds", head)
+            else:
+                require(before.end["kind"] == "setup", "closed for what?", head)
+        else:
+            require(before is None or before.state == "ENDED", "I-1 time-out after", before)
+
+    # --- workers ---
+
+    def start(self, proc, action):
+        require(proc.group is None, "I-4 workers are left of", proc.group and proc.group.round)
+        job = decode(self.world.store.get(KEYS.job).value)
+        require(job["max_restarts"] == proc.member.settings.max_restarts, "I-11 settings differ", proc.name)
+        others = [each for each in self.world.procs if each is not proc and each.group is not None]
+        for other in others:
+            same = (other.group.round, other.group.rank) == (action.round, action.group_rank)
+            require(not same, "I-3 a rank twice", proc.name, other.name)
+        member = self.rounds[action.round][action.group_rank]
+        require(
+            agent_of(member) == proc.member.settings.agent, "I-3 a slot differs from the table", proc.name
+        )
+        require(action.serves_store == (action.group_rank == 0), "who serves the store")
+        require(self.restarts.setdefault(action.round, action.restarts) == action.restarts, "I-2 restarts")
+        place = (action.master_addr, action.master_port, action.ranks.world_size)
+        require(self.tables.setdefault(action.round, place) == place, "I-2 two masters in a round")
+        if action.serves_store:
+            require(action.master_port == proc.port, "I-9 the port is not of this node's listener", proc.port)
+            require(proc.port not in proc.served, "I-9 a listener serves two rounds", proc.port)
+
+    def is_member_missing(self, number):
+        """Whether workers that start now will miss a peer."""
+        for rank, member in enumerate(self.rounds[number]):
+            if rank and (number, rank) in self.finished_ranks:
+                continue
+            for proc in self.world.procs:
+                if proc.member.settings.agent != agent_of(member):
+                    continue
+                if not proc.alive or proc.is_lost or proc.leaving or proc.member.phase is Phase.FENCED:
+                    return True
+                if proc.member.registered and proc.member.member != member:
+                    return True
+        return False
+
+    def finished(self, group):
+        self.finished_ranks.add((group.round, group.rank))
+
+    def failed(self, proc, group):
+        cause = {
+            "node": proc.name,
+            "rank": group.rank,
+            "time_ns": self.world.clock,
+            "induced": group.peer_lost,
+        }
+        group.failed_at = cause
+        return cause
+
+    def cause_of(self, proc, group):
+        cause = group.failed_at
+        if cause is not None:
+            self.failures.setdefault(group.round, {})[proc.name] = cause
+        return cause
+
+    # --- exits ---
+
+    def exit(self, proc, outcome):
+        require(proc.group is None, "I-4 exit with workers", proc.name)
+        head = self.head
+        is_closed = head is not None and head.state == "CLOSED"
+        kind = outcome.kind
+        if kind == "succeeded":
+            is_own = (proc.member.done_round, proc.member.settings.agent) in {
+                (number, agent_of(table[rank]))
+                for number, rank in self.recorded
+                for table in [self.rounds[number]]
+            }
+            require(is_own, "I-7 success of a node that has not finished", proc.name)
+        elif kind in ("failed", "spare", "closed"):
+            require(is_closed, f"I-7 {kind}, but the job goes on", proc.name)
+        if kind == "failed":
+            require(head.outcome == "failed", "I-7 failed", head)
+            require(outcome.cause == head.cause, "I-8 nodes tell of different causes", outcome, head)
+        if kind == "spare":
+            require(head.outcome == "succeeded", "I-7 spare", head)
+        if kind in ("left", "aborted", "stuck") and kind == "left":
+            require(proc.leaving, "leaves without being asked", proc.name)
+        if kind == "refused":
+            differs = proc.member.settings.max_restarts != self.world.config["max_restarts"]
+            require(differs or self._first_was_other(), "refused without a reason", outcome)
+
+    def _first_was_other(self):
+        job = decode(self.world.store.get(KEYS.job).value)
+        return job["max_restarts"] != self.world.config["max_restarts"]
+
+    # --- the end ---
+
+    def quiescent(self):
+        """Nothing moves but for finishing workers and long time-outs: has the job come to what it should?"""
+        world = self.world
+        live = [proc for proc in world.procs if proc.alive]
+        if not world.server_alive:
+            running = [proc.name for proc in live if proc.group is not None]
+            require(not running, "I-10 workers run on without the store", running)
+            return
+        head = self.head
+        if head is not None and head.state == "CLOSED":
+            require(
+                not live, "I-10 agents are left after the close", [(p.name, p.member.phase) for p in live]
+            )
+            return
+        fit = [proc for proc in live if not proc.leaving]
+        if len(fit) < world.config["min_nodes"] or self._first_was_other():
+            return
+        require(
+            head is not None and head.state == "RUNNING", "I-10 no round with enough nodes", self._shown(live)
+        )
+        for rank, member in enumerate(self.rounds[head.round]):
+            if (head.round, rank) in self.done():
+                continue
+            (proc,) = [each for each in world.procs if each.member.settings.agent == agent_of(member)]
+            is_running = proc.alive and proc.group is not None and proc.group.round == head.round
+            require(is_running, "I-10 a member does not run", member, self._shown(live))
+
+    def _shown(self, procs):
+        return [
+            (proc.name, proc.member.phase, proc.member.idle, proc.member.lead is not None) for proc in procs
+        ]

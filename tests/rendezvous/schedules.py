@@ -1,0 +1,61 @@
+"""Schedules by number, and from lists of numbers that hypothesis can shrink."""
+
+import bisect
+import itertools
+import random
+
+from .checks import ViolationError
+from .world import World
+
+LENGTHS = (40, 120, 300)
+
+
+class ScheduleError(AssertionError):
+    """A schedule breaks a rule; says which, and how to see it again."""
+
+
+def play(seed):
+    """One random schedule; the world as it ended."""
+    rng = random.Random(seed)
+
+    def pick(weights):
+        return rng.choices(range(len(weights)), weights)[0]
+
+    world = None
+    try:
+        world = World(pick, rng.random)
+        world.run(rng.choice(LENGTHS))
+    except ViolationError as violation:
+        raise ScheduleError(f"seed {seed}: {violation.args}\n{tail(world)}") from violation
+    return world
+
+
+def play_choices(numbers):
+    """The schedule that a list of numbers stands for: each chooses the next thing that happens."""
+    source = iter(numbers)
+
+    def number(limit):
+        return next(source, 0) % limit
+
+    def pick(weights):
+        point = number(1 << 16) / (1 << 16) * sum(weights)
+        return min(bisect.bisect(list(itertools.accumulate(weights)), point), len(weights) - 1)
+
+    world = World(pick, lambda: number(1000) / 1000)
+    world.run(len(numbers))
+    return world
+
+
+def tail(world, lines=60):
+    if world is None:
+        return ""
+    return "\n".join(str(line)[:240] for line in world.log[-lines:])
+
+
+def play_many(first, count):
+    """Many schedules; returns how often each thing has happened."""
+    totals = {}
+    for seed in range(first, first + count):
+        for what, times in play(seed).stats.items():
+            totals[what] = totals.get(what, 0) + times
+    return totals

@@ -1,0 +1,138 @@
+"""A simulated coordination store: revisions, transactions, leases, watches; each client's events wait to be
+delivered, changes and replies apart."""
+
+from elasticrs.rendezvous.elastic.messages import Changes, Entry, Reply, Txn, Unwatch
+
+
+class Conn:
+    """One connection: one session, one lease."""
+
+    __slots__ = ("changes", "dead", "name", "open", "replies", "requests", "watches")
+
+    def __init__(self, name):
+        self.name = name
+        self.open = True
+        """The client still has it."""
+        self.dead = False
+        """The store has ended the session."""
+        self.requests = []
+        self.replies = []
+        self.changes = []
+        self.watches = []
+
+
+class Store:
+    """The state of the store; ``on_put`` hears of every put before it counts."""
+
+    def __init__(self, on_put):
+        self.revision = 0
+        self.entries = {}
+        self.leases = {}
+        self.conns = []
+        self.on_put = on_put
+
+    def get(self, key):
+        return self.entries.get(key)
+
+    def under(self, prefix):
+        return [entry for key, entry in self.entries.items() if key.startswith(prefix)]
+
+    def serve(self, conn):
+        """Judge the oldest request of a connection."""
+        request = conn.requests.pop(0)
+        if isinstance(request, Txn):
+            self._txn(conn, request)
+        elif isinstance(request, Unwatch):
+            conn.watches.remove((request.prefix, request.exact))
+        else:
+            conn.watches.append((request.prefix, request.exact))
+            found = [self.get(request.prefix)] if request.exact else self.under(request.prefix)
+            self._reply(conn, request.tag, True, [each for each in found if each is not None])
+
+    def _reply(self, conn, tag, ok, results):
+        if conn.open:
+            conn.replies.append(Reply(tag, ok, self.revision, results))
+
+    def _holds(self, compare):
+        entry = self.entries.get(compare[1])
+        kind = compare[0]
+        if kind == "exists":
+            return entry is not None
+        if kind == "missing":
+            return entry is None
+        if kind == "value":
+            return entry is not None and entry.value == compare[2]
+        revision = 0 if entry is None else entry.create_revision if kind == "create" else entry.mod_revision
+        return revision == compare[2]
+
+    def _txn(self, conn, request):
+        ok = all(self._holds(compare) for compare in request.compares)
+        ops = request.then if ok else request.otherwise
+        if conn.dead and any(op[0] == "put" and op[3] for op in ops):
+            return
+        self._reply(conn, request.tag, ok, self.apply(ops, conn))
+
+    def apply(self, ops, conn):
+        """Carry out operations as one revision."""
+        revision = self.revision + 1
+        changes, results = [], []
+        for op in ops:
+            kind = op[0]
+            if kind == "put":
+                old = self.entries.get(op[1])
+                entry = Entry(op[1], op[2], old.create_revision if old else revision, revision)
+                self.on_put(old, entry, conn)
+                self.entries[op[1]] = entry
+                if op[3]:
+                    self.leases[op[1]] = conn
+                else:
+                    self.leases.pop(op[1], None)
+                changes.append(entry)
+                results.append(1)
+            elif kind in ("delete", "delete_prefix"):
+                gone = [op[1]] if kind == "delete" else [each.key for each in self.under(op[1])]
+                gone = [key for key in gone if self.entries.pop(key, None) is not None]
+                for key in gone:
+                    self.leases.pop(key, None)
+                    changes.append(Entry(key, None, 0, revision))
+                results.append(len(gone))
+            elif kind == "get":
+                results.append(self.entries.get(op[1]))
+            elif kind == "range":
+                results.append(self.under(op[1])[: op[2]])
+            else:
+                results.append(self._predecessor(op[1], op[2]))
+        if changes:
+            self.revision = revision
+            for each in self.conns:
+                self._tell(each, changes)
+        return results
+
+    def _predecessor(self, prefix, key):
+        own = self.entries[key].create_revision
+        before = [each for each in self.under(prefix) if each.create_revision < own]
+        return max(before, key=lambda each: each.create_revision, default=None)
+
+    def _tell(self, conn, changes):
+        if not conn.open or not conn.watches:
+            return
+        seen = [
+            change
+            for change in changes
+            if any(
+                change.key == prefix if exact else change.key.startswith(prefix)
+                for prefix, exact in conn.watches
+            )
+        ]
+        if seen:
+            conn.changes.append(Changes(self.revision, seen))
+
+    def end_session(self, conn):
+        """Its lease is over."""
+        conn.dead = True
+        keys = [key for key, owner in self.leases.items() if owner is conn]
+        if keys:
+            self.apply([("delete", key) for key in keys], None)
+
+    def has_lease(self, conn):
+        return conn in self.leases.values()

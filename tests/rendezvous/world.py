@@ -1,0 +1,508 @@
+"""A simulated cluster around the shipped step function: agents, workers, time-outs and every kind of bad
+luck.
+
+A schedule is a list of choices. In the first part faults happen; then everything is delivered, nothing
+fails any more, and what the job has come to is judged.
+"""
+
+from elasticrs.rendezvous.elastic import messages as m
+from elasticrs.rendezvous.elastic.machine import Member, Phase, step
+
+from .checks import Checks, ViolationError, require
+from .store import Conn, Store
+
+HARD = ("join", "give_up", "connect", "store_lost", "leave", "barrier", "round_age")
+"""Timers that end something: in the fair part they fire only when nothing else can happen."""
+
+NEW_WORLDS = {"server_dies": 0.08, "mismatch": 0.05, "stuck": 0.03, "embedded": 0.35, "flaky": 0.15}
+
+
+class Group:
+    """The workers of one node."""
+
+    __slots__ = ("failed_at", "is_stuck", "peer_lost", "rank", "result", "round", "stopping")
+
+    def __init__(self, number, rank):
+        self.round = number
+        self.rank = rank
+        self.stopping = False
+        self.peer_lost = False
+        self.result = None
+        self.is_stuck = False
+        self.failed_at = None
+
+
+class Proc:
+    """One agent process."""
+
+    __slots__ = (
+        "alive",
+        "conn",
+        "connecting",
+        "group",
+        "is_lost",
+        "leaving",
+        "member",
+        "name",
+        "outcome",
+        "paused",
+        "port",
+        "queue",
+        "served",
+        "timers",
+    )
+
+    def __init__(self, name, settings):
+        self.name = name
+        self.member = Member(settings)
+        self.alive = True
+        self.paused = False
+        self.conn = None
+        self.connecting = False
+        self.is_lost = False
+        self.queue = []
+        self.timers = set()
+        self.group = None
+        self.port = None
+        self.served = set()
+        self.outcome = None
+        self.leaving = False
+
+
+class World:
+    """Everything, and the choices that can be made."""
+
+    def __init__(self, pick, random):
+        """``pick(weights)`` chooses an index; ``random()`` is a number below 1 for the set-up."""
+        self.pick, self.random = pick, random
+        most = 1 + int(random() * 4)
+        least = 1 + int(random() * most)
+        self.config = {
+            "min_nodes": least,
+            "max_nodes": most,
+            "max_restarts": int(random() * 3),
+            "scale_up": random() < 0.7,
+            "restart_call_timeout": 1.0 if random() < 0.2 else 0.0,
+            "max_node_losses": int(random() * 3) if random() < 0.1 else None,
+            "max_short_losses": 2 + int(random() * 2) if random() < 0.15 else 10,
+        }
+        self.kinds = {name: random() < share for name, share in NEW_WORLDS.items()}
+        self.log = []
+        self.ports = 0
+        self.clock = 0
+        self.stats = {}
+        self.server_alive = True
+        self.procs = []
+        self.checks = Checks(self)
+        self.store = Store(self.checks.put)
+        self.spawned = 0
+        for _ in range(least + int(random() * (most + 2 - least))):
+            self.spawn()
+
+    # --- agents ---
+
+    def spawn(self, **differs):
+        self.spawned += 1
+        name = f"n{self.spawned}"
+        is_host = self.kinds["embedded"] and self.spawned == 1
+        settings = m.Settings(
+            "job", f"{self.spawned:02x}", name, host=name, hosts_store=is_host, **{**self.config, **differs}
+        )
+        proc = Proc(name, settings)
+        self.procs.append(proc)
+        self.deliver(proc, m.Begin())
+
+    def count(self, what):
+        self.stats[what] = self.stats.get(what, 0) + 1
+
+    def deliver(self, proc, event):
+        self.log.append((proc.name, event))
+        _, actions = step(proc.member, event, self.clock)
+        for action in actions:
+            self.act(proc, action)
+
+    def act(self, proc, action):
+        self.log.append((proc.name, "->", action))
+        ACTIONS[type(action)](self, proc, action)
+
+    def _request(self, proc, action):
+        require(proc.conn is not None, "a request without a connection", action)
+        proc.conn.requests.append(action)
+
+    def _connect(self, proc, _):
+        require(proc.conn is None and not proc.connecting, "two connections")
+        proc.connecting = True
+
+    def _disconnect(self, proc, _):
+        proc.connecting = False
+        self.drop(proc)
+
+    def drop(self, proc):
+        """The client does not have its connection any more; its requests may still come."""
+        if proc.conn is not None:
+            proc.conn.open = False
+            proc.conn.replies.clear()
+            proc.conn.changes.clear()
+            proc.conn = None
+
+    def _start(self, proc, action):
+        self.checks.start(proc, action)
+        proc.group = Group(action.round, action.group_rank)
+        if action.serves_store:
+            proc.served.add(proc.port)
+        proc.group.peer_lost = self.checks.is_member_missing(action.round)
+        self.count("starts")
+
+    def _stop(self, proc, action):
+        # Its end may be on the way to the agent.
+        if proc.group is not None:
+            require(proc.group.round == action.round, "stops what it does not have", action)
+            proc.group.stopping = True
+
+    def _bind(self, proc, _):
+        self.ports += 1
+        proc.port = self.ports
+        proc.queue.append(m.StorePort(self.ports))
+
+    def _close_store(self, proc, _):
+        proc.port = None
+
+    def _arm(self, proc, action):
+        proc.timers.add(action.name)
+
+    def _disarm(self, proc, action):
+        proc.timers.discard(action.name)
+
+    def _announce(self, _, action):
+        require(len(action.text) < 2000, "a long line", action.text)
+
+    def _exit(self, proc, action):
+        proc.outcome = action.outcome
+        self.checks.exit(proc, action.outcome)
+        self.count("exit_" + action.outcome.kind)
+        if not proc.member.farewell_known:
+            self.checks.losses += 1
+        proc.alive = False
+        proc.connecting = False
+        head = self.checks.head
+        is_over = head is not None and head.state == "CLOSED"
+        if self.is_host(proc) and not is_over:
+            self.kill_server()
+
+    def is_host(self, proc):
+        return self.kinds["embedded"] and proc.name == "n1"
+
+    # --- faults ---
+
+    def lose_connection(self, proc, kind="closed"):
+        """The agent finds that its connection is gone; a stopped one does when it goes on."""
+        self.drop(proc)
+        self.mark_peers(proc)
+        if not proc.is_lost:
+            proc.is_lost = True
+            proc.queue.insert(0, m.ConnectionLost(kind, "connection lost"))
+
+    def mark_peers(self, proc):
+        """Workers die when those of another node do."""
+        number = None
+        if proc.group is not None:
+            number = proc.group.round
+        elif proc.member.phase is Phase.DONE and proc.member.slot.group_rank == 0:
+            number = proc.member.done_round
+        if number is None:
+            return
+        for other in self.procs:
+            group = other.group
+            is_peer = other is not proc and other.alive and group is not None and group.round == number
+            if is_peer and not group.stopping:
+                group.peer_lost = True
+
+    def crash(self, proc):
+        self.mark_peers(proc)
+        self.checks.losses += 1
+        proc.alive = False
+        proc.group = None
+        proc.connecting = False
+        self.drop(proc)
+        if self.is_host(proc):
+            self.kill_server()
+
+    def kill_server(self):
+        if not self.server_alive:
+            return
+        self.server_alive = False
+        self.count("server_died")
+        for proc in self.procs:
+            if proc.conn is not None:
+                self.lose_connection(proc)
+        for conn in self.store.conns:
+            conn.requests.clear()
+
+    # --- choices ---
+
+    def choices(self, faults):
+        """Pairs of weight and what to do."""
+        found = []
+        add = found.append
+        silent = self.server_alive and self.has_dead_lease()
+        for conn in self.store.conns:
+            if conn.requests and self.server_alive:
+                add((6 if conn.open else 1.5, self.store.serve, conn))
+            if not conn.open and not conn.dead and self.server_alive:
+                add((2, self.expire, conn))
+        for proc in self.procs:
+            if proc.alive:
+                self._choices_of(proc, add, faults, silent)
+        if faults:
+            self._faults(add)
+        return found
+
+    def _choices_of(self, proc, add, faults, silent):
+        group = proc.group
+        if group is not None:
+            if group.stopping:
+                add((2, self.stopped, proc))
+            elif group.result is None:
+                if group.peer_lost:
+                    add((4, self.worker_failed, proc))
+                else:
+                    add((0.35 if faults else 1, self.worker_done, proc))
+                    if faults:
+                        add((0.25, self.worker_failed, proc))
+                        add((0.06, self.start_failed, proc))
+        if proc.paused:
+            add((0.7 if faults else 5, self.resume, proc))
+            return
+        if proc.queue:
+            add((6, self.from_queue, proc))
+            if proc.is_lost:
+                # What the connection had to say is dropped, and fencing goes first.
+                return
+        if proc.connecting:
+            add((3, self.connect, proc))
+        conn = proc.conn
+        if conn is not None:
+            if conn.changes:
+                add((6, self.changes, proc))
+            if conn.replies:
+                add((6, self.reply, proc))
+        for name in sorted(proc.timers):
+            kind = name.partition("/")[0]
+            if kind == "settle" and (silent or self.is_stopping(faults)):
+                # It is longer than any lease, and than the grace of workers.
+                continue
+            if kind == "waiting" or (kind == "reconnect" and not self.server_alive):
+                # They come again and again; in the fair part nothing new comes of that.
+                if faults:
+                    add((0.1, self.timer, proc, name))
+            elif kind not in HARD:
+                add((0.5, self.timer, proc, name))
+            elif faults:
+                add((HARD_WEIGHTS.get(kind, 0.02), self.timer, proc, name))
+            else:
+                add((0, self.timer, proc, name))
+
+    def _faults(self, add):
+        for proc in self.procs:
+            if not proc.alive:
+                continue
+            add((0.12, self.fault_crash, proc))
+            add((0.015, self.fault_leave, proc))
+            if proc.conn is not None:
+                add((0.8 if self.kinds["flaky"] else 0.06, self.fault_cut, proc))
+            if proc.connecting:
+                add((0.3, self.fault_refused, proc))
+            if not proc.paused:
+                add((0.08, self.fault_pause, proc))
+        if self.spawned < 9:
+            add((0.25, self.fault_spawn))
+        if self.kinds["server_dies"] and self.server_alive:
+            add((0.1, self.kill_server))
+        if self.kinds["stuck"]:
+            add((0.2, self.fault_stuck))
+
+    def has_dead_lease(self):
+        return any(not conn.open for conn in self.store.leases.values())
+
+    def is_stopping(self, faults):
+        """Workers that are about to be gone, or an agent that is about to leave."""
+        if any(proc.alive and proc.leaving for proc in self.procs):
+            return True
+        return not faults and any(
+            proc.alive and proc.group is not None and proc.group.stopping for proc in self.procs
+        )
+
+    # --- what happens ---
+
+    def expire(self, conn):
+        self.log.append(("expire", conn.name))
+        self.store.end_session(conn)
+
+    def from_queue(self, proc):
+        event = proc.queue.pop(0)
+        if isinstance(event, m.ConnectionLost):
+            proc.is_lost = False
+            proc.connecting = False
+        self.deliver(proc, event)
+
+    def connect(self, proc):
+        proc.connecting = False
+        if not self.server_alive:
+            self.deliver(proc, m.ConnectionLost("refused", "connection refused"))
+            return
+        proc.conn = Conn(proc.name)
+        self.store.conns.append(proc.conn)
+        self.deliver(proc, m.Connected(self.store.revision, f"10.0.0.{proc.name[1:]}"))
+
+    def changes(self, proc):
+        self.deliver(proc, proc.conn.changes.pop(0))
+
+    def reply(self, proc):
+        self.deliver(proc, proc.conn.replies.pop(0))
+
+    def timer(self, proc, name):
+        proc.timers.discard(name)
+        self.deliver(proc, m.TimerFired(name))
+
+    def stopped(self, proc):
+        group, proc.group = proc.group, None
+        if group.result is not None and group.result[0] == "done":
+            event = m.WorkersDone({})
+            self.checks.finished(group)
+        else:
+            cause = self.checks.cause_of(proc, group)
+            event = m.GroupEnded(cause, "workers 1 are left" if group.is_stuck else None)
+        # An exit that the agent had not yet heard of has become part of the end.
+        proc.queue = [each for each in proc.queue if not isinstance(each, (m.WorkersDone, m.WorkerFailed))]
+        proc.queue.append(event)
+
+    def worker_done(self, proc):
+        proc.group.result = ("done",)
+        self.clock += 1000
+        if not proc.group.stopping:
+            self.checks.finished(proc.group)
+            proc.group.stopping = True
+            proc.queue.append(m.WorkersDone({}))
+            proc.group = None
+            self.count("worker_done")
+
+    def worker_failed(self, proc):
+        group = proc.group
+        self.clock += 1000
+        group.result = ("failed", group.peer_lost, self.clock)
+        cause = self.checks.failed(proc, group)
+        proc.queue.append(m.WorkerFailed(cause))
+        self.count("worker_failed_induced" if group.peer_lost else "worker_failed")
+
+    def start_failed(self, proc):
+        self.clock += 1000
+        proc.group = None
+        proc.queue.append(m.StartFailed("no memory", self.random() < 0.8))
+        self.count("start_failed")
+
+    def resume(self, proc):
+        proc.paused = False
+
+    def fault_crash(self, proc):
+        self.count("crash")
+        self.log.append(("crash", proc.name))
+        self.crash(proc)
+
+    def fault_cut(self, proc):
+        self.count("cut")
+        self.checks.losses += 1
+        self.log.append(("cut", proc.name))
+        self.lose_connection(proc)
+
+    def fault_refused(self, proc):
+        self.count("refused")
+        proc.connecting = False
+        self.deliver(proc, m.ConnectionLost("refused", "connection refused"))
+
+    def fault_pause(self, proc):
+        self.count("pause")
+        proc.paused = True
+        self.log.append(("pause", proc.name))
+        if self.random() < 0.6 and proc.conn is not None:
+            self.checks.losses += 1
+            self.lose_connection(proc, "silent")
+
+    def fault_leave(self, proc):
+        if proc.leaving or proc.paused:
+            return
+        self.count("leave")
+        proc.leaving = True
+        self.mark_peers(proc)
+        close = self.is_host(proc) or self.random() < 0.2
+        proc.queue.append(m.Leave("SIGTERM", close))
+
+    def fault_spawn(self):
+        if self.kinds["mismatch"] and self.random() < 0.5:
+            self.spawn(max_restarts=self.config["max_restarts"] + 1)
+        else:
+            self.spawn()
+
+    def fault_stuck(self):
+        for proc in self.procs:
+            if proc.group is not None and proc.group.stopping:
+                proc.group.is_stuck = True
+                self.checks.losses += 1
+                self.count("stuck")
+                return
+
+    # --- a whole schedule ---
+
+    def run(self, steps):
+        for _ in range(steps):
+            found = self.choices(True)
+            if not found:
+                break
+            self.do(found[self.pick([each[0] for each in found])])
+            if not any(proc.alive for proc in self.procs):
+                return
+        self.fair()
+
+    def do(self, choice):
+        choice[1](*choice[2:])
+
+    def fair(self):
+        for _ in range(4000):
+            found = self.choices(False)
+            soft = [each for each in found if each[0] and each[1] != self.worker_done]
+            if soft:
+                self.do(soft[self.pick([each[0] for each in soft])])
+                continue
+            self.checks.quiescent()
+            if not any(proc.alive for proc in self.procs):
+                return
+            done = [each for each in found if each[1] == self.worker_done]
+            hard = [each for each in found if not each[0]]
+            if done:
+                self.do(done[self.pick([1] * len(done))])
+            elif hard:
+                hard.sort(key=lambda each: HARD.index(each[3].partition("/")[0]))
+                self.do(hard[0])
+            else:
+                raise ViolationError(
+                    "stuck", [(proc.name, proc.member.phase) for proc in self.procs if proc.alive]
+                )
+        raise ViolationError("the fair part does not end")
+
+
+HARD_WEIGHTS = {"join": 0.1, "barrier": 0.1, "round_age": 0.1}
+
+ACTIONS = {
+    m.Txn: World._request,
+    m.Watch: World._request,
+    m.Unwatch: World._request,
+    m.Connect: World._connect,
+    m.Disconnect: World._disconnect,
+    m.Start: World._start,
+    m.Stop: World._stop,
+    m.BindStore: World._bind,
+    m.CloseStore: World._close_store,
+    m.Arm: World._arm,
+    m.Disarm: World._disarm,
+    m.Announce: World._announce,
+    m.Exit: World._exit,
+}

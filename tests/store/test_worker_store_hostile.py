@@ -1,0 +1,142 @@
+"""Connections that behave badly are closed with one line each; a real client goes on meanwhile."""
+
+import random
+import socket
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticrs import _core
+
+GREETING = b"\0" + struct.pack("<I", 0x3C85F7CE)
+
+
+def raw(store):
+    connection = socket.create_connection(("localhost", store.port), timeout=20)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def text(*fields):
+    return b"".join(struct.pack("<Q", len(field)) + field for field in fields)
+
+
+def is_closed_by_the_other_side(connection):
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        return True
+    return True
+
+
+@pytest.mark.torch
+def test_garbage_beside_a_real_client(connect, store):
+    client = connect()
+    client.call("set", "key", "value")
+    cases = [
+        (b"\x16\x03\x01\x02\x00\x01\x00", "not a client of a TCPStore"),
+        (GREETING + b"\x63", "unknown operation 99"),
+        (GREETING + b"\x03" + struct.pack("<Q", 1 << 62), "a key of"),
+        (GREETING + b"\x01" + text(b"k") + struct.pack("<Q", 1 << 40), "a value of"),
+        (GREETING + b"\x06" + struct.pack("<Q", 1 << 30), "keys in one request"),
+        (GREETING + b"\x01" + text(b"word", b"abc") + b"\x04" + text(b"word") + bytes(8), "is not a number"),
+    ]
+    for bad, expected in cases:
+        with raw(store) as connection:
+            connection.sendall(bad)
+            assert is_closed_by_the_other_side(connection)
+        (line,) = store.take_notices()
+        assert expected in line
+        assert client.call("get", "key") == b"value"
+
+
+@pytest.mark.torch
+def test_a_reader_that_stops_delays_nobody(connect, store):
+    client = connect()
+    client.call("set", "large", bytes(1 << 20))
+    with raw(store) as stopped:
+        # Half a gigabyte of replies, if they were made.
+        stopped.sendall(GREETING + 512 * (b"\x03" + text(b"/large")))
+        for number in range(100):
+            assert client.call("add", "n", 1) == number + 1
+    assert store.take_notices() == []
+
+
+def test_a_greeting_in_two_segments_is_a_greeting(store):
+    with raw(store) as connection:
+        connection.sendall(GREETING[:2])
+        connection.sendall(GREETING[2:] + b"\x0d\x01\x02\x03\x04")
+        assert connection.recv(4, socket.MSG_WAITALL) == b"\x01\x02\x03\x04"
+
+
+def test_what_a_supervisor_serves_it_tells_through_the_supervisor():
+    supervisor = _core.Supervisor()
+    store = _core.WorkerStore()
+    store.serve(supervisor)
+    with raw(store) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert is_closed_by_the_other_side(connection)
+    event = supervisor.next_event(20.0)
+    assert isinstance(event, _core.Degraded)
+    assert "not a client of a TCPStore" in event.message
+    supervisor.close()
+    store.close()
+    with pytest.raises(_core.SupervisorError, match="is closed"):
+        store.serve()
+
+
+def test_it_goes_with_its_supervisor():
+    supervisor = _core.Supervisor()
+    store = _core.WorkerStore()
+    store.serve(supervisor)
+    with raw(store) as connection:
+        connection.sendall(GREETING + b"\x07")
+        assert connection.recv(8, socket.MSG_WAITALL) == bytes(8)
+        supervisor.close()
+        assert is_closed_by_the_other_side(connection)
+    assert store.waiting() == {}
+    store.close()
+
+
+def test_ports_are_had_or_named():
+    first = _core.WorkerStore()
+    with pytest.raises(OSError, match=rf"listen on all addresses, port {first.port}"):
+        _core.WorkerStore(port=first.port)
+    last = min(first.port + 50, 65535)
+    second = _core.WorkerStore("localhost", (first.port, last))
+    assert first.port <= second.port <= last
+    for store in (first, second):
+        store.close()
+    with pytest.raises(OSError, match=r"192\.0\.2\.1 any free port"):
+        _core.WorkerStore("192.0.2.1")
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32))
+def test_random_requests_never_end_the_store(seed):
+    rng = random.Random(seed)
+    store = _core.WorkerStore()
+    store.serve()
+    with raw(store) as other:
+        other.sendall(GREETING)
+        for _ in range(20):
+            with raw(store) as connection:
+                connection.sendall(GREETING)
+                stream = b"".join(random_request(rng) for _ in range(20)) + rng.randbytes(rng.randrange(9))
+                try:
+                    for at in range(0, len(stream), 37):
+                        connection.sendall(stream[at : at + 37])
+                except (BrokenPipeError, ConnectionResetError):
+                    continue
+        other.sendall(b"\x0d1234")
+        assert other.recv(4, socket.MSG_WAITALL) == b"1234"
+    store.close()
+
+
+def random_request(rng):
+    opcode = rng.randrange(20)
+    fields = text(*(rng.randbytes(rng.randrange(4)) for _ in range(rng.randrange(4))))
+    return bytes([opcode]) + rng.choice((b"", struct.pack("<Q", rng.randrange(4)))) + fields

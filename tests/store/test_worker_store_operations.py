@@ -1,0 +1,215 @@
+"""Every operation of torch's own client on the workers' store, and their edges."""
+
+import pytest
+from helpers.torch_clients import ClientError
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def client(connect):
+    return connect()
+
+
+def test_what_is_set_is_got(client):
+    client.call("set", "key", "first")
+    client.call("set", "key", b"\0\xff")
+    assert client.call("get", "key") == b"\0\xff"
+    client.call("set", "", b"")
+    assert client.call("get", "") == b""
+
+
+def test_others_see_it(client, connect):
+    other = connect()
+    client.call("set", "key", "value")
+    assert other.call("get", "key") == b"value"
+
+
+def test_a_clone_is_a_connection_of_its_own(client):
+    client.call("set", "key", "value")
+    if not client.ask("can", "clone"):
+        pytest.skip("this torch cannot clone")
+    client.ask("clone")
+    assert client.call("get", "key") == b"value"
+
+
+def test_numbers_are_added_and_stored_as_text(client):
+    assert [client.call("add", "n", delta) for delta in (5, -7, 0)] == [5, -2, -2]
+    assert client.call("get", "n") == b"-2"
+    client.call("set", "n", " 12ab")
+    assert client.call("add", "n", 1) == 13
+    client.call("set", "n", str(2**63 - 1))
+    assert client.call("add", "n", 1) == -(2**63)
+
+
+@pytest.mark.parametrize(
+    ("before", "expected", "reply", "after"),
+    [
+        (None, "", b"new", b"new"),
+        (None, "old", b"old", None),
+        (b"old", "old", b"new", b"new"),
+        (b"old", "other", b"old", b"old"),
+        (b"old", "", b"old", b"old"),
+    ],
+)
+def test_compare_set(client, before, expected, reply, after):
+    if before is not None:
+        client.call("set", "key", before)
+    assert client.call("compare_set", "key", expected, "new") == reply
+    assert client.call("check", ["key"]) is (after is not None)
+    if after is not None:
+        assert client.call("get", "key") == after
+
+
+def test_keys_are_checked_counted_listed_and_deleted(client):
+    assert client.call("num_keys") == 0
+    client.call("multi_set", ["a", "b"], ["1", "2"])
+    client.call("append", "c", "x")
+    client.call("append", "c", "y")
+    assert client.call("multi_get", ["c", "b", "a"]) == [b"xy", b"2", b"1"]
+    assert client.call("check", ["a", "b", "a"])
+    assert client.call("check", [])
+    assert not client.call("check", ["a", "none"])
+    assert sorted(client.call("list_keys")) == ["a", "b", "c"]
+    assert client.call("num_keys") == 3
+    assert client.call("delete_key", "a")
+    assert not client.call("delete_key", "a")
+    assert client.call("num_keys") == 2
+
+
+def test_a_queue_is_first_in_first_out_and_separate_from_a_value_of_its_name(client):
+    client.call("set", "q", "value")
+    for value in ("one", "", "three"):
+        client.call("queue_push", "q", value)
+    assert client.call("queue_len", "q") == 3
+    assert client.call("num_keys") == 1
+    assert [client.call("queue_pop", "q") for _ in range(3)] == [b"one", b"", b"three"]
+    assert client.call("queue_len", "q") == 0
+    assert client.call("get", "q") == b"value"
+    with pytest.raises(ClientError, match="QueueEmptyError"):
+        client.call("queue_pop", "q", False)
+
+
+def test_a_pop_waits_for_a_push(client, connect, wait_for_waiters):
+    poppers = [connect(), connect()]
+    for popper in poppers:
+        popper.begin_call("queue_pop", "q")
+    wait_for_waiters(2)
+    client.call("queue_push", "q", "one")
+    client.call("queue_push", "q", "two")
+    assert sorted(popper.result() for popper in poppers) == [b"one", b"two"]
+
+
+def test_a_wait_is_over_when_the_last_key_is_there(client, connect, store, wait_for_waiters):
+    waiter = connect()
+    waiter.begin_call("wait", ["a", "b", "b"])
+    wait_for_waiters(1)
+    client.call("set", "a", "1")
+    client.call("delete_key", "a")
+    assert list(store.waiting().values()) == [["/b"]]
+    client.call("add", "b", 1)
+    assert waiter.result() is None
+    assert store.waiting() == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("set", ("k", "v")),
+        ("add", ("k", 1)),
+        ("append", ("k", "v")),
+        ("compare_set", ("k", "", "v")),
+        ("multi_set", (["k"], ["v"])),
+        ("queue_push", ("k", "v")),
+    ],
+)
+def test_whatever_writes_a_key_wakes_all_who_wait_for_it(client, connect, wait_for_waiters, method, args):
+    # One push is for one consumer.
+    waiters = [connect() for _ in range(1 if method == "queue_push" else 3)]
+    for waiter in waiters:
+        waiter.begin_call("wait", ["k"])
+    wait_for_waiters(len(waiters))
+    client.call(method, *args)
+    for waiter in waiters:
+        waiter.result()
+
+
+def test_a_wait_that_times_out_leaves_a_usable_client(client, connect, store):
+    other = connect()
+    for _ in range(3):
+        with pytest.raises(ClientError, match=r"DistStoreError.*wait timeout after 50ms"):
+            client.call("wait", ["never"], timeout=0.05)
+    assert store.waiting() == {}
+    other.call("set", "never", "now")
+    client.call("wait", ["never"])
+    assert client.call("get", "never") == b"now"
+    with pytest.raises(ClientError, match="timeout"):
+        connect(timeout=0.05).call("get", "none")
+
+
+def test_who_waits_for_what_is_told(client, wait_for_waiters):
+    client.begin_call("wait", ["/deep/key", "other"], timeout=20.0)
+    ((who, keys),) = wait_for_waiters(1).items()
+    assert who.endswith(f"(pid {client.pid})")
+    assert sorted(keys) == ["//deep/key", "/other"]
+
+
+def test_prefixes_nest(client, connect):
+    inner = connect(prefixes=("in", "out"))
+    inner.call("set", "key", "value")
+    assert client.call("get", "in/out/key") == b"value"
+    assert inner.call("add", "n", 2) == 2
+    inner.call("wait", ["key", "n"])
+    assert inner.call("check", ["n"])
+    inner.call("multi_set", ["x"], ["1"])
+    assert inner.call("multi_get", ["x"]) == [b"1"]
+    inner.call("queue_push", "q", "v")
+    assert client.call("queue_pop", "in/out/q") == b"v"
+    assert inner.call("delete_key", "key")
+
+
+@pytest.mark.parametrize("prefixes", [(), ("p",)])
+def test_a_barrier_opens_for_all_at_once(connect, wait_for_waiters, prefixes):
+    clients = [connect(prefixes=prefixes) for _ in range(4)]
+    for client in clients[:3]:
+        client.begin_call("barrier", "b", 4)
+    wait_for_waiters(3)
+    assert not any(client.is_done() for client in clients)
+    clients[3].call("barrier", "b", 4)
+    for client in clients[:3]:
+        client.result()
+
+
+def test_every_worker_is_counted_in_init_and_nobody_waits(connect):
+    clients = [connect(world_size=3, wait_for_workers=True) for _ in range(3)]
+    assert clients[0].call("num_keys") == 1
+    # The key has no slash in front, so that a client cannot name it.
+    assert clients[0].call("list_keys") == []
+
+
+@pytest.mark.parametrize("size", [1, 70_000, 8 * 1024 * 1024])
+def test_values_may_be_large(client, connect, size):
+    value = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    client.call("set", "large", value)
+    client.call("queue_push", "q", value)
+    other = connect()
+    assert other.call("get", "large") == value
+    assert other.call("queue_pop", "q") == value
+    assert other.call("multi_get", ["large", "large"]) == [value, value]
+
+
+def test_many_keys_in_one_request(client):
+    keys = [f"key/{number}" for number in range(20_000)]
+    client.call("multi_set", keys, keys)
+    assert client.call("check", keys)
+    assert client.call("multi_get", keys) == [key.encode() for key in keys]
+    assert len(client.call("list_keys")) == 20_000
+
+
+def test_the_end_of_the_store_ends_a_wait(connect, store, wait_for_waiters):
+    waiter = connect()
+    waiter.begin_call("wait", ["never"])
+    wait_for_waiters(1)
+    store.close()
+    with pytest.raises(ClientError, match=r"DistNetworkError|DistStoreError"):
+        waiter.result()

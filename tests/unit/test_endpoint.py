@@ -1,0 +1,69 @@
+"""Endpoints as users write them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.config import UsageError
+from elasticrs.rendezvous.endpoint import parse_endpoint
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("host", ("host", None)),
+        ("host:1", ("host", 1)),
+        ("node-1.cluster.:0", ("node-1.cluster.", 0)),
+        ("10.0.0.1:29400", ("10.0.0.1", 29400)),
+        ("[::1]", ("::1", None)),
+        ("[::1]:80", ("::1", 80)),
+        ("[fe80::1%eth0]:80", ("fe80::1%eth0", 80)),
+    ],
+)
+def test_endpoints_are_split(endpoint, expected):
+    assert parse_endpoint("--rdzv-endpoint", endpoint) == expected
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("", "host:", "host:x", "host:65536", "host:-1", "host:²", "host:" + "0" * 5000, "ho st:1"),
+        *("[::1", "[]:1", "[::1]80", "[host]:1", "[10.0.0.1]:1", "a=b:1", "a/b", "h]:1", ":1"),
+    ],
+)
+def test_malformed_endpoints_are_refused(endpoint):
+    with pytest.raises(UsageError, match=r"^--rdzv-endpoint: got '.*', expected HOST\[:PORT\]$"):
+        parse_endpoint("--rdzv-endpoint", endpoint)
+
+
+def test_an_ipv6_address_without_brackets_is_told_about_them():
+    with pytest.raises(UsageError) as raised:
+        parse_endpoint("endpoint", "fd00::1")
+    assert str(raised.value) == (
+        "endpoint: got 'fd00::1', expected HOST[:PORT], an IPv6 address in brackets: [fd00::1]"
+    )
+
+
+names = st.from_regex(r"[A-Za-z0-9_.-]{1,40}", fullmatch=True)
+addresses = st.ip_addresses(v=6).map(str)
+ports = st.integers(0, 65535)
+
+
+@given(names | addresses, st.none() | ports)
+def test_what_is_written_is_read(host, port):
+    text = f"[{host}]" if ":" in host else host
+    assert parse_endpoint("x", text if port is None else f"{text}:{port}") == (host, port)
+
+
+@given(st.text(max_size=30) | st.text("[]:019afx.%", max_size=30))
+def test_any_text_is_read_or_refused_in_one_line(text):
+    line = None
+    try:
+        host, port = parse_endpoint("x", text)
+    except UsageError as error:
+        line = str(error)
+    if line is not None:
+        assert len(line.splitlines()) == 1
+    else:
+        assert host
+        assert port is None or 0 <= port < 2**16

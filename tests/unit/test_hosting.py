@@ -1,0 +1,351 @@
+"""Who hosts the coordination store, where it listens, and which address a node gives to the others."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.config import UsageError
+from elasticrs.rendezvous.elastic.hosting import (
+    Hosting,
+    SystemResolver,
+    chosen_address,
+    decide,
+    fallback_address,
+    host_identity,
+    is_loopback,
+    is_loopback_name,
+    is_unspecified,
+    is_usable_elsewhere,
+    packed,
+    unresolved,
+)
+from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings
+
+ALL = ("::",)
+
+
+class Machine:
+    """A machine for tests: its names, its addresses, and what its name service knows."""
+
+    def __init__(self, *names, own=(), known=None, has_ipv6=True):
+        self.names = names
+        self.own = {"127.0.0.1", "0.0.0.0", *own, *(("::", "::1") if has_ipv6 else ())}
+        self.known = known or {}
+
+    def host_names(self):
+        return list(self.names)
+
+    def resolve(self, name):
+        if packed(name) is not None:
+            return [name]
+        if name not in self.known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self.known[name]
+
+    def is_local(self, address):
+        return address in self.own
+
+
+KNOWN = {"node1": ["10.0.0.1"], "node2": ["10.0.0.2", "fd00::2"]}
+NODE1 = Machine("node1", "node1.cluster", own=["10.0.0.1"], known={**KNOWN, "node1": ["127.0.1.1"]})
+NODE2 = Machine("node2", own=["10.0.0.2", "fd00::2"], known=KNOWN)
+
+
+def rendezvous(host, port=29400, backend="c10d", node_rank=None, local_addr=None, **settings):
+    return Rendezvous(
+        backend,
+        host,
+        port,
+        run_id="job",
+        min_nodes=1,
+        max_nodes=4,
+        settings=Settings(settings),
+        node_rank=node_rank,
+        local_addr=local_addr,
+    )
+
+
+def listens(host, machine, port=29400, **how):
+    return decide(rendezvous(host, port, **how), machine).listen
+
+
+@pytest.mark.parametrize("host", ["node1", "NODE1", "node1.", "node1.cluster", "Node1.Cluster.", "10.0.0.1"])
+def test_the_host_that_the_endpoint_names_serves_all_interfaces(host):
+    assert listens(host, NODE1) == (("::", 29400),)
+    assert listens(host, Machine("node1", "node1.cluster", own=["10.0.0.1"], has_ipv6=False)) == (
+        ("0.0.0.0", 29400),
+    )
+
+
+def test_an_alias_is_known_by_its_address():
+    machine = Machine("node1", own=["10.0.0.1"], known={"head": ["192.0.2.9", "10.0.0.1"]})
+    assert decide(rendezvous("head"), machine) == Hosting(
+        [("::", 29400)], "head is 10.0.0.1, an address of this host"
+    )
+
+
+def test_others_are_clients():
+    assert decide(rendezvous("node1"), NODE2) == Hosting((), "node1 (10.0.0.1) is another machine")
+    assert not decide(rendezvous("node"), Machine("node1", known={"node": ["10.9.9.9"]})).may_host
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost", "localhost."])
+def test_a_loopback_name_is_served_on_loopback_of_both_kinds(host):
+    assert listens(host, NODE1) == (("127.0.0.1", 29400), ("::1", 29400))
+    assert listens(host, Machine(has_ipv6=False)) == (("127.0.0.1", 29400),)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1"])
+def test_a_loopback_address_is_served_as_it_is(host):
+    assert listens(host, NODE1) == ((host, 29400),)
+
+
+def test_a_free_port_is_one_port():
+    assert listens("localhost", NODE1, 0) == (("127.0.0.1", 0),)
+    assert listens("node1", NODE1, 0) == (("::", 0),)
+
+
+def test_is_host_is_obeyed():
+    told = decide(rendezvous("service", is_host=True), NODE1)
+    assert (told.listen, told.is_explicit) == ((("::", 29400),), True)
+    assert listens("node1", NODE1, is_host=False) == ()
+    assert listens("localhost", NODE1, is_host=True) == (("127.0.0.1", 29400), ("::1", 29400))
+    assert listens("0.0.0.0", NODE1, is_host=True) == (("::", 29400),)
+    assert not decide(rendezvous("node1"), NODE1).is_explicit
+    assert decide(rendezvous("node1", is_host=False), NODE1).is_explicit
+
+
+def test_bind_addr_is_obeyed():
+    assert listens("node1", NODE1, bind_addr="10.0.0.1") == (("10.0.0.1", 29400),)
+    assert listens("localhost", NODE1, bind_addr="10.0.0.1") == (("10.0.0.1", 29400),)
+    assert listens("node1", NODE2, bind_addr="10.0.0.1") == ()
+
+
+def test_with_static_node_rank_0_hosts():
+    assert listens("node1", NODE2, backend="static", node_rank=0) == (("::", 29400),)
+    assert listens("node1", NODE1, backend="static", node_rank=1) == ()
+    assert listens("node1", NODE1, backend="static", node_rank=1, is_host=True) == (("::", 29400),)
+    assert listens("127.0.0.1", NODE1, backend="static", node_rank=0) == (("127.0.0.1", 29400),)
+
+
+@pytest.mark.parametrize("how", [{}, {"is_host": False}, {"backend": "static", "node_rank": 1}])
+def test_a_name_that_is_not_known_yet_makes_a_client(how):
+    found = decide(rendezvous("later", **how), NODE1)
+    assert not found.may_host
+    assert found.trouble == "Name or service not known"
+    assert unresolved(rendezvous("later"), found.trouble) == (
+        "--rdzv-endpoint later:29400: this host cannot resolve 'later' (Name or service not known): "
+        "give the address of the node that hosts the store instead, or make the name known (DNS, /etc/hosts)"
+    )
+
+
+def test_its_own_name_need_not_be_known():
+    assert listens("lonely", Machine("lonely")) == (("::", 29400),)
+
+
+def test_a_free_port_of_another_host_cannot_be_known():
+    for how, why in (
+        ({"host": "node1"}, "node1 (10.0.0.1) is another machine"),
+        ({"host": "later"}, "later is no name of this host"),
+        ({"host": "node2", "is_host": False}, "another agent hosts the store"),
+    ):
+        host = how.pop("host")
+        with pytest.raises(UsageError) as raised:
+            decide(rendezvous(host, 0, **how), NODE2)
+        assert str(raised.value) == (
+            f"--rdzv-endpoint: got '{host}:0', expected a port other than 0: {why}, "
+            "and its free port cannot be known here"
+        )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_all_interfaces_are_no_endpoint(host):
+    with pytest.raises(UsageError, match="expected the name or address of one node, the same on all nodes"):
+        decide(rendezvous(host), NODE1)
+
+
+labels = st.sampled_from(["node1", "node2", "node1.cluster", "head", "later", "localhost"])
+hosts = labels | st.ip_addresses().map(str) | st.sampled_from(["10.0.0.1", "fd00::2", "127.0.1.1", "::1"])
+flags = st.none() | st.booleans()
+
+
+@given(
+    hosts,
+    st.sampled_from([0, 29400]),
+    flags,
+    st.none() | st.just("10.0.0.1"),
+    st.sampled_from([NODE1, NODE2]),
+)
+def test_every_decision_holds_its_promises(host, port, is_host, bind_addr, machine):
+    how = {"is_host": is_host, "bind_addr": bind_addr}
+    try:
+        found = decide(rendezvous(host, port, **how), machine)
+    except UsageError:
+        assert port == 0 or is_unspecified(host)
+        return
+    assert found == decide(rendezvous(host, port, **how), machine)
+    assert found.may_host or port
+    assert {number for _, number in found.listen} <= {port}
+    if is_host is not None:
+        assert (found.may_host, found.is_explicit) == (is_host, True)
+    if found.may_host and bind_addr:
+        assert found.listen == (("10.0.0.1", port),)
+    elif found.may_host:
+        on_loopback = {is_loopback(address) for address, _ in found.listen}
+        assert on_loopback == {is_loopback_name(host)}
+
+
+@given(hosts.filter(lambda host: not (is_loopback_name(host) or is_unspecified(host))))
+def test_at_most_one_of_two_machines_hosts(host):
+    guesses = [decide(rendezvous(host), machine).may_host for machine in (NODE1, NODE2)]
+    # Both have 127.0.1.1 in some sense, and an endpoint there is one that others cannot use.
+    assert sum(guesses) <= 1
+
+
+# --- the address of a node ---
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [
+        (rendezvous("node1"), None),
+        (rendezvous("node1", local_addr="n2.example"), "n2.example"),
+        (rendezvous("node1", local_addr="[fd00::2]"), "fd00::2"),
+        (rendezvous("node1", backend="static", node_rank=0), "node1"),
+        (rendezvous("node1", backend="static", node_rank=0, local_addr="a"), "node1"),
+        (rendezvous("node1", backend="static", node_rank=1, local_addr="a"), "a"),
+        (rendezvous("node1", backend="static", node_rank=1), None),
+    ],
+)
+def test_an_address_can_be_chosen(endpoint, address):
+    assert chosen_address(endpoint) == address
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "machine", "address"),
+    [
+        # The host of the store, and any other agent on its machine.
+        (rendezvous("node1"), NODE1, "node1"),
+        (rendezvous("10.0.0.1"), NODE1, "10.0.0.1"),
+        (rendezvous("node2"), NODE2, "node2"),
+        # Everybody is on this machine.
+        (rendezvous("localhost"), NODE1, None),
+        (rendezvous("::1", is_host=True), NODE1, None),
+        # The connection comes from another machine: it is no loopback one.
+        (rendezvous("node1"), NODE2, None),
+        (rendezvous("later"), NODE2, None),
+        # Decided by hand: the endpoint may be an address that leads to one port only.
+        (rendezvous("service", is_host=True), NODE2, "10.0.0.2"),
+        (rendezvous("service", is_host=True), NODE1, "service"),
+        (rendezvous("0.0.0.0", is_host=True), NODE2, "10.0.0.2"),
+        (rendezvous("0.0.0.0", is_host=True), NODE1, None),
+        (rendezvous("node2", is_host=False), NODE2, "10.0.0.2"),
+        (rendezvous("node1", is_host=False), NODE1, None),
+    ],
+)
+def test_the_fallback_is_what_other_machines_reach(endpoint, machine, address):
+    assert fallback_address(endpoint, decide(endpoint, machine), machine) == address
+
+
+def test_agents_that_share_loopback_are_on_one_host(tmp_path):
+    assert host_identity() == host_identity()
+    ask = "from elasticrs.rendezvous.elastic.hosting import host_identity; print(host_identity())"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == host_identity()
+    other = tmp_path / "net"
+    other.symlink_to("net:[1]")
+    assert host_identity(network=str(other)) != host_identity()
+    assert host_identity(boot_id=str(tmp_path / "none")) == os.uname().nodename
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback", "elsewhere"),
+    [
+        ("127.0.0.1", True, False),
+        ("127.255.0.9", True, False),
+        ("::1", True, False),
+        ("::ffff:127.0.0.1", True, False),
+        ("10.0.0.1", False, True),
+        ("::ffff:10.0.0.1", False, True),
+        ("fd00::1", False, True),
+        ("169.254.1.1", False, False),
+        ("fe80::1%eth0", False, False),
+        ("febf::1", False, False),
+        ("fec0::1", False, True),
+        ("0.0.0.0", False, False),
+        ("::", False, False),
+        ("localhost", False, False),
+        ("node1", False, False),
+    ],
+)
+def test_kinds_of_addresses(address, loopback, elsewhere):
+    assert (is_loopback(address), is_usable_elsewhere(address)) == (loopback, elsewhere)
+    assert is_loopback_name(address) == (loopback or address == "localhost")
+
+
+@given(st.ip_addresses(v=4))
+def test_an_ipv4_address_is_the_same_in_both_forms(address):
+    assert packed(f"::ffff:{address}") == packed(str(address)) == address.packed
+    assert is_loopback(f"::ffff:{address}") == address.is_loopback
+    assert is_usable_elsewhere(str(address)) == (
+        not (address.is_loopback or address.is_link_local or address.is_unspecified)
+    )
+
+
+# --- this machine ---
+
+
+def test_this_machine_knows_itself():
+    machine = SystemResolver()
+    assert os.uname().nodename in machine.host_names()
+    assert machine.resolve("127.0.0.1") == ["127.0.0.1"]
+    assert set(machine.resolve("localhost")) <= {"127.0.0.1", "::1"}
+    assert machine.is_local("127.0.0.1")
+    assert machine.is_local("127.0.1.1")
+    assert machine.is_local("0.0.0.0")
+    # Addresses that are reserved for documentation.
+    assert not machine.is_local("192.0.2.1")
+    assert not machine.is_local("2001:db8::1")
+    assert not machine.is_local("no address")
+
+
+ASK = """
+import sys
+from elasticrs.rendezvous.elastic.hosting import SystemResolver
+print(*(SystemResolver().is_local(address) for address in sys.argv[1:]))
+"""
+
+
+@pytest.mark.privileged
+def test_an_address_that_can_be_bound_may_still_be_anothers():
+    # Load balancers allow that. The third has a route, the fourth has none.
+    setup = """
+        sysctl -q -w net.ipv4.ip_nonlocal_bind=1
+        ip link set lo up
+        ip address add 10.77.0.1/32 dev lo
+        ip route add 10.77.0.0/24 dev lo
+        exec "$@"
+    """
+    addresses = ("127.0.0.1", "10.77.0.1", "10.77.0.2", "192.0.2.1")
+    command = ["unshare", "--net", "sh", "-ec", setup, "sh", sys.executable, "-c", ASK, *addresses]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == ["True", "True", "False", "False"]
+
+
+def test_a_name_that_cannot_be_one_is_not_resolved():
+    for name in ("a..b", "x" * 64 + ".b", "node.invalid"):
+        with pytest.raises(OSError, match=r"."):
+            SystemResolver().resolve(name)
+
+
+def test_a_real_endpoint_is_decided():
+    own_name = os.uname().nodename
+    assert decide(rendezvous(own_name), SystemResolver()).may_host
+    assert not decide(rendezvous("192.0.2.1"), SystemResolver()).may_host
+    served = decide(rendezvous("localhost", 0), SystemResolver()).listen
+    assert served == (("127.0.0.1", 0),)

@@ -1,0 +1,282 @@
+"""The settings of the elastic rendezvous: each key, each bad value, and what belongs together."""
+
+import math
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.config import UsageError
+from elasticrs.rendezvous.elastic.settings import KEYS, Rendezvous, Settings, read_settings
+
+NAMES = [key.name for key in KEYS]
+
+
+def settings(environ=None, **given):
+    return read_settings(given, environ or {})[0]
+
+
+def mistake(environ=None, **given):
+    with pytest.raises(UsageError) as raised:
+        read_settings(given, environ or {})
+    assert len(str(raised.value).splitlines()) == 1
+    return str(raised.value)
+
+
+def test_defaults():
+    made = settings()
+    assert (made.join_timeout, made.last_call_timeout, made.close_timeout) == (600, 30, 30)
+    assert (made.keep_alive_interval, made.keep_alive_max_attempt, made.ttl) == (1, 5, 5)
+    assert (made.restart_call_timeout, made.scale_up_delay, made.store_lost_timeout) == (0, 1, 10)
+    assert (made.max_short_losses, made.short_round, made.max_node_losses) == (10, 60, None)
+    assert (made.stall_timeout, made.connect_timeout, made.exit_barrier_timeout) == (60, 5, 300)
+    assert (made.is_host, made.bind_addr, made.worker_port_range, made.order_hint) == (None,) * 4
+    assert (made.homogeneous, made.fresh, made.drain, made.token, made.rank) == (
+        False,
+        False,
+        "node",
+        None,
+        None,
+    )
+
+
+def test_settle_is_the_longest_stop_and_the_lease_and_a_margin():
+    assert settings().settle == 30 + 5 + 5
+    values = {"keep_alive_interval": "0.5", "keep_alive_max_attempt": 4}
+    assert read_settings(values, {}, grace=7)[0].settle == 7 + 2 + 5
+    assert settings(settle="6.5").settle == 6.5
+
+
+ANY_SECONDS = {
+    "scale_up_delay",
+    "last_call_timeout",
+    *("restart_call_timeout", "close_timeout", "store_lost_timeout", "short_round"),
+}
+SOME_SECONDS = {"join_timeout", "connect_timeout"}
+NO_EFFECT = {
+    "heartbeat_timeout": "5",
+    "read_timeout": "60",
+    "cas_backoff_max_seconds": "0",
+    "timeout": 900,
+    "store_type": "TCP",
+}
+
+
+@pytest.mark.parametrize("name", sorted(ANY_SECONDS | SOME_SECONDS))
+def test_spans_have_fractions_and_limits(name):
+    assert getattr(settings(**{name: "0.25"}), name) == 0.25
+    assert getattr(settings(**{name: 3}), name) == 3.0
+    expected = "seconds, 0 or more" if name in ANY_SECONDS else "seconds, more than 0"
+    for bad in ("-1", "nan", "x", "", "1s", True, [1], None):
+        assert mistake(**{name: bad}) == f"--rdzv-conf: {name}: got {bad!r}, expected {expected}"
+    for bad in ("inf", "1e10", 2e9):
+        assert mistake(**{name: bad}).endswith("expected seconds, 1000000000 at most")
+    if name in SOME_SECONDS:
+        assert mistake(**{name: "0"}) == f"--rdzv-conf: {name}: got '0', expected {expected}"
+    else:
+        assert getattr(settings(**{name: 0}), name) == 0
+
+
+@pytest.mark.parametrize(("name", "value"), NO_EFFECT.items())
+def test_what_only_torch_needs_is_read_and_has_no_effect(name, value):
+    assert settings(**{name: value}) == settings()
+    assert mistake(**{name: "inf"}).startswith(f"--rdzv-conf: {name}: got 'inf', expected ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("scale_up", "0", False),
+        ("stall_timeout", "OFF", None),
+        ("stall_timeout", "5", 5),
+        ("settle", "5.5", 5.5),
+        ("keep_alive_interval", "0.4", 0.4),
+        ("keep_alive_max_attempt", "3", 3),
+        ("max_node_losses", "0", 0),
+        ("max_node_losses", "off", None),
+        ("max_short_losses", "1", 1),
+        ("is_host", "1", True),
+        ("is_host", "False", False),
+        ("is_host", True, True),
+        ("homogeneous", "yes", True),
+        ("fresh", 1, True),
+        ("drain", "job", "job"),
+        ("bind_addr", "10.0.0.1", "10.0.0.1"),
+        ("bind_addr", "[fd00::1]", "fd00::1"),
+        ("worker_port_range", "30000-30100", (30000, 30100)),
+        ("worker_port_range", "30000", (30000, 30000)),
+        ("worker_port_range", 30000, (30000, 30000)),
+        ("order_hint", "7", 7),
+        ("rank", 1, 1),
+        ("token", "s=cret", b"s=cret"),
+    ],
+)
+def test_values(name, text, value):
+    found = getattr(settings(**{name: text}), name)
+    assert found == value
+    assert type(found) in (type(value), float)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("scale_up", "off", "1 or 0 (or true, false, yes, no)"),
+        ("stall_timeout", "0.5", "seconds, 1 or more, or off"),
+        ("settle", "0", "seconds, more than 0"),
+        ("settle", "5", "seconds, more than keep_alive_interval x keep_alive_max_attempt (5)"),
+        ("keep_alive_interval", "0.01", "seconds, 0.05 to 3600"),
+        ("keep_alive_interval", "3601", "seconds, 0.05 to 3600"),
+        ("keep_alive_max_attempt", "2", "a whole number from 3"),
+        ("keep_alive_max_attempt", "2.5", "a whole number from 3"),
+        ("max_node_losses", "-1", "a whole number from 0, or off"),
+        ("max_short_losses", "0", "a whole number from 1"),
+        ("max_short_losses", 1.5, "a whole number from 1"),
+        ("is_host", "maybe", "1 or 0 (or true, false, yes, no)"),
+        ("is_host", 2, "1 or 0 (or true, false, yes, no)"),
+        ("homogeneous", "", "1 or 0 (or true, false, yes, no)"),
+        ("fresh", 0.0, "1 or 0 (or true, false, yes, no)"),
+        ("drain", "all", "node or job"),
+        ("bind_addr", "eth0", "the numeric address of an interface of this node"),
+        ("bind_addr", "", "the numeric address of an interface of this node"),
+        ("bind_addr", "10.0.0.\0", "the numeric address of an interface of this node"),
+        ("worker_port_range", "2-1", "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"),
+        ("worker_port_range", "0-5", "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"),
+        ("worker_port_range", "1-65536", "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"),
+        ("worker_port_range", "a-b", "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"),
+        ("order_hint", "-1", "a whole number from 0"),
+        ("rank", True, "a whole number from 0"),
+        ("token_file", "", "the path of a file"),
+        ("store_type", "etcd", "tcp"),
+    ],
+)
+def test_bad_values(name, text, expected):
+    assert mistake(**{name: text}) == f"--rdzv-conf: {name}: got {text!r}, expected {expected}"
+
+
+def test_a_shared_file_is_no_store():
+    assert mistake(store_type="File") == (
+        "--rdzv-conf: store_type: got 'File', expected tcp: a file cannot tell when a node has died; "
+        "name the node that hosts the store with --rdzv-endpoint HOST:PORT instead"
+    )
+
+
+def test_an_unknown_key_is_a_mistake():
+    line = mistake(jion_timeout="5")
+    assert line.startswith(
+        "--rdzv-conf: unknown key jion_timeout (did you mean join_timeout?); known: join_timeout, "
+    )
+    assert all(name in line for name in NAMES)
+    assert mistake(zzz="5").startswith("--rdzv-conf: unknown key zzz; known: ")
+
+
+def test_the_source_is_named():
+    with pytest.raises(UsageError, match=r"^rdzv_configs: drain: got 'x', expected node or job$"):
+        read_settings({"drain": "x"}, {}, source="rdzv_configs")
+
+
+def test_no_key_is_untested_here():
+    tested = ANY_SECONDS | SOME_SECONDS | set(NO_EFFECT)
+    for test in (test_values, test_bad_values):
+        tested |= {case[0] for case in test.pytestmark[0].args[1]}
+    assert tested == set(NAMES)
+
+
+# --- the token ---
+
+
+def token_file(tmp_path, data=b"secret\n", mode=0o600):
+    path = tmp_path / "token"
+    path.write_bytes(data)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_the_token_comes_from_the_setting_the_file_or_the_environment(tmp_path):
+    environ = {"ELASTICRS_TOKEN": "from-env"}
+    assert settings(environ).token == b"from-env"
+    assert settings(environ, token="mine").token == b"mine"
+    assert settings(environ, token_file=token_file(tmp_path)).token == b"secret"
+    assert settings(token_file=token_file(tmp_path, b"\x00\xff\r\n")).token == b"\x00\xff"
+
+
+def test_two_tokens_are_one_too_many(tmp_path):
+    line = mistake(token="mine", token_file=token_file(tmp_path))
+    assert line == "--rdzv-conf: token and token_file exclude each other"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o604, 0o606, 0o602])
+def test_who_may_read_the_file_is_looked_at(tmp_path, mode):
+    path = token_file(tmp_path, mode=mode)
+    _, notices = read_settings({"token_file": path}, {})
+    warning = f"the token in {path} can be read by every user of this machine: chmod o-rwx {path}"
+    assert notices == ([warning] if mode & 0o007 else [])
+
+
+def test_files_that_hold_no_token(tmp_path):
+    missing = str(tmp_path / "none")
+    assert mistake(token_file=missing) == (
+        f"--rdzv-conf: token_file: {missing!r} cannot be read: No such file or directory"
+    )
+    assert mistake(token_file=str(tmp_path)).endswith("cannot be read: Is a directory")
+    empty = token_file(tmp_path, b"\n")
+    assert mistake(token_file=empty) == (
+        f"--rdzv-conf: token_file: {empty!r} holds 0 bytes, expected 1 to 4096 bytes"
+    )
+    assert mistake(token_file=token_file(tmp_path, b"x" * 5000)).endswith("expected 1 to 4096 bytes")
+    assert settings(token_file=token_file(tmp_path, b"x" * 4096 + b"\n")).token == b"x" * 4096
+
+
+def test_the_token_is_in_no_text():
+    assert "s3cret" not in repr(settings(token="s3cret"))
+    assert "<secret>" in repr(settings(token="s3cret"))
+    assert "token=None" in repr(settings())
+    long = "s3cret" * 1000
+    assert mistake(token=long) == "--rdzv-conf: token: got a secret, expected 1 to 4096 bytes"
+    assert mistake({"ELASTICRS_TOKEN": ""}) == ("ELASTICRS_TOKEN: got 0 characters, expected 1 to 4096 bytes")
+    assert "s3cret" not in mistake({"ELASTICRS_TOKEN": long})
+
+
+# --- all of it ---
+
+texts = (
+    st.text(max_size=12) | st.floats().map(str) | st.integers().map(str) | st.sampled_from(["off", "1", "no"])
+)
+anything = texts | st.floats() | st.integers() | st.booleans() | st.none() | st.binary(max_size=4)
+
+
+@given(
+    st.dictionaries(st.sampled_from([name for name in NAMES if name != "token_file"]), anything, max_size=4)
+)
+def test_any_settings_are_read_or_refused_in_one_line(given):
+    line = None
+    try:
+        made, _ = read_settings(given, {})
+    except UsageError as error:
+        line = str(error)
+    if line is not None:
+        assert len(line.splitlines()) == 1
+        return
+    assert made.settle > made.ttl > 0
+    spans = (made.join_timeout, made.last_call_timeout, made.close_timeout, made.settle)
+    assert all(math.isfinite(span) and span >= 0 for span in spans)
+
+
+def test_settings_are_values():
+    assert settings(drain="job") == Settings({"drain": "job"})
+    assert settings(drain="job") != Settings()
+    assert len({settings(), Settings()}) == 1
+
+
+def test_an_endpoint_is_written_as_it_is_read():
+    def at(host):
+        return Rendezvous("c10d", host, 7, run_id="j", min_nodes=1, max_nodes=3, settings=Settings())
+
+    assert at("node1").endpoint == "node1:7"
+    assert at("fd00::1").endpoint == "[fd00::1]:7"
+    assert at("node1").max_connections == 70
+
+
+def test_a_path_may_be_a_path(tmp_path):
+    path = token_file(tmp_path)
+    assert settings(token_file=tmp_path / "token").token_file == os.fspath(path)

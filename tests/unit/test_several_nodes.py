@@ -1,0 +1,251 @@
+"""What the command line and the Python API say about several nodes, and the line for every mistake."""
+
+import pytest
+
+from elasticrs.config import UsageError
+from elasticrs.launcher.arguments import parse, resolve
+from elasticrs.rendezvous import RendezvousParameters
+from elasticrs.rendezvous.elastic.describe import PYTHON, check_backend, describe
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+
+ENV = {"PATH": "/usr/bin:/bin"}
+C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("print('STARTED')\n")
+    return str(path)
+
+
+@pytest.fixture
+def launch(script):
+    def launch(*argv, **environ):
+        return resolve(parse([*argv, script], environ), {**ENV, **environ})
+
+    return launch
+
+
+def test_a_plain_launch_meets_nobody(launch):
+    for argv in (
+        (),
+        ("--standalone",),
+        ("--standalone", "--nnodes=1:4", "--rdzv-conf=join_timeout=3", "--node-rank=3"),
+        ("--nnodes=1", "--rdzv-conf", "join_timeout=3"),
+        ("--master-port=29501",),
+        ("--rdzv-endpoint=node1:1234",),
+        ("--rdzv-backend=c10d",),
+        ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
+        ("--rdzv-backend=elasticrs", "--rdzv-endpoint=[::1]:0", "--nnodes=1"),
+    ):
+        assert launch(*argv).job.rendezvous is None, argv
+
+
+@pytest.mark.parametrize("backend", ["c10d", "elasticrs"])
+def test_nodes_meet_at_the_endpoint(launch, backend):
+    argv = (
+        "--nnodes=2:4",
+        "--rdzv-backend",
+        backend,
+        "--rdzv-endpoint=node1",
+        "--rdzv-id=j",
+        "--local-addr=me",
+    )
+    job = launch(*argv).job
+    met = job.rendezvous
+    assert (met.backend, met.host, met.port, met.endpoint) == ("c10d", "node1", 29400, "node1:29400")
+    assert (met.min_nodes, met.max_nodes, met.run_id, job.run_id) == (2, 4, "j", "j")
+    assert (met.node_rank, met.local_addr, met.settings.order_hint) == (None, "me", 0)
+    assert job.master_port is None
+    assert launch(*argv, "--rdzv-endpoint=[fd00::1]:7").job.rendezvous.endpoint == "[fd00::1]:7"
+
+
+def test_one_node_with_an_endpoint_may_be_met(launch):
+    met = launch(*C10D).job.rendezvous
+    assert (met.min_nodes, met.max_nodes, met.endpoint) == (1, 1, "node1:29400")
+    assert launch("--rdzv-backend=c10d", "--rdzv-endpoint=localhost").job.rendezvous.port == 29400
+
+
+def test_settings_come_along(launch):
+    made = launch(
+        *C10D,
+        "--rdzv-conf=join_timeout=0.5,token=a=b",
+        "--drain=job",
+        "--node-rank=3",
+        "--shutdown-timeout=7",
+        "--exit-barrier-timeout=9",
+    ).job.rendezvous.settings
+    assert (made.join_timeout, made.token, made.drain, made.order_hint) == (0.5, b"a=b", "job", 3)
+    assert (made.settle, made.exit_barrier_timeout) == (7 + 5 + 5, 9)
+    assert launch(*C10D, "--rdzv-conf=order_hint=8", "--node-rank=3").job.rendezvous.settings.order_hint == 8
+    assert launch(*C10D, "--rdzv-conf=drain=job").job.rendezvous.settings.drain == "job"
+    assert launch(*C10D, "--rdzv-conf=drain=job", "--drain=node").job.rendezvous.settings.drain == "node"
+
+
+def test_variables_say_the_same(launch):
+    job = launch(
+        PET_NNODES="2:3",
+        PET_RDZV_BACKEND="c10d",
+        PET_RDZV_ENDPOINT="node1:7",
+        PET_RDZV_ID="j",
+        PET_RDZV_CONF="join_timeout=5",
+        PET_NODE_RANK="2",
+        PET_LOCAL_ADDR="me",
+        PET_DRAIN="job",
+        PET_EXIT_BARRIER_TIMEOUT="4",
+        ELASTICRS_TOKEN="t",
+    ).job.rendezvous
+    assert (job.min_nodes, job.max_nodes, job.endpoint, job.run_id) == (2, 3, "node1:7", "j")
+    made = job.settings
+    assert (made.join_timeout, made.order_hint, made.drain, made.token) == (5, 2, "job", b"t")
+    assert (made.exit_barrier_timeout, job.local_addr) == (4, "me")
+    barrier = launch(*C10D, TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT="6").job.rendezvous.settings
+    assert barrier.exit_barrier_timeout == 6
+
+
+def test_static_ranks_are_given_by_hand(launch):
+    launched = launch("--nnodes=3", "--node-rank=2", "--master-addr=node1", "--master-port=7", "--rdzv-id=j")
+    met = launched.job.rendezvous
+    assert (met.backend, met.endpoint, met.node_rank, met.settings.order_hint) == ("static", "node1:7", 2, 2)
+    assert (met.min_nodes, met.max_nodes) == (3, 3)
+    assert (launched.job.master_addr, launched.job.master_port) == ("node1", 7)
+    assert launched.notices == []
+    assert launch("--nnodes=2", "--master-addr=fd00::1").job.rendezvous.endpoint == "[fd00::1]:29500"
+    assert launch("--nnodes=2", "--rdzv-endpoint=node1:8").job.rendezvous.endpoint == "node1:8"
+    hinted = launch("--nnodes=2", "--node-rank=1", "--rdzv-conf=order_hint=5").job.rendezvous
+    assert hinted.settings.order_hint == 1
+    variables = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node1", "PET_MASTER_PORT": "7"}
+    assert (
+        launch(**variables).job.rendezvous
+        == launch("--nnodes=2", "--node-rank=1", "--master-addr=node1", "--master-port=7").job.rendezvous
+    )
+
+
+def test_lines_that_are_no_mistakes(launch):
+    assert launch("--nnodes=2").notices == [
+        "the static rendezvous is at 127.0.0.1: only agents on this machine can join"
+    ]
+    assert launch(*C10D, "--master-port=1").notices == [
+        "--master-port has no effect here: it is for the static rendezvous"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (
+            ["--nnodes=2", "--rdzv-backend=c10d"],
+            "--rdzv-endpoint is needed for several nodes: HOST[:PORT] of the node that hosts the rendezvous, "
+            "the same on all nodes",
+        ),
+        (
+            ["--nnodes=1:2"],
+            "--nnodes: got 1:2, expected one number with the static rendezvous, whose ranks are given by "
+            "hand; --rdzv-backend c10d takes a range",
+        ),
+        (["--node-rank=1"], "--node-rank: got 1, expected 0 with one node"),
+        (["--nnodes=2", "--node-rank=2"], "--node-rank: got 2, expected 0 to 1 with 2 nodes"),
+        (
+            ["--nnodes=2", "--node-rank=1", "--rdzv-conf=rank=0"],
+            "--rdzv-conf: rank: got '0', but --node-rank is 1: leave it out",
+        ),
+        (["--nnodes=2", "--standalone"], "--standalone is for one node, but --nnodes is 2"),
+        (["--nnodes=2:3", "--standalone"], "--standalone is for one node, but --nnodes is 2:3"),
+        (["--rdzv-backend=zeus"], "--rdzv-backend: got 'zeus', expected c10d, elasticrs, static"),
+        (
+            ["--rdzv-backend=etcd"],
+            "--rdzv-backend: 'etcd' is not supported by this release: use c10d, which needs no server",
+        ),
+        (
+            ["--rdzv-backend=etcd-v2", "--nnodes=2", "--rdzv-endpoint=e:2379"],
+            "--rdzv-backend: 'etcd-v2' is not supported by this release: use c10d, which needs no server",
+        ),
+        (
+            ["--rdzv-endpoint=node1"],
+            "--rdzv-endpoint: got 'node1', expected HOST:PORT with the static rendezvous, "
+            "the same on all nodes",
+        ),
+        (
+            ["--nnodes=2", "--rdzv-endpoint=node1"],
+            "--rdzv-endpoint: got 'node1', expected HOST:PORT with the static rendezvous, "
+            "the same on all nodes",
+        ),
+        (
+            ["--nnodes=2", "--rdzv-endpoint=node1:0"],
+            "--rdzv-endpoint: got 'node1:0', expected HOST:PORT with the static rendezvous, "
+            "the same on all nodes",
+        ),
+        (
+            ["--rdzv-backend=c10d", "--rdzv-endpoint=a b:1"],
+            "--rdzv-endpoint: got 'a b:1', expected HOST[:PORT]",
+        ),
+        ([*C10D, "--rdzv-id="], "--rdzv-id: got '', expected 1 to 256 bytes"),
+        (
+            [*C10D, "--rdzv-conf=close_timeout=x"],
+            "--rdzv-conf: close_timeout: got 'x', expected seconds, 0 or more",
+        ),
+        (["--rdzv-conf=drain=x"], "--rdzv-conf: drain: got 'x', expected node or job"),
+        (["--standalone", "--rdzv-conf=drain=x"], "--rdzv-conf: drain: got 'x', expected node or job"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(launch, argv, line):
+    with pytest.raises(UsageError) as raised:
+        launch(*argv)
+    assert str(raised.value) == line
+
+
+def test_drain_is_node_or_job():
+    with pytest.raises(UsageError, match=r"^--drain: got 'all', expected node or job$"):
+        parse(["--drain=all", "x.py"], {})
+
+
+# --- the Python API ---
+
+
+def api(backend="c10d", endpoint="node1", nodes=(1, 2), node_rank=None, **config):
+    return describe(backend, endpoint, "j", nodes, config, {}, node_rank=node_rank, words=PYTHON)[0]
+
+
+def test_the_python_api_says_the_same_with_its_own_words():
+    assert api(join_timeout=3, timeout=900).settings.join_timeout == 3
+    assert api().settings.order_hint is None
+    static = api("static", "node1:7", (2, 2), rank=1)
+    assert (static.node_rank, static.settings.order_hint) == (1, 1)
+    for how, line in (
+        ({"endpoint": ""}, "rdzv_endpoint is needed for several nodes"),
+        ({"backend": "static"}, "min_nodes:max_nodes: got 1:2, expected one number"),
+        ({"backend": "static", "nodes": (2, 2), "rank": 2}, "rdzv_configs['rank']: got 2, expected 0 to 1"),
+        (
+            {"backend": "static", "nodes": (2, 2), "rank": "x"},
+            "rdzv_configs: rank: got 'x', expected a whole",
+        ),
+        ({"zzz": 1}, "rdzv_configs: unknown key zzz"),
+    ):
+        with pytest.raises(UsageError) as raised:
+            api(**how)
+        assert str(raised.value).startswith(line)
+    with pytest.raises(UsageError, match=r"^rdzv_backend: 'etcd' is not supported by this release"):
+        check_backend("etcd", PYTHON)
+
+
+def test_handlers_check_their_settings():
+    def handler(backend="c10d", **config):
+        return get_rendezvous_handler(RendezvousParameters(backend, "", "j", 1, 1, **config))
+
+    assert handler("elasticrs", timeout=900).get_backend() == "elasticrs"
+    with pytest.raises(ValueError, match="rdzv_configs: unknown key zzz"):
+        handler(zzz=1)
+    with pytest.raises(ValueError, match="'etcd' is not supported by this release"):
+        handler("etcd")
+    with pytest.raises(ValueError, match="rdzv_backend: got 'mine', expected c10d, elasticrs, static"):
+        handler("mine")
+
+
+def test_a_token_that_everybody_can_read_is_a_warning(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("secret")
+    path.chmod(0o644)
+    parameters = RendezvousParameters("c10d", "", "j", 1, 1, token_file=str(path))
+    with pytest.warns(RuntimeWarning, match="can be read by every user of this machine"):
+        get_rendezvous_handler(parameters)
