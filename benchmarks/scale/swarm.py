@@ -35,13 +35,6 @@ CAUSE = {
 }
 
 
-def _flat(event: Any) -> Any:
-    """The machine takes the entries of a snapshot one by one, the client gives them as one list."""
-    if type(event) is _core.Reply and len(event.results) == 1 and isinstance(event.results[0], list):
-        return messages.Reply(event.tag, event.ok, event.revision, event.results[0])
-    return event
-
-
 class Agent:
     """One agent.
 
@@ -51,7 +44,16 @@ class Agent:
         agents: how many there are in all.
     """
 
-    __slots__ = ("_events", "_handlers", "_swarm", "_timers", "client", "member", "registering", "round")
+    __slots__ = (
+        "_events",
+        "_handlers",
+        "_swarm",
+        "_timers",
+        "client",
+        "member",
+        "registering",
+        "round",
+    )
 
     def __init__(self, swarm: "Swarm", number: int, agents: int) -> None:
         settings = messages.Settings(
@@ -105,7 +107,7 @@ class Agent:
             if type(event) is _core.Reply and event.tag == self.registering and event.ok:
                 self.registering = -1
                 self._swarm.stamp("registered", 0)
-            self.handle(_flat(event))
+            self.handle(event)
 
     def fire(self, name: str, due: float) -> None:
         """A timer is due, unless it was set anew or forgotten."""
