@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from benchmarks.harness import Launcher, Options, Row, Samples, environment, percentile, take_turns, worker
 
@@ -27,7 +28,9 @@ CASES = (
 
 
 def measure(options: Options) -> list[Row]:
-    """Latency of an operation as its client sees it, and the time per operation of all clients together."""
+    """Latency of an operation as its client sees it, the time per operation of all clients together, and what
+    an operation costs the server.
+    """
     with ExitStack() as stack:
         clients = stack.enter_context(_started("store_client.py"))
         servers = {
@@ -37,28 +40,32 @@ def measure(options: Options) -> list[Row]:
         ports = {name: int(_line(server)) for name, server in servers.items()}
         rows: list[Row] = []
         for operation, count, repeats in CASES:
-            rows += _case(options, clients, ports, operation, count, repeats)
+            rows += _case(options, clients, servers, ports, operation, count, repeats)
         return rows
 
 
 def _case(
     options: Options,
     clients: subprocess.Popen[str],
+    servers: dict[str, subprocess.Popen[str]],
     ports: dict[str, int],
     operation: str,
     count: int,
     repeats: int,
 ) -> list[Row]:
-    latency, throughput = Samples(options), Samples(options)
+    latency, throughput, cost = Samples(options), Samples(options), Samples(options)
     repeats = options.repeats(repeats, max(20, repeats // 20))
 
     def one(launcher: Launcher) -> None:
         assert clients.stdin is not None
         clients.stdin.write(f"{ports[launcher.name]} {count} {operation} {repeats}\n")
         clients.stdin.flush()
+        before = _cpu_ns(servers[launcher.name].pid)
         wall, *spans = map(int, _line(clients).split())
         latency.add(launcher, *(span / 1000 for span in spans))
         throughput.add(launcher, wall / 1000 / (count * repeats))
+        # The few operations before the start are among them.
+        cost.add(launcher, (_cpu_ns(servers[launcher.name].pid) - before) / 1000 / (count * repeats))
 
     take_turns(options, options.repeats(7, 2), one)
     name = f"store {operation}, {count} client{'s' if count > 1 else ''}"
@@ -67,7 +74,13 @@ def _case(
         *latency.rows(f"{name}: p50", "µs", conditions),
         *latency.rows(f"{name}: p99", "µs", conditions, lambda values: percentile(values, 99)),
         *throughput.rows(f"{name}: time per operation", "µs", f"{conditions}; wall / operations of all"),
+        *cost.rows(f"{name}: CPU time of the server", "µs", f"{conditions}; per operation"),
     ]
+
+
+def _cpu_ns(pid: int) -> int:
+    """What all threads of a process have used so far."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 
 @contextmanager

@@ -138,6 +138,20 @@ def test_a_port_of_the_users_is_left_to_rank_0(launch, worker_script):
 
 
 @pytest.mark.beyond_torchrun
+def test_a_stranger_at_the_store_is_told_of(launch, worker_script):
+    script = worker_script("""
+        import os, socket
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1")
+            stranger.recv(1)
+    """)
+    launched = launch("--standalone", script)
+    assert launched.wait() == 0, launched.stderr
+    assert "not a client of a TCPStore" in launched.stderr
+
+
+@pytest.mark.beyond_torchrun
 def test_every_attempt_has_a_master_port_of_its_own(launch, worker_script):
     script = worker_script("""
         import os

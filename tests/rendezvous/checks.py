@@ -80,7 +80,7 @@ class Checks:
             )
         used = before.used if before else 0
         require(head.used - used in (0, 1), "I-5 the budget's step", head)
-        require(head.used <= config["max_restarts"], "I-5 the budget is overspent", head)
+        require(head.used <= self._max_restarts(), "I-5 the budget is overspent", head)
         if before is not None and before.end["kind"] == "failure" and head.used == used:
             require(self._is_explained(before.round), "I-5 a failure was free without a loss", before)
         if head.used > used:
@@ -161,7 +161,7 @@ class Checks:
             require(before.state == "ENDED", "I-1 failed after", before)
             self._verdict(before, head)
             if "no restart is left" in head.reason:
-                require(before.used == config["max_restarts"], "I-5 closed with budget left", head)
+                require(before.used == self._max_restarts(), "I-5 closed with budget left", head)
                 require(not before.cause["induced"], "I-5 the job failed for the loss of a node", before)
             elif "max_node_losses" in head.reason:
                 require(self.losses > config["max_node_losses"], "closed for losses", head)
@@ -254,9 +254,12 @@ class Checks:
             differs = proc.member.settings.max_restarts != self.world.config["max_restarts"]
             require(differs or self._first_was_other(), "refused without a reason", outcome)
 
+    def _max_restarts(self):
+        """The job's: those of the agent that came first."""
+        return decode(self.world.store.get(KEYS.job).value)["max_restarts"]
+
     def _first_was_other(self):
-        job = decode(self.world.store.get(KEYS.job).value)
-        return job["max_restarts"] != self.world.config["max_restarts"]
+        return self._max_restarts() != self.world.config["max_restarts"]
 
     # --- the end ---
 

@@ -33,9 +33,12 @@ def play(seed):
 def play_choices(numbers):
     """The schedule that a list of numbers stands for: each chooses the next thing that happens."""
     source = iter(numbers)
+    # What comes after the list has to be fair: always the same choice would starve somebody.
+    rest = random.Random(0)
 
     def number(limit):
-        return next(source, 0) % limit
+        chosen = next(source, None)
+        return rest.randrange(limit) if chosen is None else chosen % limit
 
     def pick(weights):
         point = number(1 << 16) / (1 << 16) * sum(weights)

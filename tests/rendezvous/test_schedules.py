@@ -70,7 +70,7 @@ def test_the_checker_sees_that_a_rule_is_off(name):
         for seed in range(RULE_LIMIT):
             try:
                 schedules.play(seed)
-            except (schedules.ScheduleError, AssertionError, AttributeError, KeyError):
+            except schedules.ScheduleError:
                 return
     pytest.fail(f"{name}: not seen in {RULE_LIMIT} schedules")
 

@@ -337,6 +337,7 @@ class World:
     def expire(self, conn):
         self.log.append(("expire", conn.name))
         self.store.end_session(conn)
+        self.store.conns = [each for each in self.store.conns if not each.dead or each.requests]
 
     def from_queue(self, proc):
         event = proc.queue.pop(0)

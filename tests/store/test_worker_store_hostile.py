@@ -3,6 +3,8 @@
 import random
 import socket
 import struct
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -99,6 +101,27 @@ def test_it_goes_with_its_supervisor():
         assert is_closed_by_the_other_side(connection)
     assert store.waiting() == {}
     store.close()
+
+
+def test_a_forked_child_leaves_the_parents_store_alone():
+    program = """
+import os
+from elasticrs import _core
+store = _core.WorkerStore()
+store.serve()
+pid = os.fork()
+if pid == 0:
+    store.close()
+    del store
+    os._exit(0)
+os.waitpid(pid, 0)
+import socket
+with socket.create_connection(("localhost", store.port)) as connection:
+    connection.sendall(bytes.fromhex("00cef7853c07"))
+    assert connection.recv(8, socket.MSG_WAITALL) == bytes(8)
+store.close()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
 
 
 def test_ports_are_had_or_named():

@@ -41,6 +41,7 @@ def take_head(member: Member, entry: Any) -> None:
     if entry.value is None or entry.mod_revision <= member.head_revision:
         return
     head = Head.decode(entry.value)
+    is_news = member.head is not None
     member.head, member.head_revision = head, entry.mod_revision
     if head.round:
         member.has_seen_round = True
@@ -49,7 +50,7 @@ def take_head(member: Member, entry: Any) -> None:
     elif head.state == "ENDED":
         _ended(member, head)
     else:
-        _running(member, head)
+        _running(member, head, is_news)
 
 
 def _closed(member: Member, head: Head) -> None:
@@ -76,11 +77,11 @@ def _ended(member: Member, head: Head) -> None:
     look(member)
 
 
-def _running(member: Member, head: Head) -> None:
+def _running(member: Member, head: Head, is_news: bool) -> None:
     if member.seen_round != head.round:
         member.seen_round = head.round
         member.arm("round_age", member.settings.short_round)
-        if head.round > 1 and member.registered:
+        if head.round > 1 and is_news:
             member.do(Announce(round_line(head, member.settings.max_restarts)))
     member.disarm("give_up")
     look(member)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elasticrs._value import Value
 from elasticrs.rendezvous.elastic.records import time_of
-from elasticrs.rendezvous.elastic.texts import named
+from elasticrs.rendezvous.elastic.texts import named, nodes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ def _reason(view: View, head: Head, counted: Head, settings: Settings, lost: lis
         )
     names = named([view.seats[rank].name for rank in lost]) or "none that is still known"
     if settings.max_node_losses is not None and counted.losses > settings.max_node_losses:
-        return f"{counted.losses} nodes were lost (max_node_losses={settings.max_node_losses}), last: {names}"
+        lost_nodes = nodes(counted.losses)
+        return f"lost {lost_nodes} (max_node_losses={settings.max_node_losses}), last: {names}"
     if counted.short_losses >= settings.max_short_losses:
         return (
             f"{counted.short_losses} rounds in a row lost a node less than {settings.short_round:g} s"

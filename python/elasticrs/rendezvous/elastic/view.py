@@ -172,13 +172,15 @@ class View:
     def _take_done(self, name: str, value: bytes | None) -> None:
         number, _, rank = name.partition("/")
         key = int(number), int(rank)
-        if value is None:
-            self._dones.discard(key)
+        (self._dones.discard if value is None else self._dones.add)(key)
+        if key[0] != self.round:
             return
-        self._dones.add(key)
-        if key[0] == self.round:
+        if value is not None:
             self.done.add(key[1])
             self.missing.discard(key[1])
+        else:
+            self.done.discard(key[1])
+            self.missing |= self.absent & {key[1]}
 
     # --- what follows ---
 
@@ -206,6 +208,8 @@ class View:
             return
         holds = self.holds(member)
         if rank is not None:
+            self.absent.discard(rank)
+            self.missing.discard(rank)
             (self.slow.add if holds else self.slow.discard)(member)
         siblings = self._agents[agent_of(member)]
         latest = len(siblings) == 1 or max(siblings) == incarnation_of(member)

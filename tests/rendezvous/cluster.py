@@ -1,0 +1,161 @@
+"""A few agents on the simulated store: everything is delivered at once, in order; the test is the clock."""
+
+from elasticrs.rendezvous.elastic import messages as m
+from elasticrs.rendezvous.elastic.keys import Keys
+from elasticrs.rendezvous.elastic.machine import Member, step
+from elasticrs.rendezvous.elastic.records import Head
+
+from .store import Conn, Store
+
+NOW = 1_700_000_000_000_000_000
+
+
+class Agent:
+    """One agent, and what it was asked to do."""
+
+    def __init__(self, cluster, name, settings):
+        self.cluster = cluster
+        self.name = name
+        self.member = Member(settings)
+        self.conn = None
+        self.address = f"10.0.0.{len(cluster.agents) + 1}"
+        self.actions = []
+        self.timers = {}
+        self.ports = 0
+        self.refuses = None
+
+    def send(self, event):
+        _, actions = step(self.member, event, NOW)
+        self.actions += actions
+        for action in actions:
+            self.act(action)
+        self.cluster.run()
+
+    def act(self, action):
+        if isinstance(action, (m.Txn, m.Watch, m.Unwatch)):
+            self.conn.requests.append(action)
+        elif isinstance(action, m.Arm):
+            self.timers[action.name] = action.seconds
+        elif isinstance(action, m.Disarm):
+            self.timers.pop(action.name, None)
+        elif isinstance(action, (m.Disconnect, m.Exit)):
+            self.disconnect()
+        elif isinstance(action, m.Connect):
+            self.cluster.later.append((self, self._connect))
+        elif isinstance(action, m.BindStore):
+            self.ports += 1
+            self.cluster.later.append((self, self._bound))
+
+    def _bound(self):
+        return m.StorePort(1000 * int(self.member.settings.agent, 16) + self.ports)
+
+    def _connect(self):
+        if self.refuses is not None:
+            return m.ConnectionLost(*self.refuses)
+        self.conn = Conn(self.name)
+        self.cluster.store.conns.append(self.conn)
+        return m.Connected(self.cluster.store.revision, self.address)
+
+    def disconnect(self):
+        if self.conn is not None:
+            self.conn.open = False
+            self.cluster.store.end_session(self.conn)
+            self.conn = None
+
+    def lose(self, kind="closed", message="connection reset"):
+        self.disconnect()
+        self.send(m.ConnectionLost(kind, message))
+
+    def kill(self):
+        """The process dies, and its nursery has closed the connection."""
+        self.cluster.agents.remove(self)
+        self.disconnect()
+        self.cluster.run()
+
+    def fire(self, name):
+        del self.timers[name]
+        self.send(m.TimerFired(name))
+
+    def fail(self, time_ns=1, message="boom", end=True):
+        self.send(m.WorkerFailed({"node": self.name, "time_ns": time_ns, "message": message}))
+        if end:
+            self.send(m.GroupEnded())
+
+    def all(self, kind):
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    @property
+    def starts(self):
+        return self.all(m.Start)
+
+    @property
+    def outcome(self):
+        exits = self.all(m.Exit)
+        assert len(exits) <= 1
+        return exits[0].outcome if exits else None
+
+    @property
+    def texts(self):
+        return [action.text for action in self.all(m.Announce)]
+
+
+class Cluster:
+    """Agents that share settings."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+        self.agents = []
+        self.later = []
+        self.keys = Keys("job")
+        self.store = Store(lambda *_: None)
+        self._running = False
+
+    def add(self, name, **differs):
+        number = f"{len(self.store.conns) + 1:02x}"
+        settings = m.Settings("job", number, name, endpoint="head:29400", **{**self.settings, **differs})
+        agent = Agent(self, name, settings)
+        self.agents.append(agent)
+        agent.send(m.Begin())
+        return agent
+
+    def run(self):
+        """Deliver everything there is; changes first, as on one connection."""
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._turn():
+                pass
+        finally:
+            self._running = False
+
+    def _turn(self):
+        if self.later:
+            agent, event = self.later.pop(0)
+            agent.send(event())
+            return True
+        for agent in list(self.agents):
+            conn = agent.conn
+            if conn is None:
+                continue
+            if conn.changes:
+                agent.send(conn.changes.pop(0))
+                return True
+            if conn.replies:
+                agent.send(conn.replies.pop(0))
+                return True
+            if conn.requests:
+                self.store.serve(conn)
+                return True
+        return False
+
+    @property
+    def head(self):
+        entry = self.store.get(self.keys.head)
+        return None if entry is None else Head.decode(entry.value)
+
+
+def running(count=2, **settings):
+    """A cluster whose first round runs on all of its agents."""
+    cluster = Cluster(**{"min_nodes": count, "max_nodes": count, **settings})
+    return cluster, [cluster.add("abcdefgh"[index]) for index in range(count)]

@@ -1,0 +1,184 @@
+"""Seats, addresses, records: pure functions and their properties."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.ranks import NodeShare, assign, node_ranks
+from elasticrs.rendezvous.elastic.addresses import is_loopback, master_addr
+from elasticrs.rendezvous.elastic.keys import Keys
+from elasticrs.rendezvous.elastic.records import (
+    MAX_CAUSE,
+    MAX_HEAD,
+    Head,
+    Node,
+    Slot,
+    bound_cause,
+    cut,
+    encode,
+)
+from elasticrs.rendezvous.elastic.seating import Candidate, natural, seat
+
+names = st.text(alphabet="node0129-.", max_size=6)
+shares = st.lists(
+    st.builds(NodeShare, st.sampled_from(["trainer", "reader"]), st.integers(1, 5)), min_size=1, max_size=8
+)
+
+
+@st.composite
+def offers(draw):
+    agents = draw(st.lists(st.integers(0, 15).map(str), unique=True, max_size=10))
+    joined = draw(st.permutations(range(len(agents))))
+    return [
+        Candidate(agent, joined[index], draw(st.none() | st.integers(0, 3)), draw(names))
+        for index, agent in enumerate(agents)
+    ]
+
+
+previous = st.lists(st.integers(0, 15).map(str), unique=True, max_size=10)
+
+
+@given(previous, offers(), st.integers(1, 12))
+def test_seats_go_to_those_who_are_offered_once_each(last, candidates, size):
+    seats = seat(last, candidates, size)
+    assert len(set(seats)) == len(seats) == min(size, len(candidates))
+    assert set(seats) <= {each.agent for each in candidates}
+
+
+@given(previous, offers())
+def test_survivors_keep_their_place_when_the_size_stays(last, candidates):
+    size = len(last)
+    seats = seat(last, candidates, max(size, 1))
+    if len(seats) == size:
+        offered = {each.agent for each in candidates}
+        assert all(seats[rank] == agent for rank, agent in enumerate(last) if agent in offered)
+
+
+@given(previous, offers(), st.integers(1, 12))
+def test_survivors_keep_their_order_and_go_first(last, candidates, size):
+    seats = seat(last, candidates, size)
+    offered = {each.agent for each in candidates}
+    stay = [agent for agent in last if agent in offered][:size]
+    assert [agent for agent in seats if agent in stay] == stay
+
+
+@given(offers(), st.randoms(use_true_random=False))
+def test_seats_do_not_depend_on_the_order_of_the_offer(candidates, random):
+    mixed = list(candidates)
+    random.shuffle(mixed)
+    assert seat([], mixed, 5) == seat([], candidates, 5)
+
+
+def test_the_first_round_is_sorted_naturally():
+    candidates = [Candidate(str(i), i, None, name) for i, name in enumerate(["node10", "node2", "node1"])]
+    assert seat([], candidates, 3) == ["2", "1", "0"]
+
+
+def test_an_order_hint_goes_before_the_name():
+    candidates = [Candidate("a", 0, None, "n1"), Candidate("b", 1, 1, "n3"), Candidate("c", 2, 0, "n4")]
+    assert seat([], candidates, 3) == ["c", "b", "a"]
+
+
+def test_first_come_first_served():
+    candidates = [Candidate("a", 9, None, "n1"), Candidate("b", 1, None, "n3"), Candidate("c", 2, None, "n2")]
+    assert seat([], candidates, 2) == ["c", "b"]
+
+
+@given(names, names)
+def test_natural_order_is_total(left, right):
+    assert (natural(left) < natural(right)) + (natural(right) < natural(left)) == (
+        natural(left) != natural(right)
+    )
+    assert (natural(left) == natural(right)) == (left == right)
+
+
+@given(shares)
+def test_node_ranks_agree_with_the_ranks_of_workers(nodes):
+    ranks = node_ranks(nodes)
+    workers = [worker for rank, node in enumerate(nodes) for worker in ranks[rank].workers(node)]
+    assert workers == [worker for rank in range(len(nodes)) for worker in assign(nodes, rank)]
+    assert [worker.global_rank for worker in workers] == list(range(len(workers)))
+    for role in {node.role for node in nodes}:
+        mine = [worker.role_rank for worker in workers if worker.role == role]
+        assert mine == list(range(len(mine)))
+
+
+def node(address, host="h1", **differs):
+    return Node("n", host, address, "default", 1, 4000, **differs)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([node("10.0.0.1")], "10.0.0.1"),
+        ([node("127.0.0.1")], "127.0.0.1"),
+        ([node("127.0.0.1", fallback_addr="head")], "127.0.0.1"),
+        ([node("127.0.0.1", fallback_addr="head"), node("10.0.0.2", "h2")], "head"),
+        ([node("::1", fallback_addr="head"), node("fe80::2", "h2")], "head"),
+        ([node("127.0.0.1", local_addr="10.1.1.1"), node("10.0.0.2", "h2")], "10.1.1.1"),
+        ([node("127.0.0.1", fallback_addr="head"), node("127.0.0.1")], "127.0.0.1"),
+    ],
+)
+def test_the_master_is_where_all_can_reach_it(nodes, expected):
+    assert master_addr(nodes) == expected
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost", "::ffff:127.0.0.1"]
+)
+def test_loopback(address):
+    assert is_loopback(address)
+    assert not is_loopback("10.0.0.1")
+
+
+texts = st.text(max_size=3000)
+causes = st.dictionaries(
+    st.sampled_from(["node", "message", "lines", "time_ns", "rank", "odd"]),
+    texts | st.integers(0, 2**63) | st.lists(texts, max_size=5),
+)
+
+
+@given(causes)
+def test_a_cause_is_bounded(cause):
+    bounded = bound_cause(cause)
+    assert len(encode(bounded)) <= MAX_CAUSE
+    if len(encode(cause)) <= 300:
+        assert bounded == cause
+    assert bounded.get("time_ns") == cause.get("time_ns") or not isinstance(cause["time_ns"], int)
+
+
+@given(causes, texts, texts, texts)
+def test_a_head_is_bounded_and_comes_back(cause, reason, message, name):
+    head = Head(
+        "CLOSED",
+        2**31,
+        "9" * 30,
+        used=99,
+        size=10**6,
+        world_size=10**8,
+        master=("h" * 255, 65535),
+        reason=reason,
+        cause=cause,
+        outcome="failed",
+        end={"kind": "failure", "node": name, "message": message, "member": "f" * 30, "group_rank": 10**6},
+    )
+    value = head.encode()
+    assert len(value) <= MAX_HEAD
+    assert Head.decode(value).encode() == value
+
+
+@given(texts, st.integers(10, 500))
+def test_a_cut_text_fits(text, limit):
+    assert len(encode(cut(text, limit))) <= limit + 4
+
+
+def test_records_come_back():
+    slot = Slot(3, "7.1", 2, 8, 4, 16)
+    assert Slot.decode(slot.encode()) == slot
+    full = node("10.0.0.1", fallback_addr="head", hint=0, cause={"time_ns": 1})
+    assert Node.decode(full.encode()) == full
+
+
+def test_no_job_sees_the_keys_of_another():
+    assert not Keys("a/b").job.startswith(Keys("a").prefix)
+    assert Keys("a%2Fb").job != Keys("a/b").job

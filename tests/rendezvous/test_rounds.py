@@ -1,0 +1,347 @@
+"""Rounds: who starts what, what an end costs, when the job is over."""
+
+import pytest
+
+from elasticrs.rendezvous.elastic import messages as m
+from elasticrs.rendezvous.elastic.records import Head
+from rendezvous.cluster import Cluster, running
+
+
+def end_all(agents):
+    for agent in agents:
+        if agent.member.held is not None:
+            agent.send(m.GroupEnded())
+
+
+def test_the_last_of_max_nodes_starts_the_first_round():
+    cluster, (a, b) = running(2)
+    assert cluster.head.state == "RUNNING"
+    (start_a,), (start_b,) = a.starts, b.starts
+    assert (start_a.group_rank, start_b.group_rank) == (0, 1)
+    assert (start_a.serves_store, start_b.serves_store) == (True, False)
+    assert start_a.master_addr == start_b.master_addr == "10.0.0.1"
+    assert start_a.master_port == start_b.master_port == a.member.port
+    assert (start_b.ranks.first_rank, start_b.ranks.world_size, start_b.round, start_b.restarts) == (
+        1,
+        2,
+        1,
+        0,
+    )
+
+
+def test_nodes_with_different_roles_and_sizes():
+    cluster = Cluster(min_nodes=3, max_nodes=3)
+    agents = [
+        cluster.add("a", role="reader", nproc=2),
+        cluster.add("b", role="trainer", nproc=4),
+        cluster.add("c", role="reader", nproc=1),
+    ]
+    ranks = [agent.starts[0].ranks for agent in agents]
+    assert [each.first_rank for each in ranks] == [0, 2, 6]
+    assert [each.first_role_rank for each in ranks] == [0, 0, 2]
+    assert [each.role_world_size for each in ranks] == [3, 4, 3]
+    assert {each.world_size for each in ranks} == {7}
+
+
+def test_the_first_round_has_a_last_call():
+    cluster = Cluster(min_nodes=2, max_nodes=4, last_call_timeout=7)
+    a, b = cluster.add("a"), cluster.add("b")
+    assert not a.starts
+    assert a.timers["last_call/0"] == 7
+    a.fire("last_call/0")
+    assert (len(a.starts), len(b.starts)) == (1, 1)
+
+
+def test_a_restart_has_no_last_call():
+    cluster = Cluster(min_nodes=1, max_nodes=4, max_restarts=1)
+    a = cluster.add("a")
+    a.fire("last_call/0")
+    a.fail()
+    assert [start.restarts for start in a.starts] == [0, 1]
+
+
+def test_a_failure_is_told_before_the_workers_are_stopped():
+    cluster, (a, b) = running(2, max_restarts=1)
+    b.actions.clear()
+    b.fail(end=False)
+    assert [type(action) for action in b.actions[:2]] == [m.Txn, m.Stop]
+    assert cluster.head.end["kind"] == "failure"
+    assert a.all(m.Stop)[0].fenced is False
+
+
+def test_a_failure_is_charged_when_all_members_have_stopped():
+    cluster, (a, b) = running(2, max_restarts=1)
+    b.fail()
+    assert cluster.head.state == "ENDED"
+    a.send(m.GroupEnded())
+    assert (cluster.head.state, cluster.head.used) == ("RUNNING", 1)
+    assert [start.restarts for start in a.starts + b.starts] == [0, 1, 0, 1]
+    assert "a worker failed on node b: boom; round 2 starts with 2 nodes (restart 1 of 1)" in a.texts
+
+
+def test_a_failure_beyond_the_budget_fails_the_job_with_one_cause():
+    cluster, (a, b) = running(2, max_restarts=0)
+    b.fail(time_ns=5)
+    a.send(m.GroupEnded())
+    assert a.outcome == b.outcome
+    assert a.outcome.kind == "failed"
+    assert a.outcome.message == "workers failed in round 1 and no restart is left (max_restarts=0, 0 used)"
+    assert a.outcome.cause == {"node": "b", "time_ns": 5, "message": "boom"}
+    assert cluster.head.outcome == "failed"
+
+
+def test_the_first_cause_is_the_earliest_even_when_it_lost_the_race():
+    _, (a, b) = running(2, max_restarts=0)
+    b.fail(time_ns=9)
+    a.send(m.GroupEnded({"node": "a", "time_ns": 4, "message": "first"}))
+    assert a.outcome.cause["node"] == b.outcome.cause["node"] == "a"
+
+
+def test_a_later_cause_is_not_the_first():
+    _, (a, b) = running(2, max_restarts=0)
+    b.fail(time_ns=9)
+    a.send(m.GroupEnded({"node": "a", "time_ns": 10}))
+    assert a.outcome.cause["node"] == "b"
+
+
+def test_what_a_node_learns_of_its_failure_later_is_told():
+    _, (a, b) = running(2, max_restarts=0)
+    b.fail(time_ns=9, end=False)
+    a.send(m.GroupEnded())
+    b.send(m.GroupEnded({"node": "b", "time_ns": 9, "message": "RuntimeError", "lines": ["last"]}))
+    assert a.outcome.cause["lines"] == ["last"]
+
+
+def test_the_loss_of_a_node_is_free_even_when_a_failure_is_reported_first():
+    cluster, (a, b) = running(2, min_nodes=1, max_restarts=0)
+    a.fail()
+    b.kill()
+    assert (cluster.head.state, cluster.head.used, cluster.head.size) == ("RUNNING", 0, 1)
+
+
+def test_a_finished_node_that_has_left_explains_no_failure():
+    cluster, (a, b) = running(2, min_nodes=1, max_restarts=1)
+    b.send(m.WorkersDone())
+    b.fire("barrier")
+    a.fail()
+    assert b.outcome.kind == "succeeded"
+    assert (cluster.head.round, cluster.head.used) == (2, 1)
+
+
+def test_a_lost_node_ends_the_round():
+    cluster, (a, b, c) = running(3, min_nodes=2)
+    c.kill()
+    assert (cluster.head.state, cluster.head.end["kind"], cluster.head.end["node"]) == ("ENDED", "lost", "c")
+    end_all([a, b])
+    assert [start.ranks.group_world_size for start in a.starts] == [3, 2]
+
+
+def test_the_next_in_line_leads():
+    cluster, (a, b, c) = running(3, min_nodes=2)
+    a.kill()
+    end_all([b, c])
+    assert (cluster.head.round, cluster.head.size) == (2, 2)
+    assert [b.starts[-1].group_rank, c.starts[-1].group_rank] == [0, 1]
+    assert b.starts[-1].serves_store
+
+
+def test_a_spare_replaces_a_lost_node_and_nobody_else_moves():
+    cluster, (a, b, c) = running(3)
+    spare = cluster.add("z")
+    assert not spare.starts
+    assert spare.outcome is None
+    assert any("spare" in text for text in spare.texts)
+    b.kill()
+    end_all([a, c])
+    assert [agent.starts[-1].group_rank for agent in (a, spare, c)] == [0, 1, 2]
+
+
+def test_a_waiting_node_ends_the_round_after_a_while():
+    cluster = Cluster(min_nodes=1, max_nodes=2, scale_up_delay=3)
+    a = cluster.add("a")
+    a.fire("last_call/0")
+    b = cluster.add("b")
+    assert a.timers["scale/1"] == 3
+    a.fire("scale/1")
+    assert cluster.head.end["kind"] == "scale"
+    a.send(m.GroupEnded())
+    assert (len(b.starts), a.starts[-1].ranks.group_world_size) == (1, 2)
+
+
+def test_no_scale_up_against_the_setting_nor_when_a_node_has_finished():
+    cluster = Cluster(min_nodes=1, max_nodes=2, scale_up=False)
+    a = cluster.add("a")
+    a.fire("last_call/0")
+    cluster.add("b")
+    assert "scale/1" not in a.timers
+    cluster, (a, b) = running(2, max_nodes=3)
+    a.fire("last_call/0")
+    b.send(m.WorkersDone())
+    cluster.add("c")
+    assert "scale/1" not in a.timers
+
+
+def test_a_restart_waits_for_a_replacement_when_told_to():
+    cluster, (a, b) = running(2, min_nodes=1, restart_call_timeout=9)
+    b.kill()
+    a.send(m.GroupEnded())
+    assert a.timers["restart_call/1"] == 9
+    c = cluster.add("c")
+    assert c.starts[-1].ranks.group_world_size == 2
+
+
+def test_a_slow_member_is_waited_for_until_settle():
+    cluster, (a, b) = running(2, min_nodes=1, max_restarts=1)
+    a.fail()
+    assert cluster.head.state == "ENDED"
+    a.fire("settle/1")
+    assert (cluster.head.round, cluster.head.size, cluster.head.used) == (2, 1, 1)
+    b.send(m.GroupEnded())
+    assert "scale/2" in a.timers
+
+
+def test_success_when_all_are_done():
+    cluster, (a, b) = running(2)
+    a.send(m.WorkersDone())
+    assert cluster.head.state == "RUNNING"
+    b.send(m.WorkersDone())
+    assert (a.outcome.kind, b.outcome.kind) == ("succeeded", "succeeded")
+
+
+def test_a_spare_of_a_job_that_has_succeeded():
+    cluster, (a,) = running(1)
+    spare = cluster.add("z")
+    a.send(m.WorkersDone())
+    assert spare.outcome.kind == "spare"
+
+
+def test_the_failure_of_another_restarts_a_finished_node():
+    _, (a, b) = running(2, max_restarts=1)
+    a.send(m.WorkersDone())
+    b.fail()
+    assert [start.round for start in a.starts] == [1, 2]
+
+
+def test_a_finished_node_that_dies_is_not_lost():
+    cluster, (a, b) = running(2)
+    b.send(m.WorkersDone())
+    b.kill()
+    assert cluster.head.state == "RUNNING"
+    a.send(m.WorkersDone())
+    assert a.outcome.kind == "succeeded"
+
+
+def test_rank_0_and_the_host_of_the_store_stay_to_the_end():
+    cluster = Cluster(min_nodes=3, max_nodes=3)
+    first, _, other = cluster.add("a"), cluster.add("b"), cluster.add("c")
+    other.send(m.WorkersDone())
+    assert "barrier" in other.timers
+    first.send(m.WorkersDone())
+    assert "barrier" not in first.timers
+    cluster = Cluster(min_nodes=3, max_nodes=3)
+    _, host, _ = cluster.add("a"), cluster.add("b", hosts_store=True), cluster.add("c")
+    host.send(m.WorkersDone())
+    assert "barrier" not in host.timers
+
+
+def test_what_cannot_be_started_is_tried_again_without_a_charge():
+    cluster, (a, b) = running(2, max_restarts=0)
+    for attempt in range(4):
+        assert cluster.head.round == attempt + 1
+        b.send(m.StartFailed("no memory", transient=True))
+        a.send(m.GroupEnded())
+    assert a.outcome.kind == b.outcome.kind == "failed"
+    assert a.outcome.message == "the workers on node b could not be started: no memory"
+
+
+def test_what_can_never_be_started_ends_the_job_at_once():
+    _, (a, b) = running(2, max_restarts=3)
+    b.send(m.StartFailed("no such file: train.py"))
+    a.send(m.GroupEnded())
+    assert a.outcome.message == "the workers on node b could not be started: no such file: train.py"
+
+
+def test_too_many_lost_nodes_end_the_job():
+    _, (a, b, c) = running(3, min_nodes=1, max_node_losses=0)
+    c.kill()
+    end_all([a, b])
+    assert a.outcome.message == "lost 1 node (max_node_losses=0), last: c"
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_short_lost_rounds_in_a_row_end_the_job(is_long):
+    cluster, (a, b) = running(2, min_nodes=1, max_short_losses=2, scale_up_delay=0)
+    b.kill()
+    a.send(m.GroupEnded())
+    c = cluster.add("c")
+    a.fire("scale/2")
+    a.send(m.GroupEnded())
+    assert len(c.starts) == 1
+    if is_long:
+        a.fire("round_age")
+    c.kill()
+    a.send(m.GroupEnded())
+    if is_long:
+        assert cluster.head.state == "RUNNING"
+    else:
+        assert a.outcome.message == (
+            "2 rounds in a row lost a node less than 60 s after their start, last: c"
+        )
+
+
+def test_too_few_nodes_for_too_long():
+    cluster = Cluster(min_nodes=3, max_nodes=3, join_timeout=600)
+    a, b = cluster.add("a"), cluster.add("b")
+    a.fire("join/0")
+    assert b.outcome == a.outcome
+    assert a.outcome == m.Outcome("timeout", "2 of at least 3 nodes after 600 s: a (10.0.0.1), b (10.0.0.2)")
+
+
+def test_too_few_nodes_after_a_loss_names_the_lost():
+    _, (a, b, c) = running(3)
+    c.kill()
+    end_all([a, b])
+    a.fire("join/1")
+    assert a.outcome.message.endswith("a (10.0.0.1), b (10.0.0.2); lost in round 1: c")
+
+
+def test_the_user_is_told_what_is_waited_for():
+    cluster = Cluster(min_nodes=3, max_nodes=3)
+    a = cluster.add("a")
+    cluster.add("b")
+    a.fire("waiting/0")
+    assert a.texts == ["waiting for nodes: 2 of at least 3 are here: a (10.0.0.1), b (10.0.0.2)"]
+
+
+def test_every_round_has_a_fresh_listener_and_others_keep_theirs():
+    _, (a, b) = running(2, max_restarts=1)
+    first, kept = a.member.port, b.member.port
+    a.fail()
+    b.send(m.GroupEnded())
+    assert a.starts[-1].master_port == a.member.port != first
+    assert b.member.port == kept
+    assert len(a.all(m.CloseStore)) == 1
+    assert not b.all(m.CloseStore)
+
+
+def test_a_fixed_port_is_bound_on_starting():
+    _, (a, b) = running(2, master_port=29500)
+    assert not a.all(m.BindStore)
+    assert {a.starts[0].master_port, b.starts[0].master_port} == {29500}
+
+
+def test_the_death_of_the_nursery_is_a_failure():
+    cluster, (a,) = running(1, max_restarts=1)
+    a.send(m.GroupEnded())
+    assert (cluster.head.round, cluster.head.used) == (2, 1)
+
+
+def test_stuck_workers_take_their_node_out_of_the_job():
+    cluster, (a, b) = running(2, min_nodes=1, max_restarts=1)
+    b.fail(end=False)
+    b.send(m.GroupEnded(stuck="SIGKILL does not end local rank(s) 0"))
+    assert b.outcome.kind == "stuck"
+    a.send(m.GroupEnded())
+    assert cluster.head.state == "RUNNING"
+    assert isinstance(cluster.head, Head)
+    assert a.starts[-1].ranks.group_world_size == 1

@@ -1,0 +1,72 @@
+"""VIEW-2: what the leader keeps per change equals what follows from all keys at once."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.rendezvous.elastic.keys import Keys
+from elasticrs.rendezvous.elastic.messages import Entry
+from elasticrs.rendezvous.elastic.records import Head, Node, Slot, encode
+from elasticrs.rendezvous.elastic.view import View
+
+KEYS = Keys("job")
+MEMBERS = [f"{agent}/{incarnation}" for agent in "abc" for incarnation in (1, 2)]
+DERIVED = (
+    "absent",
+    "missing",
+    "slow",
+    "candidates",
+    "waiting",
+    "done",
+    "farewells",
+    "rank_of",
+    "slots",
+    "joined",
+)
+
+members = st.sampled_from(MEMBERS)
+rounds = st.integers(0, 3)
+
+
+def node(idle):
+    return Node("n", "h", "10.0.0.1", "default", 1, 4000, idle).encode()
+
+
+def table(order):
+    return encode([(member, "n", "10.0.0.1") for member in order])
+
+
+writes = st.one_of(
+    st.tuples(members.map(KEYS.node), rounds.map(node) | st.none()),
+    st.tuples(members.map(KEYS.slot), rounds.map(lambda n: Slot(n, "1.1", 0, 0, 0, 1).encode()) | st.none()),
+    st.tuples(members.map(KEYS.farewell), st.just(b'"bye"') | st.none()),
+    st.tuples(st.builds(KEYS.done, rounds, st.integers(0, 2)), st.just(b"{}") | st.none()),
+    st.tuples(
+        st.just(KEYS.head),
+        st.builds(Head, st.sampled_from(["RUNNING", "ENDED"]), rounds, st.sampled_from(["f", "g"])).map(
+            Head.encode
+        ),
+    ),
+)
+tables = st.lists(st.lists(members, unique=True, min_size=1, max_size=3), min_size=2, max_size=2)
+
+
+@given(tables, st.lists(st.lists(writes, min_size=1, max_size=3), max_size=30))
+def test_the_view_equals_one_made_anew(orders, revisions):
+    store = {
+        f"{KEYS.table(form)}0": Entry(f"{KEYS.table(form)}0", table(order), 1, 1)
+        for form, order in zip("fg", orders, strict=True)
+    }
+    view = View(KEYS, 1, store.values())
+    for revision, batch in enumerate(revisions, 2):
+        changes = []
+        for key, value in batch:
+            old = store.pop(key, None)
+            if value is None:
+                changes.append(Entry(key, None, 0, revision))
+            else:
+                store[key] = Entry(key, value, old.create_revision if old else revision, revision)
+                changes.append(store[key])
+        view.apply(revision, changes)
+        fresh = View(KEYS, revision, store.values())
+        for name in DERIVED:
+            assert getattr(view, name) == getattr(fresh, name), name
