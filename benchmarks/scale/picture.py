@@ -8,6 +8,9 @@ from xml.sax.saxutils import escape
 WIDTH, HEIGHT = 560, 400
 LEFT, RIGHT, TOP, BOTTOM = 66, 150, 44, 46
 
+LARGER = {"ms": "s", "B": "kB"}
+"""What a thousand of a unit is called."""
+
 STYLE = """
   text { font: 12px sans-serif; fill: #24292f; }
   .title { font-size: 14px; font-weight: bold; }
@@ -93,7 +96,7 @@ def _plot(plot: Plot, ticks: Sequence[int]) -> list[str]:
         y = at_y(10.0**power)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(
-            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g} {plot.unit}</text>'
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_value(power, plot.unit)}</text>'
         )
     for tick in ticks:
         x = at_x(tick)
@@ -107,7 +110,8 @@ def _plot(plot: Plot, ticks: Sequence[int]) -> list[str]:
     for number, curve in enumerate(plot.curves):
         line = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in curve.points)
         style = "curve other" if curve.is_other else "curve"
-        parts.append(f'<g class="c{number % 5}"><polyline class="{style}" points="{line}"/>')
+        colour = 4 - number % 2 if curve.is_other else number % 4
+        parts.append(f'<g class="c{colour}"><polyline class="{style}" points="{line}"/>')
         parts += [
             f'<circle class="dot" cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="3"/>' for x, y in curve.points
         ]
@@ -128,7 +132,14 @@ def _apart(places: Sequence[float], least: float = 14.0) -> dict[int, float]:
 
 
 def _short(value: int) -> str:
-    return f"{value // 1000}k" if value >= 10_000 else f"{value}"
+    return f"{value // 1000}k" if value % 1000 == 0 else f"{value}"
+
+
+def _value(power: int, unit: str) -> str:
+    """A power of ten, in the larger unit where there is one."""
+    if power >= 3 and unit in LARGER:
+        return f"{10 ** (power - 3)} {LARGER[unit]}"
+    return f"{10.0**power:g} {unit}"
 
 
 def curve(

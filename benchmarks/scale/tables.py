@@ -93,10 +93,10 @@ def picture(ours: Figures, others: Figures) -> str:
         curve("all others", ours, "restart: swarm_cpu"),
     ]
     size = [
-        curve("all join, down", ours, "form: sent"),
-        curve("all join, up", ours, "form: received"),
-        curve("restart, down", ours, "restart: sent"),
-        curve("restart, up", ours, "restart: received"),
+        curve("all join, received", ours, "form: sent"),
+        curve("all join, sent", ours, "form: received"),
+        curve("restart, received", ours, "restart: sent"),
+        curve("restart, sent", ours, "restart: received"),
     ]
     plots = [
         Plot(title, unit, [each for each in curves if each])
