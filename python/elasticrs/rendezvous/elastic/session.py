@@ -8,7 +8,7 @@ import os
 from elasticrs import _core
 from elasticrs.clock import Clock
 from elasticrs.rendezvous.elastic import hosting
-from elasticrs.rendezvous.elastic.messages import ConnectionLost, Reply, Settings
+from elasticrs.rendezvous.elastic.messages import ConnectionLost, Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class Session:
         self._server: _core.CoordinationServer | None = None
         self._client: _core.CoordinationClient | None = None
         self._clock = Clock()
-        self._watches: set[int] = set()
 
     @property
     def hosts(self) -> bool:
@@ -64,10 +63,11 @@ class Session:
         """
         if not self._hosting.may_host:
             return
-        settings = self._rendezvous.settings
+        settings, listen = self._rendezvous.settings, self._hosting.listen
         try:
             self._server = _core.CoordinationServer(
-                self._hosting.listen,
+                # The server's word for all interfaces of both families.
+                [("" if address == hosting.ANY_ADDRESS[0] else address, port) for address, port in listen],
                 run_id=self._rendezvous.run_id,
                 token=settings.token,
                 max_connections=self._rendezvous.max_connections,
@@ -77,7 +77,7 @@ class Session:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
                 # Another agent of this machine was faster, or another program has the port: its answer tells.
                 return
-            where = ", ".join(f"{host} port {port}" for host, port in self._hosting.listen)
+            where = ", ".join(f"{host} port {port}" for host, port in listen)
             raise CannotHost(
                 f"the rendezvous store cannot listen on {where}: {error.strerror or error}; choose another "
                 "port with --rdzv-endpoint HOST:PORT on all nodes"
@@ -121,7 +121,6 @@ class Session:
                 self._supervisor.unwatch_fd(self._client.fd)
             self._client.close()
             self._client = None
-            self._watches.clear()
 
     def take(self) -> list[Event]:
         """What has come from the store since the last call; never blocks."""
@@ -131,10 +130,6 @@ class Session:
         for event in self._client.take():
             if isinstance(event, _core.ConnectionLost):
                 events.append(ConnectionLost(event.kind, self._explained(event)))
-            elif isinstance(event, _core.Reply) and event.tag in self._watches:
-                self._watches.discard(event.tag)
-                entries = event.results[0] if event.results else ()
-                events.append(Reply(event.tag, event.ok, event.revision, entries))  # type: ignore[arg-type]
             else:
                 events.append(event)  # type: ignore[arg-type]  # the same attributes
         return events
@@ -197,7 +192,6 @@ class Session:
     def watch(self, action: Watch) -> None:
         """Send a request to watch."""
         if self._client is not None:
-            self._watches.add(action.tag)
             self._client.watch(action.tag, action.prefix, exact=action.exact, snapshot=action.snapshot)
 
     def unwatch(self, action: Unwatch) -> None:
