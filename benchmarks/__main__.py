@@ -5,7 +5,20 @@ import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
 
-from benchmarks import idle, launch, leave, report, restart, siblings, tee, usage, worker_store
+from benchmarks import (
+    idle,
+    launch,
+    leave,
+    lost,
+    peers,
+    rendezvous,
+    report,
+    restart,
+    siblings,
+    tee,
+    usage,
+    worker_store,
+)
 from benchmarks.harness import LAUNCHERS, Options, Row
 
 BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
@@ -18,6 +31,11 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "tee-latency": tee.measure_latency,
     "tee-throughput": tee.measure_throughput,
     "idle": idle.measure,
+    "nodes-rendezvous": rendezvous.measure,
+    "nodes-failure": peers.measure,
+    "nodes-killed": lost.measure_killed,
+    "nodes-silent": lost.measure_silent,
+    "nodes-idle": idle.measure_nodes,
     "worker-store": worker_store.measure,
 }
 

@@ -6,6 +6,7 @@ than PIPE_BUF).
 """
 
 import json
+import math
 import os
 import select
 import signal
@@ -13,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,7 +62,11 @@ class Row(NamedTuple):
     value: float
     unit: str
     conditions: str
-    """N, load, number of samples, end point: without these a figure says nothing."""
+    """N, load, end point: without these a figure says nothing."""
+
+    samples: int
+    is_bound: bool = False
+    """It had not happened by then: the true value is larger, or there is none."""
 
 
 class Report(NamedTuple):
@@ -77,7 +82,9 @@ class Report(NamedTuple):
 class Reports:
     """The reading end of the workers' channel."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        """``check`` raises when nothing more can be expected; it is called at least once a second."""
+        self._check = check
         os.mkfifo(path)
         # Open for writing as well: the FIFO must not report its end between two attempts.
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -87,21 +94,40 @@ class Reports:
     def close(self) -> None:
         os.close(self._fd)
 
-    def take(self, event: str, count: int, attempt: int | None = None) -> list[Report]:
-        """Wait for ``count`` reports of this event (and attempt), and remove them."""
-        found = self.peek(event, count, attempt)
+    def take(
+        self,
+        event: str,
+        count: int,
+        attempt: int | None = None,
+        pids: Container[int] | None = None,
+        timeout: float = HANG,
+    ) -> list[Report]:
+        """Wait for ``count`` reports of this event (attempt, processes), and remove them."""
+        found = self.peek(event, count, attempt, pids, timeout)
         self._seen = [each for each in self._seen if each not in found]
         return found
 
-    def peek(self, event: str, count: int, attempt: int | None = None) -> list[Report]:
+    def peek(
+        self,
+        event: str,
+        count: int,
+        attempt: int | None = None,
+        pids: Container[int] | None = None,
+        timeout: float = HANG,
+    ) -> list[Report]:
         """As :meth:`take`, but they stay to be taken."""
-        deadline = time.monotonic() + HANG
-        while len(found := [each for each in self._seen if _matches(each, event, attempt)][:count]) < count:
-            if not wait_readable(self._fd, deadline - time.monotonic()):
+        deadline = time.monotonic() + timeout
+        while True:
+            found = [each for each in self._seen if _matches(each, event, attempt, pids)][:count]
+            if len(found) == count:
+                return found
+            self._check()
+            left = deadline - time.monotonic()
+            if wait_readable(self._fd, min(left, 1.0)):
+                *lines, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")
+                self._seen += map(_parse, lines)
+            elif left <= 0:
                 raise TimeoutError(f"{len(found)} of {count} workers reported {event!r} (attempt {attempt})")
-            *lines, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")
-            self._seen += map(_parse, lines)
-        return found
 
 
 def _parse(line: bytes) -> Report:
@@ -110,8 +136,10 @@ def _parse(line: bytes) -> Report:
     return Report(event.decode(), rank, attempt, pid, at_ns)
 
 
-def _matches(report: Report, event: str, attempt: int | None) -> bool:
-    return report.event == event and attempt in {None, report.attempt}
+def _matches(report: Report, event: str, attempt: int | None, pids: Container[int] | None) -> bool:
+    return (
+        report.event == event and attempt in {None, report.attempt} and (pids is None or report.pid in pids)
+    )
 
 
 class Run:
@@ -229,21 +257,40 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def time_box(seconds: float, at_most: int) -> Iterator[int]:
+    """Count up, once at least, until the time is over: a slow launcher gets fewer samples, not more time."""
+    deadline = time.monotonic() + seconds
+    for number in range(at_most):
+        yield number
+        if time.monotonic() >= deadline:
+            return
+
+
 class Samples:
     """Values by launcher."""
 
     def __init__(self, options: Options) -> None:
         self._values: dict[str, list[float]] = {launcher.name: [] for launcher in options.launchers}
+        self._limits: dict[str, float] = {}
 
     def add(self, launcher: Launcher, *values: float) -> None:
         self._values[launcher.name] += values
+
+    def add_limit(self, launcher: Launcher, limit: float) -> None:
+        """It had not happened when this limit (the same in every sample) was reached."""
+        self._limits[launcher.name] = limit
+        self.add(launcher, limit)
 
     def rows(
         self, name: str, unit: str, conditions: str, pick: Callable[[Sequence[float]], float] = median
     ) -> list[Row]:
         """A row for each launcher."""
         return [
-            Row(name, launcher, pick(values), unit, f"{conditions}; {len(values)} samples")
+            Row(name, launcher, value, unit, conditions, len(values), value >= self._limit(launcher))
             for launcher, values in self._values.items()
             if values
+            for value in [pick(values)]
         ]
+
+    def _limit(self, launcher: str) -> float:
+        return self._limits.get(launcher, math.inf)

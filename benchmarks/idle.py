@@ -1,14 +1,16 @@
-"""An agent with 64 tee'd workers and nothing to do: what it takes."""
+"""Agents with nothing to do: what they take. One with 64 tee'd workers, and two of one job."""
 
-import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.harness import Launcher, Options, Row, Run, Samples, run, take_turns, worker
+from benchmarks.harness import Launcher, Options, Row, Samples, run, take_turns, worker
+from benchmarks.nodes import Shape, job
+from benchmarks.procs import children
 
 N = 64
+NODES = Shape(nodes=2, nproc=2)
 
 
 class Use(NamedTuple):
@@ -20,40 +22,77 @@ class Use(NamedTuple):
     rss_mb: float
 
 
+class Figures:
+    """What launchers took while nothing happened."""
+
+    def __init__(self, options: Options) -> None:
+        self._rss, self._cpu, self._wakeups, self._threads = (Samples(options) for _ in range(4))
+
+    def add(self, launcher: Launcher, before: Use, after: Use, seconds: float) -> None:
+        self._rss.add(launcher, after.rss_mb)
+        self._cpu.add(launcher, (after.cpu_ns - before.cpu_ns) / 1e7 / seconds)
+        self._wakeups.add(launcher, (after.wakeups - before.wakeups) / seconds)
+        self._threads.add(launcher, after.threads)
+
+    def rows(self, prefix: str, conditions: str) -> list[Row]:
+        return [
+            *self._rss.rows(f"{prefix}: resident size", "MB", conditions),
+            *self._cpu.rows(f"{prefix}: CPU of one core", "%", conditions),
+            *self._wakeups.rows(f"{prefix}: wake-ups per second", "1/s", conditions),
+            *self._threads.rows(f"{prefix}: threads", "", conditions),
+        ]
+
+
 def measure(options: Options) -> list[Row]:
     seconds = options.repeats(20, 3)
-    rss, cpu, wakeups, threads = (Samples(options) for _ in range(4))
+    figures = Figures(options)
 
     def one(launcher: Launcher) -> None:
         with run(
             launcher, "--nproc-per-node", str(N), "--tee", "3", "--no-python", worker("idle.sh")
         ) as running:
             running.reports.take("ready", N)
-            time.sleep(2.0)  # until what belongs to the start is over
-            pids = own_processes(running)
-            before = use(pids)
-            time.sleep(seconds)
-            after = use(pids)
-        rss.add(launcher, after.rss_mb)
-        cpu.add(launcher, (after.cpu_ns - before.cpu_ns) / 1e7 / seconds)
-        wakeups.add(launcher, (after.wakeups - before.wakeups) / seconds)
-        threads.add(launcher, after.threads)
+            _watch({running.process.pid: figures}, launcher, seconds)
 
     take_turns(options, options.repeats(3, 1), one)
     conditions = f"{N} idle workers with --tee 3, {seconds} s, launcher and its own helpers together"
+    return figures.rows("idle", conditions)
+
+
+def measure_nodes(options: Options) -> list[Row]:
+    seconds = options.repeats(8, 3)
+    of_host, of_other = Figures(options), Figures(options)
+
+    def one(launcher: Launcher) -> None:
+        with job(launcher, NODES, "--no-python", worker("idle.sh")) as agents:
+            agents.start_all()
+            agents.reports.take("ready", NODES.size)
+            host, other = (agent.process.pid for agent in agents.agents)
+            _watch({host: of_host, other: of_other}, launcher, seconds)
+
+    take_turns(options, 1, one)
+    conditions = f"{NODES}, idle, {seconds} s, one agent and its own helpers together"
     return [
-        *rss.rows("idle: resident size", "MB", conditions),
-        *cpu.rows("idle: CPU of one core", "%", conditions),
-        *wakeups.rows("idle: wake-ups per second", "1/s", conditions),
-        *threads.rows("idle: threads", "", conditions),
+        *of_host.rows("nodes: idle, agent with the store", conditions),
+        *of_other.rows("nodes: idle, other agent", conditions),
     ]
 
 
-def own_processes(running: Run) -> list[int]:
+def _watch(figures: Mapping[int, Figures], launcher: Launcher, seconds: float) -> None:
+    """Let nothing happen for a while below these processes."""
+    time.sleep(2.0)  # until what belongs to the start is over
+    pids = {pid: own_processes(pid) for pid in figures}
+    before = {pid: use(pids[pid]) for pid in figures}
+    time.sleep(seconds)
+    for pid, each in figures.items():
+        each.add(launcher, before[pid], use(pids[pid]), seconds)
+
+
+def own_processes(launcher: int) -> list[int]:
     """The launcher, and what it runs besides the workers: whatever below it is not `sleep`."""
-    pids = [running.process.pid]
+    pids = [launcher]
     for pid in pids:
-        pids += [child for child in _children(pid) if _name(child) != "sleep"]
+        pids += [child for child in children(pid) if _name(child) != "sleep"]
     return pids
 
 
@@ -77,12 +116,6 @@ def _status(path: Path) -> dict[str, int]:
         for name, _, value in fields
         if value.split()[:1] and value.split()[0].isdigit()
     }
-
-
-def _children(pid: int) -> list[int]:
-    tasks = os.listdir(f"/proc/{pid}/task")
-    texts = (Path(f"/proc/{pid}/task/{tid}/children").read_text(encoding="ascii") for tid in tasks)
-    return [int(child) for text in texts for child in text.split()]
 
 
 def _name(pid: int) -> str:

@@ -51,21 +51,30 @@ def table(rows: Sequence[Row], launchers: Sequence[str]) -> str:
     header = ["figure", *launchers, *([" / ".join(launchers)] if len(launchers) > 1 else []), "conditions"]
     lines = [header, ["---", *(["---:"] * (len(header) - 2)), "---"]]
     for name, found in by_name.items():
-        any_row = next(iter(found.values()))
-        values = [
-            f"{_short(found[each].value)} {any_row.unit}".strip() if each in found else "-"
-            for each in launchers
-        ]
+        values = [_value(found[each]) if each in found else "-" for each in launchers]
         ratio = [_ratio(found, launchers)] if len(launchers) > 1 else []
-        lines.append([name, *values, *ratio, any_row.conditions])
+        rows_found = [found[each] for each in launchers if each in found]
+        lines.append([name, *values, *ratio, f"{rows_found[0].conditions}; {_samples(rows_found)}"])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _value(row: Row) -> str:
+    return f"{'> ' * row.is_bound}{_short(row.value)} {row.unit}".strip()
+
+
+def _samples(rows: Sequence[Row]) -> str:
+    """One number when all launchers have as many, else one for each in their order."""
+    counts = [str(row.samples) for row in rows]
+    if len(set(counts)) == 1:
+        return f"{counts[0]} sample{'s' * (counts[0] != '1')}"
+    return f"{' and '.join(counts)} samples"
 
 
 def _ratio(found: dict[str, Row], launchers: Sequence[str]) -> str:
     first, last = found.get(launchers[0]), found.get(launchers[-1])
-    if first is None or last is None or last.value <= 0:
+    if first is None or last is None or last.value <= 0 or last.is_bound:
         return "-"
-    return f"{_short(first.value / last.value)}"
+    return f"{'> ' * first.is_bound}{_short(first.value / last.value)}"
 
 
 def _short(value: float) -> str:

@@ -378,7 +378,6 @@ class Agent:
         self._console.say(event.message)
 
     def _on_fenced(self, _supervisor: _core.Supervisor, _event: _core.Fenced) -> None:
-        self._console.say("the lease of the connection to the store has run out: the workers were killed")
         self._actions.extend(self._decisions.fenced())
 
     def _name_descendants(self, verb: str, left: list[_core.Descendant], more: int = 0) -> None:

@@ -11,6 +11,7 @@ from elasticrs import _core
 from elasticrs.agent import texts
 from elasticrs.agent.evidence import oom_note
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
+from elasticrs.multiprocessing.errors.root_cause import victims
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     """
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
+    if cause is None and result.message is not None and len(victims(failed)) == len(failed):
+        # The message is the reason; workers that we stopped for it are no failures.
+        return {}
     if cause is None or cause.get("rank") is None or cause["rank"] in failed:
         return failed
     from elasticrs.agent.cause import remote_failure

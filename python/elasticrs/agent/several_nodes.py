@@ -104,6 +104,8 @@ class SeveralNodes(Decisions):
         """See the base class."""
         if self._driver is None:
             return []
+        if self._group_exists:
+            self._console.say("no sign of life reached the rendezvous store in time: the workers were killed")
         # The client may have seen it as well, and knows why.
         found = self._translate(self._driver.poll())
         return found + self._translate(self._driver.lose("no sign of life reached the store in time"))

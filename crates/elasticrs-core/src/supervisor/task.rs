@@ -50,7 +50,8 @@ pub(super) fn run(
             let task = Task::new(config, shared)?;
             // Nobody waits for the answer only if the maker has gone, and then the inbox is closed as well.
             let _ = ready.send(Ok(()));
-            task.serve(inbox).await;
+            // A task of its own: otherwise every wake-up of another one would look through all that this one waits for.
+            or_panic(tokio::task::spawn_local(task.serve(inbox)).await);
             Ok::<(), SupervisorError>(())
         }))?;
         // The tasks of others go first: their sockets belong to the runtime.

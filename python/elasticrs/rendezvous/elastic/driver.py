@@ -29,7 +29,7 @@ _FAREWELL = "farewell"
 """The driver's own timer: so long the host of the store waits for the others to read how the job ended."""
 
 _FAREWELL_TICK = "farewell tick"
-_TICK = 0.05
+_TICK = 0.01
 
 _PORT = "port"
 """The driver's own timer: the next attempt to take the lent port back."""

@@ -233,21 +233,21 @@ def _job_known(member: Member, reply: Any) -> None:
         register(member)
         return
     job, head, nodes = reply.results
-    if member.settings.fresh and head is not None and not nodes:
-        _start_anew(member, job, head)
+    difference = mismatch(member.settings, member.address, decode(job.value))
+    if member.settings.fresh and not nodes and (head is not None or difference is not None):
+        _start_anew(member, job, 0 if head is None else head.mod_revision)
         return
     member.job, member.job_revision = job.value, job.create_revision
-    difference = mismatch(member.settings, member.address, decode(job.value))
     if difference is not None:
         member.exit(Outcome("refused", difference))
     elif not _is_closed(member, head):
         register(member)
 
 
-def _start_anew(member: Member, job: Any, head: Any) -> None:
+def _start_anew(member: Member, job: Any, head_revision: int) -> None:
     """Forget an earlier job of this name; who registered meanwhile sees that, and comes again."""
     keys = member.keys
-    compares = [("create", keys.job, job.create_revision), ("mod", keys.head, head.mod_revision)]
+    compares = [("create", keys.job, job.create_revision), ("mod", keys.head, head_revision)]
     put = ("put", keys.job, encode(job_record(member)), False)
     member.txn(compares, [("delete_prefix", keys.prefix), put], _started_anew)
 

@@ -1,0 +1,84 @@
+"""A node is lost → the workers of the others are signalled. Lost by SIGKILL of its agent, or by silence.
+
+Waiting for what never happens needs an end: a figure "> n" says that nothing had happened after n.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.harness import Launcher, Options, Row, Samples, take_turns, time_box, worker
+from benchmarks.nodes import Agent, Shape, job
+
+SHAPE = Shape(nodes=3, nproc=1)
+ARRIVED = "until SIGTERM has arrived in the last worker of the other nodes"
+
+KEEP_ALIVE_2_S = {
+    "torchrun": ("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2"),  # whole seconds only
+    "elasticrs": ("--rdzv-conf", "keep_alive_interval=0.4,keep_alive_max_attempt=5"),
+}
+
+
+class Loss:
+    """One way to lose a node, and what came of it."""
+
+    def __init__(self, options: Options, lose: Callable[[Agent], int], limit_s: int) -> None:
+        self.samples = Samples(options)
+        self._lose = lose
+        self._limit_s = limit_s
+        self._rng = random.Random(5)
+
+    def sample(self, launcher: Launcher, arguments: Sequence[str] = ()) -> None:
+        """Make a job and lose a node of it, but not that of the store."""
+        with job(launcher, SHAPE, *arguments, worker("first_line.py")) as agents:
+            agents.start_all()
+            running = agents.running()
+            time.sleep(self._rng.uniform(0.2, 0.4))
+            victim = self._rng.choice(agents.agents[1:])
+            peers = {each.pid for each in running if agents.agent_of(each) is not victim}
+            lost_ns = self._lose(victim)
+            try:
+                arrivals = agents.reports.take("terminated", len(peers), pids=peers, timeout=self._limit_s)
+            except TimeoutError:
+                self.samples.add_limit(launcher, self._limit_s * 1e3)
+            else:
+                self.samples.add(launcher, (max(each.at_ns for each in arrivals) - lost_ns) / 1e6)
+
+
+def measure_killed(options: Options) -> list[Row]:
+    loss = Loss(options, Agent.kill, limit_s=options.repeats(20, 3))
+
+    def one(launcher: Launcher) -> None:
+        for _ in time_box(12.0, options.repeats(25, 2)):
+            loss.sample(launcher)
+
+    take_turns(options, 1, one)
+    conditions = f"{SHAPE}, from before SIGKILL of an agent that is not the store's host {ARRIVED}"
+    name = "nodes: agent killed, SIGTERM in the peers' workers"
+    return [
+        *loss.samples.rows(f"{name}, p50", "ms", conditions),
+        *loss.samples.rows(f"{name}, max", "ms", conditions, max),
+    ]
+
+
+def measure_silent(options: Options) -> list[Row]:
+    # Torchrun's default is 15 s: it gets more than that to do something.
+    default = "default keep-alive limit (15 s and 5 s)"
+    rows = _silent(options, default, {}, limit_s=options.repeats(18, 6), seconds=8.0)
+    if options.is_quick:
+        return rows
+    return _silent(options, "keep-alive limit 2 s", KEEP_ALIVE_2_S, limit_s=8, seconds=7.0) + rows
+
+
+def _silent(
+    options: Options, limit: str, arguments: Mapping[str, Sequence[str]], limit_s: int, seconds: float
+) -> list[Row]:
+    loss = Loss(options, Agent.silence, limit_s)
+
+    def one(launcher: Launcher) -> None:
+        for _ in time_box(seconds, options.repeats(4, 1)):
+            loss.sample(launcher, arguments.get(launcher.name, ()))
+
+    take_turns(options, 1, one)
+    conditions = f"{SHAPE}, from before SIGSTOP of all processes of a node {ARRIVED}"
+    return loss.samples.rows(f"nodes: silent host, {limit}, max", "ms", conditions, max)

@@ -1,0 +1,65 @@
+"""SIGKILL of a worker → the workers of the other node are signalled; and → all run again."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+
+from benchmarks.harness import Launcher, Options, Row, Samples, percentile, take_turns, time_box, worker
+from benchmarks.nodes import Shape, job
+
+SHAPE = Shape(nodes=2, nproc=2)
+MAX_KILLS = 100
+BOX_S = 10.0
+
+
+def measure(options: Options) -> list[Row]:
+    signalled, restarted = Samples(options), Samples(options)
+    rng = random.Random(4)
+    kills = options.repeats(MAX_KILLS, 5)
+
+    def one(launcher: Launcher) -> None:
+        with job(launcher, SHAPE, "--max-restarts", str(kills), worker("first_line.py")) as agents:
+            agents.start_all()
+            running = agents.running()
+            for _ in time_box(BOX_S, kills):
+                # All Python start-ups are over by then; a launcher that polls does so every 0.1 s.
+                time.sleep(rng.uniform(0.05, 0.2))
+                victim = rng.choice(running)
+                peers = {each.pid for each in running if agents.node_of(each) != agents.node_of(victim)}
+                killed_ns = time.monotonic_ns()
+                os.kill(victim.pid, signal.SIGKILL)
+                arrivals = agents.reports.take("terminated", len(peers), pids=peers)
+                running = agents.running()
+                signalled.add(launcher, _ms(killed_ns, max(each.at_ns for each in arrivals)))
+                restarted.add(launcher, _ms(killed_ns, max(each.at_ns for each in running)))
+
+    take_turns(options, options.repeats(2, 1), one)
+    conditions = f"{SHAPE}, plain Python, from before the kill"
+    rows: list[Row] = []
+    for percent in (50, 99):
+
+        def pick(values: Sequence[float], percent: int = percent) -> float:
+            return percentile(values, percent)
+
+        arrived = f"{conditions} until SIGTERM has arrived in the other node's last worker"
+        rows += signalled.rows(
+            f"nodes: worker killed, SIGTERM in the peers' workers, p{percent}", "ms", arrived, pick
+        )
+    for percent in (50, 99):
+
+        def pick(values: Sequence[float], percent: int = percent) -> float:
+            return percentile(values, percent)
+
+        rows += restarted.rows(
+            f"nodes: worker killed, all run again, p{percent}",
+            "ms",
+            f"{conditions} to the last worker's first line",
+            pick,
+        )
+    return rows
+
+
+def _ms(start_ns: int, end_ns: int) -> float:
+    return (end_ns - start_ns) / 1e6
