@@ -11,6 +11,7 @@ from collections import deque
 
 from elasticrs import _core
 from elasticrs.rendezvous.elastic import messages
+from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.session import CannotHost, Session
@@ -29,6 +30,9 @@ _FAREWELL = "farewell"
 
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
+
+_PORT = "port"
+"""The driver's own timer: the next attempt to take the lent port back."""
 
 
 class Driver:
@@ -62,6 +66,9 @@ class Driver:
         self._timers = Timers()
         self._store: _core.WorkerStore | None = None
         self._exit: messages.Exit | None = None
+        self._port = LentPort(self.session)
+        self._held_back: Event | None = None
+        self._is_told = False
 
     @property
     def hosts(self) -> bool:
@@ -78,7 +85,8 @@ class Driver:
             return [messages.Exit(Outcome("refused", str(error)))]
         settings = self.session.settings(role=self._role, nproc=self._nproc, max_restarts=self._max_restarts)
         self._member = Member(settings)
-        return self.tell(messages.Begin())
+        doubt = self.session.doubt
+        return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 
     def tell(self, *events: Event) -> list[Action]:
         """Tell the machine.
@@ -110,7 +118,10 @@ class Driver:
         for event in self.session.take():
             left += self.tell(event)
         for name in self._timers.take_due():
-            left += self._farewell(name) or self.tell(messages.TimerFired(name))
+            if name == _PORT:
+                left += self._take_port_back()
+            else:
+                left += self._farewell(name) or self.tell(messages.TimerFired(name))
         return left
 
     def seconds_left(self, limit: float) -> float:
@@ -128,6 +139,59 @@ class Driver:
             return []
         self.session.disconnect()
         return self.tell(messages.ConnectionLost("silent", why))
+
+    # --- the port that the workers have, too ---
+
+    def lend_port(self) -> str | None:
+        """Leave the port of the store to the workers of rank 0, who are about to start.
+
+        Returns:
+            Why that is not possible; ``None`` when it is done.
+        """
+        self._timers.disarm(_PORT)
+        if self._port.lend():
+            return None
+        return (
+            f"port {self._rendezvous.port} for the workers' store is taken by another program: "
+            f"{self._port.trouble}"
+        )
+
+    def group_over(self, event: Event) -> list[Action]:
+        """Tell the machine that nothing of the workers is left, and take the port back if they had it.
+
+        A port that they still keep holds back what leads to the next round, for a while.
+
+        Args:
+            event: ``WorkersDone``, ``GroupEnded`` or ``StartFailed``.
+
+        Returns:
+            What is left for the caller to do.
+        """
+        if self._port.take_back():
+            return self.tell(event)
+        self._is_told = False
+        self._timers.arm(_PORT, self._port.pause)
+        if isinstance(event, messages.WorkersDone):
+            return self.tell(event)
+        self._held_back = event
+        return []
+
+    def _take_port_back(self) -> list[Action]:
+        left: list[Action] = []
+        is_back = self._port.take_back()
+        if not is_back:
+            self._timers.arm(_PORT, self._port.pause)
+            if not self._port.is_overdue:
+                return left
+            if not self._is_told:
+                self._is_told = True
+                text = (
+                    f"port {self._rendezvous.port} is still taken {PATIENCE:g} s after the workers have ended"
+                    f" ({self._port.trouble}): no node can join until it is free"
+                )
+                left.append(messages.Announce(text))
+        held, self._held_back = self._held_back, None
+        return left if held is None else left + self.tell(held)
 
     # --- the end ---
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic import leader, rounds
+from elasticrs.rendezvous.elastic import by_hand, leader, rounds
 from elasticrs.rendezvous.elastic.messages import BindStore, CloseStore, Connect, Outcome, Unwatch, Watch
 from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, decode, encode
 from elasticrs.rendezvous.elastic.state import Phase
@@ -59,11 +59,12 @@ def connection_lost(member: Member, event: Any) -> None:
     """There is no connection, or no longer."""
     if member.phase in (Phase.NEW, Phase.EXIT, Phase.FENCED):
         return
-    if event.kind in FINAL and not member.was_registered:
+    is_final = event.kind in FINAL and not by_hand.may_be_lent(member, event.kind)
+    if is_final and not member.was_registered:
         member.connected = False
         member.exit(Outcome("refused", event.message))
         return
-    lose(member, event.message)
+    lose(member, by_hand.why_lost(member, event))
 
 
 def lose(member: Member, why: str) -> None:
@@ -298,7 +299,15 @@ def register(member: Member) -> None:
     own = keys.node(member.member)
     ops = earlier_registrations(member, incarnation)
     ops += [("put", own, member.node(), True), ("predecessor", keys.nodes, own)]
-    member.txn([("create", keys.job, member.job_revision)], ops, _registered)
+    compares: list[tuple[Any, ...]] = [("create", keys.job, member.job_revision)]
+    otherwise: list[tuple[Any, ...]] = []
+    if member.settings.node_rank is not None:
+        claim = by_hand.claim(member, member.settings.node_rank)
+        compares.append(claim.compare)
+        # The last result is the predecessor.
+        ops.insert(0, claim.put)
+        otherwise = [("get", keys.job), claim.get]
+    member.txn(compares, ops, _registered, otherwise)
     member.do(Watch(member.ask(_slot_seen), keys.slot(member.member), exact=True, snapshot=True))
     member.do(Watch(member.ask(_head_seen), keys.head, exact=True, snapshot=True))
     member.do(Watch(member.ask(_job_seen), keys.job, exact=True, snapshot=True))
@@ -313,8 +322,14 @@ def earlier_registrations(member: Member, incarnation: int) -> list[tuple[Any, .
 
 def _registered(member: Member, reply: Any) -> None:
     if not reply.ok:
-        member.fence("the job was started anew")
+        job = reply.results[0] if reply.results else None
+        if job is not None and job.create_revision == member.job_revision:
+            by_hand.refused(member, reply.results[1])
+            retry(member)
+        else:
+            member.fence("the job was started anew")
         return
+    by_hand.registered(member)
     member.registered = member.was_registered = True
     member.create_revision = reply.revision
     member.lost = None
