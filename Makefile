@@ -40,7 +40,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-multinode test test-rust test-python interop lint bench wheel clean force
+.PHONY: help setup build demo demo-multinode test test-rust test-python soak interop lint bench wheel clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,11 @@ test-python: build
 
 interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'
 	@tools/interop.sh '$(TORCH)'
+
+SOAK ?= --seconds 600
+
+soak: build ## random schedules of the rendezvous for ten minutes; SOAK="--seconds N --seed S"
+	@$(PY) -m tests.rendezvous.soak $(SOAK)
 
 lint: build ## formatters, linters, types, the stub of the extension, rules of the tree
 	@cargo fmt --all --check

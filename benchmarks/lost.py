@@ -4,10 +4,11 @@ Waiting for what never happens needs an end: a figure "> n" says that nothing ha
 """
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.harness import Launcher, Options, Row, Samples, take_turns, time_box, worker
-from benchmarks.nodes import Agent, Shape, job, rest
+from benchmarks.nodes import Agent, Shape, job
 
 SHAPE = Shape(nodes=3, nproc=1)
 ARRIVED = "until SIGTERM has arrived in the last worker of the other nodes"
@@ -32,7 +33,7 @@ class Loss:
         with job(launcher, SHAPE, *arguments, worker("first_line.py")) as agents:
             agents.start_all()
             running = agents.running()
-            rest(self._rng)
+            time.sleep(self._rng.uniform(0.2, 0.4))
             victim = self._rng.choice(agents.agents[1:])
             peers = {each.pid for each in running if agents.agent_of(each) is not victim}
             lost_ns = self._lose(victim)
@@ -48,7 +49,7 @@ def measure_killed(options: Options) -> list[Row]:
     loss = Loss(options, Agent.kill, limit_s=options.repeats(20, 3))
 
     def one(launcher: Launcher) -> None:
-        for _ in time_box(15.0, options.repeats(25, 2)):
+        for _ in time_box(12.0, options.repeats(25, 2)):
             loss.sample(launcher)
 
     take_turns(options, 1, one)

@@ -6,7 +6,6 @@ the order of its reports.
 """
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -164,11 +163,6 @@ def job(launcher: Launcher, shape: Shape, *arguments: str) -> Iterator[Job]:
             made.reports.close()
             for agent in made.agents:
                 agent.process.poll()
-
-
-def rest(rng: random.Random) -> None:
-    """Until all is quiet; launchers poll as slowly as every second, and are hit at a random point of that."""
-    time.sleep(rng.uniform(0.2, 1.2))
 
 
 class Connections(NamedTuple):

@@ -1,6 +1,8 @@
 """Clients of the coordination store, for tests."""
 
 import contextlib
+import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,3 +92,60 @@ def serving(**options: Any) -> Iterator[Server]:
         yield server
     finally:
         server.close()
+
+
+MAGIC = b"\x93ERS\r\n\x1a\n"
+READY, REFUSED, REPLY, ALIVE = 0x82, 0x83, 0x84, 0x86
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<H", len(value.encode())) + value.encode()
+
+
+class RawClient:
+    """The protocol by hand: a client that keeps silent, does not read, or breaks the rules."""
+
+    def __init__(self, port: int, *, receive_buffer: int | None = None) -> None:
+        self.socket = socket.socket()
+        self.socket.settimeout(HANG)
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.connect(("127.0.0.1", port))
+
+    def send(self, kind: int, body: bytes) -> None:
+        self.socket.sendall(struct.pack("<IB", len(body) + 1, kind) + body)
+
+    def hello(self, *, major: int = 1, run_id: str = RUN, interval_ms: int = 1000, attempts: int = 5) -> None:
+        self.socket.sendall(MAGIC)
+        body = struct.pack("<HH", major, 0) + text(run_id) + struct.pack("<IH", interval_ms, attempts)
+        self.send(0x01, body + bytes(32))
+        assert self.exactly(len(MAGIC)) == MAGIC
+
+    def connected(self, **hello: Any) -> "RawClient":
+        self.hello(**hello)
+        self.until(READY)
+        return self
+
+    def exactly(self, length: int) -> bytes:
+        received = b""
+        while len(received) < length:
+            more = self.socket.recv(length - len(received))
+            assert more, "the connection is closed"
+            received += more
+        return received
+
+    def until(self, kind: int) -> bytes:
+        """The body of the next message of this kind; those before it are dropped."""
+        while True:
+            (length,) = struct.unpack("<I", self.exactly(4))
+            message = self.exactly(length)
+            if message[0] == kind:
+                return message[1:]
+            assert message[0] != REFUSED, message
+
+    def refusal(self) -> str:
+        """Why the store ends the session; what comes before is dropped."""
+        return self.until(REFUSED)[3:].decode()
+
+    def close(self) -> None:
+        self.socket.close()

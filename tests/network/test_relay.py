@@ -49,7 +49,8 @@ def test_a_relay_limits_the_rate(relayed):
     _, relay, server, client = relayed
     relay.set(rate=100_000)
     server.order("echo")
-    assert float(client.tell("ask " + 20_000 * "x").split()[-1]) >= 0.4
+    # The answer begins while the question still comes: the last of it takes no less than this.
+    assert float(client.tell("ask " + 20_000 * "x").split()[-1]) >= 0.2
 
 
 def test_a_stalled_relay_keeps_the_connection_and_loses_nothing(relayed):

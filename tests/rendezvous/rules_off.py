@@ -44,14 +44,14 @@ def verdict_does_not_wait(view):
     return set()
 
 
-@rule("lost_ranks", verdict)
+@rule("is_explained", verdict)
 def losses_are_charged(view):
-    return set()
+    return False
 
 
-@rule("lost_ranks", verdict)
+@rule("is_explained", verdict)
 def any_absence_explains(view):
-    return view.absent | {view.rank_of[each] for each in view.rank_of if each not in view.nodes}
+    return bool(view.absent)
 
 
 @rule("witnesses", verdict)

@@ -51,6 +51,28 @@ def test_a_fresh_job_forgets_the_closed_one():
     assert late.starts[0].round == 1
 
 
+def test_a_fresh_job_forgets_settings_that_nobody_has_any_more():
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    cluster.add("a").kill()
+    assert cluster.add("b", max_restarts=5).outcome.kind == "refused"
+    c = cluster.add("c", max_restarts=5, fresh=True)
+    assert c.outcome is None
+    assert cluster.add("d", max_restarts=5).starts
+
+
+def test_who_registered_while_the_job_was_started_anew_comes_again():
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    a = cluster.add("a")
+    keys, store = cluster.keys, cluster.store
+    job = store.get(keys.job).value.replace(b'"uuid":"', b'"uuid":"other')
+    store.apply([("delete_prefix", keys.prefix), ("put", keys.job, job, False)], None)
+    cluster.run()
+    a.fire("reconnect")
+    assert a.all(m.Connect) == [m.Connect(1), m.Connect(2)]
+    b = cluster.add("b")
+    assert (a.starts[0].round, b.starts[0].round) == (1, 1)
+
+
 def test_fresh_does_not_touch_a_job_with_nodes():
     cluster, (a,) = running(1)
     late = cluster.add("late", fresh=True)

@@ -104,3 +104,12 @@ def test_a_node_that_could_not_start_its_workers_is_no_worker():
     result = JobResult()
     result.first_cause = not_started("no memory", PLACE, Clock())
     assert all_failures(result) == {}
+
+
+def test_workers_that_were_stopped_for_another_reason_are_no_failures():
+    result = JobResult()
+    result.attempts = [attempt_of([(0, -9, 9), (1, -9, 9)])]
+    result.message = "the store is lost"
+    assert all_failures(result) == {}
+    result.attempts = [attempt_of([(0, 1, None), (1, -9, 9)])]
+    assert list(all_failures(result)) == [2, 3]

@@ -9,7 +9,7 @@ use elasticrs_store::coordination::events::Event;
 use elasticrs_store::coordination::leases::Leases;
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, Server, ServerError};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
@@ -217,6 +217,10 @@ impl CoordinationClient {
 
 fn server_error(error: &ServerError) -> PyErr {
     match error {
+        // A resolver's error has no number.
+        ServerError::Listen(listen) if listen.source.raw_os_error().is_none() => {
+            PyOSError::new_err(format!("{listen}: {}", listen.source))
+        }
         ServerError::Listen(listen) => os_error(&listen.source, &listen.to_string()),
         ServerError::Resources(source) => os_error(source, "start the store"),
         ServerError::Ended => SupervisorError::new_err("the supervisor has ended"),
@@ -254,7 +258,7 @@ fn compare(tuple: &Bound<'_, PyTuple>) -> PyResult<Compare> {
         "create" => (3, Compare::Create(name, fields.get(2)?)),
         "mod" => (3, Compare::Mod(name, fields.get(2)?)),
         "value" => (3, Compare::Value(name, fields.bytes(2)?)),
-        other => return Err(PyValueError::new_err(format!("no such compare: {other:?}"))),
+        other => return Err(PyValueError::new_err(format!("no such compare: '{other}'"))),
     };
     fields.done(length, compare)
 }
@@ -270,7 +274,7 @@ fn op(tuple: &Bound<'_, PyTuple>) -> PyResult<Op> {
         "get" => (2, Op::Get(name)),
         "range" => (3, Op::Range { prefix: name, limit: fields.get(2)? }),
         "predecessor" => (3, Op::Predecessor { prefix: name, key: fields.key(2)? }),
-        other => return Err(PyValueError::new_err(format!("no such op: {other:?}"))),
+        other => return Err(PyValueError::new_err(format!("no such op: '{other}'"))),
     };
     fields.done(length, op)
 }

@@ -45,7 +45,7 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
-        # Nothing failed but what the message tells: they were stopped for it.
+        # The message is the reason; workers that we stopped for it are no failures.
         return {}
     if cause is None or cause.get("rank") is None or cause["rank"] in failed:
         return failed

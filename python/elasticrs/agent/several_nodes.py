@@ -137,7 +137,7 @@ class SeveralNodes(Decisions):
             return self._tell(messages.GroupStarted())
         if isinstance(event, machine.StartFailed):
             self._group_exists = False
-            return self._tell(messages.StartFailed(event.message, event.transient))
+            return self._over(messages.StartFailed(event.message, event.transient))
         if isinstance(event, machine.FailureSeen):
             # How it ended is told next.
             self._first_failure = event.local_rank
@@ -188,7 +188,7 @@ class SeveralNodes(Decisions):
         if attempt is None:
             return []
         if event.outcome == "succeeded":
-            return self._tell(messages.WorkersDone())
+            return self._over(messages.WorkersDone())
         from elasticrs.agent.cause import own_cause
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
@@ -203,7 +203,7 @@ class SeveralNodes(Decisions):
                 cause["time_ns"] = min(cause["time_ns"], self._first_word["time_ns"])
         else:
             cause = None
-        return self._tell(messages.GroupEnded(cause, stuck))
+        return self._over(messages.GroupEnded(cause, stuck))
 
     def _place(self) -> Any:
         from elasticrs.agent.cause import Place
@@ -222,6 +222,9 @@ class SeveralNodes(Decisions):
     def _tell(self, *events: messages.Event) -> list[machine.Action]:
         return self._translate(self._require_driver().tell(*events))
 
+    def _over(self, event: messages.Event) -> list[machine.Action]:
+        return self._translate(self._require_driver().group_over(event))
+
     # --- actions for this node ---
 
     def _translate(self, actions: Iterable[messages.Action]) -> list[machine.Action]:
@@ -239,10 +242,15 @@ class SeveralNodes(Decisions):
 
     def _start(self, action: messages.Start) -> list[machine.Action]:
         driver = self._require_driver()
-        if action.serves_store:
+        is_static = self._rendezvous.backend == "static"
+        if action.serves_store and is_static:
+            trouble = driver.lend_port()
+            if trouble is not None:
+                return self._over(messages.StartFailed(trouble, False))
+        elif action.serves_store:
             driver.serve_store()
         ranks = action.ranks.workers(NodeShare(self._job.role, self._job.nproc))
-        self.plan = Plan(ranks, action.master_addr, action.master_port, use_agent_store=True)
+        self.plan = Plan(ranks, action.master_addr, action.master_port, use_agent_store=not is_static)
         self._phase, self._group_exists = machine.Phase.STARTING, True
         return [machine.Start(action.round, action.restarts)]
 

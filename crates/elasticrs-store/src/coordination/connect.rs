@@ -12,6 +12,7 @@ use tokio::time::timeout;
 use super::auth::{self, Direction};
 use super::client::Options;
 use super::clock::boot_ns;
+use super::probe::is_tcp_store;
 use super::protocol::{Answer, Digest, Hello, Pace, Request, VERSION};
 use super::types::LostKind;
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
@@ -110,7 +111,18 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
     let mut greeter = Greeter { options, stream, frames: Frames::new(MAX_ANSWER) };
-    let Met { session, revision, pace, sent } = greeter.meet().await?;
+    let met = tokio::select! {
+        met = greeter.meet() => met,
+        () = until_suspicious(options, peer) => return Err(not_ours(options, TCP_STORE)),
+    };
+    let Met { session, revision, pace, sent } = match met {
+        Ok(met) => met,
+        // An agent that hosts the store and ends just now looks the same, so it is asked once more.
+        Err(lost) if lost.kind == LostKind::Closed && greeter.frames.is_untouched() => {
+            return Err(if is_tcp_store(peer).await { not_ours(options, TCP_STORE) } else { lost });
+        }
+        Err(lost) => return Err(lost),
+    };
     let Greeter { stream, frames, .. } = greeter;
     Ok(Opened { stream, frames, local, peer, session, revision, pace, sent })
 }
@@ -168,6 +180,9 @@ async fn connect(
 }
 
 fn kind_of(error: &io::Error) -> LostKind {
+    if matches!(error.raw_os_error(), Some(nix::libc::EMFILE | nix::libc::ENFILE)) {
+        return LostKind::Limit;
+    }
     match error.kind() {
         io::ErrorKind::ConnectionRefused => LostKind::Refused,
         io::ErrorKind::TimedOut => LostKind::Timeout,
@@ -286,7 +301,7 @@ impl Greeter<'_> {
                     answer => return Ok(answer),
                 },
                 Ok(None) => {}
-                Err(Broken::Foreign) => return Err(self.not_ours(what(self.frames.unread()))),
+                Err(Broken::Foreign) => return Err(not_ours(self.options, what(self.frames.unread()))),
                 Err(error @ Broken::Length(_)) => return Err(self.said(LostKind::Protocol, &format!("sent {error}"))),
             }
             let read = match self.stream.ready(Interest::READABLE).await {
@@ -303,18 +318,26 @@ impl Greeter<'_> {
                 Ok(0) => return Err(self.said(LostKind::Closed, "closed the connection")),
                 Ok(length) => self.frames.feed(&chunk[..length]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                // An agent that hosts the store and ends just now looks like this, too.
                 Err(error) => {
                     return Err(self.said(LostKind::Closed, &format!("broke the connection off ({})", plain(&error))));
                 }
             }
         }
     }
+}
 
-    fn not_ours(&self, why: &str) -> Lost {
-        let Options { port, .. } = self.options;
-        let message = format!("port {port} is used by another program, at {}: {why}", endpoint(self.options));
-        Lost::new(LostKind::NotOurs, message)
+const TCP_STORE: &str = "it is a TCPStore of torch";
+
+fn not_ours(options: &Options, why: &str) -> Lost {
+    let message = format!("port {} is used by another program, at {}: {why}", options.port, endpoint(options));
+    Lost::new(LostKind::NotOurs, message)
+}
+
+/// Returns when it is known that a `TCPStore` keeps silent there, as most releases of torch do before a stranger.
+async fn until_suspicious(options: &Options, peer: SocketAddr) {
+    tokio::time::sleep((options.connect_timeout / 4).min(Duration::from_secs(1))).await;
+    if !is_tcp_store(peer).await {
+        std::future::pending::<()>().await;
     }
 }
 

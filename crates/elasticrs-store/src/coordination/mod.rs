@@ -16,6 +16,7 @@ pub mod leases;
 pub mod listen;
 pub mod notices;
 mod outbox;
+mod probe;
 pub mod protocol;
 pub mod server;
 mod session;

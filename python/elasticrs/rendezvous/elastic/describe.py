@@ -142,6 +142,11 @@ def describe(
     if high == 1 and port == 0 and is_loopback_name(host):
         return None, notices
     if kind == STATIC:
+        if settings.is_host is not None and settings.is_host != (node_rank == 0):
+            raise UsageError(
+                f"{words.settings}: is_host: got {int(settings.is_host)} for node rank {node_rank}, "
+                "but node rank 0 hosts the static rendezvous: leave it out"
+            )
         notices += _check_static(words, endpoint, host, given_port)
     if not 0 < len(run_id.encode(errors="surrogateescape")) <= _MAX_RUN_ID:
         raise UsageError(f"{words.run_id}: got {run_id!r}, expected 1 to {_MAX_RUN_ID} bytes")

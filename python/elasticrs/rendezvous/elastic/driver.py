@@ -11,8 +11,11 @@ from collections import deque
 
 from elasticrs import _core
 from elasticrs.rendezvous.elastic import messages
+from elasticrs.rendezvous.elastic.keys import Keys
+from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.messages import Outcome
+from elasticrs.rendezvous.elastic.records import Head
 from elasticrs.rendezvous.elastic.session import CannotHost, Session
 from elasticrs.rendezvous.elastic.timers import Timers
 
@@ -28,7 +31,10 @@ _FAREWELL = "farewell"
 """The driver's own timer: so long the host of the store waits for the others to read how the job ended."""
 
 _FAREWELL_TICK = "farewell tick"
-_TICK = 0.05
+_TICK = 0.01
+
+_PORT = "port"
+"""The driver's own timer: the next attempt to take the lent port back."""
 
 
 class Driver:
@@ -62,6 +68,9 @@ class Driver:
         self._timers = Timers()
         self._store: _core.WorkerStore | None = None
         self._exit: messages.Exit | None = None
+        self._port = LentPort(self.session)
+        self._held_back: Event | None = None
+        self._is_told = False
 
     @property
     def hosts(self) -> bool:
@@ -78,7 +87,8 @@ class Driver:
             return [messages.Exit(Outcome("refused", str(error)))]
         settings = self.session.settings(role=self._role, nproc=self._nproc, max_restarts=self._max_restarts)
         self._member = Member(settings)
-        return self.tell(messages.Begin())
+        doubt = self.session.doubt
+        return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 
     def tell(self, *events: Event) -> list[Action]:
         """Tell the machine.
@@ -107,10 +117,13 @@ class Driver:
     def poll(self) -> list[Action]:
         """Take what the store and the timers have; never blocks."""
         left: list[Action] = []
-        for event in self.session.take():
+        for event in drop_stale(self.session.take(), Keys(self._rendezvous.run_id).head):
             left += self.tell(event)
         for name in self._timers.take_due():
-            left += self._farewell(name) or self.tell(messages.TimerFired(name))
+            if name == _PORT:
+                left += self._take_port_back()
+            else:
+                left += self._farewell(name) or self.tell(messages.TimerFired(name))
         return left
 
     def seconds_left(self, limit: float) -> float:
@@ -128,6 +141,59 @@ class Driver:
             return []
         self.session.disconnect()
         return self.tell(messages.ConnectionLost("silent", why))
+
+    # --- the port that the workers have, too ---
+
+    def lend_port(self) -> str | None:
+        """Leave the port of the store to the workers of rank 0, who are about to start.
+
+        Returns:
+            Why that is not possible; ``None`` when it is done.
+        """
+        self._timers.disarm(_PORT)
+        if self._port.lend():
+            return None
+        return (
+            f"port {self._rendezvous.port} for the workers' store is taken by another program: "
+            f"{self._port.trouble}"
+        )
+
+    def group_over(self, event: Event) -> list[Action]:
+        """Tell the machine that nothing of the workers is left, and take the port back if they had it.
+
+        A port that they still keep holds back what leads to the next round, for a while.
+
+        Args:
+            event: ``WorkersDone``, ``GroupEnded`` or ``StartFailed``.
+
+        Returns:
+            What is left for the caller to do.
+        """
+        if self._port.take_back():
+            return self.tell(event)
+        self._is_told = False
+        self._timers.arm(_PORT, self._port.pause)
+        if isinstance(event, messages.WorkersDone):
+            return self.tell(event)
+        self._held_back = event
+        return []
+
+    def _take_port_back(self) -> list[Action]:
+        left: list[Action] = []
+        is_back = self._port.take_back()
+        if not is_back:
+            self._timers.arm(_PORT, self._port.pause)
+            if not self._port.is_overdue:
+                return left
+            if not self._is_told:
+                self._is_told = True
+                text = (
+                    f"port {self._rendezvous.port} is still taken {PATIENCE:g} s after the workers have ended"
+                    f" ({self._port.trouble}): no node can join until it is free"
+                )
+                left.append(messages.Announce(text))
+        held, self._held_back = self._held_back, None
+        return left if held is None else left + self.tell(held)
 
     # --- the end ---
 
@@ -211,6 +277,26 @@ class Driver:
     def _disarm(self, action: messages.Disarm) -> Iterable[Event]:
         self._timers.disarm(action.name)
         return ()
+
+
+def drop_stale(events: list[Any], head: str) -> list[Any]:
+    """What still counts of a batch: after a loss nothing that could start workers, as the lease may be over.
+
+    Only the end of the job is still told: the store may have gone because everybody else has read it.
+
+    Args:
+        events: from the store, in order; a loss is the last one of its connection.
+        head: the key of the job's state.
+    """
+    if not events or type(events[-1]).__name__ != "ConnectionLost":
+        return events
+    return [*(event for event in events[:-1] if _ends_the_job(event, head)), events[-1]]
+
+
+def _ends_the_job(event: Any, head: str) -> bool:
+    changes = getattr(event, "changes", ())
+    last = next((change.value for change in reversed(changes) if change.key == head), None)
+    return last is not None and Head.decode(last).state == "CLOSED"
 
 
 _EFFECTS: dict[type, Callable[[Driver, Any], Iterable[Event]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticrs.ranks import NodeShare, node_ranks
-from elasticrs.rendezvous.elastic import seating, verdict
+from elasticrs.rendezvous.elastic import by_hand, seating, verdict
 from elasticrs.rendezvous.elastic.addresses import master_addr
 from elasticrs.rendezvous.elastic.keys import agent_of
 from elasticrs.rendezvous.elastic.lead import close, forget, guards, has_passed, write
@@ -40,7 +40,7 @@ def decide(member: Member, lead: Lead, view: View) -> None:
         return
     alive: list[str] = []
     if head is not None:
-        judged = verdict.judge(view, head, settings, member.was_short)
+        judged = _judged(member, lead, view, head)
         alive, head = judged.alive, judged.head
         if judged.reason is not None:
             close(member, lead, view, head.next(reason=judged.reason), alive, "failed")
@@ -63,9 +63,23 @@ def _tell_of_waiting(member: Member, lead: Lead, view: View) -> None:
     has_passed(member, lead, "waiting", LATER_NEWS)
     if lead.told != count:
         lead.told = count
-        here = named(_shown(view))
+        here = named(_shown(view, settings))
         text = f"waiting for nodes: {count} of at least {settings.min_nodes} are here"
         member.do(Announce(f"{text}: {here}" if count else text))
+
+
+def _judged(member: Member, lead: Lead, view: View, head: Head) -> verdict.Verdict:
+    """The verdict on the ended round, found again only when something has changed that it rests on.
+
+    Nodes that come one by one to replace many lost ones do not change it, and finding it looks at every
+    member. Until the next round, members only stop and go: each of the first three sets only grows, or only
+    shrinks, so that its size tells whether it is the same.
+    """
+    sizes = len(view.slow), len(view.missing), len(view.absent)
+    rests_on = (view.head_revision, member.was_short, sizes, frozenset(view.farewells))
+    if lead.judged is None or lead.judged[0] != rests_on:
+        lead.judged = rests_on, verdict.judge(view, head, member.settings, member.was_short)
+    return lead.judged[1]
 
 
 def _is_time(member: Member, lead: Lead, view: View) -> bool:
@@ -83,7 +97,9 @@ def _is_time(member: Member, lead: Lead, view: View) -> bool:
     return True
 
 
-def _shown(view: View) -> list[str]:
+def _shown(view: View, settings: Settings) -> list[str]:
+    if settings.node_rank is not None:
+        return by_hand.shown(view)
     return sorted(view.nodes[each].shown for each in view.candidates)
 
 
@@ -91,7 +107,9 @@ def _too_few(view: View, settings: Settings) -> str:
     count = len(view.candidates)
     text = f"{count} of at least {nodes(settings.min_nodes)} after {settings.join_timeout:g} s"
     if count:
-        text += f": {named(_shown(view))}"
+        text += f": {named(_shown(view, settings))}"
+    if settings.node_rank is not None:
+        text += f"; nobody has node rank {by_hand.missing(view, settings.max_nodes)}"
     lost = [view.seats[rank].name for rank in sorted(view.missing)]
     if lost:
         text += f"; lost in round {view.round}: {named(lost)}"

@@ -66,9 +66,10 @@ class Hosting(Value):
         is_explicit: whether the user decided: then a port that is taken is an error, and no reason to become
             a client.
         trouble: why the endpoint's name could not be resolved; ``None`` when it could.
+        doubt: what is odd about hosting here, for the user; ``None``: nothing.
     """
 
-    __slots__ = ("is_explicit", "listen", "reason", "trouble")
+    __slots__ = ("doubt", "is_explicit", "listen", "reason", "trouble")
 
     def __init__(
         self,
@@ -77,7 +78,9 @@ class Hosting(Value):
         *,
         is_explicit: bool = False,
         trouble: str | None = None,
+        doubt: str | None = None,
     ) -> None:
+        self.doubt = doubt
         self.listen = tuple(listen)
         self.reason = reason
         self.is_explicit = is_explicit
@@ -113,7 +116,8 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
         trouble = _trouble(rendezvous.host, resolver)
         return _client(rendezvous, "another agent hosts the store", trouble, is_explicit=True)
     if wanted:
-        return Hosting(_listen(rendezvous, resolver), "told to host the store", is_explicit=True)
+        doubt = _doubt(rendezvous, resolver) if rendezvous.backend == "static" else None
+        return Hosting(_listen(rendezvous, resolver), "told to host the store", is_explicit=True, doubt=doubt)
     if is_loopback_name(rendezvous.host):
         return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is this machine")
     name = _plain(rendezvous.host)
@@ -225,6 +229,24 @@ def _trouble(name: str, resolver: Resolver) -> str | None:
 
 def _why(error: OSError) -> str:
     return error.strerror or str(error)
+
+
+def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
+    """What speaks against this machine's being the one that the others are told to come to.
+
+    No mistake: the address may be that of a service which leads here.
+    """
+    host, here = rendezvous.host, "node rank 0 is here, but"
+    if is_loopback_name(host) or is_unspecified(host):
+        return None
+    try:
+        addresses = resolver.resolve(host)
+    except OSError as error:
+        return f"{here} {host!r}, where the others look for it, is unknown here ({_why(error)})"
+    if any(resolver.is_local(address) for address in addresses):
+        return None
+    shown = host if [host] == list(addresses) else f"{host} ({', '.join(addresses)})"
+    return f"{here} {shown}, where the others look for it, is no address of this machine"
 
 
 def _plain(name: str) -> str:

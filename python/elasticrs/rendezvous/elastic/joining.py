@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic import leader, rounds
+from elasticrs.rendezvous.elastic import by_hand, leader, rounds
 from elasticrs.rendezvous.elastic.messages import (
     Announce,
     BindStore,
@@ -71,11 +71,12 @@ def connection_lost(member: Member, event: Any) -> None:
     """There is no connection, or no longer."""
     if member.phase in (Phase.NEW, Phase.EXIT, Phase.FENCED):
         return
-    if event.kind in FINAL and not member.was_registered:
+    is_final = event.kind in FINAL and not by_hand.may_be_lent(member, event.kind)
+    if is_final and not member.was_registered:
         member.connected = False
         member.exit(Outcome("refused", event.message))
         return
-    lose(member, event.message)
+    lose(member, by_hand.why_lost(member, event))
 
 
 def lose(member: Member, why: str) -> None:
@@ -257,21 +258,21 @@ def _job_known(member: Member, reply: Any) -> None:
         register(member)
         return
     job, head, nodes = reply.results
-    if member.settings.fresh and head is not None and not nodes:
-        _start_anew(member, job, head)
+    difference = mismatch(member.settings, member.address, decode(job.value))
+    if member.settings.fresh and not nodes and (head is not None or difference is not None):
+        _start_anew(member, job, 0 if head is None else head.mod_revision)
         return
     member.job, member.job_revision = job.value, job.create_revision
-    difference = mismatch(member.settings, member.address, decode(job.value))
     if difference is not None:
         member.exit(Outcome("refused", difference))
     elif not _is_closed(member, head):
         register(member)
 
 
-def _start_anew(member: Member, job: Any, head: Any) -> None:
+def _start_anew(member: Member, job: Any, head_revision: int) -> None:
     """Forget an earlier job of this name; who registered meanwhile sees that, and comes again."""
     keys = member.keys
-    compares = [("create", keys.job, job.create_revision), ("mod", keys.head, head.mod_revision)]
+    compares = [("create", keys.job, job.create_revision), ("mod", keys.head, head_revision)]
     put = ("put", keys.job, encode(job_record(member)), False)
     member.txn(compares, [("delete_prefix", keys.prefix), put], _started_anew)
 
@@ -323,7 +324,15 @@ def register(member: Member) -> None:
     own = keys.node(member.member)
     ops = earlier_registrations(member, incarnation)
     ops += [("put", own, member.node(), True), ("predecessor", keys.nodes, own)]
-    member.txn([("create", keys.job, member.job_revision)], ops, _registered)
+    compares: list[tuple[Any, ...]] = [("create", keys.job, member.job_revision)]
+    otherwise: list[tuple[Any, ...]] = []
+    if member.settings.node_rank is not None:
+        claim = by_hand.claim(member, member.settings.node_rank)
+        compares.append(claim.compare)
+        # The last result is the predecessor.
+        ops.insert(0, claim.put)
+        otherwise = [("get", keys.job), claim.get]
+    member.txn(compares, ops, _registered, otherwise)
     member.do(Watch(member.ask(_slot_seen), keys.slot(member.member), exact=True, snapshot=True))
     member.do(Watch(member.ask(_head_seen), keys.head, exact=True, snapshot=True))
     member.do(Watch(member.ask(_job_seen), keys.job, exact=True, snapshot=True))
@@ -338,8 +347,14 @@ def earlier_registrations(member: Member, incarnation: int) -> list[tuple[Any, .
 
 def _registered(member: Member, reply: Any) -> None:
     if not reply.ok:
-        member.fence("the job was started anew")
+        job = reply.results[0] if reply.results else None
+        if job is not None and job.create_revision == member.job_revision:
+            by_hand.refused(member, reply.results[1])
+            retry(member)
+        else:
+            member.fence("the job was started anew")
         return
+    by_hand.registered(member)
     member.registered = member.was_registered = True
     member.create_revision = reply.revision
     member.lost = None

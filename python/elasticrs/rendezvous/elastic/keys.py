@@ -13,7 +13,7 @@ class Keys:
         run_id: the user's; what would end it early in a key is escaped, so that no job sees another's keys.
     """
 
-    __slots__ = ("dones", "farewells", "head", "job", "nodes", "prefix", "slots", "tables")
+    __slots__ = ("dones", "farewells", "head", "job", "nodes", "prefix", "ranks", "slots", "tables")
 
     def __init__(self, run_id: str) -> None:
         escaped = run_id.replace("%", "%25").replace("/", "%2F")
@@ -25,6 +25,7 @@ class Keys:
         self.tables = self.prefix + "table/"
         self.dones = self.prefix + "done/"
         self.farewells = self.prefix + "left/"
+        self.ranks = self.prefix + "rank/"
 
     def node(self, member: str) -> str:
         """Where a member registers, on its lease."""
@@ -41,6 +42,10 @@ class Keys:
     def farewell(self, member: str) -> str:
         """What a member leaves when it goes on purpose; no lease, as the next leader has to know, too."""
         return self.farewells + member
+
+    def rank(self, node_rank: int) -> str:
+        """Who has a node rank that was given by hand, on its lease."""
+        return f"{self.ranks}{node_rank}"
 
     def done(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
         """What a member leaves when its workers have finished."""

@@ -17,7 +17,7 @@ The parts: ``joining`` (connection, registration, who leads), ``rounds`` (a memb
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic import joining, leader, leaving, rounds
+from elasticrs.rendezvous.elastic import by_hand, joining, leader, leaving, rounds
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.state import Member, Phase
 
@@ -123,4 +123,5 @@ _TIMERS: dict[str, Callable[[Member], None]] = {
     "barrier": rounds.barrier,
     "round_age": _round_age,
     "leave": leaving.timeout,
+    "rank": by_hand.timeout,
 }

@@ -326,7 +326,7 @@ class Start(Action):
         master_addr: of group rank 0.
         master_port: of the round's worker store.
         serves_store: this node serves it: on the listener of the latest :class:`StorePort`, or, with a fixed
-            port, on one to be bound now (:class:`StartFailed` when that is not possible).
+            port, on one that its workers bind (:class:`StartFailed` when it cannot be lent to them).
     """
 
     __slots__ = ("group_rank", "master_addr", "master_port", "ranks", "restarts", "round", "serves_store")
@@ -469,7 +469,11 @@ class Settings(Value):
         local_addr: the address that the user wants peers to use for this node.
         fallback_addr: an address or name that other hosts can reach, used when the connection to the store is
             a loopback one and the round spans hosts.
-        master_port: fixed port of the worker store; ``None``: a fresh one for every round.
+        master_port: fixed port of the worker store, which is the port of this store as well and is lent to
+            the workers of rank 0; ``None``: a fresh one for every round.
+        node_rank: the group rank of this node, given by hand; ``None``: the rendezvous gives it.
+        rank_timeout: how long another node may have this node's rank before that is a mistake: longer than
+            the time-to-live of a lease.
         backend: what keeps the state; has to be the same everywhere.
         hosts_store: this process serves the store, and so stays until the job is over.
         homogeneous: all nodes must have the same role and nproc.
@@ -510,8 +514,10 @@ class Settings(Value):
         "max_short_losses",
         "min_nodes",
         "node",
+        "node_rank",
         "nproc",
         "order_hint",
+        "rank_timeout",
         "restart_call_timeout",
         "role",
         "run_id",
@@ -539,6 +545,8 @@ class Settings(Value):
         local_addr: str | None = None,
         fallback_addr: str | None = None,
         master_port: int | None = None,
+        node_rank: int | None = None,
+        rank_timeout: float = 6.0,
         backend: str = "c10d",
         hosts_store: bool = False,
         homogeneous: bool = False,
@@ -570,6 +578,8 @@ class Settings(Value):
         self.local_addr = local_addr
         self.fallback_addr = fallback_addr
         self.master_port = master_port
+        self.node_rank = node_rank
+        self.rank_timeout = rank_timeout
         self.backend = backend
         self.hosts_store = hosts_store
         self.homogeneous = homogeneous

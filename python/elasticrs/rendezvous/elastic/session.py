@@ -52,6 +52,11 @@ class Session:
         return self._server is not None
 
     @property
+    def doubt(self) -> str | None:
+        """What is odd about hosting the store here, for the user."""
+        return self._hosting.doubt
+
+    @property
     def fd(self) -> int | None:
         """Readable when :meth:`take` has something."""
         return self._client.fd if self._client is not None else None
@@ -87,9 +92,12 @@ class Session:
                 # Another agent of this machine was faster, or another program has the port: its answer tells.
                 return
             where = ", ".join(f"{host} port {port}" for host, port in listen)
+            option, other = "--rdzv-endpoint HOST:PORT", ""
+            if self._rendezvous.backend == "static":
+                option, other = "--master-port", " (is another agent with --node-rank 0 here?)"
             raise CannotHost(
-                f"the rendezvous store cannot listen on {where}: {error.strerror or error}; choose another "
-                "port with --rdzv-endpoint HOST:PORT on all nodes"
+                f"the rendezvous store cannot listen on {where}: {error.strerror or error}{other}; choose "
+                f"another port with {option} on all nodes"
             ) from error
 
     def connect(self) -> ConnectionLost | None:
@@ -168,6 +176,9 @@ class Session:
             role=role,
             nproc=nproc,
             order_hint=given.order_hint,
+            master_port=rendezvous.port if rendezvous.backend == "static" else None,
+            node_rank=rendezvous.node_rank,
+            rank_timeout=given.ttl + 1.0,
             local_addr=hosting.chosen_address(rendezvous),
             fallback_addr=hosting.fallback_address(rendezvous, self._hosting, self._resolver),
             backend=rendezvous.backend,
@@ -182,11 +193,18 @@ class Session:
             scale_up_delay=given.scale_up_delay,
             close_timeout=given.close_timeout,
             exit_barrier_timeout=given.exit_barrier_timeout,
-            store_lost_timeout=given.store_lost_timeout,
+            store_lost_timeout=self._store_lost_timeout(),
             short_round=given.short_round,
             max_short_losses=given.max_short_losses,
             max_node_losses=given.max_node_losses,
         )
+
+    def _store_lost_timeout(self) -> float:
+        given = self._rendezvous.settings
+        if self._rendezvous.backend != "static":
+            return given.store_lost_timeout
+        # The workers of rank 0 have the port until they have stopped, which may take their whole grace.
+        return max(given.store_lost_timeout, given.settle)
 
     def _explained(self, lost: _core.ConnectionLost) -> str:
         if lost.kind == "resolve":
@@ -221,7 +239,11 @@ class Session:
             self._server.stop_listening()
 
     def listen_again(self) -> None:
-        """Take the port back."""
+        """Take the port back.
+
+        Raises:
+            OSError: another program has it.
+        """
         if self._server is not None:
             self._server.listen_again()
 

@@ -72,6 +72,9 @@ class Member:
         lost: why there is no connection.
         delay: seconds until the next attempt to connect.
         was_registered: there was a registration once.
+        claim: an earlier registration of this agent that still has its node rank, as the store has it.
+        rank_holder: the node that was found with the node rank of this one.
+        told_of_port: the user knows that something else answers at the port of the store.
         barrier_over: a finished node does not wait for the others any longer.
         seen_round, aged_round: the last round whose start was seen, and which of them has run for a while.
         closing: why this agent ends the whole job.
@@ -88,6 +91,7 @@ class Member:
         "address",
         "aged_round",
         "barrier_over",
+        "claim",
         "closing",
         "connected",
         "create_revision",
@@ -117,6 +121,7 @@ class Member:
         "port",
         "port_used",
         "predecessor",
+        "rank_holder",
         "registered",
         "seen_round",
         "settings",
@@ -124,6 +129,7 @@ class Member:
         "slot_revision",
         "stopping",
         "told_end",
+        "told_of_port",
         "was_registered",
         "was_short",
     )
@@ -168,6 +174,9 @@ class Member:
         self.delay = 0.0
         self.has_seen_round = False
         self.was_registered = False
+        self.claim: bytes | None = None
+        self.rank_holder: str | None = None
+        self.told_of_port = False
         self.barrier_over = False
         self.now = 0
         self._tag = 0

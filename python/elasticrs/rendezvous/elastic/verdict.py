@@ -42,22 +42,22 @@ class Verdict(Value):
         self.reason = reason
 
 
-def lost_ranks(view: View) -> set[int]:
-    """Members of the round whose loss can explain the failure of others.
+def is_explained(view: View) -> bool:
+    """Whether the loss of a member can explain the failure of others.
 
     One that had finished explains nothing, unless the round's worker store went with it.
     """
-    leaving = {view.rank_of[member] for member in view.farewells if member in view.rank_of}
-    return view.missing | (view.absent & {0}) | leaving
+    is_leaving = any(member in view.rank_of for member in view.farewells)
+    return bool(view.missing) or 0 in view.absent or is_leaving
 
 
 def is_charged(view: View, head: Head) -> bool:
     """Whether the end of the round is taken from the budget."""
-    return kind_of(head) == "failure" and not lost_ranks(view)
+    return kind_of(head) == "failure" and not is_explained(view)
 
 
 def witnesses(view: View) -> list[str]:
-    """Members that may have workers here, and whose loss would explain: see :func:`lost_ranks`."""
+    """Members that may have workers here, and whose loss would explain: see :func:`is_explained`."""
     return sorted(member for member in view.slow if view.rank_of[member] not in view.done - {0})
 
 
@@ -70,9 +70,9 @@ def kind_of(head: Head) -> str:
 def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     """The earliest cause of all; of equals, what the node itself told later, as it knew more then."""
     best, best_time = head.cause, time_of(head.cause)
-    for member in view.rank_of:
-        node = view.nodes.get(member)
-        if node is None or node.cause is None or node.idle != head.round:
+    for member in sorted(view.causes):
+        node = view.nodes[member]
+        if member not in view.rank_of or node.idle != head.round:
             continue
         time = time_of(node.cause)
         if best is None or (time is not None and (best_time is None or time <= best_time)):
@@ -91,7 +91,7 @@ def judge(view: View, head: Head, settings: Settings, was_short: bool | None) ->
     """
     kind = kind_of(head)
     charge = 1 if is_charged(view, head) else 0
-    lost = [rank for rank in sorted(view.missing) if view.seats[rank].member not in view.farewells]
+    lost = len(view.missing) - sum(view.rank_of.get(each) in view.missing for each in view.farewells)
     lossy = kind == "lost" or (kind == "failure" and not charge)
     short_losses = head.short_losses
     if was_short is False:
@@ -99,20 +99,20 @@ def judge(view: View, head: Head, settings: Settings, was_short: bool | None) ->
     elif was_short and lossy:
         short_losses += 1
     counted = head.next(
-        losses=head.losses + len(lost),
+        losses=head.losses + lost,
         short_losses=short_losses,
         setups=head.setups + 1 if kind == "setup" else 0,
         cause=first_cause(view, head),
         used=head.used + charge,
         end={**(head.end or {}), "charged": bool(charge)},
     )
-    reason = _reason(view, head, counted, settings, lost)
+    reason = _reason(view, head, counted, settings)
     if reason is not None:
         counted = counted.next(used=head.used)
     return Verdict(charge, witnesses(view) if charge else [], counted, reason)
 
 
-def _reason(view: View, head: Head, counted: Head, settings: Settings, lost: list[int]) -> str | None:
+def _reason(view: View, head: Head, counted: Head, settings: Settings) -> str | None:
     end = head.end or {}
     if kind_of(head) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
         return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
@@ -121,13 +121,19 @@ def _reason(view: View, head: Head, counted: Head, settings: Settings, lost: lis
             f"workers failed in round {head.round} and no restart is left"
             f" (max_restarts={settings.max_restarts}, {head.used} used)"
         )
-    names = named([view.seats[rank].name for rank in lost]) or "none that is still known"
     if settings.max_node_losses is not None and counted.losses > settings.max_node_losses:
         lost_nodes = nodes(counted.losses)
-        return f"lost {lost_nodes} (max_node_losses={settings.max_node_losses}), last: {names}"
+        return f"lost {lost_nodes} (max_node_losses={settings.max_node_losses}), last: {_lost_names(view)}"
     if counted.short_losses >= settings.max_short_losses:
         return (
             f"{counted.short_losses} rounds in a row lost a node less than {settings.short_round:g} s"
-            f" after their start, last: {names}"
+            f" after their start, last: {_lost_names(view)}"
         )
     return None
+
+
+def _lost_names(view: View) -> str:
+    lost = [view.seats[rank] for rank in sorted(view.missing)]
+    return (
+        named([seat.name for seat in lost if seat.member not in view.farewells]) or "none that is still known"
+    )

@@ -35,6 +35,7 @@ class View:
         slow: members that are here and may still have workers.
         candidates: members that are here, the latest of their agent, staying, and without workers.
         waiting: candidates that are no members.
+        causes: members that tell of a failure of their own.
         farewells: members that said that they leave.
     """
 
@@ -45,6 +46,7 @@ class View:
         "_tables",
         "absent",
         "candidates",
+        "causes",
         "done",
         "farewells",
         "head",
@@ -80,6 +82,7 @@ class View:
         self.candidates: set[str] = set()
         self.waiting: set[str] = set()
         self.farewells: set[str] = set()
+        self.causes: set[str] = set()
         for entry in entries:
             self._take(entry)
         self._new_round()
@@ -147,12 +150,14 @@ class View:
         if entry.value is None:
             self.nodes.pop(member, None)
             self.joined.pop(member, None)
+            self.causes.discard(member)
             if incarnation in siblings:
                 siblings.remove(incarnation)
             if not siblings:
                 del self._agents[agent_of(member)]
         else:
-            self.nodes[member] = Node.decode(entry.value)
+            self.nodes[member] = node = Node.decode(entry.value)
+            (self.causes.discard if node.cause is None else self.causes.add)(member)
             self.joined[member] = entry.create_revision
             if incarnation not in siblings:
                 siblings.append(incarnation)

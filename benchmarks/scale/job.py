@@ -1,0 +1,227 @@
+"""One job of n agents, from joining to success, and what each part of it costs."""
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple, TypeAlias
+
+from benchmarks.harness import median, percentile
+from benchmarks.scale.children import Child
+
+TORCH_LIMIT = 90
+IDLE = 3.0
+
+Figures: TypeAlias = dict[str, float]
+"""What was measured, by name. Times are milliseconds, memory is megabytes, counts are per agent."""
+
+
+class Costs(NamedTuple):
+    """Counters of all processes at one moment."""
+
+    up: float
+    down: float
+    sent: float
+    received: float
+    store_cpu: float
+    leader_cpu: float
+    swarm_cpu: float
+
+
+class Job:
+    """The processes of one job.
+
+    The first agent to join leads; it has a process of its own.
+
+    Args:
+        agents: how many.
+        processes: how many the others share.
+        stack: ends them.
+    """
+
+    def __init__(self, agents: int, processes: int, stack: ExitStack) -> None:
+        self.agents = agents
+        self.server = stack.enter_context(closing(Child("server", agents=agents)))
+        port = self.server.answer()["port"]
+        self.resident_before = self.server.resident()
+        shares = spread(agents - 1, min(processes, agents - 1))
+        firsts = [1 + sum(shares[:index]) for index in range(len(shares))]
+        common = {"port": port, "agents": agents}
+        self.swarms = [
+            stack.enter_context(closing(Child("swarm", first=first, count=count, **common)))
+            for first, count in zip([0, *firsts], [1, *shares], strict=True)
+        ]
+        self.alive = [1, *shares]
+        # All are up, and have imported what they need.
+        self.costs()
+
+    def costs(self) -> Costs:
+        """What everything has cost so far."""
+        counts = together(self.swarms, "counts")
+        traffic = self.server.ask("traffic")
+        cpu = [sum(child.cpu().values()) for child in (self.server, *self.swarms)]
+        up, down = (sum(each[way] for each in counts) for way in ("up", "down"))
+        return Costs(up, down, traffic["sent"], traffic["received"], cpu[0], cpu[1], sum(cpu[2:]))
+
+    def begin_leader(self) -> None:
+        """Let the first agent join; returns when it has."""
+        self.swarms[0].ask("begin")
+        self.swarms[0].ask("await", event="registered", number=0, count=1)
+
+    def stamps(self, event: str, number: int, fewer: int = 0) -> list[int]:
+        """When this has happened to all living agents, but for so many of the last process; sorted."""
+        for child, count in zip(self.swarms, self.alive, strict=True):
+            missing = fewer if child is self.swarms[-1] else 0
+            child.tell("await", event=event, number=number, count=count - missing)
+        return sorted(stamp for child in self.swarms for stamp in child.answer())
+
+    def lose(self, place: int, agent: int) -> int:
+        """Cut the connection of an agent; returns the moment before."""
+        self.alive[place] -= 1
+        moment: int = self.swarms[place].ask("cut", agent=agent)
+        return moment
+
+
+def spread(count: int, parts: int) -> list[int]:
+    """A number in so many nearly equal parts."""
+    return [count // parts + (index < count % parts) for index in range(parts)]
+
+
+def together(children: Sequence[Child], do: str, **details: Any) -> list[Any]:
+    """Send a command to all, then take all answers."""
+    for child in children:
+        child.tell(do, **details)
+    return [child.answer() for child in children]
+
+
+def ms(begin: int, stamps: Iterable[int]) -> float:
+    """Until the last stamp."""
+    return (max(stamps) - begin) / 1e6
+
+
+def typical(samples: Sequence[Figures]) -> Figures:
+    """The median of each figure."""
+    names = [name for name in samples[0] if all(name in sample for sample in samples)]
+    return {name: median([sample[name] for sample in samples]) for name in names}
+
+
+def measure(agents: int, processes: int, idle: float = IDLE) -> Figures:
+    """Two jobs.
+
+    In the first, all agents but the leader join at once. In the second, all but one have joined, then the
+    last one does; then a worker fails, an agent dies, the leader dies, and the rest succeeds.
+
+    Args:
+        agents: how many, at least 2.
+        processes: that they share.
+        idle: seconds of doing nothing, to measure what that costs.
+    """
+    values: Figures = {}
+    with ExitStack() as stack:
+        job = Job(agents, processes, stack)
+        job.begin_leader()
+        before = job.costs()
+        began = min(together(job.swarms[1:], "begin"))
+        values["form"] = ms(began, job.stamps("started", 1))
+        _count(values, "form", job, before)
+        values["store memory"] = (job.server.resident() - job.resident_before) / 1e6
+    with ExitStack() as stack:
+        job = Job(agents, processes, stack)
+        _join_last(job, values)
+        _fail(job, values)
+        _idle(job, values, idle)
+        number = 2
+        if agents > 2:
+            number = _lose(job, values, number)
+        began = max(together(job.swarms, "done"))
+        values["success"] = ms(began, job.stamps("exited", 0))
+    return values
+
+
+def _join_last(job: Job, values: Figures) -> None:
+    """All but one join at once, then the last one."""
+    job.begin_leader()
+    for child, count in zip(job.swarms[1:], job.alive[1:], strict=True):
+        child.tell("begin_some", number=count - (child is job.swarms[-1]))
+    for child in job.swarms[1:]:
+        child.answer()
+    job.stamps("registered", 0, fewer=1)
+    moment = job.swarms[-1].ask("begin", agent=job.alive[-1] - 1)
+    values["last join"] = ms(moment, job.stamps("started", 1))
+
+
+def _fail(job: Job, values: Figures) -> None:
+    """A worker fails: its agent tells the others."""
+    before = job.costs()
+    moment = job.swarms[-1].ask("fail", agent=0)
+    stopped = [stamp - moment for stamp in job.stamps("stopped", 1)]
+    values["failure: half stopped"] = percentile(stopped, 50) / 1e6
+    values["failure: all stopped"] = max(stopped) / 1e6
+    values["failure: started"] = ms(moment, job.stamps("started", 2))
+    _count(values, "restart", job, before)
+
+
+def _idle(job: Job, values: Figures, seconds: float) -> None:
+    """Keep-alives only."""
+    before = job.costs()
+    began = time.monotonic()
+    time.sleep(seconds)
+    after = job.costs()
+    values["idle: store cpu"] = (after.store_cpu - before.store_cpu) / (time.monotonic() - began) * 100
+
+
+def _lose(job: Job, values: Figures, number: int) -> int:
+    """An agent dies, then the leader."""
+    moment = job.lose(len(job.swarms) - 1, 0)
+    values["loss: all stopped"] = ms(moment, job.stamps("stopped", number))
+    values["loss: started"] = ms(moment, job.stamps("started", number + 1))
+    moment = job.lose(0, 0)
+    values["leader lost: started"] = ms(moment, job.stamps("started", number + 2))
+    values["store memory at the end"] = (job.server.resident() - job.resident_before) / 1e6
+    return number + 2
+
+
+def _count(values: Figures, name: str, job: Job, before: Costs) -> None:
+    """What has been spent since then: messages and bytes per agent, processor time in all."""
+    spent = Costs(*(now - then for now, then in zip(job.costs(), before, strict=True)))
+    for way in ("up", "down", "sent", "received"):
+        values[f"{name}: {way}"] = getattr(spent, way) / job.agents
+    for part in ("store_cpu", "leader_cpu", "swarm_cpu"):
+        values[f"{name}: {part}"] = getattr(spent, part) * 1e3
+
+
+def measure_torch(agents: int, processes: int, limit: int = TORCH_LIMIT) -> Figures:
+    """The same with torch's handler, as far as it has the notions.
+
+    Args:
+        agents, processes: as for ours.
+        limit: seconds; what takes longer is given as that.
+    """
+    values: Figures = {}
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(Child("torch_handler", serve=True)))
+        port = server.answer()["port"]
+        shares = spread(agents, min(processes, agents))
+        children = [
+            stack.enter_context(
+                closing(Child("torch_handler", agents=count, total=agents, port=port, limit=limit * 2))
+            )
+            for count in shares
+        ]
+
+        def stamps(name: str, timeout: float, fewer: int = 0) -> list[int]:
+            for child, count in zip(children, shares, strict=True):
+                child.tell("await", name=name, count=count - (fewer if child is children[-1] else 0))
+            return [stamp for child in children for stamp in child.answer(timeout)]
+
+        stamps("ready", limit)
+        try:
+            began = min(together(children, "begin"))
+            values["form"] = ms(began, stamps("started 1", limit))
+            began = children[-1].ask("fail", agent=0)
+            values["failure: all stopped"] = ms(began, stamps("stopped 1", limit, fewer=1))
+            values["failure: started"] = ms(began, stamps("started 2", limit))
+        except TimeoutError:
+            values["gave up after"] = limit * 1e3
+            for child in (*children, server):
+                child.kill()
+    return values

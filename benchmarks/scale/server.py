@@ -1,0 +1,62 @@
+"""The store, in a process of its own, and what its connections have carried."""
+
+import json
+import os
+import resource
+import socket
+import stat
+import struct
+import sys
+
+from benchmarks.scale.children import Lines, write_line
+from elasticrs import _core
+
+# Of struct tcp_info (linux/tcp.h, since 4.1): bytes that the peer has acknowledged, and bytes received.
+BYTES = struct.Struct("=QQ")
+BYTES_OFFSET = 120
+
+
+def raise_descriptors() -> None:
+    """As many descriptors as the kernel allows to this user."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def traffic() -> dict[str, int]:
+    """Bytes that the living connections of this process have carried, as the kernel counts them."""
+    sent = received = count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                is_tcp = connection.family in {socket.AF_INET, socket.AF_INET6}
+                if not is_tcp or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_OFFSET + BYTES.size)
+        except OSError:
+            # The server has closed it in the meantime.
+            continue
+        acked, got = BYTES.unpack_from(info, BYTES_OFFSET)
+        sent += acked
+        received += got
+        count += 1
+    return {"connections": count, "sent": sent, "received": received}
+
+
+def main() -> None:
+    raise_descriptors()
+    arguments = json.loads(sys.argv[1])
+    server = _core.CoordinationServer(
+        [("127.0.0.1", 0)], run_id="scale", max_connections=2 * arguments["agents"] + 64
+    )
+    write_line(1, {"port": server.port})
+    lines = Lines()
+    while lines.is_open:
+        for _ in lines.read():
+            write_line(1, traffic())
+    server.close()
+
+
+if __name__ == "__main__":
+    main()

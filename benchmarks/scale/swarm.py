@@ -1,0 +1,276 @@
+"""Lightweight agents: many in one thread.
+
+Each has a real connection and the shipped decisions. Its workers are imitated: they start and end at once.
+"""
+
+import heapq
+import json
+import select
+import sys
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.scale.children import Lines, write_line
+from benchmarks.scale.server import raise_descriptors
+from elasticrs import _core
+from elasticrs.rendezvous.elastic import machine, messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RUN_ID = "scale"
+
+CAUSE = {
+    "node": "node7",
+    "host": "node7",
+    "group_rank": 7,
+    "rank": 7,
+    "local_rank": 0,
+    "pid": 4711,
+    "exitcode": 1,
+    "message": "RuntimeError: the loss is not a number any more",
+    "lines": [f'  File "train.py", line {number}, in step' for number in range(12)],
+    "error_ns": 100_000,
+}
+
+
+class Agent:
+    """One agent.
+
+    Args:
+        swarm: it belongs to.
+        number: of all agents.
+        agents: how many there are in all.
+    """
+
+    __slots__ = (
+        "_events",
+        "_handlers",
+        "_swarm",
+        "_timers",
+        "client",
+        "member",
+        "registering",
+        "round",
+    )
+
+    def __init__(self, swarm: "Swarm", number: int, agents: int) -> None:
+        settings = messages.Settings(
+            RUN_ID,
+            f"{number:016x}",
+            f"node{number}",
+            # Two may be cut off later, and the others go on.
+            min_nodes=max(1, agents - 2),
+            max_nodes=agents,
+            max_restarts=1000,
+            last_call_timeout=3600.0,
+        )
+        self._swarm = swarm
+        self._events: deque[Any] = deque()
+        self._timers: dict[str, float] = {}
+        self.member = machine.Member(settings)
+        self.client: _core.CoordinationClient | None = None
+        self.registering = -1
+        self.round = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.Txn: self._txn,
+            messages.Watch: self._watch,
+            messages.Unwatch: self._unwatch,
+            messages.Connect: self._connect,
+            messages.Disconnect: self._disconnect,
+            messages.Start: self._start,
+            messages.Stop: self._stop,
+            messages.BindStore: self._bind_store,
+            messages.CloseStore: self._nothing,
+            messages.Arm: self._arm,
+            messages.Disarm: self._disarm,
+            messages.Announce: self._announce,
+            messages.Exit: self._exit,
+        }
+
+    def handle(self, event: Any) -> None:
+        """Take an event, and those that the imitated workers answer with."""
+        events = self._events
+        events.append(event)
+        while events:
+            self.member, actions = machine.step(self.member, events.popleft(), time.time_ns())
+            for action in actions:
+                self._handlers[type(action)](action)
+
+    def ready(self) -> None:
+        """The connection has something."""
+        if self.client is None:
+            return
+        for event in self.client.take():
+            self._swarm.down += 1
+            if type(event) is _core.Reply and event.tag == self.registering and event.ok:
+                self.registering = -1
+                self._swarm.stamp("registered", 0)
+            self.handle(event)
+
+    def fire(self, name: str, due: float) -> None:
+        """A timer is due, unless it was set anew or forgotten."""
+        if self._timers.get(name) == due:
+            del self._timers[name]
+            self.handle(messages.TimerFired(name))
+
+    def close(self) -> None:
+        """Close the connection, as when the agent is killed."""
+        self._disconnect(None)
+
+    def _connect(self, _: Any) -> None:
+        swarm = self._swarm
+        self.client = client = _core.CoordinationClient("127.0.0.1", swarm.port, run_id=RUN_ID)
+        swarm.register(client.fd, self)
+
+    def _disconnect(self, _: Any) -> None:
+        if self.client is not None:
+            self._swarm.forget(self.client.fd)
+            self.client.close()
+            self.client = None
+
+    def _txn(self, txn: Any) -> None:
+        if self.client is not None:
+            self._swarm.up += 1
+            if any(op[0] == "put" and op[3] and op[1] == self._key for op in txn.then):
+                self.registering = txn.tag if self.round == 0 else -1
+            self.client.txn(txn.tag, txn.compares, txn.then, txn.otherwise)
+
+    @property
+    def _key(self) -> str:
+        return self.member.keys.node(self.member.member)
+
+    def _watch(self, watch: Any) -> None:
+        if self.client is not None:
+            self._swarm.up += 1
+            self.client.watch(watch.tag, watch.prefix, exact=watch.exact, snapshot=watch.snapshot)
+
+    def _unwatch(self, watch: Any) -> None:
+        if self.client is not None:
+            self._swarm.up += 1
+            self.client.unwatch(watch.prefix, exact=watch.exact)
+
+    def _start(self, start: Any) -> None:
+        self.round = start.round
+        self._swarm.stamp("started", start.round)
+        self._events.append(messages.GroupStarted())
+
+    def _stop(self, stop: Any) -> None:
+        self._swarm.stamp("stopped", stop.round)
+        self._events.append(messages.GroupEnded())
+
+    def _bind_store(self, _: Any) -> None:
+        self._events.append(messages.StorePort(29500))
+
+    def _nothing(self, _: Any) -> None:
+        """Nothing is there to be closed."""
+
+    def _announce(self, announce: Any) -> None:
+        self._swarm.texts[announce.text] += 1
+
+    def _arm(self, arm: Any) -> None:
+        due = time.monotonic() + arm.seconds
+        self._timers[arm.name] = due
+        heapq.heappush(self._swarm.timers, (due, id(self), self, arm.name))
+
+    def _disarm(self, disarm: Any) -> None:
+        self._timers.pop(disarm.name, None)
+
+    def _exit(self, exit_: Any) -> None:
+        self._swarm.texts[f"{exit_.outcome.kind}: {exit_.outcome.message}"] += 1
+        self._swarm.stamp("exited", 0)
+        self._disconnect(None)
+
+
+class Swarm:
+    """The agents of this process.
+
+    Args:
+        port: of the store.
+        first: number of the first of them.
+        count: how many.
+        agents: how many there are in all.
+    """
+
+    def __init__(self, port: int, first: int, count: int, agents: int) -> None:
+        self.port = port
+        self.up = 0
+        self.down = 0
+        self.texts: Counter[str] = Counter()
+        self.timers: list[tuple[float, int, Agent, str]] = []
+        self.agents = [Agent(self, number, agents) for number in range(first, first + count)]
+        self._by_fd: dict[int, Agent] = {}
+        self._stamps: dict[tuple[str, int], list[int]] = {}
+        self._awaited: tuple[str, int, int] | None = None
+        self._epoll = select.epoll()
+
+    def register(self, fd: int, agent: Agent) -> None:
+        self._by_fd[fd] = agent
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def forget(self, fd: int) -> None:
+        self._epoll.unregister(fd)
+        del self._by_fd[fd]
+
+    def stamp(self, event: str, number: int) -> None:
+        self._stamps.setdefault((event, number), []).append(time.monotonic_ns())
+
+    def run(self) -> None:
+        """Do what is told, until there is nobody to tell it."""
+        lines = Lines()
+        self._epoll.register(lines.fd, select.EPOLLIN)
+        while lines.is_open:
+            timeout = max(0.0, self.timers[0][0] - time.monotonic()) if self.timers else None
+            for fd, _ in self._epoll.poll(timeout):
+                if fd == lines.fd:
+                    for command in lines.read():
+                        self._obey(**command)
+                elif (agent := self._by_fd.get(fd)) is not None:
+                    agent.ready()
+            now = time.monotonic()
+            while self.timers and self.timers[0][0] <= now:
+                due, _, agent, name = heapq.heappop(self.timers)
+                agent.fire(name, due)
+            self._tell()
+        for agent in self.agents:
+            agent.close()
+
+    def _obey(
+        self, do: str, agent: int | None = None, event: str = "", number: int = 0, count: int = 0
+    ) -> None:
+        if do == "await":
+            self._awaited = event, number, count
+            return
+        if do == "counts":
+            write_line(1, {"up": self.up, "down": self.down, "texts": dict(self.texts.most_common(5))})
+            return
+        chosen = self.agents if agent is None else [self.agents[agent]]
+        moment = time.monotonic_ns()
+        for each in chosen[:number] if do == "begin_some" else chosen:
+            if do.startswith("begin"):
+                each.handle(messages.Begin())
+            elif do == "fail":
+                each.handle(messages.WorkerFailed({**CAUSE, "time_ns": time.time_ns()}))
+            elif do == "cut":
+                each.close()
+            elif each.client is not None:
+                each.handle(messages.WorkersDone())
+        write_line(1, moment)
+
+    def _tell(self) -> None:
+        if self._awaited is not None:
+            event, number, count = self._awaited
+            stamps = self._stamps.get((event, number), [])
+            if len(stamps) >= count:
+                self._awaited = None
+                write_line(1, stamps)
+
+
+def main() -> None:
+    raise_descriptors()
+    Swarm(**json.loads(sys.argv[1])).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Node ranks and the port of the workers' store given by hand: the static rendezvous.
+
+- **HAND-1** at any time at most one registration has a node rank: T1 takes the key of the rank, on the same
+  lease, only if nobody has it, or an earlier registration of the same agent.
+- **HAND-2** a rank that somebody has may be one that died just now, so it is asked for again until a lease
+  would have ended.
+- **HAND-3** the port of the store is lent to the workers of rank 0 while a round runs. Who comes then is
+  refused, or meets a program that is not ours; that says nothing about the job, so it comes again.
+"""
+
+from __future__ import annotations
+
+from elasticrs._value import Value
+from elasticrs.rendezvous.elastic.messages import Announce, Disconnect, Outcome
+from elasticrs.rendezvous.elastic.records import decode, encode
+from elasticrs.rendezvous.elastic.state import Phase
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from elasticrs.rendezvous.elastic.state import Member
+    from elasticrs.rendezvous.elastic.view import View
+
+
+class Claim(Value):
+    """How a registration takes its node rank.
+
+    Args:
+        compare: under which it may.
+        put: with which it does.
+        get: what tells who has it, otherwise.
+    """
+
+    __slots__ = ("compare", "get", "put")
+
+    def __init__(self, compare: tuple[Any, ...], put: tuple[Any, ...], get: tuple[Any, ...]) -> None:
+        self.compare = compare
+        self.put = put
+        self.get = get
+
+
+def claim(member: Member, node_rank: int) -> Claim:
+    """The part of T1 that takes the node rank of a registration."""
+    settings, key = member.settings, member.keys.rank(node_rank)
+    compare = ("missing", key) if member.claim is None else ("value", key, member.claim)
+    address = settings.local_addr or member.address
+    value = encode([settings.agent, member.member, f"{settings.node} ({address})"])
+    return Claim(compare, ("put", key, value, True), ("get", key))
+
+
+def refused(member: Member, entry: Any) -> None:
+    """T1 was refused, as somebody has the node rank: to be tried again on a new connection.
+
+    Args:
+        member: this agent.
+        entry: who has it; ``None``: nobody any more.
+    """
+    member.claim = None
+    if entry is not None:
+        agent, _, shown = decode(entry.value)
+        if agent == member.settings.agent:
+            member.claim = entry.value
+        else:
+            if member.rank_holder is None:
+                member.arm("rank", member.settings.rank_timeout)
+            member.rank_holder = shown
+    member.do(Disconnect())
+    member.forget_connection()
+
+
+def registered(member: Member) -> None:
+    """The registration holds, and with it the node rank."""
+    member.claim = None
+    member.told_of_port = False
+    if member.rank_holder is not None:
+        member.rank_holder = None
+        member.disarm("rank")
+
+
+def timeout(member: Member) -> None:
+    """Another node has had the node rank for longer than a dead one could."""
+    if member.rank_holder is None or member.registered or member.phase is Phase.EXIT:
+        return
+    settings = member.settings
+    own = f"{settings.node} ({settings.local_addr or member.address})"
+    text = (
+        f"node rank {settings.node_rank} was given to two nodes, {member.rank_holder} and {own}: give each "
+        f"node its own --node-rank, from 0 to {settings.max_nodes - 1}"
+    )
+    member.exit(Outcome("refused", text))
+
+
+# --- the port ---
+
+
+def may_be_lent(member: Member, kind: str) -> bool:
+    """Whether what answers at the port of the store may be the workers of a round."""
+    return kind == "not_ours" and member.settings.master_port is not None
+
+
+def why_lost(member: Member, event: Any) -> str:
+    """Why there is no connection, in words; the user is told once that something else answers."""
+    message: str = event.message
+    if not may_be_lent(member, event.kind):
+        return message
+    if not member.told_of_port:
+        member.told_of_port = True
+        member.do(Announce(f"{message}; trying again, as a round of this job that runs has that port, too"))
+    return f"{message}; if it is a round of this job, that has not ended"
+
+
+# --- who is there ---
+
+
+def shown(view: View) -> list[str]:
+    """The candidates with their node ranks, in that order."""
+    nodes = sorted(
+        (view.nodes[each] for each in view.candidates), key=lambda node: (node.hint or 0, node.name)
+    )
+    return [f"node rank {node.hint} is {node.shown}" for node in nodes]
+
+
+def missing(view: View, size: int) -> str:
+    """The node ranks that nobody has."""
+    here = {view.nodes[each].hint for each in view.candidates}
+    ranks = [str(rank) for rank in range(size) if rank not in here]
+    return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

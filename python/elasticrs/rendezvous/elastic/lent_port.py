@@ -1,0 +1,62 @@
+"""One port in turn for the store in which the nodes meet and, while a round runs, for its workers' store."""
+
+from __future__ import annotations
+
+from elasticrs.rendezvous.elastic.timers import now
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.rendezvous.elastic.session import Session
+
+PATIENCE = 10.0
+"""Seconds that a socket of ended workers may keep the port."""
+
+_TICK, _SLOW_TICK = 0.05, 1.0
+
+
+class LentPort:
+    """The port of the store that a session hosts; without effect for one that hosts none.
+
+    Args:
+        session: stops to listen, and listens again; connections go on all the time.
+    """
+
+    __slots__ = ("_deadline", "_is_lent", "_session", "trouble")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._is_lent = False
+        self._deadline: float | None = None
+        self.trouble = ""
+
+    def lend(self) -> bool:
+        """Give the port away; returns whether it was there to give, else :attr:`trouble` says why not."""
+        if not self.take_back():
+            return False
+        if self._session.hosts:
+            self._session.stop_listening()
+            self._is_lent = True
+        return True
+
+    def take_back(self) -> bool:
+        """Try to have the port again; returns whether it is there, else :attr:`trouble` says why not."""
+        if self._is_lent:
+            try:
+                self._session.listen_again()
+            except OSError as error:
+                self.trouble = str(error)
+                if self._deadline is None:
+                    self._deadline = now() + PATIENCE
+                return False
+        self._is_lent, self._deadline = False, None
+        return True
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether somebody else must have taken it."""
+        return self._deadline is not None and now() >= self._deadline
+
+    @property
+    def pause(self) -> float:
+        """Seconds until it is worth while to try again."""
+        return _SLOW_TICK if self.is_overdue else _TICK

@@ -1,0 +1,184 @@
+"""Node ranks and the port given by hand: who has a rank, who is refused, what a lent port means."""
+
+import itertools
+
+import pytest
+
+from elasticrs.rendezvous.elastic import messages as m
+from elasticrs.rendezvous.elastic.machine import Member, Phase, step
+from rendezvous.cluster import Cluster
+
+PORT = 29500
+NOT_OURS = ("not_ours", "port 29500 is used by another program")
+
+
+class Static(Cluster):
+    """Agents with ranks."""
+
+    def __init__(self, size, **settings):
+        super().__init__(
+            **{
+                "min_nodes": size,
+                "max_nodes": size,
+                "max_restarts": 3,
+                "backend": "static",
+                "master_port": PORT,
+                **settings,
+            }
+        )
+
+    def rank(self, node_rank, name=None, **differs):
+        given = {"node_rank": node_rank, "order_hint": node_rank}
+        if node_rank == 0:
+            given["local_addr"] = "head"
+        return self.add(name or f"n{node_rank}", **given, **differs)
+
+
+def ranks(*agents):
+    return [agent.starts[-1].group_rank for agent in agents]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_group_ranks_are_node_ranks_in_any_order(order):
+    cluster = Static(3)
+    agents = {node_rank: cluster.rank(node_rank) for node_rank in order}
+    starts = [agents[node_rank].starts[-1] for node_rank in range(3)]
+    assert [start.group_rank for start in starts] == [0, 1, 2]
+    assert [start.serves_store for start in starts] == [True, False, False]
+    assert {(start.master_addr, start.master_port) for start in starts} == {("head", PORT)}
+    assert not any(agent.all(m.BindStore) for agent in agents.values())
+
+
+def test_all_restarts_have_the_same_port_and_ranks():
+    cluster = Static(2)
+    b, a = cluster.rank(1), cluster.rank(0)
+    for number in range(1, 4):
+        a.fail() if number % 2 else b.fail()
+        (b if number % 2 else a).send(m.GroupEnded())
+        assert [(start.round, start.group_rank) for start in (a.starts[-1], b.starts[-1])] == [
+            (number + 1, 0),
+            (number + 1, 1),
+        ]
+        assert a.starts[-1].master_port == PORT
+
+
+@pytest.mark.parametrize("lost", [(1,), (2,), (1, 2)])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_who_comes_back_gets_its_own_rank(lost, is_reversed):
+    cluster = Static(4)
+    agents = [cluster.rank(node_rank) for node_rank in range(4)]
+    for node_rank in lost:
+        agents[node_rank].kill()
+    stay = [agent for node_rank, agent in enumerate(agents) if node_rank not in lost]
+    for agent in stay:
+        agent.send(m.GroupEnded())
+    assert {agent.starts[-1].round for agent in stay} == {1}
+    for node_rank in reversed(lost) if is_reversed else lost:
+        agents[node_rank] = cluster.rank(node_rank, f"new{node_rank}")
+    assert ranks(*agents) == [0, 1, 2, 3]
+    assert {agent.starts[-1].round for agent in agents} == {2}
+
+
+def test_a_rank_that_two_nodes_have_is_refused_by_name():
+    cluster = Static(3)
+    cluster.rank(0)
+    b = cluster.rank(1)
+    again = cluster.rank(1, "again")
+    assert again.outcome is None
+    assert "rank" in again.timers
+    again.fire("rank")
+    text = (
+        "node rank 1 was given to two nodes, n1 (10.0.0.2) and again (10.0.0.3): give each node its own "
+        "--node-rank, from 0 to 2"
+    )
+    assert again.outcome == m.Outcome("refused", text)
+    assert b.member.registered
+    c = cluster.rank(2)
+    assert ranks(b, c) == [1, 2]
+    assert not again.starts
+
+
+def test_the_rank_of_a_node_that_died_is_free_when_its_lease_has_ended():
+    cluster = Static(2)
+    cluster.rank(0)
+    b = cluster.rank(1)
+    # Its machine died: the store does not know yet.
+    cluster.agents.remove(b)
+    again = cluster.rank(1, "again")
+    assert not again.member.registered
+    cluster.store.end_session(b.conn)
+    again.fire("reconnect")
+    assert again.member.registered
+    assert "rank" not in again.timers
+
+
+def test_an_agent_takes_its_rank_over_from_its_own_earlier_registration():
+    cluster = Static(3)
+    cluster.rank(0)
+    b = cluster.rank(1)
+    old = b.conn
+    # The store has not seen the end of this connection.
+    old.open = False
+    b.conn = None
+    b.send(m.ConnectionLost("silent", "no answer"))
+    while not b.member.registered:
+        b.fire("reconnect")
+        assert "rank" not in b.timers
+    cluster.store.end_session(old)
+    cluster.run()
+    assert cluster.store.get(cluster.keys.rank(1)) is not None
+    c = cluster.rank(2)
+    assert ranks(b, c) == [1, 2]
+
+
+def test_ranks_are_given_back_at_the_end():
+    cluster = Static(2)
+    a, b = cluster.rank(0), cluster.rank(1)
+    for agent in (a, b):
+        agent.send(m.WorkersDone())
+    assert [agent.outcome for agent in (a, b)] == [m.Outcome("succeeded")] * 2
+    assert not cluster.store.under(cluster.keys.ranks)
+
+
+def test_missing_ranks_are_named_with_those_that_are_there():
+    cluster = Static(4, join_timeout=5)
+    cluster.rank(3)
+    b = cluster.rank(1)
+    lead = next(agent for agent in cluster.agents if agent.member.lead is not None)
+    lead.fire("join/0")
+    text = (
+        "2 of at least 4 nodes after 5 s: node rank 1 is n1 (10.0.0.2), node rank 3 is n3 (10.0.0.1); "
+        "nobody has node rank 0, 2"
+    )
+    assert b.outcome == m.Outcome("timeout", text)
+
+
+def test_a_lent_port_is_tried_again_and_told_of_once():
+    settings = m.Settings("job", "01", "a", endpoint="h:29500", join_timeout=5, master_port=PORT, node_rank=1)
+    member = Member(settings)
+    step(member, m.Begin())
+    told = []
+    for _ in range(3):
+        _, actions = step(member, m.ConnectionLost(*NOT_OURS))
+        assert not any(isinstance(each, m.Exit) for each in actions)
+        told += [each.text for each in actions if isinstance(each, m.Announce)]
+        step(member, m.TimerFired("reconnect"))
+    assert told == [
+        "port 29500 is used by another program; trying again, as a round of this job that runs "
+        "has that port, too"
+    ]
+    _, actions = step(member, m.TimerFired("connect"))
+    (end,) = [each.outcome for each in actions if isinstance(each, m.Exit)]
+    text = "port 29500 is used by another program; if it is a round of this job, that has not ended"
+    assert end == m.Outcome("timeout", f"could not join at h:29500 within 5 s: {text}")
+    assert member.phase is Phase.EXIT
+
+
+def test_workers_that_cannot_have_the_port_end_the_job():
+    cluster = Static(2)
+    a, b = cluster.rank(0), cluster.rank(1)
+    a.send(m.StartFailed("port 29500 is taken", False))
+    b.send(m.GroupEnded())
+    for agent in (a, b):
+        assert agent.outcome.kind == "failed"
+        assert "the workers on node n0 could not be started: port 29500 is taken" in agent.outcome.message

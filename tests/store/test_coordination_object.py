@@ -1,0 +1,216 @@
+"""The store object: torch's names and meanings, several threads, and a server of its own."""
+
+import datetime
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import procs
+from helpers.coordination import RUN, Client, serving
+
+from elasticrs.store import DistNetworkError, DistStoreError, Store, connect
+
+SOON = datetime.timedelta(milliseconds=50)
+
+
+class Holder:
+    """pytest keeps what a fixture gave for longer than the guard against leaks waits."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.stores = [connect("127.0.0.1", port, RUN, prefix="p/") for _ in range(2)]
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+        del self.stores
+
+
+@pytest.fixture
+def pair() -> Iterator[Holder]:
+    with serving() as server:
+        holder = Holder(server.port)
+        yield holder
+        holder.close()
+
+
+def everything(store: Any, reader: Any) -> list[Any]:
+    """What each call returns; the same for this store and for torch's."""
+    store.set("text", "abc")
+    seen = [store.get("text"), store.add("n", 5), reader.add("n", -7), reader.get("n")]
+    seen += [
+        store.compare_set("c", "", "v"),
+        reader.compare_set("c", "v", "w"),
+        store.compare_set("c", "x", "y"),
+    ]
+    seen += [store.compare_set("none", "x", "y"), store.check(["c", "n"]), store.check(["none"])]
+    store.append("a", "x")
+    reader.append("a", "y")
+    store.multi_set(["m1", "m2"], ["1", "2"])
+    reader.wait(["m1", "m2"], datetime.timedelta(seconds=30))
+    seen += [reader.multi_get(["a", "m2", "m1"]), store.delete_key("a"), store.delete_key("a")]
+    seen += [store.has_extended_api(), store.timeout]
+    return seen
+
+
+def test_calls_return_what_torch_returns(pair):
+    one, other = pair.stores
+    seen = everything(one, other)
+    assert seen[:4] == [b"abc", 5, -2, b"-2"]
+    assert seen[4:10] == [b"v", b"w", b"w", b"x", True, False]
+    assert seen[10:] == [[b"xy", b"2", b"1"], True, False, True, datetime.timedelta(seconds=300)]
+    assert one.list_keys() == ["c", "m1", "m2", "n", "text"]
+    assert one.num_keys() == 5
+
+
+@pytest.mark.torch
+def test_torch_returns_the_same(pair):
+    script = (
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent.parent), *sys.path]}\n"
+        "import datetime, torch.distributed as dist\n"
+        "from store.test_coordination_object import everything\n"
+        "made = {'world_size': None, 'timeout': datetime.timedelta(seconds=300)}\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, **made)\n"
+        "print(everything(store, dist.TCPStore('127.0.0.1', store.port, **made)))\n"
+    )
+    command = [sys.executable, "-c", script]
+    torch = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert torch == f"{everything(*pair.stores)}\n"
+
+
+def test_a_key_that_does_not_come_is_torchs_error(pair):
+    store = pair.stores[0]
+    store.set_timeout(SOON)
+    with pytest.raises(DistStoreError, match=r"^wait timeout after 50ms, keys: x$"):
+        store.get("x")
+    with pytest.raises(DistStoreError, match=r"^wait timeout after 1ms, keys: x, y$"):
+        store.wait(["x", "y"], datetime.timedelta(milliseconds=1))
+    store.set("word", "w")
+    with pytest.raises(ValueError, match="invalid literal"):
+        store.add("word", 1)
+    assert store.get("word") == b"w"
+
+
+def test_who_waits_is_woken_by_the_last_key(pair):
+    one, other = pair.stores
+    with ThreadPoolExecutor(3) as pool:
+        waits = [
+            pool.submit(one.wait, ["a", "b"]),
+            pool.submit(one.get, "b"),
+            pool.submit(one.clone().get, "a"),
+        ]
+        other.set("a", "1")
+        assert waits[2].result(procs.HANG) == b"1"
+        assert not waits[0].done()
+        other.set("b", "2")
+        assert waits[0].result(procs.HANG) is None
+        assert waits[1].result(procs.HANG) == b"2"
+
+
+def test_prefixes_are_apart(pair):
+    store = pair.stores[0]
+    inner = store.with_prefix("q/")
+    inner.set("k", "inner")
+    store.set("k", "outer")
+    assert (inner.get("k"), store.get("k"), store.get("q/k")) == (b"inner", b"outer", b"inner")
+    client = Client(pair.port).connected()
+    assert client.txn(then=[("get", "p/q/k")]).results[0].value == b"inner"
+    client.close()
+
+
+def test_many_threads_count_right(pair):
+    start = threading.Barrier(8)
+
+    def count(number: int) -> None:
+        start.wait()
+        for _ in range(25):
+            pair.stores[number % 2].add("n", 1)
+            pair.stores[number % 2].append("a", "x")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(count, range(8)))
+    assert pair.stores[0].add("n", 0) == 200
+    assert pair.stores[1].get("a") == b"x" * 200
+
+
+def test_a_lost_store_wakes_everybody():
+    with serving() as server:
+        store = connect("127.0.0.1", server.port, RUN)
+        with ThreadPoolExecutor(4) as pool:
+            waits = [pool.submit(store.get, f"k{number}") for number in range(4)]
+            store.set("sent", "all waits were begun before or are refused after")
+            server.inner.close()
+            for wait in waits:
+                with pytest.raises(DistNetworkError, match="closed the connection"):
+                    wait.result(procs.HANG)
+        with pytest.raises(DistNetworkError):
+            store.set("k", "v")
+        store.close()
+
+
+def test_a_closed_store_says_so(pair):
+    store: Store = pair.stores[0]
+    store.close()
+    with pytest.raises(DistNetworkError, match="the store object is closed"):
+        store.get("k")
+
+
+def test_a_store_that_is_not_there_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(DistNetworkError, match="connection refused"):
+        connect("127.0.0.1", port, RUN)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_of_its_own(tmp_path, signum):
+    (tmp_path / "token").write_bytes(b"secret\n")
+    command = [sys.executable, "-m", "elasticrs.store", "--port", "0", "--run-id", RUN]
+    command += ["--token-file", str(tmp_path / "token")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        port = int(line.rpartition(":")[2])
+        assert line == f"elasticrs store: serving at *:{port}\n"
+        with pytest.raises(DistNetworkError, match="asks for a token"):
+            connect("127.0.0.1", port, RUN)
+        with pytest.raises(DistNetworkError, match="the token of this client"):
+            connect("localhost", port, RUN, token=b"other")
+        store = connect("127.0.0.1", port, RUN, token=b"secret")
+        store.set("k", "v")
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=procs.HANG)
+        store.close()
+    assert (process.returncode, out) == (0, "")
+    assert err.endswith("the token of this client is not that of the store\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "x"], "argument --port: invalid int value: 'x'"),
+        (["--port", "70000"], "--port must be between 0 and 65535, got 70000"),
+        (["--max-mib", "0"], "--max-mib and --max-connections must be positive"),
+        (["--token-file", "/no/such"], "cannot read the token: No such file or directory: /no/such"),
+        (["--token-file", os.devnull], f"the token file is empty: {os.devnull}"),
+        (["--host", "no-such-host.invalid"], "listen on no-such-host.invalid:29400"),
+        (["--host", "192.0.2.1"], "listen on 192.0.2.1:29400: Cannot assign requested address"),
+        (["--run-id", "x" * 513], "a run id has at most 512 bytes, this one has 513"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says):
+    command = [sys.executable, "-m", "elasticrs.store", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert says in ended.stderr
+    assert ended.stderr.startswith("python -m elasticrs.store: ")
+    assert ended.stderr.count("\n") == 1

@@ -1,0 +1,247 @@
+"""Clients and stores that are stopped, slow, stalled or gone."""
+
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from helpers import procs
+from helpers.coordination import ALIVE, RUN, Client, RawClient, serving, text
+
+from elasticrs import _core
+
+MEMBER = """
+import sys
+from elasticrs import _core
+client = _core.CoordinationClient("127.0.0.1", int(sys.argv[1]), run_id=sys.argv[2], interval=0.1, attempts=5)
+client.txn(1, [], [("put", "member", b"", True)])
+client.watch(2, "news")
+seen = 0
+while seen < 3:
+    client.wait(None)
+    seen += len(client.take())
+print("READY", flush=True)
+sys.stdin.readline()
+print(*[type(event).__name__ + getattr(event, "kind", "") for event in client.take()], flush=True)
+"""
+
+
+@pytest.fixture
+def member() -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a session of 0.1 s x 5, and tells what it takes when it is asked to."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(port: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", MEMBER, str(port), RUN]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "READY\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_process_is_gone_at_once(member):
+    with serving() as store:
+        watcher = Client(store.port).connected()
+        process = member(store.port)
+        watcher.watch("member")
+        process.kill()
+        assert watcher.changes() == [("member", None)]
+        watcher.close()
+
+
+def test_a_stopped_process_is_gone_after_its_time_to_live_and_knows_it_first(member):
+    with serving() as store:
+        watcher = Client(store.port).connected()
+        process = member(store.port)
+        watcher.watch("member")
+        process.send_signal(signal.SIGSTOP)
+        procs.wait_state(process.pid, "T")
+        stopped = time.monotonic()
+        watcher.put("news", b"not for the dead")
+        assert watcher.changes() == [("member", None)]
+        # The last keep-alive was sent up to one interval before the stop.
+        assert time.monotonic() - stopped > 0.5 - 0.1 - 0.05
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "ConnectionLostsilent\n"
+        watcher.close()
+
+
+@pytest.fixture
+def server_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    command = [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline().rpartition(":")[2])
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        assert process.wait(procs.HANG) == 0
+
+
+def test_a_store_that_was_stopped_ends_nobody_too_early(server_process):
+    process, port = server_process
+    patient = Client(port, interval=0.1, attempts=100).connected()
+    patient.watch("")
+    # Silent for good, but for the keep-alives of below: it does not end itself.
+    silent = RawClient(port).connected(interval_ms=200, attempts=5)
+    fenced = Client(port, interval=0.1, attempts=5).connected()
+    fenced.txn(then=[("put", "fenced", b"", True)])
+    assert patient.changes() == [("fenced", b"")]
+    clock = Client(port, interval=0.2, attempts=11).connected()
+    silent.send(0x06, struct.pack("<Q", 1))
+    silent.until(ALIVE)
+
+    process.send_signal(signal.SIGSTOP)
+    procs.wait_state(process.pid, "T")
+    assert fenced.lost().kind == "silent"
+    # That takes twice the time that the silent one has to live.
+    assert clock.lost().kind == "silent"
+    process.send_signal(signal.SIGCONT)
+
+    assert patient.changes() == [("fenced", None)]
+    for _ in range(5):
+        patient.txn(then=[("get", "x")])
+    silent.send(0x06, struct.pack("<Q", 2))
+    assert silent.until(ALIVE)[:8] == struct.pack("<Q", 2)
+    # And now it counts again.
+    assert "has not heard of this client in time" in silent.refusal()
+    for client in (patient, fenced, clock, silent):
+        client.close()
+
+
+def test_a_slow_watcher_is_dropped_and_the_others_hear_everything():
+    with serving() as store:
+        writer = Client(store.port).connected()
+        watcher = Client(store.port).connected()
+        watcher.watch("")
+        slow = RawClient(store.port, receive_buffer=4096).connected(attempts=1000)
+        slow.send(0x04, bytes(8) + b"\x00" + text("") + bytes(8))
+        value = bytes(1 << 19)
+        written = 0
+        while store.inner.sessions() == 3:
+            assert written < 200
+            writer.put(f"k/{written}", value)
+            written += 1
+        assert written > 16, "8 MiB and one message may wait"
+        assert [watcher.changes() for _ in range(written)] == [[(f"k/{n}", value)] for n in range(written)]
+        assert slow.refusal().endswith("more than 8 MiB were waiting for it")
+        for client in (writer, watcher, slow):
+            client.close()
+
+
+def test_who_asks_for_no_events_for_too_long_is_given_up():
+    with serving() as store:
+        stalled = Client(store.port, interval=0.05, attempts=4, stall_timeout=0.2).connected()
+        assert procs.wait_readable(stalled.inner.fd)
+        found = stalled.lost()
+        assert (found.kind, found.message) == (
+            "silent",
+            "this program asked for no event for 0.2 s: keep-alives have stopped",
+        )
+        stalled.close()
+
+
+def test_who_waits_is_not_stalled():
+    with serving() as store:
+        waiting = Client(store.port, interval=0.05, attempts=4, stall_timeout=0.2).connected()
+        assert not waiting.inner.wait(0.6)
+        assert waiting.put("k") == 1
+        waiting.close()
+
+
+def test_a_store_that_closes_is_a_closed_connection():
+    with serving() as store:
+        client = Client(store.port).connected()
+    found = client.lost()
+    assert found.kind == "closed"
+    assert not client.inner.wait(None), "nothing can come after the end"
+    client.close()
+
+
+def test_who_closes_hears_nothing_more():
+    with serving() as store:
+        client = Client(store.port).connected()
+        client.inner.close()
+        assert client.inner.take() == []
+        assert not client.inner.wait(None)
+        client.inner.txn(1, [], [])
+        client.close()
+
+
+def test_connections_go_on_while_nobody_listens():
+    with serving() as store:
+        client = Client(store.port).connected()
+        store.inner.stop_listening()
+        refused = Client(store.port)
+        assert refused.lost().kind == "refused"
+        assert client.put("k") == 1
+        store.inner.listen_again()
+        again = Client(store.port).connected()
+        assert store.inner.sessions() == 2
+        for each in (client, refused, again):
+            each.close()
+
+
+def test_the_clocks_of_one_machine_are_the_same():
+    with serving() as store:
+        client = Client(store.port).connected()
+        client.put("k")
+        while (clock := client.inner.clock()) is None:
+            client.put("k")
+        offset, error = clock
+        assert abs(offset) <= error
+        client.close()
+
+
+def test_a_thousand_join_and_the_leader_sees_each_once():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with serving() as store:
+            leader = Client(store.port).connected()
+            leader.watch("nodes/")
+            members = [Client(store.port) for _ in range(1000)]
+            for number, client in enumerate(members):
+                client.inner.txn(1, [], [("put", f"nodes/{number}", b"", True)])
+            joined = [key for _ in members for key, _ in leader.changes()]
+            assert sorted(joined) == sorted(f"nodes/{number}" for number in range(1000))
+            for client in members:
+                client.close()
+            left: list[str] = []
+            while len(left) < 1000:
+                left += [key for key, value in leader.changes() if value is None]
+            assert sorted(left) == sorted(joined)
+            leader.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_supervisor_runs_both_sides():
+    supervisor = _core.Supervisor()
+    try:
+        with serving(supervisor=supervisor) as store:
+            client = Client(store.port, supervisor=supervisor)
+            supervisor.watch_fd(client.inner.fd)
+            event = supervisor.next_event(procs.HANG)
+            assert isinstance(event, _core.FdReady)
+            assert event.fd == client.inner.fd
+            supervisor.unwatch_fd(client.inner.fd)
+            client.connected()
+            assert client.put("k") == 1
+            client.close()
+            client = Client(store.port, supervisor=supervisor).connected()
+            supervisor.close()
+            assert client.lost().message == "the runtime of this client has ended"
+            client.close()
+    finally:
+        supervisor.close()
+        del supervisor

@@ -1,0 +1,241 @@
+"""Peers that are something else, or belong elsewhere: each is told apart, and nobody else notices."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from helpers.coordination import MAGIC, RUN, Client, RawClient, serving
+
+from elasticrs import _core
+
+
+@contextlib.contextmanager
+def peer(answer: bytes | None, *, is_closed: bool = True) -> Iterator[int]:
+    """A server that answers the first bytes so; ``None``: not at all."""
+    ended = threading.Event()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            if answer is not None:
+                connection.sendall(answer)
+            if not is_closed:
+                ended.wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            ended.set()
+            thread.join()
+
+
+def lost(port: int, **options: object) -> _core.ConnectionLost:
+    client = Client(port, **options)
+    found = client.lost()
+    client.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "kind", "says"),
+    [
+        ({"token": b"a"}, {"token": b"b"}, "token", "the token of this client is not that of the store"),
+        ({"token": b"a"}, {}, "token", "asks for a token, and none was given here"),
+        ({}, {"token": b"b"}, "token", "has no token, but one was given here"),
+        ({}, {"run_id": "B"}, "run", f"this endpoint serves run {RUN}"),
+        ({"max_connections": 0}, {}, "limit", "the store has its 0 connections"),
+    ],
+)
+def test_who_does_not_belong_here_is_told_so(server, client, kind, says):
+    with serving(**server) as store:
+        found = lost(store.port, **client)
+        assert found.kind == kind
+        assert says in found.message
+        assert "\n" not in found.message
+
+
+def test_who_knows_the_token_is_served():
+    with serving(token=b"secret") as store:
+        client = Client(store.port, token=b"secret").connected()
+        assert client.put("k") == 1
+        client.close()
+
+
+def test_a_store_without_a_run_serves_any():
+    with serving(run_id=None) as store:
+        clients = [Client(store.port, run_id=run).connected() for run in ("A", "B")]
+        clients[0].put("k", b"v")
+        assert clients[1].txn(then=[("get", "k")]).results[0].value == b"v"
+        for client in clients:
+            client.close()
+
+
+def test_another_version_is_told_both():
+    with serving() as store:
+        client = RawClient(store.port)
+        client.hello(major=7)
+        assert client.refusal() == "the store speaks version 1 of its protocol, this client version 7"
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_closed", "kind", "says"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", True, "not_ours", "it is an HTTP server"),
+        (b"SSH-2.0-OpenSSH\r\n", False, "not_ours", "it does not speak the protocol of this store"),
+        (b"", True, "not_ours", "it closed the connection when it heard who we are"),
+        (MAGIC, True, "closed", "closed the connection"),
+        (MAGIC + b"\x01\x00\x00\x00\xff", False, "protocol", "an unknown kind of answer"),
+        (MAGIC + b"\xff\xff\xff\xff", False, "protocol", "a message of 4294967295 bytes"),
+        (None, False, "timeout", "no store answered within 0.2 s"),
+    ],
+)
+def test_another_program_on_the_port(answer, is_closed, kind, says):
+    with peer(answer, is_closed=is_closed) as port:
+        found = lost(port, connect_timeout=0.2 if answer is None else 30.0)
+        assert (found.kind, says in found.message) == (kind, True), found.message
+        if kind == "not_ours":
+            assert f"port {port} is used by another program" in found.message
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_the_store_of_torch_is_another_program(use_libuv):
+    script = (
+        "import sys, torch.distributed as dist\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False,"
+        f" use_libuv={use_libuv})\n"
+        "print(store.port, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as torch:
+        assert torch.stdout is not None
+        port = int(torch.stdout.readline())
+        found = lost(port)
+        assert found.kind == "not_ours"
+        assert found.message.endswith("it is a TCPStore of torch")
+        torch.communicate()
+
+
+def test_nobody_at_all():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    found = lost(port)
+    assert found.kind == "refused"
+    assert found.message == f"could not connect to 127.0.0.1:{port} (127.0.0.1: connection refused)"
+
+
+def test_a_name_that_does_not_exist():
+    found = lost(29400, host="no-such-host.invalid")
+    assert found.kind == "resolve"
+    assert "`no-such-host.invalid`" in found.message
+
+
+@pytest.mark.parametrize(
+    ("sent", "notice"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "it is an HTTP request"),
+        (b"\x00\xce\xf7\x85\x3c\x00", "it is a client of torch's TCPStore"),
+        (b"\x16\x03\x01\x02", "it is a TLS client"),
+        (MAGIC[:4] + b"????", "it does not speak the protocol of this store"),
+        (MAGIC + b"\xff\xff\xff\x7f", "the store does not take a message of 2147483647 bytes"),
+        (MAGIC + b"\x00\x00\x00\x00", "the store does not take a message of 0 bytes"),
+        (MAGIC + b"\x01\x00\x00\x00\x06", "the first message is no hello"),
+        (MAGIC + b"\x05\x00\x00\x00\x01\x01\x00\x00\x00", "a field ends beyond its frame"),
+    ],
+)
+def test_strangers_are_closed_with_one_notice_each(sent, notice):
+    with serving() as store:
+        client = Client(store.port).connected()
+        stranger = socket.create_connection(("127.0.0.1", store.port), timeout=30)
+        stranger.sendall(sent)
+        while stranger.recv(4096):
+            pass
+        stranger.close()
+        (line,) = store.inner.take_notices()
+        assert notice in line
+        client.put("still", b"there")
+        client.close()
+
+
+def test_garbage_in_a_session_ends_that_session_only():
+    with serving() as store:
+        client = Client(store.port).connected()
+        client.watch("")
+        rude = RawClient(store.port).connected()
+        rude.send(0x03, bytes(8) + struct_of_one_op())
+        assert rude.until(0x84)
+        assert client.changes() == [("rude", b"")]
+        rude.send(0x77, os.urandom(100))
+        assert "the store does not understand a message" in rude.refusal()
+        assert client.changes() == [("rude", None)]
+        rude.close()
+        client.close()
+
+
+def struct_of_one_op() -> bytes:
+    """No compares, one leased put of ``rude``, nothing otherwise."""
+    put = b"\x00" + b"\x04\x00rude" + b"\x01" + bytes(4)
+    return bytes(4) + b"\x01\x00\x00\x00" + put + bytes(4)
+
+
+def test_a_request_that_is_too_large_is_not_sent():
+    with serving() as store:
+        client = Client(store.port).connected()
+        with pytest.raises(ValueError, match="the store takes 1048576"):
+            client.inner.txn(1, [], [("put", "k", bytes(1 << 20), False)])
+        with pytest.raises(ValueError, match="at most 1024 bytes"):
+            client.inner.txn(1, [], [("put", "k" * 1025, b"", False)])
+        with pytest.raises(ValueError, match="no such op: 'putt'"):
+            client.inner.txn(1, [], [("putt", "k", b"", False)])
+        with pytest.raises(ValueError, match="4 fields"):
+            client.inner.txn(1, [], [("get", "k", b"", False)])
+        with pytest.raises(ValueError, match="3 fields"):
+            client.inner.txn(1, [], [("put", "k", b"")])
+        assert client.put("k", bytes((1 << 20) - 100)) == 1
+        client.close()
+
+
+def test_a_store_that_is_full_says_so():
+    with serving(max_bytes=100_000) as store:
+        client = Client(store.port).connected()
+        client.put("k", bytes(70_000))
+        client.inner.txn(2, [], [("put", "l", bytes(20_000), False)])
+        found = client.lost()
+        assert found.kind == "limit"
+        assert "the store is full" in found.message
+        client.close()
+
+
+def test_ipv6():
+    with serving(host="::1") as store:
+        client = Client(store.port, host="::1")
+        assert client.next(_core.Connected).local_address == "::1"
+        client.close()
+
+
+def test_an_empty_host_is_all_interfaces():
+    with serving(host="") as store:
+        for host in ("127.0.0.1", "::1", "localhost"):
+            client = Client(store.port, host=host).connected()
+            client.close()
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it():
+    with (
+        serving() as store,
+        pytest.raises(OSError, match=f"listen on 127.0.0.1:{store.port}: Address already in use"),
+    ):
+        _core.CoordinationServer([("127.0.0.1", store.port)], run_id=None)

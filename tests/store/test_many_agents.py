@@ -1,0 +1,43 @@
+"""Many agents with real connections: what one of them costs does not depend on how many there are."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MEASURE = """
+import json, sys
+from benchmarks.scale import job, tables
+figures = {n: job.measure(n, 2, idle=0.0) for n in (10, 50)}
+drawn, table = tables.picture(figures, {}), tables.markdown(figures, {})
+json.dump({"figures": figures, "picture": drawn, "table": table}, sys.stdout)
+"""
+
+
+def test_fifty_agents_form_fail_and_lose_two_and_each_costs_no_more_than_one_of_ten():
+    # Every wait in it is for all agents: that it ends says that all have started, were told of the failure,
+    # started again, saw one agent and then the leader die, and left after success.
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE], cwd=ROOT, stdout=subprocess.PIPE, timeout=50, check=True, text=True
+    )
+    measured = json.loads(done.stdout)
+    few, many = measured["figures"]["10"], measured["figures"]["50"]
+    assert many["form: up"] <= 7
+    assert many["form: down"] <= 11
+    assert many["restart: up"] <= 2
+    assert many["restart: down"] <= 7
+    for way in ("up", "down"):
+        assert many[f"form: {way}"] <= few[f"form: {way}"] + 0.5
+        assert many[f"restart: {way}"] <= few[f"restart: {way}"] + 0.5
+    for way in ("sent", "received"):
+        # The leader's own share, its view of all, is spread over more agents; keys have more digits.
+        assert many[f"restart: {way}"] <= few[f"restart: {way}"] * 1.5
+
+    drawn = ElementTree.fromstring(measured["picture"])
+    curves = [each for each in drawn.iter() if each.tag.endswith("polyline")]
+    assert len(curves) >= 8
+    assert all(len(each.attrib["points"].split()) == 2 for each in curves)
+    assert "| a worker fails → all agents have it |" in measured["table"]
