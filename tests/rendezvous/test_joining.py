@@ -252,6 +252,16 @@ def test_closing_ends_the_job_for_all():
     assert a.outcome == b.outcome == spare.outcome
 
 
+def test_a_closed_job_stays_closed_when_the_store_goes_before_the_workers_have_stopped():
+    _, (a, b) = running(2)
+    a.send(m.Leave("SIGTERM on the host of the store", close=True))
+    b.refuses = ("refused", "connection refused")
+    b.lose(message="reset")
+    assert b.outcome is None
+    b.send(m.GroupEnded())
+    assert b.outcome == m.Outcome("aborted", "the job was ended: SIGTERM on the host of the store")
+
+
 def test_a_node_without_a_port_leaves():
     member = Member(m.Settings("job", "01", "a"))
     step(member, m.Begin())

@@ -257,7 +257,7 @@ class SeveralNodes(Decisions):
     def _stop(self, action: messages.Stop) -> list[machine.Action]:
         self._phase = machine.Phase.STOPPING
         if action.fenced:
-            then = "" if self._signum is not None else ", then this node tries to join again"
+            then = "" if self._require_driver().is_leaving else ", then this node tries to join again"
             self._console.say(f"{action.why}; the workers of round {action.round} are killed{then}")
             return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
         if self._signum is not None:

@@ -16,6 +16,7 @@ from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import Head
+from elasticrs.rendezvous.elastic.rounds import is_leaving
 from elasticrs.rendezvous.elastic.session import CannotHost, Session
 from elasticrs.rendezvous.elastic.timers import Timers
 
@@ -76,6 +77,11 @@ class Driver:
     def hosts(self) -> bool:
         """Whether the coordination store runs in this process."""
         return self.session.hosts
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this agent takes part in nothing any more: it was told to, or the job has ended."""
+        return self._member is not None and is_leaving(self._member)
 
     # --- events in, actions out ---
 

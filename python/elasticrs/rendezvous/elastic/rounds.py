@@ -57,6 +57,9 @@ def _closed(member: Member, head: Head) -> None:
     if member.held is None:
         member.exit(outcome_of(member, head))
         return
+    if member.outcome is None:
+        # Final, whatever becomes of the connection until the workers have stopped.
+        member.outcome = outcome_of(member, head)
     member.phase = Phase.STOP
     member.stop("the job ends")
 
