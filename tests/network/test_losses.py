@@ -32,7 +32,7 @@ def test_a_killed_worker_restarts_all_nodes_together(hosts, multinode):
     assert restarts(again) == {1}
     procs.assert_gone(pids(workers))
     for agent in agents:
-        job.line(agent, r"rank 3\b.*|.*node2")
+        job.line(agent, r"rank 3 \(pid \d+\) on node node2 died by SIGKILL: stopping the workers of round 1")
     job.finish(agents, again)
 
 
@@ -96,6 +96,7 @@ def test_a_spare_steps_in(hosts, multinode):
     agents = job.start(first, second)
     job.formed(*agents)
     (spare,) = job.start(third)
+    job.line(spare, "waiting as a spare")
     agents[1].signal(KILL)
     again = job.formed(agents[0], spare)
     assert restarts(again) == {0}

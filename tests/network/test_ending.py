@@ -1,0 +1,184 @@
+"""How jobs end on several nodes: what everybody reports, what is counted, and who may leave when."""
+
+import signal
+import sys
+
+import pytest
+from helpers import procs
+from helpers.nodes import PORT
+
+pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
+
+KILL, FAIL, SUCCEED = signal.SIGKILL, signal.SIGUSR2, signal.SIGUSR1
+
+RAISES = """
+import os, signal
+if os.environ["RANK"] == "1":
+    raise ValueError("no such sample: 17")
+signal.pause()
+"""
+
+WAIT_FOR_KEY = """
+import sys
+from elasticrs import _core
+client = _core.CoordinationClient(sys.argv[1], int(sys.argv[2]), run_id="job")
+is_there = False
+while not is_there:
+    client.wait(None)
+    for event in client.take():
+        if isinstance(event, _core.ConnectionLost):
+            sys.exit(event.message)
+        if isinstance(event, _core.Connected):
+            client.watch(1, sys.argv[3], exact=True, snapshot=True)
+        else:
+            is_there |= bool(event.results if isinstance(event, _core.Reply) else event.changes)
+client.close()
+"""
+
+
+def on(agent, workers):
+    return [worker for worker in workers if worker.host == agent.host.name]
+
+
+def pids(workers):
+    return [worker.pid for worker in workers]
+
+
+@pytest.fixture
+def two(hosts, multinode):
+    """A job of two nodes, formed."""
+
+    def form(*options, **how):
+        machines = hosts(2)
+        job = multinode(machines[0], "2", *options, **how)
+        agents = job.start(*machines)
+        return job, agents, job.formed(*agents)
+
+    return form
+
+
+# --- what is reported and counted ---
+
+
+def test_every_agent_reports_the_error_of_the_worker_that_failed_first(hosts, multinode, worker_script):
+    machines = hosts(3)
+    job = multinode(machines[0], "3", max_restarts=0, script=worker_script(RAISES))
+    agents = job.start(*machines)
+    assert job.ended() == [1, 1, 1]
+    for agent in agents:
+        said = agent.launched.stderr
+        assert said.count("Root Cause") == 1, job.story("no report")
+        root = said.partition("Root Cause")[2]
+        for text in ("host      : node2", "rank      : 1 (local_rank: 0)", "exitcode  : 1 (pid: "):
+            assert text in root, job.story(f"{text!r} is not in the report of {agent}")
+        assert "ValueError: no such sample: 17" in root, job.story("no traceback")
+        (stop,) = [line for line in said.splitlines() if "stopping the workers" in line]
+        assert "rank 1" in stop, job.story("no cause")
+        assert "node2" in stop, job.story("no place")
+    job.assert_empty()
+
+
+def test_the_error_is_told_with_the_restart(hosts, multinode, worker_script):
+    machines = hosts(2)
+    job = multinode(machines[0], "2", max_restarts=1, script=worker_script(RAISES))
+    agents = job.start(*machines)
+    assert job.ended() == [1, 1]
+    for agent in agents:
+        lines = [line for line in agent.launched.stderr.splitlines() if "round 2 starts" in line]
+        assert len(lines) == 1, job.story("no restart, or told twice")
+        assert "rank 1" in lines[0], job.story("no rank")
+        assert "ValueError: no such sample: 17; round 2 starts with 2 nodes (restart 1 of 1)" in lines[0]
+    job.assert_empty()
+
+
+def test_restarts_are_counted_for_the_job_wherever_workers_fail(two):
+    job, agents, workers = two(max_restarts=2)
+    for count, agent in enumerate((agents[0], agents[1]), 1):
+        job.tell(on(agent, workers), FAIL)
+        workers = job.formed(*agents)
+        assert {worker.restart for worker in workers} == {count}
+    job.tell(on(agents[0], workers), FAIL)
+    assert job.ended() == [1, 1]
+    for agent in agents:
+        assert "no restart is left (max_restarts=2, 2 used)" in agent.launched.stderr, job.story("no reason")
+    job.assert_empty()
+
+
+# --- success ---
+
+
+def test_an_agent_may_die_after_its_workers_have_finished(two):
+    job, agents, workers = two()
+    job.tell(on(agents[1], workers), SUCCEED)
+    store = agents[0].host
+    store.run(sys.executable, "-c", WAIT_FOR_KEY, store.address, PORT, "/elasticrs/job/done/1/1")
+    agents[1].signal(KILL)
+    job.assert_empty(agents[1].host)
+    job.finish(agents[:1], on(agents[0], workers))
+
+
+def test_a_finished_node_waits_no_longer_than_it_was_told(two):
+    job, agents, workers = two("--exit-barrier-timeout", "1")
+    job.tell(on(agents[1], workers), SUCCEED)
+    assert job.ended(agents[1]) == [0]
+    assert "this node has finished; other nodes still run" in agents[1].launched.stderr, job.story("no word")
+    job.assert_empty(agents[1].host)
+    # The others have not noticed.
+    job.finish(agents[:1], on(agents[0], workers))
+
+
+def test_a_spare_waits_and_says_so_until_the_job_ends(two):
+    job, agents, workers = two()
+    (spare,) = job.start(agents[1].host)
+    job.line(spare, r"waiting as a spare: round 1 runs with all of its 2 nodes")
+    job.tell(workers, SUCCEED)
+    assert job.ended() == [0, 0, 0]
+    assert "the job has succeeded without this node" in spare.launched.stderr, job.story("no word")
+    job.assert_empty()
+
+
+# --- signals ---
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_to_all_agents_ends_the_job(two, signum):
+    job, agents, workers = two()
+    for agent in agents:
+        agent.signal(signum)
+    assert job.ended() == [1, 1]
+    procs.assert_gone(pids(workers))
+    for agent in agents:
+        lines = [line for line in agent.launched.stderr.splitlines() if " received: " in line]
+        assert len(lines) == 1, job.story("told never, or twice")
+    job.assert_empty()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["host of the store", "other node"])
+def test_who_asks_twice_does_not_wait_for_the_workers(two, which):
+    job, agents, workers = two("--shutdown-timeout", "1000", env={"STUBBORN": "1"})
+    agents[which].signal(signal.SIGTERM)
+    job.line(agents[which], r"^IGNORED 15")
+    agents[which].launched.insist(signal.SIGTERM)
+    assert job.ended(agents[which]) == [1]
+    procs.assert_gone(pids(on(agents[which], workers)))
+    job.assert_empty(agents[which].host)
+    if which == 0:  # the store is gone, and with it the reason to be gentle
+        procs.assert_gone(pids(workers))
+    agents[1 - which].launched.insist(signal.SIGTERM)
+    assert job.ended() == [1, 1]
+    job.assert_empty()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 1.0])
+def test_a_signal_while_nodes_are_waited_for(hosts, multinode, seconds):
+    first, second = hosts(2)
+    job = multinode(first, "3")
+    agents = job.start(second, first)
+    agents[0].launched.read_for(seconds)
+    for agent in agents:
+        agent.signal(signal.SIGTERM)
+    codes = job.ended()
+    # So early that Python has not begun to run is as good.
+    assert set(codes) <= {1, -signal.SIGTERM}, job.story(f"exit codes {codes}")
+    assert not any("Traceback" in agent.launched.stderr for agent in agents), job.story("a traceback")
+    job.assert_empty()
