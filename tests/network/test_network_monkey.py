@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 ACTS = 8
-QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "max_short_rounds": "off"}
+QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "max_short_losses": 1000}
 
 
 class Monkey:
