@@ -92,7 +92,7 @@ def test_another_version_is_told_both():
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", True, "not_ours", "it is an HTTP server"),
         (b"SSH-2.0-OpenSSH\r\n", False, "not_ours", "it does not speak the protocol of this store"),
-        (b"", True, "not_ours", "it closed the connection when it heard who we are"),
+        (b"", True, "closed", "closed the connection when it heard who we are"),
         (MAGIC, True, "closed", "closed the connection"),
         (MAGIC + b"\x01\x00\x00\x00\xff", False, "protocol", "an unknown kind of answer"),
         (MAGIC + b"\xff\xff\xff\xff", False, "protocol", "a message of 4294967295 bytes"),
