@@ -15,7 +15,12 @@ pytestmark = [
 ]
 
 ACTS = 8
-QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "max_short_losses": 1000}
+QUICK = {
+    "keep_alive_interval": 0.4,
+    "keep_alive_max_attempt": 5,
+    "store_lost_timeout": 60,
+    "max_short_losses": 1000,
+}
 
 
 class Monkey:

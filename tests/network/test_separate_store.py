@@ -13,7 +13,7 @@ from helpers.nodes import PORT
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
-QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5}
+QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_timeout": 60}
 KILL, FAIL, SUCCEED = signal.SIGKILL, signal.SIGUSR2, signal.SIGUSR1
 
 

@@ -12,7 +12,7 @@ from helpers.relay import TcpRelay
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
-QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5}
+QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_timeout": 60}
 
 
 def pids(workers, *hosts):

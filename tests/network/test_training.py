@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5}
+QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_timeout": 60}
 LONG = 3 * HANG
 
 
