@@ -1,5 +1,7 @@
 //! The hook of the nursery: a duplicate of the connection keeps the session until it is closed.
 
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

@@ -232,6 +232,9 @@ impl Request {
                 }
                 let prefix = read_key(&mut c)?;
                 let from = c.u64()?;
+                if flags & FROM == 0 && from != 0 {
+                    return Err(Malformed("a revision that is not asked for"));
+                }
                 Self::Watch {
                     tag,
                     watch: Watch { prefix, exact: flags & EXACT != 0 },

@@ -11,9 +11,11 @@ from collections import deque
 
 from elasticrs import _core
 from elasticrs.rendezvous.elastic import messages
+from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.messages import Outcome
+from elasticrs.rendezvous.elastic.records import Head
 from elasticrs.rendezvous.elastic.session import CannotHost, Session
 from elasticrs.rendezvous.elastic.timers import Timers
 
@@ -115,7 +117,7 @@ class Driver:
     def poll(self) -> list[Action]:
         """Take what the store and the timers have; never blocks."""
         left: list[Action] = []
-        for event in self.session.take():
+        for event in drop_stale(self.session.take(), Keys(self._rendezvous.run_id).head):
             left += self.tell(event)
         for name in self._timers.take_due():
             if name == _PORT:
@@ -275,6 +277,26 @@ class Driver:
     def _disarm(self, action: messages.Disarm) -> Iterable[Event]:
         self._timers.disarm(action.name)
         return ()
+
+
+def drop_stale(events: list[Any], head: str) -> list[Any]:
+    """What still counts of a batch: after a loss nothing that could start workers, as the lease may be over.
+
+    Only the end of the job is still told: the store may have gone because everybody else has read it.
+
+    Args:
+        events: from the store, in order; a loss is the last one of its connection.
+        head: the key of the job's state.
+    """
+    if not events or type(events[-1]).__name__ != "ConnectionLost":
+        return events
+    return [*(event for event in events[:-1] if _ends_the_job(event, head)), events[-1]]
+
+
+def _ends_the_job(event: Any, head: str) -> bool:
+    changes = getattr(event, "changes", ())
+    last = next((change.value for change in reversed(changes) if change.key == head), None)
+    return last is not None and Head.decode(last).state == "CLOSED"
 
 
 _EFFECTS: dict[type, Callable[[Driver, Any], Iterable[Event]]] = {

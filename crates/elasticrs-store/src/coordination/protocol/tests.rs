@@ -121,6 +121,15 @@ fn a_list_cannot_name_more_than_its_frame_holds() {
 }
 
 #[test]
+fn a_message_has_one_spelling() {
+    // Found by the fuzz target: a revision without the flag that asks for it.
+    let watch = Watch { prefix: "k".into(), exact: true };
+    let mut frame = Request::Watch { tag: 1, watch, snapshot: false, from_revision: None }.encode()[4..].to_vec();
+    *frame.last_mut().unwrap() = 1;
+    assert_eq!(Request::decode(&frame), Err(Malformed("a revision that is not asked for")));
+}
+
+#[test]
 fn kinds_keep_their_codes() {
     for (code, kind) in LostKind::ALL.into_iter().enumerate() {
         assert_eq!((usize::from(kind.code()), LostKind::of_code(kind.code())), (code, kind));

@@ -1,0 +1,56 @@
+"""What the driver of a rendezvous does between the machine and the store."""
+
+from elasticrs.rendezvous.elastic.driver import drop_stale
+from elasticrs.rendezvous.elastic.messages import Changes, ConnectionLost, Entry, Reply
+from elasticrs.rendezvous.elastic.records import Head
+from elasticrs.rendezvous.elastic.timers import Timers
+
+HEAD = "/elasticrs/job/head"
+LOST = ConnectionLost("closed", "the store has gone")
+
+
+def head(state, revision, **more):
+    return Changes(revision, [Entry(HEAD, Head(state, 1, **more).encode(), 1, revision)])
+
+
+def test_without_a_loss_everything_counts():
+    events = [head("RUNNING", 2), Reply(1, True, 3)]
+    assert drop_stale(events, HEAD) == events
+    assert drop_stale([], HEAD) == []
+
+
+def test_after_a_loss_nothing_starts_workers_any_more():
+    assert drop_stale([Reply(1, True, 2), head("RUNNING", 3), LOST], HEAD) == [LOST]
+
+
+def test_the_end_of_the_job_is_told_even_when_the_store_went_with_it():
+    closed = head("CLOSED", 4, outcome="succeeded")
+    assert drop_stale([head("ENDED", 3), closed, LOST], HEAD) == [closed, LOST]
+
+
+def test_changes_of_other_keys_are_no_end():
+    other = Changes(2, [Entry("/elasticrs/job/slot/a/1", b"{}", 2, 2)])
+    deleted = Changes(3, [Entry(HEAD, None, 1, 3)])
+    assert drop_stale([other, deleted, LOST], HEAD) == [LOST]
+
+
+def test_timers_come_in_the_order_of_their_deadlines_and_once():
+    timers = Timers()
+    assert timers.seconds_left(7.0) == 7.0
+    timers.arm("late", 3600)
+    timers.arm("second", -1)
+    timers.arm("first", -2)
+    timers.arm("gone", -3)
+    timers.disarm("gone")
+    timers.disarm("never there")
+    assert timers.seconds_left(7.0) == 0.0
+    assert timers.take_due() == ["first", "second"]
+    assert timers.take_due() == []
+    assert 3500 < timers.seconds_left(1e9) <= 3600
+
+
+def test_a_timer_that_is_armed_again_has_the_new_deadline():
+    timers = Timers()
+    timers.arm("one", -1)
+    timers.arm("one", 3600)
+    assert timers.take_due() == []
