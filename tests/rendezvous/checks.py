@@ -269,7 +269,8 @@ class Checks:
         return decode(self.world.store.get(KEYS.job).value)["max_restarts"]
 
     def _first_was_other(self):
-        return self._max_restarts() != self.world.config["max_restarts"]
+        is_known = self.world.store.get(KEYS.job) is not None
+        return is_known and self._max_restarts() != self.world.config["max_restarts"]
 
     # --- the end ---
 
