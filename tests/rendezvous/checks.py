@@ -190,7 +190,10 @@ class Checks:
         require(self.restarts.setdefault(action.round, action.restarts) == action.restarts, "I-2 restarts")
         place = (action.master_addr, action.master_port, action.ranks.world_size)
         require(self.tables.setdefault(action.round, place) == place, "I-2 two masters in a round")
-        if action.serves_store:
+        if self.world.kinds["static"]:
+            require(action.group_rank == proc.member.settings.node_rank, "I-12 not its own rank", proc.name)
+            require(action.master_port == proc.member.settings.master_port, "I-12 not the given port")
+        elif action.serves_store:
             require(action.master_port == proc.port, "I-9 the port is not of this node's listener", proc.port)
             require(proc.port not in proc.served, "I-9 a listener serves two rounds", proc.port)
 
@@ -252,14 +255,22 @@ class Checks:
             require(proc.leaving, "leaves without being asked", proc.name)
         if kind == "refused":
             differs = proc.member.settings.max_restarts != self.world.config["max_restarts"]
-            require(differs or self._first_was_other(), "refused without a reason", outcome)
+            is_known = differs or self._first_was_other() or self._is_second(proc, outcome)
+            require(is_known, "refused without a reason", outcome)
+
+    def _is_second(self, proc, outcome):
+        """Whether it was refused for its rank, and another agent has or had that."""
+        node_rank = proc.member.settings.node_rank
+        others = [each.member.settings.node_rank for each in self.world.procs if each is not proc]
+        return outcome.message.startswith(f"node rank {node_rank} was given to two") and node_rank in others
 
     def _max_restarts(self):
         """The job's: those of the agent that came first."""
         return decode(self.world.store.get(KEYS.job).value)["max_restarts"]
 
     def _first_was_other(self):
-        return self._max_restarts() != self.world.config["max_restarts"]
+        is_known = self.world.store.get(KEYS.job) is not None
+        return is_known and self._max_restarts() != self.world.config["max_restarts"]
 
     # --- the end ---
 
@@ -280,6 +291,9 @@ class Checks:
         fit = [proc for proc in live if not proc.leaving]
         if len(fit) < world.config["min_nodes"] or self._first_was_other():
             return
+        if world.kinds["static"] and len({proc.member.settings.node_rank for proc in fit}) < len(fit):
+            # Somebody waits for the rank that another one has.
+            require(False, "I-12 two agents with one rank", self._shown(live))
         require(
             head is not None and head.state == "RUNNING", "I-10 no round with enough nodes", self._shown(live)
         )

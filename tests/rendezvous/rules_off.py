@@ -1,10 +1,20 @@
 """The rules of the protocol, each switched off: what the checker has to see. One entry patches one small
 function of the shipped code."""
 
-from elasticrs.rendezvous.elastic import formation, joining, leader, leaving, rounds, seating, verdict
+from elasticrs.rendezvous.elastic import (
+    by_hand,
+    formation,
+    joining,
+    leader,
+    leaving,
+    rounds,
+    seating,
+    verdict,
+)
 from elasticrs.rendezvous.elastic import lead as leads
 from elasticrs.rendezvous.elastic.keys import agent_of
 from elasticrs.rendezvous.elastic.messages import Outcome
+from elasticrs.rendezvous.elastic.records import encode
 from elasticrs.rendezvous.elastic.state import Member, Phase
 from elasticrs.rendezvous.elastic.view import View
 
@@ -57,6 +67,19 @@ def any_absence_explains(view):
 @rule("witnesses", verdict)
 def verdict_on_a_stale_view(view):
     return []
+
+
+@rule("claim", by_hand)
+def anybody_may_have_a_rank(member, node_rank):
+    key = member.keys.rank(node_rank)
+    value = encode([member.settings.agent, member.member, member.settings.node])
+    compare = ("create", member.keys.job, member.job_revision)
+    return by_hand.Claim(compare, ("put", key, value, True), ("get", key))
+
+
+@rule("may_be_lent", by_hand)
+def a_lent_port_is_another_program_s(member, kind):
+    return False
 
 
 @rule("missing_ranks", leader)

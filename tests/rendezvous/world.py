@@ -14,7 +14,17 @@ from .store import Conn, Store
 HARD = ("join", "give_up", "connect", "store_lost", "leave", "barrier", "round_age")
 """Timers that end something: in the fair part they fire only when nothing else can happen."""
 
-NEW_WORLDS = {"server_dies": 0.08, "mismatch": 0.05, "stuck": 0.03, "embedded": 0.35, "flaky": 0.15}
+NEW_WORLDS = {
+    "server_dies": 0.08,
+    "mismatch": 0.05,
+    "stuck": 0.03,
+    "embedded": 0.35,
+    "flaky": 0.15,
+}
+STATIC = 0.1, 0.3
+"""Where the number drawn for the last kind makes ranks be given by hand: some of them are flaky, too."""
+
+FIXED_PORT = 29500
 
 
 class Group:
@@ -86,7 +96,11 @@ class World:
             "max_node_losses": int(random() * 3) if random() < 0.1 else None,
             "max_short_losses": 2 + int(random() * 2) if random() < 0.15 else 10,
         }
-        self.kinds = {name: random() < share for name, share in NEW_WORLDS.items()}
+        drawn = {name: random() for name in NEW_WORLDS}
+        self.kinds = {name: drawn[name] < share for name, share in NEW_WORLDS.items()}
+        self.kinds["static"] = STATIC[0] <= drawn["flaky"] < STATIC[1]
+        if self.kinds["static"]:
+            self.config["min_nodes"] = least = most
         self.log = []
         self.ports = 0
         self.clock = 0
@@ -105,8 +119,18 @@ class World:
         self.spawned += 1
         name = f"n{self.spawned}"
         is_host = self.kinds["embedded"] and self.spawned == 1
+        by_hand = {}
+        if self.kinds["static"]:
+            # Who comes late has the rank of another one: instead of it, or by mistake.
+            node_rank = (self.spawned - 1) % self.config["max_nodes"]
+            by_hand = {"node_rank": node_rank, "order_hint": node_rank, "master_port": FIXED_PORT}
         settings = m.Settings(
-            "job", f"{self.spawned:02x}", name, host=name, hosts_store=is_host, **{**self.config, **differs}
+            "job",
+            f"{self.spawned:02x}",
+            name,
+            host=name,
+            hosts_store=is_host,
+            **{**self.config, **by_hand, **differs},
         )
         proc = Proc(name, settings)
         self.procs.append(proc)
@@ -291,6 +315,9 @@ class World:
             if kind == "settle" and (silent or self.is_stopping(faults)):
                 # It is longer than any lease, and than the grace of workers.
                 continue
+            if kind == "rank" and silent:
+                # Longer than any lease, too.
+                continue
             if kind in ("waiting", "connect_news") or (kind == "reconnect" and not self.server_alive):
                 # They come again and again; in the fair part nothing new comes of that.
                 if faults:
@@ -418,7 +445,9 @@ class World:
     def fault_refused(self, proc):
         self.count("refused")
         proc.connecting = False
-        self.deliver(proc, m.ConnectionLost("refused", "connection refused"))
+        # A port that the workers of rank 0 have.
+        kind = "not_ours" if self.kinds["static"] and self.random() < 0.5 else "refused"
+        self.deliver(proc, m.ConnectionLost(kind, "connection refused"))
 
     def fault_pause(self, proc):
         self.count("pause")

@@ -133,6 +133,33 @@ def test_with_static_node_rank_0_hosts():
     assert listens("127.0.0.1", NODE1, backend="static", node_rank=0) == (("127.0.0.1", 29400),)
 
 
+@pytest.mark.parametrize(
+    ("host", "doubt"),
+    [
+        ("node1", None),
+        ("localhost", None),
+        ("fd00::2", None),
+        (
+            "10.0.0.9",
+            "node rank 0 is here, but 10.0.0.9, where the others look for it, is no address of this machine",
+        ),
+        (
+            "service",
+            "service (10.1.1.1, 10.1.1.2), where the others look for it, is no address of this machine",
+        ),
+        ("nowhere", "'nowhere', where the others look for it, is unknown here (Name or service not known)"),
+    ],
+)
+def test_rank_0_elsewhere_than_at_the_given_address_is_told_of(host, doubt):
+    """It may be behind the address of a service, so that it is no mistake."""
+    known = {"node1": ["10.0.0.1", "10.0.0.2"], "service": ["10.1.1.1", "10.1.1.2"]}
+    machine = Machine("node2", own=["10.0.0.2", "fd00::2"], known=known)
+    found = decide(rendezvous(host, backend="static", node_rank=0), machine)
+    assert found.may_host
+    assert found.doubt is None if doubt is None else found.doubt.endswith(doubt)
+    assert decide(rendezvous(host, is_host=True), machine).doubt is None
+
+
 @pytest.mark.parametrize("how", [{}, {"is_host": False}, {"backend": "static", "node_rank": 1}])
 def test_a_name_that_is_not_known_yet_makes_a_client(how):
     found = decide(rendezvous("later", **how), NODE1)

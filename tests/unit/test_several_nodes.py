@@ -150,6 +150,11 @@ def test_lines_that_are_no_mistakes(launch):
             ["--nnodes=2", "--node-rank=1", "--rdzv-conf=rank=0"],
             "--rdzv-conf: rank: got '0', but --node-rank is 1: leave it out",
         ),
+        (
+            ["--nnodes=2", "--node-rank=1", "--master-addr=node1", "--rdzv-conf=is_host=1"],
+            "--rdzv-conf: is_host: got 1 for node rank 1, but node rank 0 hosts the static rendezvous: "
+            "leave it out",
+        ),
         (["--nnodes=2", "--standalone"], "--standalone is for one node, but --nnodes is 2"),
         (["--nnodes=2:3", "--standalone"], "--standalone is for one node, but --nnodes is 2:3"),
         (["--rdzv-backend=zeus"], "--rdzv-backend: got 'zeus', expected c10d, elasticrs, static"),

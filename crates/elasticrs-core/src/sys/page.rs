@@ -7,9 +7,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::fcntl::{FcntlArg, OFlag, SealFlag, fcntl, open};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::sys::stat::Mode;
 
 /// What is mapped; the kernel rounds it up to its own pages.
 const LENGTH: NonZeroUsize = NonZeroUsize::new(SIZE as usize).expect("a constant above zero");
@@ -35,9 +36,16 @@ impl Page {
     /// # Errors
     /// No descriptor or no memory.
     pub fn new() -> io::Result<Self> {
-        let file = memfd_create(c"elasticrs-fence", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+        let sealed = memfd_create(c"elasticrs-fence", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING);
+        let file = match sealed {
+            // Switched off by a filter of system calls: a file that nobody else can open.
+            Err(Errno::ENOSYS | Errno::EPERM) => nameless_file()?,
+            made => made?,
+        };
         nix::unistd::ftruncate(&file, i64::from(SIZE))?;
-        fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
+        if sealed_by(&file).is_some() {
+            fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
+        }
         Self::map(file)
     }
 
@@ -46,9 +54,9 @@ impl Page {
     /// # Errors
     /// `EINVAL` for anything but a file that [`Self::new`] made; no memory.
     pub fn map(file: OwnedFd) -> io::Result<Self> {
-        let seals = SealFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GET_SEALS)?);
-        let length = nix::sys::stat::fstat(&file)?.st_size;
-        if !seals.contains(SEALS) || length != i64::from(SIZE) {
+        let facts = nix::sys::stat::fstat(&file)?;
+        let is_safe = sealed_by(&file).map_or(facts.st_nlink == 0, |seals| seals.contains(SEALS));
+        if !is_safe || facts.st_size != i64::from(SIZE) {
             return Err(Errno::EINVAL.into());
         }
         // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
@@ -78,6 +86,17 @@ impl AsFd for Page {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
+}
+
+/// The seals of a file; `None` for one that cannot have any.
+fn sealed_by(file: &OwnedFd) -> Option<SealFlag> {
+    fcntl(file, FcntlArg::F_GET_SEALS).ok().map(SealFlag::from_bits_retain)
+}
+
+/// A file in the temporary directory that has no name and never gets one.
+fn nameless_file() -> io::Result<OwnedFd> {
+    let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_EXCL | OFlag::O_CLOEXEC;
+    Ok(open(&std::env::temp_dir(), flags, Mode::S_IRUSR | Mode::S_IWUSR)?)
 }
 
 #[cfg(test)]

@@ -1,0 +1,338 @@
+"""Several nodes with the static rendezvous: ranks, address and port given by hand. All on loopback."""
+
+import json
+import os
+import signal
+import socket
+from contextlib import contextmanager
+
+import pytest
+from helpers.nodes import RANKS, Worker
+from helpers.procs import reap_adopted
+
+pytestmark = pytest.mark.timeout(180)
+
+QUICK = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 5, "connect_timeout": 1}
+
+# Rank 0 serves at the given port, as torch's store does; the last rank fails until the tenth restart.
+MEET = """
+    import os, select, signal, socket, sys, time
+    from contextlib import suppress
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    def met():
+        os.write(1, b"MET %d %d\\n" % (rank, restart))
+
+    if rank == 0:
+        server = socket.create_server(("", address[1]))
+        peers = [server.accept()[0] for _ in range(world - 1)]
+        met()
+        for peer in peers:
+            peer.sendall(b"!")
+        for peer in peers:
+            peer.recv(1)
+        # Nobody fails before all have told of themselves.
+        for peer in peers:
+            peer.sendall(b"?")
+        os._exit(0) if restart == 10 else signal.pause()
+    deadline = time.monotonic() + 20
+    while True:
+        # Until rank 0 listens it is refused, or meets the store of the agents, which ends the connection.
+        with suppress(OSError):
+            peer = socket.create_connection(address, timeout=20)
+            if peer.recv(1) == b"!":
+                break
+        if time.monotonic() > deadline:
+            sys.exit("nobody at the port")
+        select.select([], [], [], 0.01)
+    met()
+    peer.sendall(b".")
+    peer.recv(1)
+    if restart == 10:
+        os._exit(0)
+    os._exit(7) if rank == world - 1 else signal.pause()
+"""
+
+GLOO = """
+    import os
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+
+    FAILURES = int(os.environ.get("FAILURES", "0"))
+    dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    os.write(1, b"SUM %d\\n" % int(total.item()))
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < FAILURES:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            os._exit(7)
+        # Fails, or waits for the one that is gone.
+        dist.all_reduce(total)
+    dist.barrier()
+    dist.destroy_process_group()
+    # Threads of gloo now and then abort the interpreter's own way out (torch 2.15).
+    os._exit(0)
+"""
+
+STORE = """
+    import os, signal
+    from torch.distributed import TCPStore
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store = TCPStore(*address, is_master=os.environ["RANK"] == "0", wait_for_workers=False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    os.write(1, b"READY %d\\n" % os.getpid())
+    signal.sigwait({signal.SIGUSR1})
+    os._exit(0)
+"""
+
+
+class Nodes:
+    """The agents of one job, all of them on this machine."""
+
+    def __init__(self, launch, nnodes, script=RANKS, *, host="127.0.0.1", restarts=3, conf=None, env=None):
+        self._launch, self._script, self._env = launch, script, env
+        self.port = free_port()
+        self._options = ["--nnodes", str(nnodes), "--master-addr", host, "--master-port", str(self.port)]
+        self._options += ["--max-restarts", str(restarts)]
+        self._conf = conf
+        self.agents = []
+
+    def start(self, rank, *options, conf=None):
+        """The agent of a node rank."""
+        given = {**(self._conf or {}), **(conf or {})}
+        all_conf = (
+            ["--rdzv-conf", ",".join(f"{name}={each}" for name, each in given.items())] if given else []
+        )
+        argv = [*self._options, *all_conf, "--node-rank", str(rank), *options, self._script]
+        self.agents.append(self._launch(*argv, env=self._env))
+        return self.agents[-1]
+
+    def codes(self):
+        return [agent.wait() for agent in self.agents]
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@contextmanager
+def listening(port):
+    """Another program that has a port."""
+    with socket.create_server(("127.0.0.1", port)) as server:
+        yield server
+
+
+def ready(agent, count=1):
+    """What the latest of its workers tell, once there have been that many."""
+    return Worker.parse(agent.wait_for_lines(r"^READY (.*)$", count)[-1][1])
+
+
+def finish(*agents):
+    """Let the workers succeed that run now."""
+    for agent in agents:
+        told = [Worker.parse(line.partition(" ")[2]) for line in agent.stdout.splitlines() if "READY" in line]
+        os.kill(told[-1].pid, signal.SIGUSR1)
+    assert [agent.wait() for agent in agents] == [0] * len(agents)
+
+
+def line_of(agent, *texts):
+    """It fails with one line that has all of these texts."""
+    assert agent.wait() != 0
+    found = [line for line in agent.stderr.splitlines() if all(text in line for text in texts)]
+    assert found, f"no line has {texts}:\n{agent.stderr}"
+    assert "Traceback" not in agent.stderr
+    return found[0]
+
+
+# --- as in torch ---
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_ranks_are_those_that_were_given_in_any_order_of_start(launch, order):
+    nodes = Nodes(launch, 3)
+    agents = {rank: nodes.start(rank, "--nproc-per-node=2", "--role=r") for rank in order}
+    for rank in range(3):
+        told = [Worker.parse(match[1]) for match in agents[rank].wait_for_lines(r"^READY (.*)$", 2)]
+        for local, each in enumerate(sorted(told, key=lambda worker: worker.local)):
+            assert (each.local, each.rank, each.world) == (local, 2 * rank + local, 6)
+            assert (each.group, each.groups) == (rank, 3)
+            assert (each.role_rank, each.role_world) == (2 * rank + local, 6)
+            assert (each.master, each.port, each.restart) == ("127.0.0.1", str(nodes.port), 0)
+            os.kill(each.pid, signal.SIGUSR1)
+    assert nodes.codes() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_with_and_without_brackets(launch, host):
+    nodes = Nodes(launch, 2, host=host)
+    agents = [nodes.start(rank) for rank in (1, 0)]
+    for agent in agents:
+        told = ready(agent)
+        assert (told.master, told.port) == ("::1", str(nodes.port))
+        os.kill(told.pid, signal.SIGUSR1)
+    assert nodes.codes() == [0, 0]
+
+
+def test_an_endpoint_in_place_of_address_and_port(launch):
+    port = free_port()
+    argv = ("--nnodes=2", "--rdzv-backend=static", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job")
+    agents = [launch(*argv, f"--node-rank={rank}", RANKS) for rank in (0, 1)]
+    for agent in agents:
+        told = ready(agent)
+        assert (told.master, told.port, told.run) == ("localhost", str(port), "job")
+        os.kill(told.pid, signal.SIGUSR1)
+    assert [agent.wait() for agent in agents] == [0, 0]
+
+
+@pytest.mark.torch
+def test_a_process_group_forms_over_the_given_address(launch, worker_script):
+    nodes = Nodes(launch, 3, worker_script(GLOO))
+    for rank in (2, 0, 1):
+        nodes.start(rank)
+    assert nodes.codes() == [0, 0, 0]
+    assert ["SUM 6" in agent.stdout for agent in nodes.agents] == [True] * 3
+
+
+# --- what torch does otherwise ---
+
+
+@pytest.mark.beyond_torchrun
+def test_rank_0_hosts_the_store_of_the_workers(launch, worker_script):
+    script = worker_script("""
+        import json, os
+        names = ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+        print(json.dumps([os.environ[name] for name in names]))
+    """)
+    nodes = Nodes(launch, 2, script)
+    agents = [nodes.start(rank) for rank in (0, 1)]
+    assert nodes.codes() == [0, 0]
+    for rank, agent in enumerate(agents):
+        assert json.loads(agent.stdout) == ["False", "127.0.0.1", str(nodes.port), str(rank)]
+
+
+@pytest.mark.beyond_torchrun
+def test_ten_restarts_on_the_same_port(launch, worker_script):
+    nodes = Nodes(launch, 3, worker_script(MEET), restarts=10)
+    agents = [nodes.start(rank) for rank in (2, 1, 0)]
+    assert nodes.codes() == [0, 0, 0], agents[-1].stderr
+    for rank, agent in zip((2, 1, 0), agents, strict=True):
+        met = [line for line in agent.stdout.splitlines() if line.startswith("MET")]
+        assert met == [f"MET {rank} {restart}" for restart in range(11)]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.beyond_torchrun
+def test_ten_restarts_of_a_process_group(launch, worker_script):
+    nodes = Nodes(launch, 2, worker_script(GLOO), restarts=10, env={"FAILURES": "10"})
+    agents = [nodes.start(rank) for rank in (1, 0)]
+    assert [agent.wait(120) for agent in agents] == [0, 0], agents[1].stderr
+    assert [agent.stdout.count("SUM 3\n") for agent in agents] == [11, 11]
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_killed_agent_comes_back(launch, lost):
+    nodes = Nodes(launch, 3, conf=QUICK)
+    agents = {rank: nodes.start(rank) for rank in range(3)}
+    for agent in agents.values():
+        ready(agent)
+    agents[lost].signal(signal.SIGKILL)
+    agents[lost].wait()
+    # At once: the others have not stopped yet, and the workers of rank 0 have the port.
+    agents[lost] = nodes.start(lost)
+    for rank, agent in agents.items():
+        told = ready(agent, 1 if rank == lost else 2)
+        assert (told.rank, told.round, told.restart, told.port) == (rank, "2", 0, str(nodes.port))
+    finish(*agents.values())
+    reap_adopted()
+
+
+@pytest.mark.beyond_torchrun
+def test_the_job_ends_with_the_agent_of_rank_0(launch):
+    nodes = Nodes(launch, 2, conf={**QUICK, "settle": 2, "store_lost_timeout": 1})
+    first, second = nodes.start(0), nodes.start(1)
+    ready(first)
+    ready(second)
+    first.signal(signal.SIGKILL)
+    line_of(second, f"rendezvous store 127.0.0.1:{nodes.port} lost in round 1")
+    first.wait()
+    reap_adopted()
+
+
+# --- mistakes ---
+
+
+@pytest.mark.beyond_torchrun
+def test_two_nodes_with_the_same_rank(launch):
+    nodes = Nodes(launch, 3, conf=QUICK)
+    first, second = nodes.start(0), nodes.start(1)
+    again = nodes.start(1)
+    # Which of them came first is open.
+    agents = [second, again]
+    while not any(agent.has_exited for agent in agents):
+        for agent in agents:
+            agent.read_for(0.05)
+    refused = next(agent for agent in agents if agent.has_exited)
+    agents.remove(refused)
+    name = os.uname().nodename
+    line_of(refused, "node rank 1 was given to two nodes", f"{name} (127.0.0.1) and {name}", "from 0 to 2")
+    third = nodes.start(2)
+    for agent in (first, *agents, third):
+        ready(agent)
+    finish(first, *agents, third)
+
+
+@pytest.mark.torch
+@pytest.mark.beyond_torchrun
+def test_who_comes_too_much_is_told_of_the_round_that_runs(launch, worker_script):
+    nodes = Nodes(launch, 2, worker_script(STORE), conf=QUICK)
+    agents = [nodes.start(rank) for rank in (0, 1)]
+    pids = [int(agent.wait_for_line(r"^READY (\d+)$")[1]) for agent in agents]
+    late = nodes.start(1, conf={"join_timeout": 2})
+    line_of(late, "could not join", "used by another program", "a round of this job, that has not ended")
+    assert late.stderr.count("trying again, as a round of this job that runs has that port, too") == 1
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    assert [agent.wait() for agent in agents] == [0, 0]
+
+
+@pytest.mark.beyond_torchrun
+def test_nobody_is_at_the_address(launch):
+    nodes = Nodes(launch, 2, conf={"join_timeout": 1})
+    line_of(nodes.start(1), f"could not join at 127.0.0.1:{nodes.port} within 1 s", "refused")
+
+
+@pytest.mark.beyond_torchrun
+def test_rank_0_is_not_where_the_others_look_for_it(launch):
+    nodes = Nodes(launch, 2, host="192.0.2.1", conf={"join_timeout": 1})
+    line_of(nodes.start(0), "1 of at least 2 nodes after 1 s", "nobody has node rank 1")
+    assert "192.0.2.1, where the others look for it, is no address of this machine" in nodes.agents[0].stderr
+
+
+@pytest.mark.beyond_torchrun
+def test_missing_ranks_are_named(launch):
+    nodes = Nodes(launch, 4, conf={"join_timeout": 2})
+    agents = [nodes.start(rank) for rank in (0, 2)]
+    for agent in agents:
+        line_of(agent, "node rank 0 is ", "node rank 2 is ", "nobody has node rank 1, 3")
+
+
+@pytest.mark.beyond_torchrun
+def test_the_port_is_taken(launch):
+    nodes = Nodes(launch, 2)
+    with listening(nodes.port):
+        where = f"cannot listen on 127.0.0.1 port {nodes.port}"
+        line_of(nodes.start(0), where, "Address already in use", "--master-port")
+
+
+@pytest.mark.beyond_torchrun
+def test_a_rank_beyond_the_last(launch):
+    agent = Nodes(launch, 2).start(2)
+    line_of(agent, "--node-rank: got 2, expected 0 to 1 with 2 nodes")
+    assert agent.wait() == 2

@@ -1,0 +1,62 @@
+"""Nodes with ranks given by hand, on hosts of their own."""
+
+import signal
+
+import pytest
+from helpers.procs import HANG
+
+pytestmark = [pytest.mark.privileged, pytest.mark.timeout(150)]
+
+QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "connect_timeout": 1}
+
+
+def start(job, host, rank):
+    """The agent of a node rank."""
+    (agent,) = job.start(host, options=("--rdzv-backend", "static", "--node-rank", str(rank)))
+    return agent
+
+
+def hosts_by_rank(workers):
+    return [worker.host for worker in workers]
+
+
+@pytest.mark.parametrize("is_ipv6_only", [False, True], ids=["IPv4", "IPv6"])
+def test_ranks_are_given_and_the_address_is_that_of_rank_0(hosts, multinode, is_ipv6_only):
+    first, second, third = hosts(3, is_ipv6_only=is_ipv6_only)
+    job = multinode(second, "3", conf={"join_timeout": 60})
+    agents = [start(job, host, rank) for host, rank in ((third, 1), (first, 2), (second, 0))]
+    workers = job.formed(*agents)
+    assert hosts_by_rank(workers) == ["node2", "node3", "node1"]
+    assert {(each.master, each.port) for each in workers} == {(second.address, "29400")}
+    job.finish(agents, workers)
+
+
+@pytest.mark.beyond_torchrun
+def test_a_host_that_was_cut_off_comes_back_with_its_rank(hosts, multinode):
+    first, second, third = hosts(3)
+    job = multinode(first, "3", conf=QUICK)
+    agents = [start(job, host, rank) for host, rank in ((first, 0), (third, 1), (second, 2))]
+    job.formed(*agents)
+    third.link_down()
+    job.line(agents[0], "round 1 has ended", HANG)
+    third.link_up()
+    workers = job.formed(*agents, timeout=60)
+    assert hosts_by_rank(workers) == ["node1", "node3", "node2"]
+    assert {(each.restart, each.round) for each in workers} == {(0, "2")}
+    job.finish(agents, workers)
+
+
+@pytest.mark.beyond_torchrun
+def test_a_host_is_replaced_by_another_one_with_its_rank(network, multinode):
+    net = network(3)
+    first, second, third = net.hosts
+    job = multinode(first, "3", conf=QUICK)
+    agents = [start(job, host, rank) for host, rank in ((first, 0), (second, 1), (third, 2))]
+    job.formed(*agents)
+    agents[1].signal(signal.SIGKILL)
+    job.assert_empty(second)
+    agents[1] = start(job, net.add_host(), 1)
+    workers = job.formed(*agents, timeout=60)
+    assert hosts_by_rank(workers) == ["node1", "node4", "node3"]
+    assert {each.restart for each in workers} == {0}
+    job.finish(agents, workers)

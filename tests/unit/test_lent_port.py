@@ -1,0 +1,155 @@
+"""The port that the store and the workers have in turn."""
+
+import socket
+
+import pytest
+
+from elasticrs.rendezvous.elastic import lent_port, messages
+from elasticrs.rendezvous.elastic.driver import Driver
+from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
+from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings
+
+
+class Session:
+    """Whoever takes the port is in `taken_by`."""
+
+    hosts = True
+
+    def __init__(self):
+        self.taken_by = None
+        self.listens = True
+
+    def stop_listening(self):
+        assert self.listens
+        self.listens = False
+
+    def listen_again(self):
+        if self.taken_by is not None:
+            raise OSError(98, f"taken by {self.taken_by}")
+        self.listens = True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time: a list with one number."""
+    time = [0.0]
+    monkeypatch.setattr(lent_port, "now", lambda: time[0])
+    return time
+
+
+def test_it_goes_to_and_fro():
+    session = Session()
+    port = LentPort(session)
+    for _ in range(3):
+        assert port.take_back()
+        assert session.listens
+        assert port.lend()
+        assert not session.listens
+        assert port.take_back()
+        assert session.listens
+
+
+def test_who_hosts_nothing_lends_nothing():
+    session = Session()
+    session.hosts = False
+    port = LentPort(session)
+    assert port.lend()
+    assert session.listens
+    assert port.take_back()
+
+
+def test_a_port_that_is_kept_is_asked_for_ever_more_rarely(clock):
+    session = Session()
+    port = LentPort(session)
+    port.lend()
+    session.taken_by = "a worker"
+    assert not port.take_back()
+    assert "taken by a worker" in port.trouble
+    assert not port.is_overdue
+    quick = port.pause
+    clock[0] = PATIENCE
+    assert not port.take_back()
+    assert port.is_overdue
+    assert port.pause > quick
+    assert not port.lend()
+    session.taken_by = None
+    assert port.lend()
+    assert not session.listens
+    session.taken_by = "another worker"
+    assert not port.take_back()
+    assert not port.is_overdue
+
+
+@pytest.fixture
+def driver():
+    """Of node rank 0 of two, hosting on loopback, and its port."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    rendezvous = Rendezvous(
+        "static",
+        "127.0.0.1",
+        port,
+        run_id="job",
+        min_nodes=2,
+        max_nodes=2,
+        settings=Settings({"order_hint": 0}),
+        node_rank=0,
+    )
+    driver = Driver(rendezvous, role="r", nproc=1, max_restarts=0, supervisor=None)
+    driver.begin()
+    yield driver, port
+    driver.close()
+
+
+def accepts(port):
+    """Whether somebody listens there."""
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_the_workers_end_is_told_once_the_port_is_back(driver, monkeypatch):
+    driver, port = driver
+    told = []
+    monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
+    assert accepts(port)
+    assert driver.lend_port() is None
+    assert not accepts(port)
+    with socket.create_server(("", port)):
+        ended = messages.GroupEnded()
+        assert driver.group_over(ended) == []
+        assert driver.seconds_left(100.0) < 1
+        assert told == []
+        assert "taken by another program" in driver.lend_port()
+        driver.group_over(ended)
+    deadline = lent_port.now() + 10
+    while ended not in told and lent_port.now() < deadline:
+        driver.session.wait(driver.seconds_left(10.0))
+        driver.poll()
+    assert ended in told
+    assert accepts(port)
+
+
+def test_a_port_that_another_program_has_taken_is_told_of_once(driver, monkeypatch):
+    driver, port = driver
+    told = []
+    monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
+    assert driver.lend_port() is None
+    with socket.create_server(("", port)):
+        driver.group_over(messages.GroupEnded())
+        monkeypatch.setattr(LentPort, "is_overdue", property(lambda _: True))
+        texts = [action.text for _ in range(3) for action in driver._take_port_back()]
+        assert len(texts) == 1
+        assert f"port {port} is still taken 10 s after the workers have ended" in texts[0]
+        assert [type(event) for event in told] == [messages.GroupEnded]
+
+
+def test_success_does_not_wait_for_the_port(driver, monkeypatch):
+    driver, port = driver
+    told = []
+    monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
+    assert driver.lend_port() is None
+    with socket.create_server(("", port)):
+        driver.group_over(messages.WorkersDone())
+        assert [type(event) for event in told] == [messages.WorkersDone]
+        assert driver.seconds_left(100.0) < 1
