@@ -10,6 +10,7 @@ import time
 from collections import deque
 
 from elasticrs import _core
+from elasticrs.ports import ReservedPort
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
@@ -46,6 +47,8 @@ class Driver:
         nproc: how many they are.
         max_restarts: of the job.
         supervisor: whose runtime thread serves; an own thread when ``None``.
+        use_agent_store: whether this agent serves the workers' store where that falls to its node; otherwise
+            the port is kept for rank 0, which hosts the store.
 
     Raises:
         UsageError: an endpoint that makes no sense on this machine.
@@ -59,6 +62,7 @@ class Driver:
         nproc: int,
         max_restarts: int,
         supervisor: _core.Supervisor | None,
+        use_agent_store: bool = True,
     ) -> None:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
@@ -67,6 +71,8 @@ class Driver:
         self._member: Member | None = None
         self._timers = Timers()
         self._store: _core.WorkerStore | None = None
+        self._reserved: ReservedPort | None = None
+        self._use_agent_store = use_agent_store
         self._exit: messages.Exit | None = None
         self._port = LentPort(self.session)
         self._held_back: Event | None = None
@@ -252,14 +258,22 @@ class Driver:
 
     def _bind_store(self, _action: messages.BindStore) -> Iterable[Event]:
         self._close_store()
+        ports = self._rendezvous.settings.worker_port_range
         try:
-            self._store = _core.WorkerStore(None, self._rendezvous.settings.worker_port_range or 0)
+            if not self._use_agent_store:
+                self._reserved = ReservedPort(ports)
+                return (messages.StorePort(self._reserved.number),)
+            self._store = _core.WorkerStore(None, ports or 0)
         except OSError as error:
             return (messages.StorePortFailed(f"no port for the workers' store: {error}"),)
         return (messages.StorePort(self._store.port),)
 
     def serve_store(self) -> _core.WorkerStore | None:
-        """Begin to serve the workers of a round on the listener that was announced for it."""
+        """Begin to serve the workers of a round on the listener that was announced for it.
+
+        Returns:
+            The store; ``None`` when rank 0 hosts it, on a port that is reserved until the round is over.
+        """
         if self._store is not None:
             self._store.serve(self._supervisor)
         return self._store
@@ -268,6 +282,9 @@ class Driver:
         if self._store is not None:
             self._store.close()
             self._store = None
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
         return ()
 
     def _arm(self, action: messages.Arm) -> Iterable[Event]:

@@ -14,6 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.messages import Event, Txn, Unwatch, Watch
     from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.store import Store
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
@@ -36,6 +37,7 @@ class Session:
         self._server: _core.CoordinationServer | None = None
         self._client: _core.CoordinationClient | None = None
         self._clock = Clock()
+        self._shared: Store | None = None
 
     @property
     def hosts(self) -> bool:
@@ -105,7 +107,8 @@ class Session:
                 interval=settings.keep_alive_interval,
                 attempts=settings.keep_alive_max_attempt,
                 connect_timeout=settings.connect_timeout,
-                stall_timeout=settings.stall_timeout,
+                # An agent that polls has no say between its calls: it may well be busy with its workers.
+                stall_timeout=settings.stall_timeout if self._supervisor is not None else None,
                 supervisor=self._supervisor,
             )
         except OSError as error:
@@ -221,7 +224,38 @@ class Session:
         """How many others are connected to the store of this process; 0 where it is elsewhere."""
         if self._server is None:
             return 0
-        return max(0, self._server.sessions() - (self._client is not None))
+        own = (self._client is not None) + (self._shared is not None)
+        return max(0, self._server.sessions() - own)
+
+    def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
+        """A store for users, shared by the nodes of a round, on a connection of its own; an earlier round's
+        is closed.
+
+        Args:
+            round: whose; what was put in another round is not seen.
+
+        Raises:
+            DistNetworkError: no connection.
+        """
+        from elasticrs.store import connect
+
+        self.close_shared_store()
+        host, port = self._address()
+        self._shared = connect(
+            host,
+            port,
+            self._rendezvous.run_id,
+            prefix=f"torch.rendezvous.{self._rendezvous.run_id}.{round}/",
+            token=self._rendezvous.settings.token,
+            connect_timeout=self._rendezvous.settings.connect_timeout,
+        )
+        return self._shared
+
+    def close_shared_store(self) -> None:
+        """Close what :meth:`open_shared_store` has opened. Idempotent."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     def stop_listening(self) -> None:
         """Lend the port: connections go on, new ones are refused."""
@@ -238,7 +272,8 @@ class Session:
             self._server.listen_again()
 
     def close(self) -> None:
-        """End the connection and the store. Idempotent."""
+        """End the connections and the store. Idempotent."""
+        self.close_shared_store()
         self.disconnect()
         if self._server is not None:
             self._server.close()
