@@ -53,7 +53,7 @@ def _bind_one_of(first: int, last: int) -> _socket.socket:
     for port in range(first, last):
         try:
             return _bind(port)
-        except OSError as error:
+        except OSError as error:  # noqa: PERF203 -- a system call costs more
             if error.errno != errno.EADDRINUSE:
                 raise
     return _bind(last)

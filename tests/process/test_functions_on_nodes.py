@@ -78,7 +78,8 @@ def told(started):
 def test_values_come_back_by_global_rank_on_every_node(nodes):
     functions = """
 def work(base):
-    return [base + own("RANK"), own("WORLD_SIZE"), own("GROUP_RANK"), os.environ["TORCHELASTIC_USE_AGENT_STORE"]]
+    store = os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    return [base + own("RANK"), own("WORLD_SIZE"), own("GROUP_RANK"), store]
 """
     main = "tell(**{str(rank): value for rank, value in launch(work, 100, nodes=(3, 3)).items()})"
     assert told(nodes(functions, main, 0, 1, 2)) == [
@@ -94,7 +95,10 @@ config = LaunchConfig(
 )
 tell(values=list(elastic_launch(config, "/bin/true")().items()))
 """
-    assert told(nodes("", main, 0, 1)) == [{"values": [[0, None], [1, None]]}, {"values": [[2, None], [3, None]]}]
+    assert told(nodes("", main, 0, 1)) == [
+        {"values": [[0, None], [1, None]]},
+        {"values": [[2, None], [3, None]]},
+    ]
 
 
 def test_the_first_cause_of_the_job_is_told_on_every_node(nodes):
@@ -178,25 +182,34 @@ except RendezvousError as error:
     assert told(started) == [{"error": "RendezvousTimeoutError"}, {"signal": "SIGTERM"}]
 
 
-def test_the_group_is_up_to_date_and_an_agent_runs_twice(nodes):
+def test_the_group_is_up_to_date_and_an_agent_runs_again(nodes):
     functions = """
 def work():
     return own("RANK")
+
+STORES = []
+
+class Agent(LocalElasticAgent):
+    def _planned(self, plan, open_store):
+        super()._planned(plan, open_store)
+        # Each node tells the other one its rank, in each round anew.
+        group = self.get_worker_group()
+        group.store.set(str(group.group_rank), str(len(STORES)))
+        STORES.append(group.store.get(str(1 - group.group_rank)).decode())
 
 def group_of(agent):
     group = agent.get_worker_group()
     return [
         group.group_rank, group.group_world_size, [worker.global_rank for worker in group.workers],
-        group.master_addr, group.master_port > 0, group.state.value,
+        group.master_addr, group.master_port > 0, group.state.value, STORES,
     ]
 """
     main = """
-# With a store that stays, so that the second run finds what the first has left.
-parameters = RendezvousParameters("c10d", ENDPOINT, "job", 2, 2, fresh=True, **CONFIG)
+parameters = RendezvousParameters("c10d", ENDPOINT, "job", 2, 2, **CONFIG)
 handler = get_rendezvous_handler(parameters)
 spec = WorkerSpec("trainer", 1, handler, entrypoint=work, max_restarts=0, monitor_interval=0.1)
-agent = LocalElasticAgent(spec, DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs%d" % NODE))
-values = [list(agent.run().return_values.items()) for _ in range(2)]
+agent = Agent(spec, DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs%d" % NODE))
+values = [list(agent.run().return_values.items()) for _ in range(3)]
 group = group_of(agent)
 handler.shutdown()
 try:
@@ -206,8 +219,8 @@ except RendezvousClosedError:
 """
     assert told(nodes(functions, main, 0, 1)) == [
         {
-            "values": [[[rank, rank]]] * 2,
-            "group": [rank, 2, [rank], "127.0.0.1", True, "SUCCEEDED"],
+            "values": [[[rank, rank]]] * 3,
+            "group": [rank, 2, [rank], "127.0.0.1", True, "SUCCEEDED", ["0", "1", "2"]],
         }
         for rank in (0, 1)
     ]

@@ -5,7 +5,7 @@ import socket
 import sys
 
 import pytest
-from helpers import ports
+from helpers import ports, procs
 
 AGENT = '''
 import logging, os, signal, subprocess, sys
@@ -22,10 +22,12 @@ class Agent(SimpleElasticAgent):
     processes = {}
 
     def _start_workers(self, group):
-        lines = [f"{group.group_rank}/{group.group_world_size} {group.master_addr} {worker}" for worker in group.workers]
-        print(f"ROUND left={self._remaining_restarts} port={group.master_port} " + " | ".join(lines), flush=True)
+        place = f"{group.group_rank}/{group.group_world_size} {group.master_addr}"
+        lines = " | ".join(f"{place} {worker}" for worker in group.workers)
+        print(f"ROUND left={self._remaining_restarts} port={group.master_port} {lines}", flush=True)
+        command = [sys.executable, "-c", "exit(int(input()))"]
         self.processes = {
-            worker.local_rank: subprocess.Popen([sys.executable, "-c", "exit(int(input()))"], stdin=subprocess.PIPE)
+            worker.local_rank: subprocess.Popen(command, stdin=subprocess.PIPE)
             for worker in group.workers
         }
         for process in self.processes.values():
@@ -197,6 +199,8 @@ def test_a_lost_node_ends_the_round_for_the_others(node):
         pass
     second.launched.signal(signal.SIGKILL)
     second.launched.wait()
+    # Its worker reads the end of its input.
+    procs.reap_adopted(keep=[first.launched.pid])
     assert ranks(first.round())[0] == ["0/1"]
     first.workers_exit(0)
     assert first.result() == "SUCCEEDED"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from elasticrs.agent.attempt import Attempt
     from elasticrs.agent.console import Console
     from elasticrs.config import JobConfig
+    from elasticrs.rendezvous.elastic.session import Home
     from elasticrs.store import Store
 
 _PHASES = {
@@ -48,6 +49,7 @@ class SeveralNodes(Decisions):
         console: for lines to the user.
         planned: told of the plan of each round before its workers start, with what opens a store that the
             nodes of the round share; may change the plan.
+        home: of an agent that may run several times.
 
     Attributes:
         outcome: how the job ended for this node; ``None`` while it runs.
@@ -58,6 +60,7 @@ class SeveralNodes(Decisions):
         job: JobConfig,
         console: Console,
         planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
+        home: Home | None = None,
     ) -> None:
         if job.rendezvous is None:
             raise ValueError("a job without a rendezvous has one node")
@@ -68,6 +71,7 @@ class SeveralNodes(Decisions):
         self._signum: int | None = None
         self.outcome: messages.Outcome | None = None
         self._planned = planned
+        self._home = home
         self._use_agent_store = job.rendezvous.backend != "static" and agent_hosts_store(os.environ)
         self._driver: Driver | None = None
         self._attempt: Attempt | None = None
@@ -97,6 +101,7 @@ class SeveralNodes(Decisions):
             max_restarts=job.max_restarts,
             supervisor=supervisor,
             use_agent_store=self._use_agent_store,
+            home=self._home,
         )
 
     def observe(self, attempt: Attempt) -> None:

@@ -381,7 +381,7 @@ class SimpleElasticAgent(ElasticAgent):
         try:
             barrier = rank_exchange.ExitBarrier(group.store, group.group_world_size)
             while not barrier.is_over():
-                # Another handler, as torch's, shows newcomers here, for whom a finished node need not run again.
+                # Another handler, as torch's, shows newcomers here: no reason to run again.
                 if set_succeeded is not None and handler.num_nodes_waiting() > 0:
                     return False
                 left = deadline - time.monotonic()

@@ -162,7 +162,9 @@ class LocalElasticAgent(ElasticAgent):
             return OneNode(job, _Planner(self._worker_group))
         from elasticrs.agent.several_nodes import SeveralNodes
 
-        return SeveralNodes(job, console, self._planned)
+        return SeveralNodes(
+            job, console, self._planned, getattr(self._worker_group.spec.rdzv_handler, "home", None)
+        )
 
     def _planned(self, plan: Plan, open_store: Callable[[], Store]) -> None:
         """Of several nodes: what the user's specification says about the workers' store has precedence."""
@@ -247,7 +249,7 @@ class _Planner:
         info = spec.rdzv_handler.next_rendezvous()
         if info.world_size != 1:
             raise RendezvousError(
-                f"{info.world_size} nodes of a rendezvous that is not ours: LocalElasticAgent asks it for one "
+                f"{info.world_size} nodes of a rendezvous that is not ours: LocalElasticAgent asks for one "
                 "node only; a subclass of SimpleElasticAgent may have several"
             )
         reserved: ReservedPort | None = None

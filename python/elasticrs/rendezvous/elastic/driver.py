@@ -17,7 +17,7 @@ from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import Head
-from elasticrs.rendezvous.elastic.session import CannotHost, Session
+from elasticrs.rendezvous.elastic.session import CannotHost, Home, Session
 from elasticrs.rendezvous.elastic.timers import Timers
 
 TYPE_CHECKING = False
@@ -49,6 +49,7 @@ class Driver:
         supervisor: whose runtime thread serves; an own thread when ``None``.
         use_agent_store: whether this agent serves the workers' store where that falls to its node; otherwise
             the port is kept for rank 0, which hosts the store.
+        home: see :class:`~elasticrs.rendezvous.elastic.session.Session`.
 
     Raises:
         UsageError: an endpoint that makes no sense on this machine.
@@ -63,11 +64,12 @@ class Driver:
         max_restarts: int,
         supervisor: _core.Supervisor | None,
         use_agent_store: bool = True,
+        home: Home | None = None,
     ) -> None:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._role, self._nproc, self._max_restarts = role, nproc, max_restarts
-        self.session = Session(rendezvous, supervisor)
+        self.session = Session(rendezvous, supervisor, home)
         self._member: Member | None = None
         self._timers = Timers()
         self._store: _core.WorkerStore | None = None
@@ -123,7 +125,7 @@ class Driver:
     def poll(self) -> list[Action]:
         """Take what the store and the timers have; never blocks."""
         left: list[Action] = []
-        for event in drop_stale(self.session.take(), Keys(self._rendezvous.run_id).head):
+        for event in drop_stale(self.session.take(), Keys(self.session.job).head):
             left += self.tell(event)
         for name in self._timers.take_due():
             if name == _PORT:
@@ -205,7 +207,7 @@ class Driver:
 
     def _begin_exit(self, action: messages.Exit) -> list[Action]:
         self._exit = action
-        if self.session.others() == 0:
+        if self._stays or self.session.others() == 0:
             return [action]
         self._timers = Timers()
         self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout)
@@ -232,7 +234,13 @@ class Driver:
     def close(self) -> None:
         """Release everything. Idempotent."""
         self._close_store()
-        self.session.close()
+        self.session.close(stays=self._stays)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether the store goes on, and nobody has to be waited for: another run may follow a success."""
+        is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
+        return is_success and self.session.may_stay
 
     # --- effects ---
 

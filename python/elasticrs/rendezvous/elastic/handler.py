@@ -34,7 +34,7 @@ from elasticrs.rendezvous.api import (
 )
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.driver import Driver
-from elasticrs.rendezvous.elastic.session import node_name
+from elasticrs.rendezvous.elastic.session import Home, node_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +60,7 @@ _LAST_WORD = 1.0
 """Seconds for the leader to say that a job has succeeded which all nodes have finished."""
 
 _MARGIN = 5.0
+_FAREWELL_TICK = 0.01
 
 
 class ElasticRendezvousHandler(RendezvousHandler):
@@ -71,10 +72,12 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     Attributes:
         rendezvous: as passed.
+        home: for agents that take the rendezvous instead of asking: what outlasts their runs.
     """
 
     def __init__(self, rendezvous: Rendezvous, backend: str) -> None:
         self.rendezvous = rendezvous
+        self.home = Home()
         self._backend = backend
         self._use_agent_store = rendezvous.backend != "static" and agent_hosts_store(os.environ)
         self._news = threading.Condition(threading.Lock())
@@ -180,7 +183,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._is_shut = True
             driver = self._driver
             if driver is None:
-                return True
+                return self._leave_home()
             driver.session.close_shared_store()
             if self._outcome is None and self._trouble is None:
                 self._leave(driver)
@@ -189,6 +192,15 @@ class ElasticRendezvousHandler(RendezvousHandler):
             knows = self._outcome is not None
         self._end_thread()
         driver.close()
+        return knows
+
+    def _leave_home(self) -> bool:
+        """Give the others the time to read how the last run has ended."""
+        deadline = time.monotonic() + self.rendezvous.settings.close_timeout
+        while self.home.sessions() and time.monotonic() < deadline:
+            time.sleep(_FAREWELL_TICK)
+        knows = self.home.sessions() == 0
+        self.home.close()
         return knows
 
     # --- under the lock ---

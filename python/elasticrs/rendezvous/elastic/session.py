@@ -21,15 +21,50 @@ class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
     """The agent was told to host the store, and cannot; the text says why and what to do."""
 
 
+class Home:
+    """What outlasts one run of an agent: the store, where it is hosted here, has the jobs of all runs.
+
+    Attributes:
+        runs: how many have begun.
+        server: the store between two runs.
+    """
+
+    __slots__ = ("runs", "server")
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.server: _core.CoordinationServer | None = None
+
+    def sessions(self) -> int:
+        """How many clients the store has; 0 where it is elsewhere."""
+        return 0 if self.server is None else self.server.sessions()
+
+    def close(self) -> None:
+        """End the store. Idempotent."""
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+
 class Session:
     """One connection at a time.
 
     Args:
         rendezvous: where the store is.
         supervisor: whose runtime thread serves; an own thread when ``None``.
+        home: of an agent that may run several times, each time a job of its own.
     """
 
-    def __init__(self, rendezvous: Rendezvous, supervisor: _core.Supervisor | None) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, supervisor: _core.Supervisor | None, home: Home | None = None
+    ) -> None:
+        self._home = home
+        self.job = rendezvous.run_id
+        """The name of the job in the store."""
+        if home is not None:
+            home.runs += 1
+            if home.runs > 1:
+                self.job += f"#{home.runs}"
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._resolver = hosting.SystemResolver()
@@ -70,6 +105,9 @@ class Session:
         """
         if not self._hosting.may_host:
             return
+        if self._home is not None and self._home.server is not None:
+            self._server, self._home.server = self._home.server, None
+            return
         settings, listen = self._rendezvous.settings, self._hosting.listen
         try:
             self._server = _core.CoordinationServer(
@@ -78,7 +116,8 @@ class Session:
                 run_id=self._rendezvous.run_id,
                 token=settings.token,
                 max_connections=self._rendezvous.max_connections,
-                supervisor=self._supervisor,
+                # It may have to outlast the supervisor.
+                supervisor=self._supervisor if self._home is None else None,
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
@@ -159,7 +198,7 @@ class Session:
         """
         rendezvous, given = self._rendezvous, self._rendezvous.settings
         return Settings(
-            rendezvous.run_id,
+            self.job,
             os.urandom(8).hex(),
             node_name(),
             host=hosting.host_identity(),
@@ -245,7 +284,7 @@ class Session:
             host,
             port,
             self._rendezvous.run_id,
-            prefix=f"torch.rendezvous.{self._rendezvous.run_id}.{round}/",
+            prefix=f"torch.rendezvous.{self.job}.{round}/",
             token=self._rendezvous.settings.token,
             connect_timeout=self._rendezvous.settings.connect_timeout,
         )
@@ -271,10 +310,21 @@ class Session:
         if self._server is not None:
             self._server.listen_again()
 
-    def close(self) -> None:
-        """End the connections and the store. Idempotent."""
+    @property
+    def may_stay(self) -> bool:
+        """Whether the store may go on without this session: there is a home for it."""
+        return self._home is not None
+
+    def close(self, *, stays: bool = False) -> None:
+        """End the connections and the store. Idempotent.
+
+        Args:
+            stays: the store goes on for the next run, if it :attr:`may_stay`.
+        """
         self.close_shared_store()
         self.disconnect()
+        if self._server is not None and self._home is not None and stays:
+            self._home.server, self._server = self._server, None
         if self._server is not None:
             self._server.close()
             self._server = None
