@@ -253,3 +253,22 @@ def work():
     finally:
         store.close()
     assert told([first, second]) == [{"values": [[0, 0]]}, {"values": [[1, 1]]}]
+
+
+def test_static_nodes_have_the_ranks_that_were_given(nodes):
+    functions = """
+def work():
+    return [own("RANK"), own("GROUP_RANK"), os.environ["TORCHELASTIC_USE_AGENT_STORE"], own("MASTER_PORT")]
+"""
+    main = """
+import warnings
+warnings.simplefilter("ignore")
+values = launch(work, backend="static", conf={"rank": 1 - NODE, "is_host": NODE == 1}, nproc=1)
+tell(values=list(values.items()), port=int(ENDPOINT.rpartition(":")[2]))
+"""
+    first, second = told(nodes(functions, main, 0, 1))
+    port = first["port"]
+    assert (first["values"], second["values"]) == (
+        [[1, [1, 1, "False", port]]],
+        [[0, [0, 0, "False", port]]],
+    )

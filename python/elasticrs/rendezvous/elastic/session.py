@@ -73,6 +73,8 @@ class Session:
         self._client: _core.CoordinationClient | None = None
         self._clock = Clock()
         self._shared: Store | None = None
+        # Once a round runs, its workers have the port: there is no connecting any more.
+        self._shares_early = rendezvous.backend == "static" and (home is not None or supervisor is None)
 
     @property
     def hosts(self) -> bool:
@@ -135,6 +137,8 @@ class Session:
     def connect(self) -> ConnectionLost | None:
         """Begin to connect; :class:`Connected` or :class:`ConnectionLost` comes out of :meth:`take`."""
         self.disconnect()
+        if self._shares_early:
+            self._share_early()
         settings = self._rendezvous.settings
         host, port = self._address()
         try:
@@ -180,6 +184,10 @@ class Session:
         for event in self._client.take():
             if isinstance(event, _core.ConnectionLost):
                 events.append(ConnectionLost(event.kind, self._explained(event)))
+            elif isinstance(event, _core.Connected) and self._shares_early and self._shared is None:
+                # The port came back between the two.
+                self.disconnect()
+                return [ConnectionLost("unreachable", f"no second connection to {self._rendezvous.endpoint}")]
             else:
                 events.append(event)  # type: ignore[arg-type]  # the same attributes
         return events
@@ -270,25 +278,42 @@ class Session:
         """A store for users, shared by the nodes of a round, on a connection of its own; an earlier round's
         is closed.
 
+        With ``static`` the connection is the one that was made before the round: nothing is closed.
+
         Args:
             round: whose; what was put in another round is not seen.
 
         Raises:
             DistNetworkError: no connection.
         """
+        prefix = f"torch.rendezvous.{self.job}.{round}/"
+        if self._shares_early and self._shared is not None:
+            return self._shared.with_prefix(prefix)
+        self._shared = self._open_store(prefix)
+        return self._shared
+
+    def _share_early(self) -> None:
+        from elasticrs.store import DistNetworkError
+
+        try:
+            self._shared = self._open_store("")
+        except DistNetworkError:
+            # The connection of the agent itself, which comes next, tells why, if it fails as well.
+            self._shared = None
+
+    def _open_store(self, prefix: str) -> Store:
         from elasticrs.store import connect
 
         self.close_shared_store()
         host, port = self._address()
-        self._shared = connect(
+        return connect(
             host,
             port,
             self._rendezvous.run_id,
-            prefix=f"torch.rendezvous.{self.job}.{round}/",
+            prefix=prefix,
             token=self._rendezvous.settings.token,
             connect_timeout=self._rendezvous.settings.connect_timeout,
         )
-        return self._shared
 
     def close_shared_store(self) -> None:
         """Close what :meth:`open_shared_store` has opened. Idempotent."""
