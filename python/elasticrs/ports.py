@@ -9,6 +9,7 @@ SO_REUSEADDR (libuv and the older server alike), binds and listens on it.
 from __future__ import annotations
 
 import _socket
+import errno
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,14 +31,17 @@ class ReservedPort:
 
     Bound dual stack where IPv6 is available, as torch's store binds, else on IPv4.
 
+    Args:
+        ports: the first and the last that will do; any one when ``None``.
+
     Raises:
         OSError: no port is free, or no descriptor.
     """
 
     __slots__ = ("_socket", "number")
 
-    def __init__(self) -> None:
-        self._socket = _bind()
+    def __init__(self, ports: tuple[int, int] | None = None) -> None:
+        self._socket = _bind(0) if ports is None else _bind_one_of(*ports)
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
@@ -45,7 +49,17 @@ class ReservedPort:
         self._socket.close()
 
 
-def _bind() -> _socket.socket:
+def _bind_one_of(first: int, last: int) -> _socket.socket:
+    for port in range(first, last):
+        try:
+            return _bind(port)
+        except OSError as error:  # noqa: PERF203 -- a system call costs more
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return _bind(last)
+
+
+def _bind(port: int) -> _socket.socket:
     try:
         sock = _socket.socket(_socket.AF_INET6, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
         address = "::"
@@ -58,15 +72,15 @@ def _bind() -> _socket.socket:
         if sock.family == _socket.AF_INET6:
             sock.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 0)
         try:
-            sock.bind((address, 0))
-        except OSError:
-            if sock.family != _socket.AF_INET6:
+            sock.bind((address, port))
+        except OSError as error:
+            if sock.family != _socket.AF_INET6 or error.errno == errno.EADDRINUSE:
                 raise
             # IPv6 is compiled in, but switched off by sysctl.
             sock.close()
             sock = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
             sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
-            sock.bind(("", 0))
+            sock.bind(("", port))
     except BaseException:
         sock.close()
         raise

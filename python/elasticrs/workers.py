@@ -153,6 +153,7 @@ class CommandWorkers(Workers):
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
         super().__init__(setup)
         self._command = command
+        self._ranks: list[int] = []
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         """See the base class."""
@@ -167,9 +168,13 @@ class CommandWorkers(Workers):
             for local_rank, env in environments.items()
         ]
 
+    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
+        """Remember the ranks."""
+        self._ranks = [ranks.global_rank for ranks in attempt.plan.ranks]
+
     def return_values(self) -> dict[int, object]:
         """Programs return nothing; torch gives ``None`` for each rank, and so do we."""
-        return dict.fromkeys(range(self._setup.job.nproc))
+        return dict.fromkeys(self._ranks)
 
 
 def _filled_in(argument: str, local_rank: int) -> str:

@@ -12,6 +12,7 @@ from elasticrs.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
+from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.static import OneNodeRendezvous
 
@@ -118,9 +119,27 @@ def test_a_static_endpoint_is_used_as_it_is():
     assert handler.use_agent_store is False
 
 
-def test_several_nodes_are_for_a_later_release():
-    with pytest.raises(ValueError, match="several nodes need the coordination release"):
+def test_several_nodes_need_to_know_where_to_meet():
+    with pytest.raises(ValueError, match="rdzv_endpoint is needed for several nodes"):
         get_rendezvous_handler(params(max_nodes=2))
+    with pytest.raises(ValueError, match="1:2 nodes, expected one"):
+        OneNodeRendezvous(params(max_nodes=2))
+
+
+@pytest.mark.parametrize("backend", ["c10d", "elasticrs", "static"])
+def test_several_nodes_get_a_handler_that_meets_them(backend):
+    handler = get_rendezvous_handler(params(backend, "node7:1234", min_nodes=2, max_nodes=2))
+    assert isinstance(handler, ElasticRendezvousHandler)
+    assert (handler.get_backend(), handler.get_run_id(), handler.use_agent_store) == (
+        backend,
+        "job",
+        backend != "static",
+    )
+    assert (handler.rendezvous.endpoint, handler.rendezvous.max_nodes) == ("node7:1234", 2)
+    assert handler.num_nodes_waiting() == 0
+    assert not handler.is_closed()
+    assert handler.shutdown()
+    assert handler.is_closed()
 
 
 def test_rank_0_publishes_the_address():

@@ -280,3 +280,11 @@ def test_an_endpoint_is_written_as_it_is_read():
 def test_a_path_may_be_a_path(tmp_path):
     path = token_file(tmp_path)
     assert settings(token_file=tmp_path / "token").token_file == os.fspath(path)
+
+
+def test_an_agent_has_its_own_times():
+    made, _ = read_settings({"join_timeout": "7"}, {})
+    adapted = made.adapted(grace=3, exit_barrier_timeout=2)
+    assert (adapted.join_timeout, adapted.settle, adapted.exit_barrier_timeout) == (7, 3 + made.ttl + 5, 2)
+    given, _ = read_settings({"settle": "77"}, {})
+    assert given.adapted(grace=3, exit_barrier_timeout=2).settle == 77

@@ -31,11 +31,13 @@ class Decisions(ABC):
         plan: of the attempt that :class:`~elasticrs.agent.state.Start` asks for.
         first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
         clock: of the store in which the nodes met.
+        has_taken_part: whether workers of this node ran in the last round.
     """
 
     plan: Plan | None = None
     first_cause: dict[str, Any] | None = None
     clock = Clock()
+    has_taken_part = True
 
     @property
     @abstractmethod

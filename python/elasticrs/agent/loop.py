@@ -140,7 +140,7 @@ class Agent:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
             self._decisions.close()
         self._console.flush()
-        if self._result.exit_code == 0:
+        if self._result.exit_code == 0 and self._decisions.has_taken_part:
             # Loads what the user's functions made, which may raise: nothing may be left to do then.
             self._result.return_values = self._workers.return_values()
         return self._result

@@ -6,7 +6,9 @@ here is what concerns one process alone: signals, the cause of a failure in word
 
 from __future__ import annotations
 
+import os
 import signal
+from functools import partial
 
 from elasticrs.agent import state as machine
 from elasticrs.agent import texts
@@ -14,6 +16,7 @@ from elasticrs.agent.attempt import Plan
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.config import SAFETY_TICK
+from elasticrs.ports import agent_hosts_store
 from elasticrs.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.driver import Driver
@@ -21,13 +24,15 @@ from elasticrs.rendezvous.elastic.session import node_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from typing import Any
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
     from elasticrs.agent.console import Console
     from elasticrs.config import JobConfig
+    from elasticrs.rendezvous.elastic.session import Home
+    from elasticrs.store import Store
 
 _PHASES = {
     "succeeded": machine.Phase.SUCCEEDED,
@@ -42,9 +47,21 @@ class SeveralNodes(Decisions):
     Args:
         job: the job, with its rendezvous.
         console: for lines to the user.
+        planned: told of the plan of each round before its workers start, with what opens a store that the
+            nodes of the round share; may change the plan.
+        home: of an agent that may run several times.
+
+    Attributes:
+        outcome: how the job ended for this node; ``None`` while it runs.
     """
 
-    def __init__(self, job: JobConfig, console: Console) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        console: Console,
+        planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
+        home: Home | None = None,
+    ) -> None:
         if job.rendezvous is None:
             raise ValueError("a job without a rendezvous has one node")
         self._job = job
@@ -52,6 +69,10 @@ class SeveralNodes(Decisions):
         self._console = console
         self._phase = machine.Phase.INIT
         self._signum: int | None = None
+        self.outcome: messages.Outcome | None = None
+        self._planned = planned
+        self._home = home
+        self._use_agent_store = job.rendezvous.backend != "static" and agent_hosts_store(os.environ)
         self._driver: Driver | None = None
         self._attempt: Attempt | None = None
         self._first_failure: int | None = None
@@ -79,6 +100,8 @@ class SeveralNodes(Decisions):
             nproc=job.nproc,
             max_restarts=job.max_restarts,
             supervisor=supervisor,
+            use_agent_store=self._use_agent_store,
+            home=self._home,
         )
 
     def observe(self, attempt: Attempt) -> None:
@@ -242,15 +265,18 @@ class SeveralNodes(Decisions):
 
     def _start(self, action: messages.Start) -> list[machine.Action]:
         driver = self._require_driver()
-        is_static = self._rendezvous.backend == "static"
-        if action.serves_store and is_static:
+        if action.serves_store and self._rendezvous.backend == "static":
             trouble = driver.lend_port()
             if trouble is not None:
                 return self._over(messages.StartFailed(trouble, False))
         elif action.serves_store:
             driver.serve_store()
         ranks = action.ranks.workers(NodeShare(self._job.role, self._job.nproc))
-        self.plan = Plan(ranks, action.master_addr, action.master_port, use_agent_store=not is_static)
+        self.plan = plan = Plan(
+            ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store
+        )
+        if self._planned is not None:
+            self._planned(plan, partial(driver.session.open_shared_store, action.round))
         self._phase, self._group_exists = machine.Phase.STARTING, True
         return [machine.Start(action.round, action.restarts)]
 
@@ -267,6 +293,8 @@ class SeveralNodes(Decisions):
 
     def _exit(self, outcome: messages.Outcome) -> list[machine.Action]:
         self.clock = self._clock()
+        self.outcome = outcome
+        self.has_taken_part = outcome.kind != "spare"
         self.first_cause = dict(outcome.cause) if outcome.cause is not None else None
         self._phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
         code = 0 if self._phase is machine.Phase.SUCCEEDED else 1

@@ -56,6 +56,8 @@ class FunctionWorkers(Workers):
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         """See the base class."""
         specs: list[_core.ProcessSpec] = []
+        # Those of an earlier attempt may be of other ranks.
+        self._values.clear()
         for local_rank, env in environments.items():
             result = self._results[local_rank] = _Result()
             prepared = _Prepared(

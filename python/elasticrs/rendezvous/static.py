@@ -1,9 +1,8 @@
-"""The built-in handlers of this release: one node, which meets nobody."""
+"""The handler for one node, which meets nobody."""
 
 from __future__ import annotations
 
 import os
-import warnings
 
 from elasticrs import _core
 from elasticrs.config import DEFAULT_MASTER_PORT
@@ -15,7 +14,6 @@ from elasticrs.rendezvous.api import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from elasticrs.rendezvous.elastic.describe import BACKENDS, PYTHON, describe
 from elasticrs.rendezvous.endpoint import parse_endpoint
 
 __all__ = ["OneNodeRendezvous"]
@@ -32,16 +30,12 @@ class OneNodeRendezvous(RendezvousHandler):
         params: what to make it from.
 
     Raises:
-        ValueError: more than one node, a malformed endpoint, or bad settings.
+        ValueError: more than one node, or a malformed endpoint.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
         if params.max_nodes != 1:
-            raise ValueError(
-                f"{params.min_nodes}:{params.max_nodes} nodes: several nodes need the coordination release"
-            )
-        if params.backend in BACKENDS:
-            _check(params)
+            raise ValueError(f"{params.min_nodes}:{params.max_nodes} nodes, expected one, which meets nobody")
         self._backend = params.backend
         self._run_id = params.run_id
         self._address = params.local_addr or "localhost"
@@ -118,18 +112,3 @@ class OneNodeRendezvous(RendezvousHandler):
         if self._store is not None:
             self._store.close()
             self._store = None
-
-
-def _check(params: RendezvousParameters) -> None:
-    _, notices = describe(
-        params.backend,
-        params.endpoint.strip(),
-        params.run_id,
-        (params.min_nodes, params.max_nodes),
-        params.config,
-        os.environ,
-        local_addr=params.local_addr,
-        words=PYTHON,
-    )
-    for notice in notices:
-        warnings.warn(notice, RuntimeWarning, stacklevel=4)

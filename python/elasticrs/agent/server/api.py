@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -17,8 +18,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
-from elasticrs.ranks import NodeShare, assign
-from elasticrs.rendezvous.api import RendezvousError, RendezvousHandler
+from elasticrs.agent.server import rank_exchange
+from elasticrs.ranks import NodeShare, node_ranks
+from elasticrs.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 DEFAULT_ROLE = "default"
+
+_log = logging.getLogger("elasticrs.agent")
 
 
 @dataclass
@@ -149,28 +153,53 @@ class WorkerState(str, Enum):
 
 
 class WorkerGroup:
-    """The workers of one node."""
+    """The workers of one node.
+
+    Attributes:
+        store: shared by the nodes of the round, as torch's; ``None`` with one node.
+    """
 
     __slots__ = (
+        "_open_store",
+        "_store",
         "group_rank",
         "group_world_size",
         "master_addr",
         "master_port",
         "spec",
         "state",
-        "store",
         "workers",
     )
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
-        self.store: Any = None
+        self._store: Any = None
+        self._open_store: Callable[[], Any] | None = None
         self.group_rank: int | None = None
         self.group_world_size: int | None = None
         self.master_addr: str | None = None
         self.master_port: int | None = None
         self.state = WorkerState.INIT
+
+    @property
+    def store(self) -> Any:
+        """See the class."""
+        if self._open_store is not None:
+            self.store = self._open_store()
+        return self._store
+
+    @store.setter
+    def store(self, store: Any) -> None:
+        self._store, self._open_store = store, None
+
+    def share(self, open_store: Callable[[], Any]) -> None:
+        """Have a store, which is opened by who looks at it first. Not in torch.
+
+        Args:
+            open_store: makes it.
+        """
+        self._store, self._open_store = None, open_store
 
 
 @dataclass
@@ -266,22 +295,22 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _assign_worker_ranks(
         self,
-        store: Any,  # noqa: ARG002 -- torch's signature
+        store: Any,
         group_rank: int,
         group_world_size: int,
         spec: WorkerSpec,
     ) -> list[Worker]:
-        if group_world_size != 1:
-            raise RendezvousError(f"{group_world_size} nodes: several nodes need the coordination release")
+        """Agree on ranks over the store, in torch's terms; without it where all nodes are alike, which is to
+        say with one node, or with ``TORCH_ELASTIC_WORKER_IDENTICAL=1``.
+        """
+        own = NodeShare(spec.role, spec.local_world_size)
+        if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
+            ranks = node_ranks([own] * group_world_size)[group_rank]
+        else:
+            ranks = rank_exchange.exchange(store, group_rank, group_world_size, own)
         return [
-            Worker(
-                ranks.local_rank,
-                ranks.global_rank,
-                ranks.role_rank,
-                ranks.world_size,
-                ranks.role_world_size,
-            )
-            for ranks in assign([NodeShare(spec.role, spec.local_world_size)], group_rank)
+            Worker(each.local_rank, each.global_rank, each.role_rank, each.world_size, each.role_world_size)
+            for each in ranks.workers(own)
         ]
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
@@ -301,6 +330,11 @@ class SimpleElasticAgent(ElasticAgent):
         started = time.monotonic()
         try:
             return self._invoke_run(role)
+        except RendezvousGracefulExitError as error:
+            # In torch this returns nothing, which its launcher does not expect.
+            _log.info("%s", error)
+            self._worker_group.state = WorkerState.SUCCEEDED
+            return RunResult(WorkerState.SUCCEEDED)
         finally:
             self._shutdown()
             self._total_execution_time = int(time.monotonic() - started)
@@ -313,8 +347,11 @@ class SimpleElasticAgent(ElasticAgent):
             result = self._monitor_workers(group)
             group.state = result.state
             if result.state == WorkerState.SUCCEEDED:
-                return result
-            if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
+                if self._exit_barrier(group):
+                    return result
+                # Another node has failed, and all run again.
+                self._restart_workers(group)
+            elif result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
                 if self._remaining_restarts <= 0:
                     self._stop_workers(group)
                     group.state = WorkerState.FAILED
@@ -327,3 +364,32 @@ class SimpleElasticAgent(ElasticAgent):
                     self._restart_workers(group)
             else:
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
+
+    def _exit_barrier(self, group: WorkerGroup) -> bool:
+        """Wait until all nodes have finished, at most ``exit_barrier_timeout``.
+
+        Returns:
+            Whether that is all; otherwise the round has ended for another reason.
+        """
+        handler = group.spec.rdzv_handler
+        set_succeeded = getattr(handler, "set_succeeded", None)
+        if set_succeeded is not None:
+            set_succeeded()
+        if group.store is None or group.group_world_size is None or group.group_world_size == 1:
+            return True
+        deadline = time.monotonic() + self._exit_barrier_timeout
+        try:
+            barrier = rank_exchange.ExitBarrier(group.store, group.group_world_size)
+            while not barrier.is_over():
+                # Another handler, as torch's, shows newcomers here: no reason to run again.
+                if set_succeeded is not None and handler.num_nodes_waiting() > 0:
+                    return False
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    _log.warning("other nodes have not finished in %g s", self._exit_barrier_timeout)
+                    break
+                time.sleep(min(group.spec.monitor_interval, left))
+        except RuntimeError as error:
+            # As in torch: the work is done, and whoever served the store may have been the first to leave.
+            _log.warning("the store was lost in the exit barrier: %s", error)
+        return True

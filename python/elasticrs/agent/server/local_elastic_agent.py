@@ -31,7 +31,7 @@ from elasticrs.config import JobConfig
 from elasticrs.logs import LogPaths
 from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, assign
-from elasticrs.rendezvous.api import RendezvousError
+from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
 from elasticrs.rendezvous.static import OneNodeRendezvous
 from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
 
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.decisions import Decisions
     from elasticrs.multiprocessing.api import LogsSpecs
+    from elasticrs.rendezvous.elastic.messages import Outcome
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.store import Store
 
     class HealthCheckServer(Protocol):
         """What torch calls a health check server."""
@@ -101,7 +104,11 @@ class LocalElasticAgent(ElasticAgent):
         self._logs_specs = logs_specs
         self._health_check_server = health_check_server
         self._log_line_prefix_template = log_line_prefix_template
-        self._exit_barrier_timeout = exit_barrier_timeout
+        self._exit_barrier_timeout = (
+            defaults.exit_barrier_timeout_from(os.environ)
+            if exit_barrier_timeout is None
+            else exit_barrier_timeout
+        )
         self._shutdown_timeout = (
             defaults.shutdown_timeout_from(os.environ) if shutdown_timeout is None else shutdown_timeout
         )
@@ -116,12 +123,14 @@ class LocalElasticAgent(ElasticAgent):
 
         Raises:
             SignalException: a signal asked to stop; the workers are stopped.
-            RendezvousError: the rendezvous failed.
+            RendezvousError: the rendezvous failed, or is closed.
             RuntimeError: the workers could not be started.
             ValueError: the machine's limits do not allow that many.
         """
         started = time.monotonic()
         job = self._job()
+        if job.rendezvous is not None and self._worker_group.spec.rdzv_handler.is_closed():
+            raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
         _core.check_limits(job.nproc)
         signals = catch_signals(self._signals)
         if signals is None:
@@ -129,11 +138,12 @@ class LocalElasticAgent(ElasticAgent):
         if self._health_check_server is not None:
             self._health_check_server.start()
         console = Console()
+        decisions = self._decisions(job, console)
         try:
             agent = Agent(
                 job,
                 self._workers(job),
-                self._decisions(job, console),
+                decisions,
                 signals=signals,
                 owns_process=False,
                 console=console,
@@ -145,17 +155,37 @@ class LocalElasticAgent(ElasticAgent):
             if self._health_check_server is not None:
                 self._health_check_server.stop()
             self._total_execution_time = int(time.monotonic() - started)
-        return self._run_result(result)
+        return self._run_result(result, getattr(decisions, "outcome", None))
 
     def _decisions(self, job: JobConfig, console: Console) -> Decisions:
         if job.rendezvous is None:
             return OneNode(job, _Planner(self._worker_group))
         from elasticrs.agent.several_nodes import SeveralNodes
 
-        return SeveralNodes(job, console)
+        return SeveralNodes(
+            job, console, self._planned, getattr(self._worker_group.spec.rdzv_handler, "home", None)
+        )
+
+    def _planned(self, plan: Plan, open_store: Callable[[], Store]) -> None:
+        """Of several nodes: what the user's specification says about the workers' store has precedence."""
+        spec = self._worker_group.spec
+        if spec.master_addr is not None:
+            plan.master_addr = spec.master_addr
+        if spec.master_port is not None:
+            # A port of the user's own is rank 0's to listen on.
+            plan.master_port, plan.use_agent_store = spec.master_port, False
+        self._worker_group.share(open_store)
+        _update(self._worker_group, plan)
 
     def _job(self) -> JobConfig:
         spec = self._worker_group.spec
+        # Where it is ours, the agent takes its settings and reacts to events, instead of asking it.
+        rendezvous: Rendezvous | None = getattr(spec.rdzv_handler, "rendezvous", None)
+        if rendezvous is not None:
+            settings = rendezvous.settings.adapted(
+                grace=self._shutdown_timeout, exit_barrier_timeout=self._exit_barrier_timeout
+            )
+            rendezvous = rendezvous.with_settings(settings)
         return JobConfig(
             spec.local_world_size,
             spec.rdzv_handler.get_run_id(),
@@ -164,8 +194,7 @@ class LocalElasticAgent(ElasticAgent):
             max_restarts=spec.max_restarts,
             shutdown_timeout=self._shutdown_timeout,
             signals=self._signals,
-            # Where it is ours, the agent takes its settings and reacts to events, instead of asking it.
-            rendezvous=getattr(spec.rdzv_handler, "rendezvous", None),
+            rendezvous=rendezvous,
         )
 
     def _workers(self, job: JobConfig) -> Workers:
@@ -180,7 +209,7 @@ class LocalElasticAgent(ElasticAgent):
         command = [str(spec.entrypoint), *map(str, spec.args)]
         return CommandWorkers(setup, command)
 
-    def _run_result(self, result: JobResult) -> RunResult:
+    def _run_result(self, result: JobResult, outcome: Outcome | None) -> RunResult:
         group = self._worker_group
         if result.attempts:
             self._remaining_restarts = group.spec.max_restarts - result.attempts[-1].restarts
@@ -201,6 +230,10 @@ class LocalElasticAgent(ElasticAgent):
         group.state = WorkerState.FAILED
         failed = all_failures(result)
         if not failed:
+            if outcome is not None and outcome.kind not in {"failed", "stuck"}:
+                from elasticrs.rendezvous.elastic.handler import error_of
+
+                raise error_of(outcome)
             raise RuntimeError(result.message or "the workers could not be started")
         return RunResult(WorkerState.FAILED, failures=failed)
 
@@ -215,7 +248,10 @@ class _Planner:
         group, spec = self._group, self._group.spec
         info = spec.rdzv_handler.next_rendezvous()
         if info.world_size != 1:
-            raise RendezvousError(f"{info.world_size} nodes: several nodes need the coordination release")
+            raise RendezvousError(
+                f"{info.world_size} nodes of a rendezvous that is not ours: LocalElasticAgent asks for one "
+                "node only; a subclass of SimpleElasticAgent may have several"
+            )
         reserved: ReservedPort | None = None
         store: _core.WorkerStore | None = None
         bootstrap = info.bootstrap_store_info

@@ -10,6 +10,7 @@ import time
 from collections import deque
 
 from elasticrs import _core
+from elasticrs.ports import ReservedPort
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
@@ -17,7 +18,7 @@ from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import Head
 from elasticrs.rendezvous.elastic.rounds import is_leaving
-from elasticrs.rendezvous.elastic.session import CannotHost, Session
+from elasticrs.rendezvous.elastic.session import CannotHost, Home, Session
 from elasticrs.rendezvous.elastic.timers import Timers
 
 TYPE_CHECKING = False
@@ -47,6 +48,9 @@ class Driver:
         nproc: how many they are.
         max_restarts: of the job.
         supervisor: whose runtime thread serves; an own thread when ``None``.
+        use_agent_store: whether this agent serves the workers' store where that falls to its node; otherwise
+            the port is kept for rank 0, which hosts the store.
+        home: see :class:`~elasticrs.rendezvous.elastic.session.Session`.
 
     Raises:
         UsageError: an endpoint that makes no sense on this machine.
@@ -60,14 +64,18 @@ class Driver:
         nproc: int,
         max_restarts: int,
         supervisor: _core.Supervisor | None,
+        use_agent_store: bool = True,
+        home: Home | None = None,
     ) -> None:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._role, self._nproc, self._max_restarts = role, nproc, max_restarts
-        self.session = Session(rendezvous, supervisor)
+        self.session = Session(rendezvous, supervisor, home)
         self._member: Member | None = None
         self._timers = Timers()
         self._store: _core.WorkerStore | None = None
+        self._reserved: ReservedPort | None = None
+        self._use_agent_store = use_agent_store
         self._exit: messages.Exit | None = None
         self._port = LentPort(self.session)
         self._held_back: Event | None = None
@@ -123,7 +131,7 @@ class Driver:
     def poll(self) -> list[Action]:
         """Take what the store and the timers have; never blocks."""
         left: list[Action] = []
-        for event in drop_stale(self.session.take(), Keys(self._rendezvous.run_id).head):
+        for event in drop_stale(self.session.take(), Keys(self.session.job).head):
             left += self.tell(event)
         for name in self._timers.take_due():
             if name == _PORT:
@@ -205,7 +213,7 @@ class Driver:
 
     def _begin_exit(self, action: messages.Exit) -> list[Action]:
         self._exit = action
-        if self.session.others() == 0:
+        if self._stays or self.session.others() == 0:
             return [action]
         self._timers = Timers()
         self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout)
@@ -232,7 +240,13 @@ class Driver:
     def close(self) -> None:
         """Release everything. Idempotent."""
         self._close_store()
-        self.session.close()
+        self.session.close(stays=self._stays)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether the store goes on, and nobody has to be waited for: another run may follow a success."""
+        is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
+        return is_success and self.session.may_stay
 
     # --- effects ---
 
@@ -258,14 +272,22 @@ class Driver:
 
     def _bind_store(self, _action: messages.BindStore) -> Iterable[Event]:
         self._close_store()
+        ports = self._rendezvous.settings.worker_port_range
         try:
-            self._store = _core.WorkerStore(None, self._rendezvous.settings.worker_port_range or 0)
+            if not self._use_agent_store:
+                self._reserved = ReservedPort(ports)
+                return (messages.StorePort(self._reserved.number),)
+            self._store = _core.WorkerStore(None, ports or 0)
         except OSError as error:
             return (messages.StorePortFailed(f"no port for the workers' store: {error}"),)
         return (messages.StorePort(self._store.port),)
 
     def serve_store(self) -> _core.WorkerStore | None:
-        """Begin to serve the workers of a round on the listener that was announced for it."""
+        """Begin to serve the workers of a round on the listener that was announced for it.
+
+        Returns:
+            The store; ``None`` when rank 0 hosts it, on a port that is reserved until the round is over.
+        """
         if self._store is not None:
             self._store.serve(self._supervisor)
         return self._store
@@ -274,6 +296,9 @@ class Driver:
         if self._store is not None:
             self._store.close()
             self._store = None
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
         return ()
 
     def _arm(self, action: messages.Arm) -> Iterable[Event]:

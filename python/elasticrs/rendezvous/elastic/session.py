@@ -14,6 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.messages import Event, Txn, Unwatch, Watch
     from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.store import Store
 
 
 _REMEDIES = {
@@ -29,15 +30,50 @@ class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
     """The agent was told to host the store, and cannot; the text says why and what to do."""
 
 
+class Home:
+    """What outlasts one run of an agent: the store, where it is hosted here, has the jobs of all runs.
+
+    Attributes:
+        runs: how many have begun.
+        server: the store between two runs.
+    """
+
+    __slots__ = ("runs", "server")
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.server: _core.CoordinationServer | None = None
+
+    def sessions(self) -> int:
+        """How many clients the store has; 0 where it is elsewhere."""
+        return 0 if self.server is None else self.server.sessions()
+
+    def close(self) -> None:
+        """End the store. Idempotent."""
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+
 class Session:
     """One connection at a time.
 
     Args:
         rendezvous: where the store is.
         supervisor: whose runtime thread serves; an own thread when ``None``.
+        home: of an agent that may run several times, each time a job of its own.
     """
 
-    def __init__(self, rendezvous: Rendezvous, supervisor: _core.Supervisor | None) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, supervisor: _core.Supervisor | None, home: Home | None = None
+    ) -> None:
+        self._home = home
+        self.job = rendezvous.run_id
+        """The name of the job in the store."""
+        if home is not None:
+            home.runs += 1
+            if home.runs > 1:
+                self.job += f"#{home.runs}"
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._resolver = hosting.SystemResolver()
@@ -45,6 +81,9 @@ class Session:
         self._server: _core.CoordinationServer | None = None
         self._client: _core.CoordinationClient | None = None
         self._clock = Clock()
+        self._shared: Store | None = None
+        # Once a round runs, its workers have the port: there is no connecting any more.
+        self._shares_early = rendezvous.backend == "static" and (home is not None or supervisor is None)
 
     @property
     def hosts(self) -> bool:
@@ -77,6 +116,9 @@ class Session:
         """
         if not self._hosting.may_host:
             return
+        if self._home is not None and self._home.server is not None:
+            self._server, self._home.server = self._home.server, None
+            return
         settings, listen = self._rendezvous.settings, self._hosting.listen
         try:
             self._server = _core.CoordinationServer(
@@ -85,7 +127,8 @@ class Session:
                 run_id=self._rendezvous.run_id,
                 token=settings.token,
                 max_connections=self._rendezvous.max_connections,
-                supervisor=self._supervisor,
+                # It may have to outlast the supervisor.
+                supervisor=self._supervisor if self._home is None else None,
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
@@ -103,6 +146,8 @@ class Session:
     def connect(self) -> ConnectionLost | None:
         """Begin to connect; :class:`Connected` or :class:`ConnectionLost` comes out of :meth:`take`."""
         self.disconnect()
+        if self._shares_early:
+            self._share_early()
         settings = self._rendezvous.settings
         host, port = self._address()
         try:
@@ -114,7 +159,8 @@ class Session:
                 interval=settings.keep_alive_interval,
                 attempts=settings.keep_alive_max_attempt,
                 connect_timeout=settings.connect_timeout,
-                stall_timeout=settings.stall_timeout,
+                # An agent that polls has no say between its calls: it may well be busy with its workers.
+                stall_timeout=settings.stall_timeout if self._supervisor is not None else None,
                 supervisor=self._supervisor,
             )
         except OSError as error:
@@ -147,6 +193,10 @@ class Session:
         for event in self._client.take():
             if isinstance(event, _core.ConnectionLost):
                 events.append(ConnectionLost(event.kind, self._explained(event)))
+            elif isinstance(event, _core.Connected) and self._shares_early and self._shared is None:
+                # The port came back between the two.
+                self.disconnect()
+                return [ConnectionLost("unreachable", f"no second connection to {self._rendezvous.endpoint}")]
             else:
                 events.append(event)  # type: ignore[arg-type]  # the same attributes
         return events
@@ -165,7 +215,7 @@ class Session:
         """
         rendezvous, given = self._rendezvous, self._rendezvous.settings
         return Settings(
-            rendezvous.run_id,
+            self.job,
             os.urandom(8).hex(),
             node_name(),
             host=hosting.host_identity(),
@@ -231,7 +281,55 @@ class Session:
         """How many others are connected to the store of this process; 0 where it is elsewhere."""
         if self._server is None:
             return 0
-        return max(0, self._server.sessions() - (self._client is not None))
+        own = (self._client is not None) + (self._shared is not None)
+        return max(0, self._server.sessions() - own)
+
+    def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
+        """A store for users, shared by the nodes of a round, on a connection of its own; an earlier round's
+        is closed.
+
+        With ``static`` the connection is the one that was made before the round: nothing is closed.
+
+        Args:
+            round: whose; what was put in another round is not seen.
+
+        Raises:
+            DistNetworkError: no connection.
+        """
+        prefix = f"torch.rendezvous.{self.job}.{round}/"
+        if self._shares_early and self._shared is not None:
+            return self._shared.with_prefix(prefix)
+        self._shared = self._open_store(prefix)
+        return self._shared
+
+    def _share_early(self) -> None:
+        from elasticrs.store import DistNetworkError
+
+        try:
+            self._shared = self._open_store("")
+        except DistNetworkError:
+            # The connection of the agent itself, which comes next, tells why, if it fails as well.
+            self._shared = None
+
+    def _open_store(self, prefix: str) -> Store:
+        from elasticrs.store import connect
+
+        self.close_shared_store()
+        host, port = self._address()
+        return connect(
+            host,
+            port,
+            self._rendezvous.run_id,
+            prefix=prefix,
+            token=self._rendezvous.settings.token,
+            connect_timeout=self._rendezvous.settings.connect_timeout,
+        )
+
+    def close_shared_store(self) -> None:
+        """Close what :meth:`open_shared_store` has opened. Idempotent."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     def stop_listening(self) -> None:
         """Lend the port: connections go on, new ones are refused."""
@@ -247,9 +345,21 @@ class Session:
         if self._server is not None:
             self._server.listen_again()
 
-    def close(self) -> None:
-        """End the connection and the store. Idempotent."""
+    @property
+    def may_stay(self) -> bool:
+        """Whether the store may go on without this session: there is a home for it."""
+        return self._home is not None
+
+    def close(self, *, stays: bool = False) -> None:
+        """End the connections and the store. Idempotent.
+
+        Args:
+            stays: the store goes on for the next run, if it :attr:`may_stay`.
+        """
+        self.close_shared_store()
         self.disconnect()
+        if self._server is not None and self._home is not None and stays:
+            self._home.server, self._server = self._server, None
         if self._server is not None:
             self._server.close()
             self._server = None

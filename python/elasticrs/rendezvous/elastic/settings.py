@@ -241,6 +241,7 @@ class Settings(Value):
     Attributes:
         settle: where it is not set, the grace, the lease and 5 s together.
         exit_barrier_timeout: as passed.
+        is_settle_given: whether it is set.
     """
 
     if TYPE_CHECKING:
@@ -270,8 +271,9 @@ class Settings(Value):
         token: bytes | None
         token_file: str | None
         exit_barrier_timeout: float
+        is_settle_given: bool
 
-    __slots__ = (*(key.name for key in KEYS if key.is_stored), "exit_barrier_timeout")
+    __slots__ = (*(key.name for key in KEYS if key.is_stored), "exit_barrier_timeout", "is_settle_given")
 
     def __init__(
         self,
@@ -284,9 +286,22 @@ class Settings(Value):
         for key in KEYS:
             if key.is_stored:
                 setattr(self, key.name, given.get(key.name, key.default))
-        if given.get("settle") is None:
+        self.is_settle_given = given.get("settle") is not None
+        if not self.is_settle_given:
             self.settle = grace + self.ttl + _SETTLE_MARGIN
         self.exit_barrier_timeout = exit_barrier_timeout
+
+    def adapted(self, *, grace: float, exit_barrier_timeout: float) -> Settings:
+        """The same for an agent whose times were not known when these were read.
+
+        Args:
+            grace: seconds that workers may take to stop on this node.
+            exit_barrier_timeout: seconds that a node which has succeeded waits for the others.
+        """
+        values = {key.name: getattr(self, key.name) for key in KEYS if key.is_stored}
+        if not self.is_settle_given:
+            del values["settle"]
+        return Settings(values, grace=grace, exit_barrier_timeout=exit_barrier_timeout)
 
     @property
     def ttl(self) -> float:
@@ -350,6 +365,20 @@ class Rendezvous(Value):
         self.settings = settings
         self.node_rank = node_rank
         self.local_addr = local_addr
+
+    def with_settings(self, settings: Settings) -> Rendezvous:
+        """The same place and nodes with other settings."""
+        return Rendezvous(
+            self.backend,
+            self.host,
+            self.port,
+            run_id=self.run_id,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            settings=settings,
+            node_rank=self.node_rank,
+            local_addr=self.local_addr,
+        )
 
     @property
     def endpoint(self) -> str:

@@ -1,0 +1,63 @@
+"""What the agents of a round say to each other over the store of the rendezvous, in torch's keys and JSON.
+
+Agents of torch and ours could share a round: ``torchelastic/role_info/<group_rank>`` is what a node brings,
+``torchelastic/assigned_ranks/<group_rank>`` what the first one has made of it, and
+``torchelastic/agent/terminal_state/`` is the barrier at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from elasticrs.ranks import NodeRanks, NodeShare, node_ranks
+
+_INFO = "torchelastic/role_info/"
+_RANKS = "torchelastic/assigned_ranks/"
+_BARRIER = "torchelastic/agent/terminal_state"
+
+
+def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
+    """Agree on the ranks of all workers; waits for the other nodes as long as the store does.
+
+    Args:
+        store: as torch's, shared by the nodes of the round and by nobody else.
+        group_rank: of this node.
+        group_world_size: nodes in the round.
+        own: what this node brings into the round.
+    """
+    told = {"role": own.role, "rank": group_rank, "local_world_size": own.local_world_size}
+    store.set(f"{_INFO}{group_rank}", json.dumps(told))
+    if group_rank == 0:
+        everybody = range(group_world_size)
+        nodes = [_share(data) for data in store.multi_get([f"{_INFO}{rank}" for rank in everybody])]
+        answers = [
+            json.dumps([ranks.first_rank, ranks.world_size, ranks.first_role_rank, ranks.role_world_size])
+            for ranks in node_ranks(nodes)
+        ]
+        store.multi_set([f"{_RANKS}{rank}" for rank in everybody], answers)
+    first, world_size, first_in_role, role_world_size = json.loads(store.get(f"{_RANKS}{group_rank}"))
+    return NodeRanks(group_rank, group_world_size, first, world_size, first_in_role, role_world_size)
+
+
+def _share(data: bytes) -> NodeShare:
+    told = json.loads(data)
+    return NodeShare(str(told["role"]), int(told["local_world_size"]))
+
+
+class ExitBarrier:
+    """Tells the other nodes that this one has finished.
+
+    Args:
+        store: as for :func:`exchange`.
+        group_world_size: nodes in the round.
+    """
+
+    def __init__(self, store: Any, group_world_size: int) -> None:
+        self._store = store
+        if store.add(f"{_BARRIER}/num_members", 1) == group_world_size:
+            store.set(f"{_BARRIER}/last_member", "<val_ignored>")
+
+    def is_over(self) -> bool:
+        """Whether all nodes have finished; never waits for them."""
+        return bool(self._store.check([f"{_BARRIER}/last_member"]))

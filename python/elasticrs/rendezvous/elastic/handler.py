@@ -1,0 +1,365 @@
+"""The elastic rendezvous behind torch's interface, for agents that poll.
+
+Our own agent does not use it: it takes :attr:`ElasticRendezvousHandler.rendezvous` and reacts to events. An
+agent written for torch calls ``next_rendezvous`` when it wants to start workers, having stopped those that it
+had, and looks at ``num_nodes_waiting`` now and then. Both drive the same machine.
+
+- **POLL-1** one thread takes what the store and the timers have, so the node does its part (it may lead)
+  while its agent is busy with workers. All else is told to the machine by the threads that call.
+- **POLL-2** everything but the blocking is done under one lock; whoever waits is told of every turn.
+- **POLL-3** the next round is asked for only without workers: so a call says that those of the last one are
+  gone, and while that round runs, that they have failed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from elasticrs.ports import agent_hosts_store
+from elasticrs.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from elasticrs.rendezvous.elastic import messages
+from elasticrs.rendezvous.elastic.driver import Driver
+from elasticrs.rendezvous.elastic.session import Home, node_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+__all__ = ["ElasticRendezvousHandler", "error_of"]
+
+_log = logging.getLogger("elasticrs.rendezvous")
+
+_ERRORS: dict[str, type[RendezvousError]] = {
+    "timeout": RendezvousTimeoutError,
+    "lost": RendezvousConnectionError,
+    "refused": RendezvousConnectionError,
+    "spare": RendezvousGracefulExitError,
+}
+
+_MANY = 2**31 - 1
+"""An agent that polls counts restarts itself."""
+
+_TICK = 60.0
+_LAST_WORD = 1.0
+"""Seconds for the leader to say that a job has succeeded which all nodes have finished."""
+
+_MARGIN = 5.0
+_FAREWELL_TICK = 0.01
+
+
+class ElasticRendezvousHandler(RendezvousHandler):
+    """``c10d``, ``elasticrs`` and ``static`` of several nodes. May be called from any thread.
+
+    Args:
+        rendezvous: where, with whom and how.
+        backend: the name under which it was asked for.
+
+    Attributes:
+        rendezvous: as passed.
+        home: for agents that take the rendezvous instead of asking: what outlasts their runs.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, backend: str) -> None:
+        self.rendezvous = rendezvous
+        self.home = Home()
+        self._backend = backend
+        self._use_agent_store = rendezvous.backend != "static" and agent_hosts_store(os.environ)
+        self._news = threading.Condition(threading.Lock())
+        self._driver: Driver | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = -1
+        self._start: messages.Start | None = None
+        self._runs = self._is_to_stop = self._has_succeeded = self._is_shut = False
+        self._outcome: messages.Outcome | None = None
+        self._trouble: BaseException | None = None
+
+    def get_backend(self) -> str:
+        """See :class:`RendezvousHandler`."""
+        return self._backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the agents serve the workers' store: not with ``static``, nor with
+        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``. Rank 0 hosts it then, on a port that is reserved for it.
+        """
+        return self._use_agent_store
+
+    def get_run_id(self) -> str:
+        """See :class:`RendezvousHandler`."""
+        return self.rendezvous.run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round; the caller has no workers (any more).
+
+        A call while a round runs, without a change that :meth:`num_nodes_waiting` has shown, means that
+        workers here have failed: the round ends for all nodes.
+
+        Returns:
+            Rank and size, where the workers' store listens, and a store that the nodes of the round share,
+            as torch's ``Store``; it is closed when the next round begins here.
+
+        Raises:
+            RendezvousClosedError: the job has ended.
+            RendezvousConnectionError: the store cannot be reached, or refuses this node.
+            RendezvousGracefulExitError: the job has succeeded, and did not need this node.
+            RendezvousTimeoutError: too few nodes came in time.
+            ValueError: an endpoint that makes no sense on this machine.
+        """
+        with self._news:
+            if self._is_shut:
+                raise RendezvousClosedError(f"the rendezvous of job {self.get_run_id()} is closed")
+            if self._driver is None:
+                self._begin()
+            elif self._runs:
+                self._without_workers()
+            while True:
+                self._raise_the_end()
+                if self._is_to_stop:
+                    # The round was over before anybody took part in it.
+                    self._without_workers()
+                elif self._start is not None:
+                    start, self._start, self._runs = self._start, None, True
+                    info = self._info(start)
+                    if info is not None:
+                        return info
+                else:
+                    self._news.wait()
+
+    def num_nodes_waiting(self) -> int:
+        """More than 0 when the round has ended: time to stop the workers and ask for the next one.
+
+        Torch counts the nodes that wait. Here a round also ends without any, when one is lost or fails.
+        """
+        with self._news:
+            if self._outcome is not None:
+                return int(self._outcome.kind != "succeeded")
+            return int(self._is_to_stop or self._trouble is not None)
+
+    def is_closed(self) -> bool:
+        """See :class:`RendezvousHandler`."""
+        with self._news:
+            return self._is_shut or self._outcome is not None
+
+    def set_closed(self) -> None:
+        """End the job for all nodes, once this one has begun to take part in it."""
+        with self._news:
+            if self._driver is None:
+                self._is_shut = True
+            elif self._outcome is None:
+                self._close_job(self._driver)
+
+    def set_succeeded(self) -> None:
+        """The workers here have finished, and nothing of them is left; :meth:`shutdown` then does not end the
+        job for the others. Not in torch.
+        """
+        with self._news:
+            self._has_succeeded = self._runs and not self._is_to_stop
+
+    def shutdown(self) -> bool:
+        """Leave, and end the job unless it has succeeded here; the caller has no workers any more.
+
+        Waits until the others know, for about ``close_timeout`` at most.
+
+        Returns:
+            Whether they do.
+        """
+        with self._news:
+            self._is_shut = True
+            driver = self._driver
+            if driver is None:
+                return self._leave_home()
+            driver.session.close_shared_store()
+            if self._outcome is None and self._trouble is None:
+                self._leave(driver)
+            self._driver = None
+            self._news.notify_all()
+            knows = self._outcome is not None
+        self._end_thread()
+        driver.close()
+        return knows
+
+    def _leave_home(self) -> bool:
+        """Give the others the time to read how the last run has ended."""
+        deadline = time.monotonic() + self.rendezvous.settings.close_timeout
+        while self.home.sessions() and time.monotonic() < deadline:
+            time.sleep(_FAREWELL_TICK)
+        knows = self.home.sessions() == 0
+        self.home.close()
+        return knows
+
+    # --- under the lock ---
+
+    def _begin(self) -> None:
+        driver = Driver(
+            self.rendezvous,
+            role="default",
+            nproc=1,
+            max_restarts=_MANY,
+            supervisor=None,
+            use_agent_store=self._use_agent_store,
+        )
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._driver = driver
+        self._take(driver.begin())
+        self._thread = threading.Thread(target=self._work, name="elasticrs-rdzv", daemon=True)
+        self._thread.start()
+
+    def _tell(self, driver: Driver, *events: messages.Event) -> None:
+        self._take(driver.tell(*events))
+        # There may be a new timer, or another connection.
+        os.eventfd_write(self._wake, 1)
+
+    def _without_workers(self) -> None:
+        driver = self._driver
+        if driver is None:
+            return
+        has_failed = self._runs and not self._is_to_stop
+        self._runs = self._is_to_stop = self._has_succeeded = False
+        cause = None
+        if has_failed:
+            cause = {
+                "node": node_name(),
+                "message": "the agent has asked for another round: its workers have failed",
+                "time_ns": time.time_ns() + driver.session.clock.offset_ns,
+            }
+            self._tell(driver, messages.WorkerFailed(cause))
+            self._is_to_stop = False
+        self._take(driver.group_over(messages.GroupEnded(cause)))
+        os.eventfd_write(self._wake, 1)
+
+    def _close_job(self, driver: Driver) -> None:
+        self._tell(driver, messages.Leave(f"closed by node {node_name()}", close=True))
+
+    def _leave(self, driver: Driver) -> None:
+        if self._has_succeeded and not self._is_to_stop:
+            self._runs = False
+            self._take(driver.group_over(messages.WorkersDone()))
+            os.eventfd_write(self._wake, 1)
+            self._await_outcome(_LAST_WORD)
+            if self._outcome is None:
+                self._tell(driver, messages.Leave(f"node {node_name()} has finished"))
+        else:
+            self._close_job(driver)
+        self._await_outcome(self.rendezvous.settings.close_timeout + _MARGIN)
+
+    def _await_outcome(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._outcome is None and self._trouble is None:
+            if self._is_to_stop:
+                self._without_workers()
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._news.wait(left)
+
+    def _take(self, actions: Iterable[messages.Action]) -> None:
+        for action in actions:
+            if isinstance(action, messages.Start):
+                self._start, self._is_to_stop = action, False
+            elif isinstance(action, messages.Stop):
+                self._start, self._is_to_stop = None, True
+            elif isinstance(action, messages.Announce):
+                _log.info("%s", action.text)
+            elif isinstance(action, messages.Exit):
+                self._start, self._outcome = None, action.outcome
+        self._news.notify_all()
+
+    def _raise_the_end(self) -> None:
+        if self._trouble is not None:
+            raise RendezvousStateError(f"the rendezvous failed: {self._trouble!r}") from self._trouble
+        if self._outcome is not None:
+            raise error_of(self._outcome)
+        if self._is_shut:
+            raise RendezvousClosedError(f"the rendezvous of job {self.get_run_id()} is closed")
+
+    def _info(self, start: messages.Start) -> RendezvousInfo | None:
+        driver = self._driver
+        if driver is None:
+            return None
+        if start.serves_store and self.rendezvous.backend == "static":
+            trouble = driver.lend_port()
+            if trouble is not None:
+                self._runs = False
+                self._take(driver.group_over(messages.StartFailed(trouble)))
+                return None
+        elif start.serves_store:
+            driver.serve_store()
+        address = RendezvousStoreInfo(start.master_addr, start.master_port)
+        from elasticrs.store import DistNetworkError
+
+        try:
+            store = driver.session.open_shared_store(start.round)
+        except DistNetworkError as error:
+            text = f"no connection to {self.rendezvous.endpoint}: {error}"
+            raise RendezvousConnectionError(text) from error
+        return RendezvousInfo(store, start.group_rank, start.ranks.group_world_size, address)
+
+    # --- the thread ---
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._news:
+                    driver = self._driver
+                    if driver is None or self._outcome is not None:
+                        return
+                    self._take(driver.poll())
+                    seconds = driver.seconds_left(_TICK)
+                    fds = [self._wake, *(() if driver.fd is None else (driver.fd,))]
+                _wait_for(fds, seconds)
+                _drain(self._wake)
+        except Exception as error:
+            with self._news:
+                self._trouble = error
+                self._news.notify_all()
+
+    def _end_thread(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            os.eventfd_write(self._wake, 1)
+            thread.join()
+            os.close(self._wake)
+            self._wake = -1
+
+
+def error_of(outcome: messages.Outcome) -> RendezvousError:
+    """Torch's error for the end of a job.
+
+    Args:
+        outcome: how it ended for this node.
+    """
+    kind = _ERRORS.get(outcome.kind, RendezvousClosedError)
+    return kind(outcome.message or f"the rendezvous is closed: {outcome.kind}")
+
+
+def _wait_for(fds: list[int], seconds: float) -> None:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    # Rounded up: a timer that is due in less than a millisecond is no reason to turn around.
+    poll.poll(int(seconds * 1000) + 1)
+
+
+def _drain(fd: int) -> None:
+    try:
+        os.eventfd_read(fd)
+    except BlockingIOError:
+        # It was another descriptor, or the time.
+        return

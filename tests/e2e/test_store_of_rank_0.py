@@ -1,0 +1,71 @@
+"""Several nodes whose workers' store rank 0 hosts: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``."""
+
+import pytest
+from helpers import ports
+
+WORKER = """
+    import os, socket, threading
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        # As torch's store: the port is bound already, but nobody listens.
+        server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        print("USE", os.environ["TORCHELASTIC_USE_AGENT_STORE"], port, flush=True)
+        server.accept()[0].sendall(b"hello")
+    else:
+        while True:
+            try:
+                client = socket.create_connection((os.environ["MASTER_ADDR"], port))
+                break
+            except ConnectionRefusedError:
+                # Nothing tells when somebody listens.
+                threading.Event().wait(0.01)
+        print("GOT", client.recv(5).decode(), flush=True)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise SystemExit(rank)
+"""
+
+TRAINING = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("SUM", int(total), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def two_nodes(launch, worker_script):
+    port = ports.free()
+
+    def start(source):
+        script = worker_script(source)
+        return [
+            launch(
+                "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job",
+                f"--rdzv-conf=order_hint={node},is_host={int(node == 0)}", "--max-restarts=1", script,
+                env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            )
+            for node in (0, 1)
+        ]  # fmt: skip
+
+    return start
+
+
+@pytest.mark.beyond_torchrun
+def test_rank_0_listens_on_the_port_of_the_round(two_nodes):
+    started = two_nodes(WORKER)
+    assert [each.wait() for each in started] == [0, 0], started[0].stderr
+    told = started[0].wait_for_lines(r"^USE False (\d+)$", 2)
+    # Each round has another one.
+    assert told[0][1] != told[1][1]
+    assert len(started[1].wait_for_lines("^GOT hello$", 2)) == 2
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.torch
+def test_workers_of_torch_train(two_nodes):
+    started = two_nodes(TRAINING)
+    assert [each.wait(60) for each in started] == [0, 0], started[0].stderr
+    for each in started:
+        each.wait_for_line("^SUM 2$")

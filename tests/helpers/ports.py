@@ -1,0 +1,13 @@
+"""Ports for tests that need to know one before anything listens on it."""
+
+import random
+import socket
+
+
+def free() -> int:
+    """Below the ephemeral ports, of which any could be taken a moment later."""
+    while True:
+        port = random.randrange(10000, 32000)
+        with socket.socket(socket.AF_INET6) as sock:
+            if sock.connect_ex(("::ffff:127.0.0.1", port)) != 0:
+                return port

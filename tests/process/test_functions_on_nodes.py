@@ -1,0 +1,274 @@
+"""Functions as workers on several nodes: host programs on one machine, each an agent of the same job."""
+
+import json
+import signal
+import sys
+
+import pytest
+from helpers import ports
+
+HOST = '''
+import json, os, signal, sys, threading, time
+from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
+from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
+from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from elasticrs.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+
+NODE, ENDPOINT = int(sys.argv[1]), sys.argv[2]
+CONFIG = {"last_call_timeout": 0.3, "join_timeout": 20, "order_hint": NODE, "is_host": NODE == 0}
+
+def launch(function, *args, nodes=(2, 2), nproc=2, **how):
+    config = LaunchConfig(
+        *nodes, nproc, rdzv_backend=how.pop("backend", "c10d"), rdzv_endpoint=ENDPOINT, run_id="job",
+        rdzv_configs={**CONFIG, **how.pop("conf", {})}, max_restarts=how.pop("restarts", 0),
+        logs_specs=DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs%d" % NODE), **how,
+    )
+    return elastic_launch(config, function)(*args)
+
+def own(name):
+    return int(os.environ[name])
+
+def tell(**what):
+    print("TOLD " + json.dumps(what), flush=True)
+
+def meet():
+    """All workers of the round are there."""
+    import socket
+    from elasticrs.store import connect
+    host, _, port = ENDPOINT.rpartition(":")
+    store = connect(host, int(port), "job", prefix="test/%d/" % own("ELASTICRS_ROUND"))
+    if store.add("here", 1) == own("WORLD_SIZE"):
+        store.set("all", "1")
+    store.wait(["all"])
+    store.close()
+
+{functions}
+
+if __name__ == "__main__":
+{main}
+    import multiprocessing.resource_tracker
+    multiprocessing.resource_tracker._resource_tracker._stop()
+'''
+
+
+@pytest.fixture
+def nodes(launch, tmp_path):
+    """Starts the program once for each node."""
+    program, port = tmp_path / "host.py", ports.free()
+
+    def start(functions, main, *ranks, env=None):
+        indented = "\n".join("    " + line for line in main.strip().splitlines())
+        text = HOST.replace("{functions}", functions.strip()).replace("{main}", indented)
+        program.write_text(text, encoding="utf-8")
+        return [
+            launch(program, str(rank), f"127.0.0.1:{port}", argv=[sys.executable], env=env) for rank in ranks
+        ]
+
+    return start
+
+
+def told(started):
+    """What each node said last, when all have ended well."""
+    codes = [each.wait() for each in started]
+    assert not any(codes), "\n".join(each.stderr for each in started)
+    return [json.loads(each.stdout.rsplit("TOLD ", 1)[1]) for each in started]
+
+
+def test_values_come_back_by_global_rank_on_every_node(nodes):
+    functions = """
+def work(base):
+    store = os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    return [base + own("RANK"), own("WORLD_SIZE"), own("GROUP_RANK"), store]
+"""
+    main = "tell(**{str(rank): value for rank, value in launch(work, 100, nodes=(3, 3)).items()})"
+    assert told(nodes(functions, main, 0, 1, 2)) == [
+        {str(rank): [100 + rank, 6, rank // 2, "True"] for rank in (2 * node, 2 * node + 1)}
+        for node in range(3)
+    ]
+
+
+def test_programs_return_nothing_by_global_rank(nodes):
+    main = """
+config = LaunchConfig(
+    2, 2, 2, rdzv_backend="elasticrs", rdzv_endpoint=ENDPOINT, run_id="job", rdzv_configs=CONFIG
+)
+tell(values=list(elastic_launch(config, "/bin/true")().items()))
+"""
+    assert told(nodes("", main, 0, 1)) == [
+        {"values": [[0, None], [1, None]]},
+        {"values": [[2, None], [3, None]]},
+    ]
+
+
+def test_the_first_cause_of_the_job_is_told_on_every_node(nodes):
+    functions = """
+def work():
+    meet()
+    if own("RANK") == 3:
+        raise ValueError("the very first")
+    signal.pause()
+"""
+    main = """
+try:
+    launch(work)
+except ChildFailedError as error:
+    rank, failure = error.get_first_failure()
+    tell(rank=rank, text="the very first" in str(error), code=failure.exitcode)
+"""
+    assert told(nodes(functions, main, 0, 1)) == [{"rank": 3, "text": True, "code": 1}] * 2
+
+
+def test_a_restart_has_fresh_values_on_all_nodes(nodes):
+    functions = """
+def work():
+    meet()
+    if own("TORCHELASTIC_RESTART_COUNT") == 0:
+        if own("RANK") == 0:
+            sys.exit(3)
+        signal.pause()
+    return own("TORCHELASTIC_RESTART_COUNT")
+"""
+    main = "tell(**{str(rank): value for rank, value in launch(work, restarts=1).items()})"
+    assert told(nodes(functions, main, 0, 1)) == [{"0": 1, "1": 1}, {"2": 1, "3": 1}]
+
+
+def test_a_spare_returns_nothing(nodes):
+    functions = """
+def work():
+    from elasticrs.store import connect
+    host, _, port = ENDPOINT.rpartition(":")
+    tell(runs=own("RANK"))
+    store = connect(host, int(port), "job")
+    store.get("go on")
+    store.close()
+    return 7
+"""
+    main = "tell(values=list(launch(work, nodes=(1, 1), nproc=1).items()))"
+    first, port = nodes(functions, main, 0), None
+    first[0].wait_for_line("TOLD .*runs")
+    # The same program again: a node too many.
+    second = nodes(functions, main, 1)
+    second[0].wait_for_line("spare")
+    port = int((first[0]._process.args)[-1].rpartition(":")[2])
+    from elasticrs.store import connect
+
+    store = connect("127.0.0.1", port, "job")
+    store.set("go on", "1")
+    store.close()
+    assert told(first + second) == [{"values": [[0, 7]]}, {"values": []}]
+
+
+def test_a_signal_to_one_host_program_is_raised_there(nodes):
+    functions = """
+def work():
+    meet()
+    if own("LOCAL_RANK") == 0:
+        tell(runs=own("RANK"))
+    signal.pause()
+"""
+    main = """
+try:
+    launch(work, conf={"join_timeout": 1})
+except SignalException as error:
+    tell(signal=error.sigval.name)
+except RendezvousError as error:
+    tell(error=type(error).__name__)
+"""
+    started = nodes(functions, main, 0, 1)
+    for each in started:
+        each.wait_for_line("TOLD .*runs")
+    started[1].signal(signal.SIGTERM)
+    assert told(started) == [{"error": "RendezvousTimeoutError"}, {"signal": "SIGTERM"}]
+
+
+def test_the_group_is_up_to_date_and_an_agent_runs_again(nodes):
+    functions = """
+def work():
+    return own("RANK")
+
+STORES = []
+
+class Agent(LocalElasticAgent):
+    def _planned(self, plan, open_store):
+        super()._planned(plan, open_store)
+        # Each node tells the other one its rank, in each round anew.
+        group = self.get_worker_group()
+        group.store.set(str(group.group_rank), str(len(STORES)))
+        STORES.append(group.store.get(str(1 - group.group_rank)).decode())
+
+def group_of(agent):
+    group = agent.get_worker_group()
+    return [
+        group.group_rank, group.group_world_size, [worker.global_rank for worker in group.workers],
+        group.master_addr, group.master_port > 0, group.state.value, STORES,
+    ]
+"""
+    main = """
+parameters = RendezvousParameters("c10d", ENDPOINT, "job", 2, 2, **CONFIG)
+handler = get_rendezvous_handler(parameters)
+spec = WorkerSpec("trainer", 1, handler, entrypoint=work, max_restarts=0, monitor_interval=0.1)
+agent = Agent(spec, DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs%d" % NODE))
+values = [list(agent.run().return_values.items()) for _ in range(3)]
+group = group_of(agent)
+handler.shutdown()
+try:
+    agent.run()
+except RendezvousClosedError:
+    tell(values=values, group=group)
+"""
+    assert told(nodes(functions, main, 0, 1)) == [
+        {
+            "values": [[[rank, rank]]] * 3,
+            "group": [rank, 2, [rank], "127.0.0.1", True, "SUCCEEDED", ["0", "1", "2"]],
+        }
+        for rank in (0, 1)
+    ]
+
+
+def test_a_finished_node_waits_as_long_as_it_was_told(nodes):
+    functions = """
+def work():
+    meet()
+    if own("GROUP_RANK") == 0:
+        tell(runs=0)
+        from elasticrs.store import connect
+        host, _, port = ENDPOINT.rpartition(":")
+        store = connect(host, int(port), "job")
+        store.get("go on")
+        store.close()
+    return own("RANK")
+"""
+    main = "tell(values=list(launch(work, nproc=1, exit_barrier_timeout=0.2).items()))"
+    first, second = nodes(functions, main, 0, 1)
+    # It ends though the first one, which hosts the store, still runs.
+    first.wait_for_line("TOLD .*runs")
+    from elasticrs.store import connect
+
+    store = connect("127.0.0.1", int(first._process.args[-1].rpartition(":")[2]), "job")
+    try:
+        assert second.wait() == 0
+        assert not first.has_exited
+        store.set("go on", "1")
+    finally:
+        store.close()
+    assert told([first, second]) == [{"values": [[0, 0]]}, {"values": [[1, 1]]}]
+
+
+def test_static_nodes_have_the_ranks_that_were_given(nodes):
+    functions = """
+def work():
+    return [own("RANK"), own("GROUP_RANK"), os.environ["TORCHELASTIC_USE_AGENT_STORE"], own("MASTER_PORT")]
+"""
+    main = """
+import warnings
+warnings.simplefilter("ignore")
+values = launch(work, backend="static", conf={"rank": 1 - NODE, "is_host": NODE == 1}, nproc=1)
+tell(values=list(values.items()), port=int(ENDPOINT.rpartition(":")[2]))
+"""
+    first, second = told(nodes(functions, main, 0, 1))
+    port = first["port"]
+    assert (first["values"], second["values"]) == (
+        [[1, [1, 1, "False", port]]],
+        [[0, [0, 0, "False", port]]],
+    )

@@ -1,0 +1,224 @@
+"""Agents that poll, written for torch's base class, on several nodes: one job of real processes."""
+
+import signal
+import socket
+import sys
+
+import pytest
+from helpers import ports, procs
+
+AGENT = '''
+import logging, os, signal, subprocess, sys
+from elasticrs.agent.server import RunResult, SimpleElasticAgent, WorkerSpec, WorkerState
+from elasticrs.rendezvous import RendezvousClosedError, RendezvousParameters
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+
+logging.basicConfig(level=logging.INFO)
+NODE, ENDPOINT, NODES = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+class Agent(SimpleElasticAgent):
+    """Its workers are programs that read a line and exit with the number in it."""
+
+    processes = {}
+
+    def _start_workers(self, group):
+        place = f"{group.group_rank}/{group.group_world_size} {group.master_addr}"
+        lines = " | ".join(f"{place} {worker}" for worker in group.workers)
+        print(f"ROUND left={self._remaining_restarts} port={group.master_port} {lines}", flush=True)
+        command = [sys.executable, "-c", "exit(int(input()))"]
+        self.processes = {
+            worker.local_rank: subprocess.Popen(command, stdin=subprocess.PIPE)
+            for worker in group.workers
+        }
+        for process in self.processes.values():
+            print(f"WORKER {process.pid}", flush=True)
+        return {rank: process.pid for rank, process in self.processes.items()}
+
+    def _stop_workers(self, group):
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+        self.processes = {}
+
+    def _monitor_workers(self, group):
+        # What the test wants of the worker comes over our own stdin.
+        import select
+        if select.select([0], [], [], 0)[0]:
+            code = os.read(0, 1).decode()
+            for process in self.processes.values():
+                process.communicate(code.encode() + b"\\n")
+        codes = [process.poll() for process in self.processes.values()]
+        if any(codes):
+            return RunResult(WorkerState.FAILED)
+        return RunResult(WorkerState.SUCCEEDED if None not in codes else WorkerState.HEALTHY)
+
+    def _shutdown(self, death_sig=signal.SIGTERM, timeout=30):
+        self._stop_workers(None)
+
+low, high = map(int, NODES.split(":"))
+parameters = RendezvousParameters(
+    "c10d", ENDPOINT, "job", low, high, order_hint=NODE, is_host=NODE == 0, last_call_timeout=0.2,
+    scale_up_delay=0.1, close_timeout=10, **dict(each.split("=") for each in sys.argv[5:]),
+)
+handler = get_rendezvous_handler(parameters)
+spec = WorkerSpec("trainer", int(sys.argv[4]), handler, entrypoint="-", max_restarts=1, monitor_interval=0.05)
+agent = Agent(spec, exit_barrier_timeout=20)
+try:
+    print("RESULT", agent.run().state.value, flush=True)
+except RendezvousClosedError:
+    print("RESULT closed", flush=True)
+finally:
+    print("SHUT", handler.shutdown(), handler.is_closed(), flush=True)
+'''
+
+
+class Node:
+    """A process with an agent; its workers end when they are told to."""
+
+    def __init__(self, launched, writer):
+        self.launched, self._writer = launched, writer
+        self._rounds = 0
+
+    def round(self):
+        """What it says of the next round."""
+        self._rounds += 1
+        return self.launched.wait_for_lines(r"^ROUND (.*)$", self._rounds)[-1][1]
+
+    def workers_exit(self, code):
+        self._writer.send(str(code).encode())
+
+    def result(self):
+        """How it ended."""
+        assert self.launched.wait() == 0, self.launched.stderr
+        lines = self.launched.stdout.splitlines()
+        assert lines[-1] == "SHUT True True", self.launched.stderr
+        return lines[-2].split()[1]
+
+
+@pytest.fixture
+def node(launch, tmp_path):
+    program, endpoint, opened = tmp_path / "agent.py", f"127.0.0.1:{ports.free()}", []
+    program.write_text(AGENT, encoding="utf-8")
+
+    def start(number, nodes="2:2", nproc=1, *settings, env=None):
+        reader, writer = socket.socketpair()
+        opened.append(writer)
+        with reader:
+            launched = launch(
+                program, str(number), endpoint, nodes, str(nproc), *settings,
+                argv=[sys.executable], stdin=reader.fileno(), env=env,
+            )  # fmt: skip
+        return Node(launched, writer)
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def ranks(told):
+    """Group rank and size, and local, global, role rank and both sizes of each worker."""
+    workers = told.split(" ", 2)[2].split(" | ")
+    return [each.split()[0] for each in workers], [
+        tuple(int(field.split("=")[1]) for field in each.split()[2].split(",")) for each in workers
+    ]
+
+
+def left(told):
+    return told.split()[0]
+
+
+def port(told):
+    return told.split()[1]
+
+
+def test_ranks_are_agreed_on_and_all_finish(node):
+    first, second = node(0, nproc=2), node(1, nproc=1)
+    one, other = first.round(), second.round()
+    assert ranks(one) == (["0/2", "0/2"], [(0, 0, 0, 3, 3), (1, 1, 1, 3, 3)])
+    assert ranks(other) == (["1/2"], [(0, 2, 2, 3, 3)])
+    assert port(one) == port(other)
+    first.workers_exit(0)
+    # In the exit barrier it does not end before the other one.
+    assert not first.launched.has_exited
+    second.workers_exit(0)
+    assert (first.result(), second.result()) == ("SUCCEEDED", "SUCCEEDED")
+
+
+def test_identical_workers_need_no_store(node):
+    identical = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
+    started = [node(number, nproc=2, env=identical) for number in (0, 1)]
+    assert ranks(started[0].round())[1] == [(0, 0, 0, 4, 4), (1, 1, 1, 4, 4)]
+    assert ranks(started[1].round())[1] == [(0, 2, 2, 4, 4), (1, 3, 3, 4, 4)]
+    for each in started:
+        each.workers_exit(0)
+    assert [each.result() for each in started] == ["SUCCEEDED", "SUCCEEDED"]
+
+
+def test_after_a_failure_of_one_all_run_again_on_another_port(node):
+    first, second = node(0), node(1)
+    before = first.round()
+    second.round()
+    second.workers_exit(3)
+    again, other = first.round(), second.round()
+    # Only the node whose workers failed has used a restart, as in torch.
+    assert (left(again), left(other)) == ("left=1", "left=0")
+    assert port(again) == port(other) != port(before)
+    for each in (first, second):
+        each.workers_exit(0)
+    assert [each.result() for each in (first, second)] == ["SUCCEEDED", "SUCCEEDED"]
+
+
+def test_a_node_that_has_finished_runs_again_when_another_one_fails(node):
+    first, second = node(0), node(1)
+    first.round()
+    second.round()
+    first.workers_exit(0)
+    second.workers_exit(3)
+    assert left(first.round()) == "left=1"
+    second.round()
+    for each in (first, second):
+        each.workers_exit(0)
+    assert [each.result() for each in (first, second)] == ["SUCCEEDED", "SUCCEEDED"]
+
+
+def test_a_newcomer_is_let_in_and_costs_no_restart(node):
+    first = node(0, "1:3")
+    assert ranks(first.round())[0] == ["0/1"]
+    second = node(1, "1:3")
+    told = first.round()
+    assert (ranks(told)[0], left(told)) == (["0/2"], "left=1")
+    assert ranks(second.round())[0] == ["1/2"]
+    for each in (first, second):
+        each.workers_exit(0)
+    assert [each.result() for each in (first, second)] == ["SUCCEEDED", "SUCCEEDED"]
+
+
+def test_a_lost_node_ends_the_round_for_the_others(node):
+    first, second = node(0, "1:2"), node(1, "1:2")
+    while "0/2" not in first.round():
+        pass
+    second.launched.signal(signal.SIGKILL)
+    second.launched.wait()
+    # Its worker reads the end of its input.
+    procs.reap_adopted(keep=[first.launched.pid])
+    assert ranks(first.round())[0] == ["0/1"]
+    first.workers_exit(0)
+    assert first.result() == "SUCCEEDED"
+
+
+def test_a_node_without_restarts_ends_the_job(node):
+    first, second = node(0), node(1)
+    for _ in range(2):
+        first.round()
+        second.round()
+        second.workers_exit(3)
+    assert (second.result(), first.result()) == ("FAILED", "closed")
+
+
+def test_a_spare_ends_well_when_the_job_has_succeeded(node):
+    first = node(0, "1:1")
+    first.round()
+    second = node(1, "1:1")
+    second.launched.wait_for_line("waiting as a spare")
+    first.workers_exit(0)
+    assert (first.result(), second.result()) == ("SUCCEEDED", "SUCCEEDED")

@@ -1,0 +1,62 @@
+"""How agents agree on ranks over a store: torch's keys and JSON."""
+
+import json
+
+import pytest
+
+from elasticrs.agent.server import rank_exchange
+from elasticrs.ranks import NodeShare, node_ranks
+
+SHARES = [NodeShare("trainer", 2), NodeShare("reader", 1), NodeShare("trainer", 3)]
+
+
+class Store:
+    """As torch's, for calls in an order in which nobody has to wait."""
+
+    def __init__(self):
+        self.values = {}
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def multi_get(self, keys):
+        return [self.values[key] for key in keys]
+
+    def multi_set(self, keys, values):
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key, amount):
+        self.set(key, str(int(self.values.get(key, b"0")) + amount))
+        return int(self.values[key])
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+
+def test_rank_0_assigns_what_all_have_told():
+    store = Store()
+    for rank in (2, 1):
+        with pytest.raises(KeyError, match=f"assigned_ranks/{rank}"):
+            rank_exchange.exchange(store, rank, 3, SHARES[rank])
+    found = [rank_exchange.exchange(store, rank, 3, SHARES[rank]) for rank in range(3)]
+    assert found == node_ranks(SHARES)
+    # Other agents of the round may be torch's.
+    info = json.loads(store.values["torchelastic/role_info/2"])
+    assert info == {"role": "trainer", "rank": 2, "local_world_size": 3}
+    assert json.loads(store.values["torchelastic/assigned_ranks/2"]) == [3, 6, 2, 5]
+
+
+def test_the_last_one_opens_the_barrier():
+    store = Store()
+    first = rank_exchange.ExitBarrier(store, 2)
+    assert not first.is_over()
+    assert rank_exchange.ExitBarrier(store, 2).is_over()
+    assert first.is_over()
+    assert set(store.values) == {
+        "torchelastic/agent/terminal_state/num_members",
+        "torchelastic/agent/terminal_state/last_member",
+    }

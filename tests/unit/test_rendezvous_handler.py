@@ -1,0 +1,207 @@
+"""The handler for agents that poll, with the agents as threads of this process."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers import ports
+from helpers.procs import HANG
+
+from elasticrs.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from elasticrs.rendezvous.elastic.handler import error_of
+from elasticrs.rendezvous.elastic.messages import Outcome
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+from elasticrs.store import DistNetworkError
+
+
+@pytest.fixture
+def handlers():
+    """Makes handlers of one job; all are shut down, at once, as hosts wait for the others."""
+    endpoint, made = f"127.0.0.1:{ports.free()}", []
+
+    def make(count, nodes=(2, 2), **config):
+        for _ in range(count):
+            config = {"last_call_timeout": 0.1, "close_timeout": 5, "scale_up_delay": 0.1, **config}
+            parameters = RendezvousParameters("c10d", endpoint, "job", *nodes, order_hint=len(made), **config)
+            made.append(get_rendezvous_handler(parameters))
+        return made[-count:]
+
+    yield make
+    with ThreadPoolExecutor(max(1, len(made))) as pool:
+        list(pool.map(lambda handler: handler.shutdown(), made))
+
+
+@contextlib.contextmanager
+def together(count):
+    """Calls a function on each of several handlers at once; `call` returns the futures."""
+    with ThreadPoolExecutor(count) as pool:
+        yield lambda function, handlers: [pool.submit(function, handler) for handler in handlers]
+
+
+def meet(handlers):
+    with together(len(handlers)) as call:
+        return [each.result(HANG) for each in call(lambda handler: handler.next_rendezvous(), handlers)]
+
+
+def wait_for_the_end(handler):
+    """Of the round; nothing but looking tells an agent of it."""
+    pause = threading.Event()
+    while not handler.num_nodes_waiting():
+        pause.wait(0.005)
+
+
+def test_nodes_share_a_store_for_each_round(handlers):
+    first, second = handlers(2)
+    one, other = meet([first, second])
+    assert [(info.rank, info.world_size) for info in (one, other)] == [(0, 2), (1, 2)]
+    assert one.bootstrap_store_info == other.bootstrap_store_info
+    one.store.set("key", "value")
+    assert other.store.get("key") == b"value"
+    assert (first.num_nodes_waiting(), second.num_nodes_waiting()) == (0, 0)
+    again = meet([first, second])
+    assert not again[1].store.check(["key"])
+    with pytest.raises(DistNetworkError):
+        other.store.check(["key"])
+    assert again[0].bootstrap_store_info != one.bootstrap_store_info
+
+
+def test_a_call_while_the_round_runs_ends_it_for_all(handlers):
+    first, second = handlers(2)
+    meet([first, second])
+    with together(1) as call:
+        (waiting,) = call(lambda handler: handler.next_rendezvous(), [second])
+        wait_for_the_end(first)
+        assert (first.next_rendezvous().rank, waiting.result(HANG).rank) == (0, 1)
+
+
+def test_the_store_of_the_workers_is_served(handlers):
+    (only,) = handlers(1, (1, 1))
+    info = only.next_rendezvous().bootstrap_store_info
+    socket.create_connection((info.master_addr, info.master_port)).close()
+
+
+def test_rank_0_gets_a_reserved_port_when_torchs_variable_says_so(handlers, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    first, last = (port := ports.free()), port + 20
+    (only,) = handlers(1, (1, 1), worker_port_range=f"{first}-{last}")
+    assert not only.use_agent_store
+    info = only.next_rendezvous().bootstrap_store_info
+    assert first <= info.master_port <= last
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((info.master_addr, info.master_port))
+    with socket.create_server(("", info.master_port), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        assert server.getsockname()[1] == info.master_port
+
+
+def test_closing_ends_a_round_and_calls_that_wait(handlers):
+    first, second = handlers(2, (1, 1))
+    first.next_rendezvous()
+    with together(1) as call:
+        (spare,) = call(lambda handler: handler.next_rendezvous(), [second])
+        first.set_closed()
+        wait_for_the_end(first)
+        with pytest.raises(RendezvousClosedError, match="closed by node"):
+            spare.result(HANG)
+    second.shutdown()
+    with pytest.raises(RendezvousClosedError):
+        first.next_rendezvous()
+    assert first.is_closed()
+    assert second.is_closed()
+
+
+def test_another_thread_may_shut_down_while_one_waits(handlers):
+    (alone,) = handlers(1)
+    with together(1) as call:
+        (waiting,) = call(lambda handler: handler.next_rendezvous(), [alone])
+        assert alone.shutdown()
+        with pytest.raises(RendezvousClosedError):
+            waiting.result(HANG)
+
+
+def test_too_few_nodes_are_a_timeout(handlers):
+    (alone,) = handlers(1, join_timeout=0.3)
+    with pytest.raises(RendezvousTimeoutError):
+        alone.next_rendezvous()
+
+
+def test_a_port_that_is_taken_is_a_connection_error(handlers):
+    (alone,) = handlers(1, is_host=True)
+    refused = pytest.raises(RendezvousConnectionError, match="cannot listen")
+    with socket.create_server(("", alone.rendezvous.port)), refused:
+        alone.next_rendezvous()
+
+
+def test_a_signal_interrupts_a_call_that_waits(handlers):
+    (alone,) = handlers(1)
+
+    class Asked(Exception):  # noqa: N818 -- raised by a signal
+        pass
+
+    def ask(*_):
+        raise Asked
+
+    def ask_when_it_waits():
+        pause = threading.Event()
+        # Its own thread is the last thing that a call begins with.
+        while not any(thread.name == "elasticrs-rdzv" for thread in threading.enumerate()):
+            pause.wait(0.005)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    previous = signal.signal(signal.SIGUSR1, ask)
+    try:
+        asker = threading.Thread(target=ask_when_it_waits)
+        asker.start()
+        with pytest.raises(Asked):
+            alone.next_rendezvous()
+        asker.join()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert alone.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("timeout", RendezvousTimeoutError),
+        ("lost", RendezvousConnectionError),
+        ("refused", RendezvousConnectionError),
+        ("spare", RendezvousGracefulExitError),
+        ("closed", RendezvousClosedError),
+        ("aborted", RendezvousClosedError),
+        ("failed", RendezvousClosedError),
+    ],
+)
+def test_each_end_is_an_error_of_torchs(kind, error):
+    assert type(error_of(Outcome(kind, "why"))) is error
+    assert str(error_of(Outcome(kind, "why"))) == "why"
+
+
+@pytest.mark.filterwarnings("ignore:the static rendezvous is at")
+def test_static_ranks_are_those_that_were_given():
+    port = ports.free()
+    made = [
+        get_rendezvous_handler(
+            RendezvousParameters("static", f"127.0.0.1:{port}", "job", 2, 2, rank=rank, close_timeout=5)
+        )
+        for rank in (1, 0)
+    ]
+    try:
+        for _ in range(2):
+            infos = meet(made)
+            assert [info.rank for info in infos] == [1, 0]
+            assert {info.bootstrap_store_info.master_port for info in infos} == {port}
+            # The port is lent to the workers of rank 0.
+            socket.create_server(("127.0.0.1", port)).close()
+    finally:
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(lambda handler: handler.shutdown(), made)) == [True, True]
