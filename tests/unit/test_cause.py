@@ -115,6 +115,17 @@ def test_the_failure_of_this_node_is_not_shown_twice():
     assert all_failures(result)[3].host is None
 
 
+def test_a_node_without_a_part_in_the_last_round_shows_nothing_of_an_earlier_one():
+    cause = own_cause(attempt_of([(1, -9, None)]), PLACE, Clock())
+    result = JobResult()
+    result.attempts = [attempt_of([(1, 7, None), (0, -15, 15)])]
+    result.attempts[0].round -= 1
+    result.first_cause = cause
+    failed = all_failures(result)
+    assert list(failed) == [3]
+    assert (failed[3].exitcode, failed[3].host) == (-9, "host-b")
+
+
 def test_a_node_that_could_not_start_its_workers_is_no_worker():
     result = JobResult()
     result.first_cause = not_started("no memory", PLACE, Clock())

@@ -3,7 +3,7 @@
 A cause is a dictionary that can be written as JSON::
 
     node, host, group_rank        where
-    rank, local_rank, pid         which worker; no ``rank`` when the workers could not be started
+    round, rank, local_rank, pid  which worker; no ``rank`` when the workers could not be started
     exitcode                      as in ``ProcessFailure``
     message, lines                its traceback or what else is known, and its last lines on stderr; shortened
     time_ns, error_ns             when, on the wall clock of the store, and how far off that may be
@@ -68,6 +68,7 @@ def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Cloc
     """
     return {
         **place.fields(),
+        "round": attempt.round,
         "rank": attempt.plan.ranks[worker.local_rank].global_rank,
         "local_rank": worker.local_rank,
         "pid": worker.pid,
@@ -102,6 +103,7 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock) -> dict[str, Any] | 
     at = failed_ns(first)
     return {
         **place.fields(),
+        "round": attempt.round,
         "rank": rank,
         "local_rank": first.local_rank,
         "pid": first.pid,

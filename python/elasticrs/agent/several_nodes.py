@@ -161,6 +161,9 @@ class SeveralNodes(Decisions):
         ends_the_job = self._driver.hosts or self._rendezvous.settings.drain == "job"
         if ends_the_job and self._driver.hosts and self._rendezvous.settings.drain != "job":
             self._console.say(f"{name} received: this node hosts the rendezvous store, so the job ends")
+        elif not self._group_exists:
+            # Otherwise the stop of the workers is told.
+            self._console.say(f"{name} received: this node leaves the job")
         return self._tell(messages.Leave(f"{name} on node {node_name()}", close=ends_the_job))
 
     def _on_exit(self, event: machine.WorkerExited) -> list[machine.Action]:
