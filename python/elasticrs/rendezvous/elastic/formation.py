@@ -40,7 +40,7 @@ def decide(member: Member, lead: Lead, view: View) -> None:
         return
     alive: list[str] = []
     if head is not None:
-        judged = verdict.judge(view, head, settings, member.was_short)
+        judged = _judged(member, lead, view, head)
         alive, head = judged.alive, judged.head
         if judged.reason is not None:
             close(member, lead, view, head.next(reason=judged.reason), alive, "failed")
@@ -66,6 +66,20 @@ def _tell_of_waiting(member: Member, lead: Lead, view: View) -> None:
         here = named(_shown(view, settings))
         text = f"waiting for nodes: {count} of at least {settings.min_nodes} are here"
         member.do(Announce(f"{text}: {here}" if count else text))
+
+
+def _judged(member: Member, lead: Lead, view: View, head: Head) -> verdict.Verdict:
+    """The verdict on the ended round, found again only when something has changed that it rests on.
+
+    Nodes that come one by one to replace many lost ones do not change it, and finding it looks at every
+    member. Until the next round, members only stop and go: each of the first three sets only grows, or only
+    shrinks, so that its size tells whether it is the same.
+    """
+    sizes = len(view.slow), len(view.missing), len(view.absent)
+    rests_on = (view.head_revision, member.was_short, sizes, frozenset(view.farewells))
+    if lead.judged is None or lead.judged[0] != rests_on:
+        lead.judged = rests_on, verdict.judge(view, head, member.settings, member.was_short)
+    return lead.judged[1]
 
 
 def _is_time(member: Member, lead: Lead, view: View) -> bool:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.rendezvous.elastic.state import Member
+    from elasticrs.rendezvous.elastic.verdict import Verdict
     from elasticrs.rendezvous.elastic.view import View
 
 
@@ -31,6 +32,7 @@ class Lead:
         timers: those that were set, and whether they have fired; of the present head.
         of_head: the head's revision that the timers belong to.
         count: proposals made.
+        judged: the last verdict on an ended round, after what it rests on.
         told: how many nodes the user was last told of.
         on_answer: what takes the answer to a write.
     """
@@ -38,6 +40,7 @@ class Lead:
     __slots__ = (
         "count",
         "early",
+        "judged",
         "of_head",
         "on_answer",
         "pending",
@@ -61,6 +64,7 @@ class Lead:
         self.of_head = -1
         self.count = 0
         self.told = -1
+        self.judged: tuple[Any, Verdict] | None = None
 
 
 def is_settled(lead: Lead) -> bool:
