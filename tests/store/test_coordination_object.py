@@ -172,7 +172,8 @@ def test_a_store_that_is_not_there_is_an_error():
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_of_its_own(tmp_path, signum):
-    (tmp_path / "token").write_bytes(b"secret\n")
+    # Editors end a file with a newline; all else belongs to the token, as it does for agents.
+    (tmp_path / "token").write_bytes(b"secret \n")
     command = [sys.executable, "-m", "elasticrs.store", "--port", "0", "--run-id", RUN]
     command += ["--token-file", str(tmp_path / "token")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -184,7 +185,7 @@ def test_a_server_of_its_own(tmp_path, signum):
             connect("127.0.0.1", port, RUN)
         with pytest.raises(DistNetworkError, match="the token of this client"):
             connect("localhost", port, RUN, token=b"other")
-        store = connect("127.0.0.1", port, RUN, token=b"secret")
+        store = connect("127.0.0.1", port, RUN, token=b"secret ")
         store.set("k", "v")
         process.send_signal(signum)
         out, err = process.communicate(timeout=procs.HANG)
@@ -200,6 +201,8 @@ def test_a_server_of_its_own(tmp_path, signum):
         (["--port", "x"], "argument --port: invalid int value: 'x'"),
         (["--port", "70000"], "--port must be between 0 and 65535, got 70000"),
         (["--max-mib", "0"], "--max-mib and --max-connections must be positive"),
+        (["--max-mib", "99999999999999"], "--max-mib and --max-connections must be smaller"),
+        (["--max-connections", str(1 << 64)], "--max-mib and --max-connections must be smaller"),
         (["--token-file", "/no/such"], "cannot read the token: No such file or directory: /no/such"),
         (["--token-file", os.devnull], f"the token file is empty: {os.devnull}"),
         (["--host", "no-such-host.invalid"], "listen on no-such-host.invalid:29400"),

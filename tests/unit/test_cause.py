@@ -46,6 +46,21 @@ def test_a_node_whose_workers_were_only_stopped_has_no_cause():
     assert own_cause(attempt_of([]), PLACE, Clock()) is None
 
 
+def test_workers_that_end_with_their_nursery_are_a_cause():
+    killed = attempt_of([(0, -9, 9), (1, -9, 9)])
+    killed.first_failure, killed.nursery_exitcode = None, -9
+    cause = own_cause(killed, PLACE, Clock())
+    assert cause is not None
+    assert (cause["rank"], cause["pid"], cause["exitcode"]) == (2, 100, -9)
+    assert cause["message"] == "the nursery died by SIGKILL, and the worker with it"
+    none_told = attempt_of([])
+    none_told.nursery_hung = True
+    cause = own_cause(none_told, PLACE, Clock())
+    assert cause is not None
+    assert "rank" not in cause
+    assert cause["message"] == "the nursery hung and was killed by the agent"
+
+
 def test_a_cause_names_the_worker_and_is_small(tmp_path):
     stderr = tmp_path / "stderr.log"
     stderr.write_text("".join(f"line {number} {'x' * 500}\n" for number in range(100)))
@@ -98,6 +113,17 @@ def test_the_failure_of_this_node_is_not_shown_twice():
     result.first_cause = own_cause(result.attempts[0], PLACE, Clock())
     assert list(all_failures(result)) == [3]
     assert all_failures(result)[3].host is None
+
+
+def test_a_node_without_a_part_in_the_last_round_shows_nothing_of_an_earlier_one():
+    cause = own_cause(attempt_of([(1, -9, None)]), PLACE, Clock())
+    result = JobResult()
+    result.attempts = [attempt_of([(1, 7, None), (0, -15, 15)])]
+    result.attempts[0].round -= 1
+    result.first_cause = cause
+    failed = all_failures(result)
+    assert list(failed) == [3]
+    assert (failed[3].exitcode, failed[3].host) == (-9, "host-b")
 
 
 def test_a_node_that_could_not_start_its_workers_is_no_worker():

@@ -4,5 +4,6 @@
 //! agent's one runtime thread, or an own one where there is no agent.
 
 pub mod coordination;
+mod door;
 pub mod runtime;
 pub mod worker;

@@ -3,7 +3,7 @@
 A cause is a dictionary that can be written as JSON::
 
     node, host, group_rank        where
-    rank, local_rank, pid         which worker; no ``rank`` when the workers could not be started
+    round, rank, local_rank, pid  which worker; no ``rank`` when the workers could not be started
     exitcode                      as in ``ProcessFailure``
     message, lines                its traceback or what else is known, and its last lines on stderr; shortened
     time_ns, error_ns             when, on the wall clock of the store, and how far off that may be
@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 
 from elasticrs.agent.report import failures
+from elasticrs.agent.texts import how_the_nursery_ended
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
@@ -67,6 +68,7 @@ def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Cloc
     """
     return {
         **place.fields(),
+        "round": attempt.round,
         "rank": attempt.plan.ranks[worker.local_rank].global_rank,
         "local_rank": worker.local_rank,
         "pid": worker.pid,
@@ -79,21 +81,29 @@ def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Cloc
 def own_cause(attempt: Attempt, place: Place, clock: Clock) -> dict[str, Any] | None:
     """What failed first on this node, in full; ``None`` when its workers only ended because of a stop.
 
+    Workers that end with their nursery have failed.
+
     Args:
         attempt: that has ended.
         place: where.
         clock: of the store.
     """
     failed = failures(attempt)
+    is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
+    if not failed and is_nursery_lost:
+        how = how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+        return not_started(f"the nursery {how}", place, clock)
     if not failed:
         return None
     rank = root_cause(failed)
     first = failed[rank]
-    if rank in victims(failed):
+    # Nobody had asked those to end that went with their nursery, though it was a signal of ours.
+    if rank in victims(failed) and not is_nursery_lost:
         return None
     at = failed_ns(first)
     return {
         **place.fields(),
+        "round": attempt.round,
         "rank": rank,
         "local_rank": first.local_rank,
         "pid": first.pid,

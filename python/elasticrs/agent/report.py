@@ -44,6 +44,13 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     """
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
+    if (
+        cause is not None
+        and failed
+        and cause.get("round", result.attempts[-1].round) != result.attempts[-1].round
+    ):
+        # This node had no part in the round that ended the job: what failed here was made good.
+        failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
         # The message is the reason; workers that we stopped for it are no failures.
         return {}

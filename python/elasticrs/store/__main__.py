@@ -38,10 +38,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
     if path is None:
-        return os.environ.get("ELASTICRS_TOKEN", "").strip().encode() or None
+        return os.environ.get("ELASTICRS_TOKEN", "").encode(errors="surrogateescape") or None
     try:
         with open(path, "rb") as file:
-            token = file.read().strip()
+            # To the byte what agents make of the same file.
+            token = file.read().rstrip(b"\r\n")
     except OSError as error:
         parser.error(f"cannot read the token: {error.strerror}: {path}")
     if not token:
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--port must be between 0 and 65535, got {args.port}")
     if args.max_mib <= 0 or (args.max_connections is not None and args.max_connections <= 0):
         parser.error("--max-mib and --max-connections must be positive")
+    if max(args.max_mib << 20, args.max_connections or 0) >= 1 << 63:
+        parser.error("--max-mib and --max-connections must be smaller")
     limits = {} if args.max_connections is None else {"max_connections": args.max_connections}
     token = _token(parser, args.token_file)
     stop, wake = socket.socketpair()

@@ -7,7 +7,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::time::Duration;
 
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
@@ -20,6 +19,7 @@ use super::listen::{ListenError, listen_on};
 use super::notices::Notices;
 use super::outbox::Outbox;
 use super::types::LostKind;
+use crate::door::Door;
 use crate::runtime::Spawn;
 
 /// How a server works.
@@ -181,27 +181,16 @@ async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: UnboundedRece
 fn listen(hub: &Rc<Hub>, accepting: &mut JoinSet<()>, listeners: Vec<TcpListener>) -> io::Result<()> {
     for listener in listeners {
         let listener = tokio::net::TcpListener::from_std(listener)?;
-        accepting.spawn_local(accept(Rc::clone(hub), listener));
+        accepting.spawn_local(accept(Rc::clone(hub), Door::new(listener)));
     }
     Ok(())
 }
 
-async fn accept(hub: Rc<Hub>, listener: tokio::net::TcpListener) {
-    let mut is_short = false;
+async fn accept(hub: Rc<Hub>, mut door: Door) {
+    let tell = |error| hub.notices.add(format!("the store cannot accept connections: {error}"));
     loop {
-        match listener.accept().await {
-            Ok((stream, peer)) => {
-                is_short = false;
-                admit(&hub, stream, peer);
-            }
-            Err(error) => {
-                // Out of descriptors, most likely: the connection stays in the kernel's queue, and it is told once.
-                if !std::mem::replace(&mut is_short, true) {
-                    hub.notices.add(format!("the store cannot accept connections: {error}"));
-                }
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-        }
+        let (stream, peer) = door.accept(tell).await;
+        admit(&hub, stream, peer);
     }
 }
 

@@ -23,9 +23,8 @@ use super::handle::Question;
 use super::map::{Id, Map, Refused};
 use super::notices::Notices;
 use super::wire::WireError;
+use crate::door::Door;
 
-/// After a failed `accept` (no descriptor is left) the next try waits so long.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How much of who waits for what is told.
 const TOLD_WAITERS: usize = 256;
 const TOLD_KEYS: usize = 16;
@@ -138,7 +137,7 @@ pub(super) async fn run(
     }));
     let mut connections = JoinSet::new();
     match TcpListener::from_std(listener) {
-        Ok(listener) => serve(&listener, &hub, &mut connections, &mut questions).await,
+        Ok(listener) => serve(Door::new(listener), &hub, &mut connections, &mut questions).await,
         Err(error) => hub.borrow_mut().say(format!("the workers' store cannot be served: {error}")),
     }
     connections.shutdown().await;
@@ -146,12 +145,13 @@ pub(super) async fn run(
 }
 
 async fn serve(
-    listener: &TcpListener,
+    mut door: Door,
     hub: &Rc<RefCell<Hub>>,
     connections: &mut JoinSet<()>,
     questions: &mut UnboundedReceiver<Question>,
 ) {
     let mut ids = 0..;
+    let tell = |error| hub.borrow_mut().say(format!("the workers' store cannot accept a connection: {error}"));
     loop {
         tokio::select! {
             biased;
@@ -161,14 +161,9 @@ async fn serve(
                 Some(Question::Close) | None => return,
             },
             Some(ended) = connections.join_next() => tell_panic(hub, ended),
-            accepted = listener.accept() => match accepted {
-                Ok((stream, address)) => admit(hub, connections, ids.next().expect("endless"), stream, address),
-                Err(error) if is_of_one_connection(&error) => {}
-                Err(error) => {
-                    hub.borrow_mut().say(format!("the workers' store cannot accept a connection: {error}"));
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
-                }
-            },
+            (stream, address) = door.accept(&tell) => {
+                admit(hub, connections, ids.next().expect("endless"), stream, address);
+            }
         }
     }
 }
@@ -190,10 +185,4 @@ fn tell_panic(hub: &Rc<RefCell<Hub>>, ended: Result<(), JoinError>) {
     if let Err(error) = ended {
         hub.borrow_mut().say(format!("the workers' store has lost a connection: {error}"));
     }
-}
-
-/// Errors that `accept` reports for a connection that has gone already.
-fn is_of_one_connection(error: &io::Error) -> bool {
-    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
-    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)
 }

@@ -27,6 +27,7 @@ CAUSE_FIELDS = (
     "node",
     "host",
     "group_rank",
+    "round",
     "rank",
     "local_rank",
     "pid",

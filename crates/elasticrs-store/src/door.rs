@@ -1,0 +1,94 @@
+//! Where connections come in: never so many that the process has no descriptor left for its own work.
+//!
+//! A store lives in an agent that has workers to watch and to start again. What strangers, or a very large job, may take of
+//! the descriptors ends before the agent's own share; connections beyond it wait in the kernel's queue.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::time::{Duration, Instant};
+
+use nix::sys::resource::{Resource, getrlimit};
+use tokio::net::{TcpListener, TcpStream};
+
+/// When no descriptor is left, the next look is so much later.
+const PAUSE: Duration = Duration::from_millis(100);
+/// It is told so often at most.
+const SILENCE: Duration = Duration::from_secs(10);
+
+/// A listener that leaves the rest of the process its share of descriptors.
+#[derive(Debug)]
+pub(crate) struct Door {
+    listener: TcpListener,
+    /// Accepted beyond our share: it waits here, and those after it in the kernel's queue.
+    held: Option<(TcpStream, SocketAddr)>,
+    told: Option<Instant>,
+}
+
+impl Door {
+    pub(crate) fn new(listener: TcpListener) -> Self {
+        Self { listener, held: None, told: None }
+    }
+
+    /// The next connection. Nothing is lost when this future is dropped.
+    ///
+    /// `tell` hears now and then that connections have to wait.
+    pub(crate) async fn accept(&mut self, tell: impl Fn(io::Error)) -> (TcpStream, SocketAddr) {
+        loop {
+            match self.next().await {
+                Ok(accepted) => return accepted,
+                Err(error) if is_of_one_connection(&error) => {}
+                Err(error) => {
+                    if self.told.is_none_or(|told| told.elapsed() >= SILENCE) {
+                        self.told = Some(Instant::now());
+                        tell(error);
+                    }
+                    tokio::time::sleep(PAUSE).await;
+                }
+            }
+        }
+    }
+
+    async fn next(&mut self) -> io::Result<(TcpStream, SocketAddr)> {
+        let accepted = match self.held.take() {
+            Some(accepted) => accepted,
+            None => self.listener.accept().await?,
+        };
+        if is_within_share(accepted.0.as_fd()) {
+            return Ok(accepted);
+        }
+        self.held = Some(accepted);
+        Err(io::Error::from_raw_os_error(nix::libc::EMFILE))
+    }
+}
+
+/// Whether this descriptor, or the lowest that is free by now, is below what is kept for the process.
+fn is_within_share(fd: BorrowedFd<'_>) -> bool {
+    let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
+    let below = soft.saturating_sub(kept(soft));
+    let is_below = |number: RawFd| u64::try_from(number).is_ok_and(|number| number < below);
+    is_below(fd.as_raw_fd()) || fd.try_clone_to_owned().is_ok_and(|lowest| is_below(lowest.as_raw_fd()))
+}
+
+/// Descriptors that are not for connections: enough to watch, end and start the workers of a node.
+fn kept(soft: u64) -> u64 {
+    (soft / 8).clamp(16, 64)
+}
+
+/// Errors that `accept` reports for a connection that has gone already.
+fn is_of_one_connection(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
+    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn some_descriptors_are_never_for_connections() {
+        assert_eq!([64, 256, 1024, 1 << 20].map(kept), [16, 32, 64, 64]);
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        assert!(is_within_share(socket.as_fd()));
+    }
+}

@@ -1,0 +1,52 @@
+"""Whatever befalls agents, nurseries, workers and store of a job on one machine: the account is right.
+
+A failure shows its seed; ``MONKEY_SEED`` repeats it.
+"""
+
+import os
+import random
+import signal
+
+import pytest
+from helpers import agents_monkey
+
+pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(240)]
+
+FIRST = 7
+GAMES = 25
+
+
+def judge(folder, seed):
+    folder.mkdir()
+    game = agents_monkey.play(folder, seed)
+    assert not game.complaints, game.report()
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + 3))
+def test_three_games(tmp_path, seed):
+    judge(tmp_path / "game", seed)
+
+
+@pytest.mark.slow
+def test_many_games(tmp_path):
+    seed = int(os.environ.get("MONKEY_SEED", random.SystemRandom().randrange(10**6)))
+    for number in range(1 if "MONKEY_SEED" in os.environ else GAMES):
+        judge(tmp_path / str(number), seed + number)
+
+
+def test_who_is_told_to_end_before_there_are_workers_says_so(launch):
+    port = agents_monkey.free_port()
+    arguments = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "-m", "never")
+    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}")
+    agents = [launch(*endpoint, *arguments) for _ in range(2)]
+    while agents_monkey.sessions(port) < 2:
+        for agent in agents:
+            agent.read_for(0.01)
+            assert not agent.has_exited, agent.stderr
+    host, other = sorted(agents, key=lambda agent: not agents_monkey.listens(agent.pid, port))
+    other.signal(signal.SIGTERM)
+    assert other.wait() == 1
+    assert other.stderr.endswith("elasticrs: SIGTERM received: this node leaves the job\n")
+    host.signal(signal.SIGTERM)
+    assert host.wait() == 1
+    assert "SIGTERM received: this node hosts the rendezvous store, so the job ends" in host.stderr

@@ -1,0 +1,59 @@
+"""A store leaves its process some descriptors, however many come."""
+
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import procs
+
+LIMIT, KEPT = 80, 16
+
+SERVE = """
+import sys
+from elasticrs import _core
+store = {store}
+sys.stdout.write(f"{{store.port}}\\n")
+sys.stdout.flush()
+sys.stdin.read()
+store.close()
+sys.stdout.write("\\n".join(store.take_notices()))
+"""
+STORES = {
+    "workers": "_core.WorkerStore('127.0.0.1'); store.serve()",
+    "coordination": "_core.CoordinationServer([('127.0.0.1', 0)], run_id=None)",
+}
+
+
+def descriptors(process, is_enough):
+    """How many there are, as soon as that is enough. Nothing tells of it, so this looks again."""
+    deadline = time.monotonic() + procs.HANG
+    while not is_enough(count := len(os.listdir(f"/proc/{process.pid}/fd"))):
+        assert time.monotonic() < deadline, count
+        os.sched_yield()
+    return count
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_connections_never_take_the_last_descriptors(kind):
+    command = [sys.executable, "-c", SERVE.format(store=STORES[kind])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        alone = descriptors(process, bool)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+        crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * LIMIT)]
+        # One more is held back until there is room.
+        most = descriptors(process, lambda count: count > LIMIT - KEPT)
+        assert most == LIMIT - KEPT + 1
+        for each in crowd:
+            each.close()
+        # Those that had to wait were let in, and found to be gone.
+        descriptors(process, lambda count: count <= alone)
+        told, _ = process.communicate("")
+    # Every ten seconds at most.
+    assert 0 < len(re.findall("cannot accept .*Too many open files", told)) < 3, told
