@@ -1,0 +1,65 @@
+"""The page on several nodes names what there is: every setting, and messages that the program has."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from elasticrs.launcher.options import OPTIONS
+from elasticrs.rendezvous.elastic.settings import KEYS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/several-nodes.md").read_text(encoding="utf-8")
+
+
+def section(title):
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def rows(title):
+    """The cells of a section's tables, without heads."""
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
+
+
+def shown(value):
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(int(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def test_the_table_of_settings_is_that_of_the_program():
+    expected = [[f"`{key.name}`", shown(key.default), key.help] for key in KEYS if key.is_stored]
+    assert rows("Settings") == expected
+
+
+def test_settings_without_effect_are_named():
+    for key in KEYS:
+        assert f"`{key.name}`" in section("Settings")
+
+
+def test_time_outs_are_settings_or_options():
+    known = {key.name for key in KEYS} | {f"--{option.name}" for option in OPTIONS}
+    named = {name for row in rows("Time-outs") for name in re.findall("`([^`]+)`", row[0])}
+    assert named
+    assert named <= known
+
+
+def sources():
+    """What the program can say; literals in pieces are put together."""
+    files = [*(ROOT / "python/elasticrs").rglob("*.py"), *(ROOT / "crates/elasticrs-store/src").rglob("*.rs")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(files))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+@pytest.fixture(scope="module")
+def program():
+    return sources()
+
+
+@pytest.mark.parametrize("message", [row[0].strip("`") for row in rows("What messages mean")])
+def test_messages_are_those_of_the_program(program, message):
+    # As the user reads it; the program writes it in literals and lines of its own.
+    assert message in program
