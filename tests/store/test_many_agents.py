@@ -30,8 +30,9 @@ def test_fifty_agents_form_fail_and_lose_two_and_each_costs_no_more_than_one_of_
     assert many["restart: up"] <= 2
     assert many["restart: down"] <= 7
     for way in ("up", "down"):
-        assert many[f"form: {way}"] <= few[f"form: {way}"] + 0.5
-        assert many[f"restart: {way}"] <= few[f"restart: {way}"] + 0.5
+        # A busy machine cuts the batches differently; a cost that grew with n would be some forty higher.
+        assert many[f"form: {way}"] <= few[f"form: {way}"] + 1.5
+        assert many[f"restart: {way}"] <= few[f"restart: {way}"] + 1.5
     for way in ("sent", "received"):
         # The leader's own share, its view of all, is spread over more agents; keys have more digits.
         assert many[f"restart: {way}"] <= few[f"restart: {way}"] * 1.5
