@@ -13,8 +13,6 @@ pub mod events;
 pub mod guard;
 mod hub;
 pub mod leases;
-pub mod listen;
-pub mod notices;
 mod outbox;
 mod probe;
 pub mod protocol;

@@ -13,11 +13,9 @@
 
 mod connection;
 mod handle;
-mod listen;
 pub mod map;
-mod notices;
 mod server;
 pub mod wire;
 
-pub use handle::{Port, ServeError, WorkerStore};
+pub use handle::{ServeError, WorkerStore};
 pub use server::{Closed, Limits};
