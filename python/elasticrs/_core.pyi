@@ -561,8 +561,8 @@ class CoordinationServer:
         token: clients must know it, too.
         max_connections: further ones are refused.
         max_bytes: of keys, values and history; what does not fit is refused.
-        supervisor: serve on its thread, and tell the user something as :class:`Degraded`; otherwise on one that
-            all stores without a supervisor share, see :meth:`take_notices`.
+        supervisor: serve on its thread, and tell the user something as :class:`Degraded`; otherwise on one
+            that all stores without a supervisor share, see :meth:`take_notices`.
 
     Raises:
         OSError: an address cannot be had; names address and port.

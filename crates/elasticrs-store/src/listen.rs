@@ -165,13 +165,13 @@ impl Acceptor {
         Ok(Self { listener: tokio::net::TcpListener::from_std(listener)?, is_short: false })
     }
 
-    /// The next connection, however long that takes. Nothing is lost when the future is dropped.
+    /// The next connection, however long that takes, and its peer as users write it: IPv4 is no part of IPv6. Nothing is lost when the future is dropped.
     pub(crate) async fn accept(&mut self, notices: &Notices, store: &str) -> (TcpStream, SocketAddr) {
         loop {
             match self.listener.accept().await {
-                Ok(accepted) => {
+                Ok((stream, peer)) => {
                     self.is_short = false;
-                    return accepted;
+                    return (stream, SocketAddr::new(peer.ip().to_canonical(), peer.port()));
                 }
                 Err(error) if is_of_one_connection(&error) => {}
                 Err(error) => {

@@ -91,7 +91,7 @@ pub(super) struct Peer {
 
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", SocketAddr::new(self.address.ip().to_canonical(), self.address.port()))?;
+        write!(f, "{}", self.address)?;
         self.pid.get().map_or(Ok(()), |pid| write!(f, " (pid {pid})"))
     }
 }
