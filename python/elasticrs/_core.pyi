@@ -413,7 +413,8 @@ class WorkerStore:
     @property
     def port(self) -> int: ...
     def serve(self, supervisor: Supervisor | None = None) -> None:
-        """Begin to answer: on the supervisor's thread, or on one of its own. Returns at once.
+        """Begin to answer: on the supervisor's thread, or on one that all stores without a supervisor share.
+        Returns at once.
 
         With a supervisor, lines for the user come as :class:`Degraded`; otherwise see :meth:`take_notices`.
 
@@ -428,8 +429,8 @@ class WorkerStore:
         its own, without keys.
         """
     def take_notices(self) -> list[str]:
-        """Lines for the user since the last call, when there is no supervisor: at most 10 in 10 seconds, of
-        which the last 100 are kept.
+        """Lines for the user since the last call, when there is no supervisor. At most 10 in 10 seconds, of
+        which 256 are kept; how many more there were is a line of its own. Never blocks.
         """
     def close(self) -> None:
         """End the listener and every connection; returns when they are gone. Idempotent.
@@ -560,10 +561,11 @@ class CoordinationServer:
         token: clients must know it, too.
         max_connections: further ones are refused.
         max_bytes: of keys, values and history; what does not fit is refused.
-        supervisor: serve on its thread; otherwise on one that all stores without a supervisor share.
+        supervisor: serve on its thread, and tell the user something as :class:`Degraded`; otherwise on one
+            that all stores without a supervisor share, see :meth:`take_notices`.
 
     Raises:
-        OSError: an address cannot be had.
+        OSError: an address cannot be had; names address and port.
         SupervisorError: the supervisor has ended.
         ValueError: no address, an empty token, a run id of more than 512 bytes.
     """
@@ -583,11 +585,15 @@ class CoordinationServer:
         """Of the first address."""
     @property
     def fd(self) -> int:
-        """Readable while :meth:`take_notices` has something."""
+        """Readable while :meth:`take_notices` has something; made when it is first asked for.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
     def sessions(self) -> int:
         """How many clients are connected."""
     def take_notices(self) -> list[str]:
-        """What the user may want to know, one line each: strangers, refusals. Never blocks."""
+        """Strangers and refusals, one line each; otherwise as :meth:`WorkerStore.take_notices`."""
     def stop_listening(self) -> None:
         """Close the listening sockets; connections go on."""
     def listen_again(self) -> None:

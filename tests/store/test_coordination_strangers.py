@@ -170,6 +170,32 @@ def test_strangers_are_closed_with_one_notice_each(sent, notice):
         client.close()
 
 
+def test_a_supervisor_tells_of_strangers_by_itself():
+    supervisor = _core.Supervisor()
+    server = _core.CoordinationServer([("127.0.0.1", 0)], run_id=None, supervisor=supervisor)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            event = supervisor.next_event(timeout=30)
+        assert isinstance(event, _core.Degraded)
+        assert "it is an HTTP request" in event.message
+        assert server.take_notices() == []
+    finally:
+        server.close()
+        supervisor.close()
+
+
+def test_a_flood_of_strangers_costs_a_few_lines():
+    with serving() as store:
+        for _ in range(30):
+            with socket.create_connection(("127.0.0.1", store.port), timeout=30) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                while stranger.recv(4096):
+                    pass
+        # Ten in ten seconds; a slow machine may need two such windows.
+        assert 10 <= len(store.inner.take_notices()) < 30
+
+
 def test_garbage_in_a_session_ends_that_session_only():
     with serving() as store:
         client = Client(store.port).connected()

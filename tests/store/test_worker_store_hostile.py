@@ -133,7 +133,7 @@ def test_ports_are_had_or_named():
     assert first.port <= second.port <= last
     for store in (first, second):
         store.close()
-    with pytest.raises(OSError, match=r"192\.0\.2\.1 any free port"):
+    with pytest.raises(OSError, match=r"192\.0\.2\.1, any free port"):
         _core.WorkerStore("192.0.2.1")
 
 

@@ -9,11 +9,12 @@ use elasticrs_store::coordination::events::Event;
 use elasticrs_store::coordination::leases::Leases;
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, Server, ServerError};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
-use pyo3::exceptions::{PyOSError, PyValueError};
+use elasticrs_store::notices::List;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use crate::error::{SupervisorError, os_error};
+use crate::error::{SupervisorError, listen_error, os_error};
 use crate::event::object;
 use crate::lease;
 use crate::spec::duration;
@@ -24,6 +25,7 @@ use crate::supervisor::Supervisor;
 pub struct CoordinationServer {
     inner: Server,
     home: Home,
+    notices: Arc<List>,
 }
 
 #[pymethods]
@@ -50,8 +52,10 @@ impl CoordinationServer {
         }
         let home = Home::new(supervisor)?;
         let config = Config { run_id, token: checked_token(token)?, max_connections, max_bytes };
-        let inner = py.detach(|| Server::start(&home, &addresses, config)).map_err(|error| server_error(&error))?;
-        Ok(Self { inner, home })
+        let notices = Arc::<List>::default();
+        let tell = home.teller(&notices);
+        let inner = py.detach(|| Server::start(&home, &addresses, config, tell));
+        Ok(Self { inner: inner.map_err(|error| server_error(&error))?, home, notices })
     }
 
     #[getter]
@@ -60,8 +64,9 @@ impl CoordinationServer {
     }
 
     #[getter]
-    fn fd(&self) -> i32 {
-        self.inner.notices().fd().as_raw_fd()
+    fn fd(&self) -> PyResult<i32> {
+        let fd = self.notices.fd().map_err(|error| os_error(&error, "make a descriptor for notices"))?;
+        Ok(fd.as_raw_fd())
     }
 
     fn sessions(&self) -> usize {
@@ -69,7 +74,7 @@ impl CoordinationServer {
     }
 
     fn take_notices(&self) -> Vec<String> {
-        self.inner.notices().take()
+        self.notices.take()
     }
 
     fn stop_listening(&self, py: Python<'_>) -> PyResult<()> {
@@ -84,12 +89,7 @@ impl CoordinationServer {
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.check_owner()?;
-        py.detach(|| {
-            self.inner.close();
-            self.home.leave();
-        });
-        Ok(())
+        self.home.close(py, || self.inner.close())
     }
 }
 
@@ -206,22 +206,13 @@ impl CoordinationClient {
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.check_owner()?;
-        py.detach(|| {
-            self.inner.close();
-            self.home.leave();
-        });
-        Ok(())
+        self.home.close(py, || self.inner.close())
     }
 }
 
 fn server_error(error: &ServerError) -> PyErr {
     match error {
-        // A resolver's error has no number.
-        ServerError::Listen(listen) if listen.source.raw_os_error().is_none() => {
-            PyOSError::new_err(format!("{listen}: {}", listen.source))
-        }
-        ServerError::Listen(listen) => os_error(&listen.source, &listen.to_string()),
+        ServerError::Listen(error) => listen_error(error),
         ServerError::Resources(source) => os_error(source, "start the store"),
         ServerError::Ended => SupervisorError::new_err("the supervisor has ended"),
     }

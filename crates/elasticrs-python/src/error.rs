@@ -3,6 +3,7 @@
 use std::error::Error as _;
 
 use elasticrs_core::supervisor::SupervisorError as CoreError;
+use elasticrs_store::listen::ListenError;
 use pyo3::exceptions::{PyException, PyOSError, PyProcessLookupError};
 use pyo3::prelude::*;
 
@@ -36,6 +37,14 @@ pub fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
     match error.raw_os_error() {
         Some(errno) => PyOSError::new_err((errno, format!("{doing}: {}", nix::errno::Errno::from_raw(errno).desc()))),
         None => SupervisorError::new_err(format!("{doing}: {error}")),
+    }
+}
+
+/// Where nobody can listen. A resolver's error has no number.
+pub fn listen_error(error: &ListenError) -> PyErr {
+    match error.source.raw_os_error() {
+        Some(_) => os_error(&error.source, &error.to_string()),
+        None => PyOSError::new_err(format!("{error}: {}", error.source)),
     }
 }
 

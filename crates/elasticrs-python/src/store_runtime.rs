@@ -1,7 +1,12 @@
-//! The thread on which stores and their clients run.
+//! The thread on which stores and their clients run, and how they tell the user something.
+//!
+//! 1. With a supervisor both are the supervisor's: its thread, and its events ([`Degraded`](crate::event::Degraded)).
+//! 2. Without one all share a thread that ends with the last of them, and what they tell is kept until somebody asks.
+//! 3. A forked child has neither: nothing of its parent's is waited for.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use elasticrs_store::notices::{List, Tell};
 use elasticrs_store::runtime::{Runtime, Spawn, Task};
 use pyo3::prelude::*;
 
@@ -45,19 +50,41 @@ impl Home {
             Self::Own { .. } | Self::Agent(_) => Ok(()),
         }
     }
-}
 
-impl Home {
+    /// What tells the user something: the supervisor, or a list that is asked.
+    pub fn teller(&self, list: &Arc<List>) -> Tell {
+        match self {
+            Self::Agent(supervisor) => Box::new(supervisor.get().inner.teller()),
+            Self::Own { .. } => {
+                let list = Arc::clone(list);
+                Box::new(move |line| list.add(line))
+            }
+        }
+    }
+
+    /// Ends what runs here, and gives the thread back. Raises in a forked child.
+    pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
+        self.check_owner()?;
+        py.detach(|| {
+            end();
+            self.leave();
+        });
+        Ok(())
+    }
+
     /// Gives the shared thread back; the last one who does waits for its end.
     pub fn leave(&self) {
-        if let Self::Own { runtime, .. } = self {
+        if let Self::Own { runtime, owner } = self {
             let left = lock(runtime).take();
-            drop(left);
+            if *owner != std::process::id() {
+                // Waiting for a thread that this process does not have would never end.
+                std::mem::forget(left);
+            }
         }
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -72,11 +99,6 @@ impl Spawn for Home {
 
 impl Drop for Home {
     fn drop(&mut self) {
-        if let Self::Own { runtime, owner } = self
-            && *owner != std::process::id()
-        {
-            // Waiting for a thread that this process does not have would never end.
-            std::mem::forget(lock(runtime).take());
-        }
+        self.leave();
     }
 }

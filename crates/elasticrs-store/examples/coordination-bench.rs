@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     let (store, users) = (Runtime::new()?, Runtime::new()?);
     let config = Config { run_id: None, token: None, max_connections: 100_000, max_bytes: MAX_BYTES };
-    let server = Server::start(&store, &[("127.0.0.1".into(), 0)], config)?;
+    let server = Server::start(&store, &[("127.0.0.1".into(), 0)], config, Box::new(drop))?;
     let port = server.addresses()[0].port();
     let mut out = io::stdout().lock();
 

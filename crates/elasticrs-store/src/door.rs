@@ -2,6 +2,8 @@
 //!
 //! A store lives in an agent that has workers to watch and to start again. What strangers, or a very large job, may take of
 //! the descriptors ends before the agent's own share; connections beyond it wait in the kernel's queue.
+//!
+//! - **DOOR-1** an error of `accept` ends nothing: it is told now and then, and tried again.
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,7 +11,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
+
+use crate::notices::Notices;
 
 /// When no descriptor is left, the next look is so much later.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -19,29 +23,29 @@ const SILENCE: Duration = Duration::from_secs(10);
 /// A listener that leaves the rest of the process its share of descriptors.
 #[derive(Debug)]
 pub(crate) struct Door {
-    listener: TcpListener,
+    listener: tokio::net::TcpListener,
     /// Accepted beyond our share: it waits here, and those after it in the kernel's queue.
     held: Option<(TcpStream, SocketAddr)>,
     told: Option<Instant>,
 }
 
 impl Door {
-    pub(crate) fn new(listener: TcpListener) -> Self {
-        Self { listener, held: None, told: None }
+    /// On the thread that runs the store.
+    pub(crate) fn new(listener: std::net::TcpListener) -> io::Result<Self> {
+        Ok(Self { listener: tokio::net::TcpListener::from_std(listener)?, held: None, told: None })
     }
 
-    /// The next connection. Nothing is lost when this future is dropped.
-    ///
-    /// `tell` hears now and then that connections have to wait.
-    pub(crate) async fn accept(&mut self, tell: impl Fn(io::Error)) -> (TcpStream, SocketAddr) {
+    /// The next connection, and its peer as users write it: IPv4 is no part of IPv6. Nothing is lost when this future is
+    /// dropped. `notices` hears now and then that connections to `store` have to wait.
+    pub(crate) async fn accept(&mut self, notices: &Notices, store: &str) -> (TcpStream, SocketAddr) {
         loop {
             match self.next().await {
-                Ok(accepted) => return accepted,
+                Ok((stream, peer)) => return (stream, SocketAddr::new(peer.ip().to_canonical(), peer.port())),
                 Err(error) if is_of_one_connection(&error) => {}
                 Err(error) => {
                     if self.told.is_none_or(|told| told.elapsed() >= SILENCE) {
                         self.told = Some(Instant::now());
-                        tell(error);
+                        notices.say(format!("{store} cannot accept connections: {error}"));
                     }
                     tokio::time::sleep(PAUSE).await;
                 }

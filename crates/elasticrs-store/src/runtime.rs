@@ -2,7 +2,9 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::LocalSet;
@@ -14,6 +16,27 @@ pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 pub trait Spawn {
     /// Hands a task over; `false` when the thread has ended, and the task will never run.
     fn spawn(&self, task: Task) -> bool;
+}
+
+/// How often somebody who waits for an answer looks whether there is still anybody to give one.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Asks a task for something and waits for it; `None`: the task has ended.
+///
+/// That a question is dropped with its inbox is not enough: one that is sent in the moment in which the task ends can stay
+/// behind in the channel for as long as its sender lives.
+pub(crate) fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>) -> Q) -> Option<A> {
+    let (reply, answer) = sync_channel(1);
+    inbox.send(question(reply)).ok()?;
+    loop {
+        match answer.recv_timeout(LOOK) {
+            Ok(answer) => return Some(answer),
+            Err(RecvTimeoutError::Disconnected) => return None,
+            // The task answers before it drops its inbox.
+            Err(RecvTimeoutError::Timeout) if inbox.is_closed() => return answer.try_recv().ok(),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
 }
 
 /// A thread of our own, for programs without an agent: a server that stands alone, a user's store object.
@@ -64,6 +87,33 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use super::*;
+
+    #[test]
+    fn a_question_is_answered_until_the_task_has_ended() {
+        let (inbox, mut questions) = unbounded_channel::<SyncSender<u8>>();
+        let task = std::thread::spawn(move || {
+            questions.blocking_recv().unwrap().send(7).unwrap();
+            // Dropped without an answer.
+            drop(questions.blocking_recv());
+        });
+        assert_eq!(ask(&inbox, |reply| reply), Some(7));
+        assert_eq!(ask(&inbox, |reply| reply), None);
+        task.join().unwrap();
+        assert_eq!(ask(&inbox, |reply| reply), None);
+    }
+
+    #[test]
+    fn a_question_that_stays_behind_is_given_up() {
+        let (inbox, questions) = unbounded_channel::<()>();
+        let mut kept = None;
+        let answer = ask::<_, u8>(&inbox, |reply| {
+            // As if it was sent in the moment in which the inbox went: nobody drops it.
+            kept = Some(reply);
+            std::thread::spawn(move || drop(questions));
+        });
+        assert_eq!(answer, None);
+        drop(kept);
+    }
 
     #[test]
     fn tasks_run_on_its_thread_and_are_dropped_with_it() {

@@ -41,7 +41,7 @@ impl Guard for Recorder {
 
 fn serve(runtime: &Runtime) -> Server {
     let config = Config { run_id: None, token: None, max_connections: 100, max_bytes: MAX_BYTES };
-    Server::start(runtime, &[("127.0.0.1".into(), 0)], config).unwrap()
+    Server::start(runtime, &[("127.0.0.1".into(), 0)], config, Box::new(drop)).unwrap()
 }
 
 fn connect(runtime: &Runtime, server: &Server, interval: Duration, guard: impl Guard + 'static) -> Client {

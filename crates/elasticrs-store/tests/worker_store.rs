@@ -6,9 +6,10 @@ use std::net::{Ipv4Addr, TcpStream};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use elasticrs_store::listen::Port;
 use elasticrs_store::runtime::Runtime;
 use elasticrs_store::worker::wire::{put_bytes, put_number};
-use elasticrs_store::worker::{Limits, Port, ServeError, WorkerStore};
+use elasticrs_store::worker::{Limits, ServeError, WorkerStore};
 
 const GREETING: [u8; 5] = [0, 0xCE, 0xF7, 0x85, 0x3C];
 /// Nothing here takes long; a test that waits so long hangs.
@@ -25,7 +26,7 @@ fn served(limits: Limits) -> Served {
     let store = WorkerStore::new(None, Port::Any, limits).unwrap();
     let runtime = Runtime::new().unwrap();
     let (tell, lines) = channel();
-    store.serve(&runtime, move |line| drop(tell.send(line))).unwrap();
+    store.serve(&runtime, Box::new(move |line| drop(tell.send(line)))).unwrap();
     Served { store, lines, _runtime: runtime }
 }
 
@@ -213,7 +214,7 @@ fn close_ends_the_listener_and_every_connection() {
     assert!(TcpStream::connect((Ipv4Addr::LOCALHOST, served.store.port())).is_err());
     assert!(served.store.waiting().is_empty());
     served.store.close();
-    assert!(matches!(served.store.serve(&Runtime::new().unwrap(), drop), Err(ServeError::Closed)));
+    assert!(matches!(served.store.serve(&Runtime::new().unwrap(), Box::new(drop)), Err(ServeError::Closed)));
     assert!(served.lines.try_recv().is_err());
 }
 
@@ -223,9 +224,9 @@ fn it_listens_before_it_is_served_and_is_served_once() {
     let mut early = TcpStream::connect((Ipv4Addr::LOCALHOST, store.port())).unwrap();
     early.write_all(&GREETING).unwrap();
     let runtime = Runtime::new().unwrap();
-    store.serve(&runtime, drop).unwrap();
+    store.serve(&runtime, Box::new(drop)).unwrap();
     assert_eq!(get(&mut early, b"none"), b"");
-    assert!(matches!(store.serve(&runtime, drop), Err(ServeError::Serving)));
+    assert!(matches!(store.serve(&runtime, Box::new(drop)), Err(ServeError::Serving)));
     // The thread ends first: the store has nothing left to close.
     drop(runtime);
     store.close();

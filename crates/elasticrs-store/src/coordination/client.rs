@@ -18,7 +18,7 @@ use super::protocol::Request;
 use super::session::{Ended, Session};
 use super::types::{LostKind, Txn, Watch};
 use super::wire::MAX_REQUEST;
-use crate::runtime::Spawn;
+use crate::runtime::{Spawn, ask};
 
 /// Where a client connects, as what, and how patient it is.
 #[derive(Debug, Clone)]
@@ -118,11 +118,8 @@ impl Client {
 
     /// Ends the session, also where a duplicate of its socket is held; no event follows. Blocks until that is done.
     pub fn close(&self) {
-        let (reply, done) = sync_channel(1);
-        if self.commands.send(Command::Close(reply)).is_ok() {
-            // An error: it has ended meanwhile.
-            let _ = done.recv();
-        }
+        // One that has ended has nothing left to close.
+        ask(&self.commands, Command::Close);
         self.events.finish();
     }
 }

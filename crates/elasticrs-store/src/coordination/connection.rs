@@ -235,10 +235,10 @@ impl Connection {
             End::Gone => {}
             End::Foreign => {
                 let what = describe(self.frames.unread());
-                return self.hub.notices.add(format!("closed a connection from {}: {what}", self.peer));
+                return self.hub.notices.say(format!("closed a connection from {}: {what}", self.peer));
             }
             End::Refused((kind, message)) => {
-                self.hub.notices.add(format!("refused {}: {message}", self.peer));
+                self.hub.notices.say(format!("refused {}: {message}", self.peer));
                 self.outbox.refuse(kind, message);
             }
         }

@@ -15,13 +15,13 @@ use tokio::task::{JoinSet, yield_now};
 
 use super::clock::{boot_ns, wall_ns};
 use super::leases::Leases;
-use super::notices::Notices;
 use super::outbox::Outbox;
 use super::protocol::{Answer, Pace, Request, encode_changes};
 use super::server::Config;
 use super::state::{Revision, SessionId, State};
 use super::types::{LostKind, OpResult, Txn, Watch};
 use super::watches::{Watches, covered};
+use crate::notices::Notices;
 
 /// The most watches of one client.
 const MAX_WATCHES: usize = 1024;
@@ -41,7 +41,7 @@ struct Shared {
 #[derive(Debug)]
 pub(super) struct Hub {
     pub(super) config: Config,
-    pub(super) notices: Arc<Notices>,
+    pub(super) notices: Notices,
     pub(super) sessions: Arc<AtomicUsize>,
     pub(super) tasks: RefCell<JoinSet<()>>,
     /// Where bytes are read to, whosever they are.
@@ -55,7 +55,7 @@ pub(super) struct Hub {
 pub(super) type Refusal = (LostKind, String);
 
 impl Hub {
-    pub(super) fn new(config: Config, notices: Arc<Notices>, sessions: Arc<AtomicUsize>) -> Self {
+    pub(super) fn new(config: Config, notices: Notices, sessions: Arc<AtomicUsize>) -> Self {
         let shared = Shared {
             state: State::new(config.max_bytes),
             watches: Watches::default(),

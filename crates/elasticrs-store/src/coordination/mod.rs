@@ -3,6 +3,11 @@
 //! Keys with revisions, transactions, watches that push, and sessions: a session is a connection, and what it leased
 //! ends with it. [`state`], [`watches`] and [`leases`] decide, as plain functions; [`server`] and [`client`] carry out.
 //! The bytes between them are in [`protocol`] and [`wire`].
+//!
+//! A server's hub owns keys, watches and leases; a connection's task owns its socket, and shares with the hub only what it has
+//! not sent yet. A client's task owns its socket and its deadline; its user owns the list of events. The invariants stand where
+//! they are kept: `STATE`, `WATCH`, `LEASE` and `HUB` for the server, `CLIENT` and `CLOCK` for the client, `WIRE` and `PROTO` for
+//! the bytes.
 
 pub mod auth;
 pub mod client;
@@ -13,8 +18,6 @@ pub mod events;
 pub mod guard;
 mod hub;
 pub mod leases;
-pub mod listen;
-pub mod notices;
 mod outbox;
 mod probe;
 pub mod protocol;

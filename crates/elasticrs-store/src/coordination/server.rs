@@ -15,12 +15,12 @@ use tokio::task::JoinSet;
 
 use super::connection;
 use super::hub::Hub;
-use super::listen::{ListenError, listen_on};
-use super::notices::Notices;
 use super::outbox::Outbox;
 use super::types::LostKind;
 use crate::door::Door;
-use crate::runtime::Spawn;
+use crate::listen::{ListenError, listen_at_all};
+use crate::notices::{Notices, Tell};
+use crate::runtime::{Spawn, ask};
 
 /// How a server works.
 #[derive(Debug, Clone)]
@@ -64,28 +64,39 @@ pub enum ServerError {
 #[derive(Debug)]
 pub struct Server {
     commands: UnboundedSender<Command>,
-    notices: Arc<Notices>,
     sessions: Arc<AtomicUsize>,
     addresses: Vec<SocketAddr>,
+    /// The same for [`listen_at_all`].
+    named: Vec<(String, u16)>,
 }
 
 impl Server {
-    /// Binds, listens and serves.
+    /// Binds, listens and serves. `tell` gets a line for the user when a client is refused or a stranger came.
     ///
     /// # Errors
     /// [`ServerError`].
-    pub fn start(runtime: &dyn Spawn, addresses: &[(String, u16)], config: Config) -> Result<Self, ServerError> {
-        let listeners = listen_on(addresses)?;
+    pub fn start(
+        runtime: &dyn Spawn,
+        named: &[(String, u16)],
+        config: Config,
+        tell: Tell,
+    ) -> Result<Self, ServerError> {
+        let listeners = listen_at_all(named)?;
         let addresses = listeners.iter().map(TcpListener::local_addr).collect::<io::Result<Vec<_>>>()?;
-        let notices = Arc::new(Notices::new()?);
+        let named = named.iter().zip(&addresses).map(|((host, _), at)| {
+            // The address instead of a name, which may stand for another one by then.
+            let host = if host.is_empty() { String::new() } else { at.ip().to_string() };
+            (host, at.port())
+        });
+        let named = named.collect();
         let sessions = Arc::new(AtomicUsize::new(0));
         let (commands, inbox) = unbounded_channel();
-        let (hub_notices, hub_sessions) = (Arc::clone(&notices), Arc::clone(&sessions));
+        let counted = Arc::clone(&sessions);
         let is_running = runtime.spawn(Box::new(move || {
-            let hub = Rc::new(Hub::new(config, hub_notices, hub_sessions));
+            let hub = Rc::new(Hub::new(config, Notices::new(tell), counted));
             Box::pin(run(hub, listeners, inbox))
         }));
-        if is_running { Ok(Self { commands, notices, sessions, addresses }) } else { Err(ServerError::Ended) }
+        if is_running { Ok(Self { commands, sessions, addresses, named }) } else { Err(ServerError::Ended) }
     }
 
     /// Where it listens, or has listened.
@@ -98,14 +109,10 @@ impl Server {
         self.sessions.load(Ordering::Relaxed)
     }
 
-    /// What there is to tell the user.
-    pub fn notices(&self) -> &Notices {
-        &self.notices
-    }
-
     /// Closes the listening sockets; connections go on. Blocks until they are closed.
     pub fn stop_listening(&self) {
-        self.ask(Command::StopListening);
+        // A server that has ended has nothing open.
+        ask(&self.commands, Command::StopListening);
     }
 
     /// Listens again, at the same addresses.
@@ -113,35 +120,24 @@ impl Server {
     /// # Errors
     /// [`ServerError`].
     pub fn listen_again(&self) -> Result<(), ServerError> {
-        let addresses: Vec<_> = self.addresses.iter().map(|at| (at.ip().to_string(), at.port())).collect();
-        let both = |at: &SocketAddr| at.ip().is_unspecified() && at.is_ipv6();
-        let named = self.addresses.iter().zip(addresses);
-        let named: Vec<_> =
-            named.map(|(at, (host, port))| if both(at) { (String::new(), port) } else { (host, port) }).collect();
         // Listening twice at one port is an error of the kernel's; what was open is closed first.
         self.stop_listening();
-        let listeners = listen_on(&named)?;
-        self.ask(|reply| Command::Listen(listeners, reply)).unwrap_or(Err(io::ErrorKind::NotConnected.into()))?;
+        let listeners = listen_at_all(&self.named)?;
+        ask(&self.commands, |reply| Command::Listen(listeners, reply))
+            .unwrap_or(Err(io::ErrorKind::NotConnected.into()))?;
         Ok(())
     }
 
     /// Closes everything; blocks until it is closed. Idempotent.
     pub fn close(&self) {
-        self.ask(Command::Close);
-    }
-
-    fn ask<T>(&self, command: impl FnOnce(SyncSender<T>) -> Command) -> Option<T> {
-        let (reply, answer) = sync_channel(1);
-        // A server that has ended has nothing open.
-        self.commands.send(command(reply)).ok()?;
-        answer.recv().ok()
+        ask(&self.commands, Command::Close);
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
         let (reply, _) = sync_channel(1);
-        // As above.
+        // As in `close`, without waiting.
         let _ = self.commands.send(Command::Close(reply));
     }
 }
@@ -152,7 +148,7 @@ async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: UnboundedRece
     keepers.spawn_local(Rc::clone(&hub).expire());
     let mut accepting = JoinSet::new();
     if let Err(error) = listen(&hub, &mut accepting, listeners) {
-        hub.notices.add(format!("the store cannot listen: {error}"));
+        hub.notices.say(format!("the store cannot listen: {error}"));
     }
     let closed = loop {
         match inbox.recv().await {
@@ -180,30 +176,32 @@ async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: UnboundedRece
 
 fn listen(hub: &Rc<Hub>, accepting: &mut JoinSet<()>, listeners: Vec<TcpListener>) -> io::Result<()> {
     for listener in listeners {
-        let listener = tokio::net::TcpListener::from_std(listener)?;
-        accepting.spawn_local(accept(Rc::clone(hub), Door::new(listener)));
+        accepting.spawn_local(accept(Rc::clone(hub), Door::new(listener)?));
     }
     Ok(())
 }
 
 async fn accept(hub: Rc<Hub>, mut door: Door) {
-    let tell = |error| hub.notices.add(format!("the store cannot accept connections: {error}"));
     loop {
-        let (stream, peer) = door.accept(tell).await;
+        let (stream, peer) = door.accept(&hub.notices, "the store").await;
         admit(&hub, stream, peer);
     }
 }
 
 fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
     let mut tasks = hub.tasks.borrow_mut();
-    while tasks.try_join_next().is_some() {}
+    while let Some(ended) = tasks.try_join_next() {
+        if let Err(error) = ended {
+            hub.notices.say(format!("the store has lost a connection: {error}"));
+        }
+    }
     let limit = hub.config.max_connections;
     if tasks.len() < limit {
         tasks.spawn_local(connection::serve(Rc::clone(hub), stream, peer));
         return;
     }
     let said = format!("the store has its {limit} connections");
-    hub.notices.add(format!("refused {peer}: {said}"));
+    hub.notices.say(format!("refused {peer}: {said}"));
     let outbox = Outbox::default();
     outbox.refuse(LostKind::Limit, said);
     // A socket that is new takes so little at once; one that does not is closed without a word.

@@ -3,23 +3,15 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::SyncSender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
-use super::listen::listen;
 use super::server::{self, Limits};
-use crate::runtime::Spawn;
-
-/// Which port to listen on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Port {
-    /// One that is free.
-    Any,
-    /// The first free one from the first to the last, both included.
-    Range(u16, u16),
-}
+use crate::listen::{ListenError, Port, listen};
+use crate::notices::{Notices, Tell};
+use crate::runtime::{Spawn, ask};
 
 /// Why a store does not answer.
 #[derive(Debug, thiserror::Error)]
@@ -38,16 +30,12 @@ pub enum ServeError {
 /// What the thread of the store is asked.
 pub(super) enum Question {
     Waiting(SyncSender<BTreeMap<String, Vec<String>>>),
-    Close,
+    Close(SyncSender<()>),
 }
 
 enum State {
     Listening(TcpListener),
-    Serving {
-        questions: UnboundedSender<Question>,
-        /// Its other end goes with the server.
-        ended: Receiver<()>,
-    },
+    Serving(UnboundedSender<Question>),
     Closed,
 }
 
@@ -68,9 +56,10 @@ impl WorkerStore {
     ///
     /// # Errors
     /// Address or port cannot be had; no descriptor is left.
-    pub fn new(host: Option<&str>, port: Port, limits: Limits) -> io::Result<Self> {
+    pub fn new(host: Option<&str>, port: Port, limits: Limits) -> Result<Self, ListenError> {
         let listener = listen(host, port)?;
-        let port = listener.local_addr()?.port();
+        let failed = |source: io::Error| ListenError { host: host.map(str::to_owned), port, source };
+        let port = listener.local_addr().map_err(failed)?.port();
         Ok(Self { port, limits, state: Mutex::new(State::Listening(listener)), owner: std::process::id() })
     }
 
@@ -83,41 +72,34 @@ impl WorkerStore {
     ///
     /// # Errors
     /// It is served already, or closed; the thread has ended.
-    pub fn serve(&self, on: &dyn Spawn, tell: impl Fn(String) + Send + 'static) -> Result<(), ServeError> {
+    pub fn serve(&self, on: &dyn Spawn, tell: Tell) -> Result<(), ServeError> {
         let mut state = self.state();
         let listener = match std::mem::replace(&mut *state, State::Closed) {
             State::Listening(listener) => listener,
             State::Closed => return Err(ServeError::Closed),
-            serving @ State::Serving { .. } => {
+            serving @ State::Serving(_) => {
                 *state = serving;
                 return Err(ServeError::Serving);
             }
         };
         let (questions, inbox) = unbounded_channel();
-        let (alive, ended): (Sender<()>, _) = channel();
         let limits = self.limits.clone();
-        let task = Box::new(move || -> std::pin::Pin<Box<dyn Future<Output = ()>>> {
-            Box::pin(server::run(listener, limits, Box::new(tell), inbox, alive))
-        });
-        if !on.spawn(task) {
+        if !on.spawn(Box::new(move || Box::pin(server::run(listener, limits, Notices::new(tell), inbox)))) {
             return Err(ServeError::Ended);
         }
-        *state = State::Serving { questions, ended };
+        *state = State::Serving(questions);
         Ok(())
     }
 
     /// Who waits for which keys: by address and pid of the client, in words; not all when there are many. Empty when nobody
     /// is served.
     pub fn waiting(&self) -> BTreeMap<String, Vec<String>> {
-        let (reply, answer) = sync_channel(1);
-        match &*self.state() {
-            State::Serving { questions, .. } if self.is_ours() => {
-                // A server that has ended drops the question, and nobody waits for anything then.
-                let _ = questions.send(Question::Waiting(reply));
-            }
-            _ => drop(reply),
-        }
-        answer.recv().unwrap_or_default()
+        let questions = match &*self.state() {
+            State::Serving(questions) if self.is_ours() => questions.clone(),
+            _ => return BTreeMap::new(),
+        };
+        // Where a server has ended, nobody waits for anything.
+        ask(&questions, Question::Waiting).unwrap_or_default()
     }
 
     /// Ends the listener and every connection; when it returns, they are gone. Idempotent.
@@ -126,10 +108,9 @@ impl WorkerStore {
             return;
         }
         let state = std::mem::replace(&mut *self.state(), State::Closed);
-        if let State::Serving { questions, ended } = state {
+        if let State::Serving(questions) = state {
             // A server that has ended, with its thread, has closed everything by itself.
-            let _ = questions.send(Question::Close);
-            let _ = ended.recv();
+            ask(&questions, Question::Close);
         }
     }
 

@@ -1,7 +1,7 @@
 //! The store of the workers: a server for the clients of torch's `TCPStore` (2.4 and later).
 //!
 //! [`WorkerStore`] is the handle: it binds and listens when it is made, and answers once it is given a thread. [`wire`]
-//! cuts bytes into requests, [`map`] says what a request does, [`server`] moves bytes between sockets and these two.
+//! cuts bytes into requests, [`map`] says what a request does, `server` moves bytes between sockets and these two.
 //!
 //! Invariants, cited by the tests:
 //!
@@ -13,11 +13,9 @@
 
 mod connection;
 mod handle;
-mod listen;
 pub mod map;
-mod notices;
 mod server;
 pub mod wire;
 
-pub use handle::{Port, ServeError, WorkerStore};
+pub use handle::{ServeError, WorkerStore};
 pub use server::{Closed, Limits};

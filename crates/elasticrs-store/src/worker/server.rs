@@ -10,20 +10,20 @@ use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::SyncSender;
 use std::task::Waker;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinSet};
 
 use super::connection::{CHUNK, Connection};
 use super::handle::Question;
 use super::map::{Id, Map, Refused};
-use super::notices::Notices;
 use super::wire::WireError;
 use crate::door::Door;
+use crate::notices::Notices;
 
 /// How much of who waits for what is told.
 const TOLD_WAITERS: usize = 256;
@@ -76,7 +76,7 @@ pub(super) struct Hub {
     /// Connections read into this one, so that those that are idle need no buffer.
     pub(super) scratch: Vec<u8>,
     pub(super) limits: Limits,
-    notices: Notices,
+    notices: Rc<Notices>,
 }
 
 /// What the tasks of other connections may touch.
@@ -91,16 +91,12 @@ pub(super) struct Peer {
 
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", SocketAddr::new(self.address.ip().to_canonical(), self.address.port()))?;
+        write!(f, "{}", self.address)?;
         self.pid.get().map_or(Ok(()), |pid| write!(f, " (pid {pid})"))
     }
 }
 
 impl Hub {
-    fn say(&mut self, line: String) {
-        self.notices.say(line, Instant::now());
-    }
-
     fn waiting(&self) -> BTreeMap<String, Vec<String>> {
         let waiters = self.map.waiters(TOLD_KEYS);
         let more = waiters.len().saturating_sub(TOLD_WAITERS);
@@ -120,48 +116,56 @@ fn clip(key: &[u8]) -> String {
     String::from_utf8_lossy(&key[..key.len().min(200)]).into_owned()
 }
 
-/// The task of a store: ends when it is told to, or when the handle is gone; `alive` goes last.
+/// The task of a store: ends when it is told to, or when the handle is gone.
 pub(super) async fn run(
     listener: std::net::TcpListener,
     limits: Limits,
-    tell: Box<dyn Fn(String)>,
+    notices: Notices,
     mut questions: UnboundedReceiver<Question>,
-    alive: Sender<()>,
 ) {
+    let notices = Rc::new(notices);
     let hub = Rc::new(RefCell::new(Hub {
         map: Map::new(limits.bytes),
         peers: HashMap::new(),
         scratch: vec![0; CHUNK],
         limits,
-        notices: Notices::new(tell),
+        notices: Rc::clone(&notices),
     }));
     let mut connections = JoinSet::new();
-    match TcpListener::from_std(listener) {
-        Ok(listener) => serve(Door::new(listener), &hub, &mut connections, &mut questions).await,
-        Err(error) => hub.borrow_mut().say(format!("the workers' store cannot be served: {error}")),
-    }
+    let closed = match Door::new(listener) {
+        Ok(mut door) => serve(&mut door, &hub, &mut connections, &mut questions).await,
+        Err(error) => {
+            notices.say(format!("the workers' store cannot be served: {error}"));
+            None
+        }
+    };
     connections.shutdown().await;
-    drop(alive);
+    if let Some(reply) = closed {
+        // Whoever asked may have given up since.
+        let _ = reply.send(());
+    }
 }
 
+/// Ends with whom to tell that everything is closed.
 async fn serve(
-    mut door: Door,
+    door: &mut Door,
     hub: &Rc<RefCell<Hub>>,
     connections: &mut JoinSet<()>,
     questions: &mut UnboundedReceiver<Question>,
-) {
+) -> Option<SyncSender<()>> {
+    let notices = Rc::clone(&hub.borrow().notices);
     let mut ids = 0..;
-    let tell = |error| hub.borrow_mut().say(format!("the workers' store cannot accept a connection: {error}"));
     loop {
         tokio::select! {
             biased;
             question = questions.recv() => match question {
                 // Whoever has asked may have given up since.
                 Some(Question::Waiting(reply)) => { let _ = reply.send(hub.borrow().waiting()); }
-                Some(Question::Close) | None => return,
+                Some(Question::Close(reply)) => return Some(reply),
+                None => return None,
             },
-            Some(ended) = connections.join_next() => tell_panic(hub, ended),
-            (stream, address) = door.accept(&tell) => {
+            Some(ended) = connections.join_next() => tell_panic(&notices, ended),
+            (stream, address) = door.accept(&notices, "the workers' store") => {
                 admit(hub, connections, ids.next().expect("endless"), stream, address);
             }
         }
@@ -176,13 +180,14 @@ fn admit(hub: &Rc<RefCell<Hub>>, connections: &mut JoinSet<()>, id: Id, stream: 
         let mut connection = Connection::new(id, stream, Rc::clone(&peer), Rc::clone(&hub));
         // Said before the socket is closed: who sees it closed can know why.
         if let Err(reason) = connection.serve().await {
-            hub.borrow_mut().say(format!("the workers' store has closed the connection from {peer}: {reason}"));
+            let notices = Rc::clone(&hub.borrow().notices);
+            notices.say(format!("the workers' store has closed the connection from {peer}: {reason}"));
         }
     });
 }
 
-fn tell_panic(hub: &Rc<RefCell<Hub>>, ended: Result<(), JoinError>) {
+fn tell_panic(notices: &Notices, ended: Result<(), JoinError>) {
     if let Err(error) = ended {
-        hub.borrow_mut().say(format!("the workers' store has lost a connection: {error}"));
+        notices.say(format!("the workers' store has lost a connection: {error}"));
     }
 }

@@ -1,0 +1,212 @@
+//! Sockets that wait for clients, for both stores.
+//!
+//! Whoever asks for a listener owns it. Connections that come before anybody accepts wait in the kernel's queue.
+//!
+//! - **LISTEN-1** without a host it is every address, IPv6 and IPv4 where the kernel has both;
+//! - **LISTEN-2** of a range the first free port is taken; an error names the address and the port.
+
+use std::fmt;
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::os::fd::AsRawFd;
+
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, SockaddrStorage, bind, listen as begin_to_listen, setsockopt, socket,
+    sockopt,
+};
+
+/// Which port to listen on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Port {
+    /// One that is free.
+    Any,
+    /// The first free one from the first to the last, both included.
+    Range(u16, u16),
+}
+
+impl From<u16> for Port {
+    /// This one; 0 stands for any, as it does for the kernel.
+    fn from(port: u16) -> Self {
+        if port == 0 { Self::Any } else { Self::Range(port, port) }
+    }
+}
+
+/// Why an address cannot be listened on.
+#[derive(Debug)]
+pub struct ListenError {
+    /// As it was given; `None`: every address.
+    pub host: Option<String>,
+    /// As it was given.
+    pub port: Port,
+    /// What the kernel or the resolver says.
+    pub source: io::Error,
+}
+
+impl fmt::Display for ListenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = self.host.as_deref().unwrap_or("all addresses");
+        match (self.port, &self.host) {
+            (Port::Any, _) => write!(f, "listen on {place}, any free port"),
+            (Port::Range(first, last), Some(host)) if first == last && host.contains(':') => {
+                write!(f, "listen on [{host}]:{first}")
+            }
+            (Port::Range(first, last), Some(host)) if first == last => write!(f, "listen on {host}:{first}"),
+            (Port::Range(first, last), None) if first == last => write!(f, "listen on {place}, port {first}"),
+            (Port::Range(first, last), _) => write!(f, "listen on {place}, ports {first} to {last}"),
+        }
+    }
+}
+
+impl std::error::Error for ListenError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.source)
+    }
+}
+
+/// Binds and listens; `None` stands for every address.
+///
+/// # Errors
+/// Address or port cannot be had; no descriptor is left.
+pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError> {
+    let failed = |source| ListenError { host: host.map(str::to_owned), port, source };
+    let (first, last) = match port {
+        Port::Any => (0, 0),
+        Port::Range(first, last) => (first, last),
+    };
+    let mut error = io::Error::new(io::ErrorKind::InvalidInput, "an empty range of ports");
+    for port in first..=last {
+        match listen_at(host, port) {
+            Ok(listener) => return Ok(listener),
+            Err(refused) => error = refused,
+        }
+        if error.kind() != io::ErrorKind::AddrInUse && error.kind() != io::ErrorKind::PermissionDenied {
+            break;
+        }
+    }
+    Err(failed(error))
+}
+
+/// Listens at several addresses. An empty host stands for every address. With port 0, the first address chooses for those
+/// after it.
+///
+/// # Errors
+/// As [`listen`]; none is left bound.
+pub fn listen_at_all(addresses: &[(String, u16)]) -> Result<Vec<TcpListener>, ListenError> {
+    let mut listeners = Vec::new();
+    let mut chosen = 0;
+    for (host, port) in addresses {
+        let host = Some(host.as_str()).filter(|host| !host.is_empty());
+        let port = Port::from(if *port == 0 { chosen } else { *port });
+        let listener = listen(host, port)?;
+        let bound = listener.local_addr();
+        chosen = bound.map_err(|source| ListenError { host: host.map(str::to_owned), port, source })?.port();
+        listeners.push(listener);
+    }
+    Ok(listeners)
+}
+
+fn listen_at(host: Option<&str>, port: u16) -> io::Result<TcpListener> {
+    let Some(host) = host else {
+        return match open((Ipv6Addr::UNSPECIFIED, port).into(), false) {
+            Err(error) if is_no_address_of_ours(&error) => open((Ipv4Addr::UNSPECIFIED, port).into(), false),
+            result => result,
+        };
+    };
+    let mut failed = io::Error::new(io::ErrorKind::NotFound, "no address of that name");
+    for address in (host, port).to_socket_addrs()? {
+        match open(address, true) {
+            // `localhost` is `::1` first, also where the kernel has no IPv6. A port that is taken there, however, is
+            // taken: clients of that name would find whoever has it.
+            Err(error) if is_no_address_of_ours(&error) => failed = error,
+            result => return result,
+        }
+    }
+    Err(failed)
+}
+
+/// A kernel without IPv6, or with IPv6 switched off, is one of the reasons.
+fn is_no_address_of_ours(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(nix::libc::EAFNOSUPPORT | nix::libc::EADDRNOTAVAIL))
+}
+
+fn open(address: SocketAddr, is_v6_only: bool) -> io::Result<TcpListener> {
+    let family = if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
+    let fd = socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
+    // Connections of an earlier round that linger in TIME_WAIT do not keep the port.
+    setsockopt(&fd, sockopt::ReuseAddr, &true)?;
+    if address.is_ipv6() {
+        setsockopt(&fd, sockopt::Ipv6V6Only, &is_v6_only)?;
+    }
+    bind(fd.as_raw_fd(), &SockaddrStorage::from(address))?;
+    // Thousands may come in one instant, and one that is refused costs torch's client half a second. The kernel cuts this
+    // down to `net.core.somaxconn`.
+    begin_to_listen(&fd, Backlog::MAXALLOWABLE)?;
+    Ok(TcpListener::from(fd))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn port_of(listener: &TcpListener) -> u16 {
+        listener.local_addr().unwrap().port()
+    }
+
+    #[test]
+    fn without_a_host_it_listens_on_ipv6_and_ipv4() {
+        let listener = listen(None, Port::Any).unwrap();
+        let port = port_of(&listener);
+        std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+        if listener.local_addr().unwrap().is_ipv6() {
+            std::net::TcpStream::connect((Ipv6Addr::LOCALHOST, port)).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_taken_port_is_passed_over_within_the_range() {
+        let first = listen(None, Port::Any).unwrap();
+        let taken = port_of(&first);
+        let error = listen(None, taken.into()).unwrap_err();
+        assert_eq!(error.source.kind(), io::ErrorKind::AddrInUse);
+        let second = listen(None, Port::Range(taken, taken.saturating_add(50))).unwrap();
+        assert!(port_of(&second) > taken);
+    }
+
+    #[test]
+    fn a_host_is_listened_on_alone() {
+        let listener = listen(Some("127.0.0.1"), Port::Any).unwrap();
+        assert_eq!(listener.local_addr().unwrap().ip(), Ipv4Addr::LOCALHOST);
+        assert!(listen(Some("192.0.2.1"), Port::Any).is_err());
+    }
+
+    #[test]
+    fn a_name_is_listened_on_at_an_address_that_it_has_here() {
+        assert!(listen(Some("localhost"), Port::Any).unwrap().local_addr().unwrap().ip().is_loopback());
+    }
+
+    #[test]
+    fn the_port_of_the_first_address_is_that_of_the_others() {
+        let listeners = listen_at_all(&[("127.0.0.1".into(), 0), ("127.0.0.2".into(), 0)]).unwrap();
+        let ports: Vec<_> = listeners.iter().map(port_of).collect();
+        assert_eq!(ports[0], ports[1]);
+        assert_ne!(ports[0], 0);
+    }
+
+    #[test]
+    fn an_error_names_the_address_and_the_port() {
+        let taken = listen(Some("127.0.0.1"), Port::Any).unwrap();
+        let port = port_of(&taken);
+        let error = listen_at_all(&[("127.0.0.1".into(), port)]).unwrap_err();
+        assert_eq!((error.port, error.source.kind()), (port.into(), io::ErrorKind::AddrInUse));
+        assert_eq!(error.to_string(), format!("listen on 127.0.0.1:{port}"));
+
+        let said = |host: Option<&str>, port| {
+            let source = io::ErrorKind::AddrInUse.into();
+            ListenError { host: host.map(str::to_owned), port, source }.to_string()
+        };
+        assert_eq!(said(None, 5.into()), "listen on all addresses, port 5");
+        assert_eq!(said(Some("::1"), 5.into()), "listen on [::1]:5");
+        assert_eq!(said(Some("host"), Port::Range(5, 9)), "listen on host, ports 5 to 9");
+        assert_eq!(said(None, 0.into()), "listen on all addresses, any free port");
+    }
+}
