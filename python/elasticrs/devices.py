@@ -233,7 +233,10 @@ def _text(value: str | bytes) -> str:
 
 
 _PROGRAM = """
-import sys, torch
+import sys
+if sys.path[0] == "":  # a folder of that name in the working directory is not meant
+    del sys.path[0]
+import torch
 word = sys.argv[1]
 if word == "auto":
     is_there = torch.accelerator.is_available()

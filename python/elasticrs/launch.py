@@ -115,7 +115,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
 def _logs_of_specs(launch: Launch) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
     from elasticrs.multiprocessing.plugins import attempt_logs, make_logs_specs
 
-    return attempt_logs(make_logs_specs(launch.logs))
+    return attempt_logs(make_logs_specs(launch.logs, launch.job.nproc))
 
 
 def _script_workers(setup: WorkerSetup, launch: Launch) -> Workers:

@@ -203,6 +203,18 @@ def test_the_default_class_has_a_name(launch, worker_script, tmp_path):
     assert file.read_text() == "x\n"
 
 
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize("tee", ["--tee=0", "--tee=0:1"])
+def test_a_class_of_the_users_is_told_that_stderr_is_captured(launch, worker_script, tmp_path, tee):
+    arguments = ("--logs-specs=default", "--log-dir", tmp_path / "logs", "--capture-stderr", tee)
+    launched = launch(
+        "--nproc-per-node=2", *arguments, worker_script("import sys; print('x', file=sys.stderr)")
+    )
+    assert launched.wait() == 0
+    files = {path.relative_to(path.parents[1]) for path in (tmp_path / "logs").rglob("stderr.log")}
+    assert sorted(map(str, files)) == ["0/stderr.log", "1/stderr.log"]
+
+
 SHTAB = """
 SUPPORTED_SHELLS = ["bash", "zsh", "tcsh"]
 def complete(parser, shell):

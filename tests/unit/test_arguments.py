@@ -123,6 +123,8 @@ def test_a_path_is_run_whatever_else_is_asked_for(script):
     made = launch("--run-path", "--no-python", script, "a", PYTHON_EXEC="/no/python")
     assert made.runs_path
     assert made.command == [script, "a"]
+    assert made.notices == []
+    assert "--run-path uses spawn" in launch("--run-path", "--start-method=fork", script).notices[0]
     with pytest.raises(UsageError, match="does not exist"):
         launch("--run-path", "/no/script.py")
 

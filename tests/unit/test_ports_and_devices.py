@@ -112,6 +112,13 @@ def test_torch_is_asked_in_a_child_where_nothing_else_can_tell(ask):
     assert ask("auto").number == ask("cpu").number == devices.cpu_count()
 
 
+def test_the_working_directory_has_no_part_in_it(ask, tmp_path, monkeypatch):
+    (tmp_path / "here" / "torch").mkdir(parents=True)
+    (tmp_path / "here" / "torch" / "__init__.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path / "here")
+    assert ask("xpu").number == 2
+
+
 def test_what_is_not_there_is_said(ask):
     with pytest.raises(CountError, match=r"this machine shows no CUDA device \(torch sees none\)"):
         ask("gpu")

@@ -160,7 +160,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     )
     if args.virtual_local_rank:
         _check_devices(nproc, environ)
-    notices += _useless_filters(args)
+    notices += _useless(args)
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _names(args.signals_to_handle)}
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = "1"
@@ -308,7 +308,9 @@ def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
         raise UsageError(f"--virtual-local-rank: {error}") from None
 
 
-def _useless_filters(args: Namespace) -> Iterator[str]:
+def _useless(args: Namespace) -> Iterator[str]:
+    if args.run_path and args.start_method != "spawn":
+        yield f"--start-method {args.start_method} is not supported by this release: --run-path uses spawn"
     for name, stream in (("stdout", 1), ("stderr", 2)):
         tee = (
             args.tee if isinstance(args.tee, int) else max(args.tee.values(), key=lambda bits: bits & stream)

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.config import UsageError
-from elasticrs.logs import LogPaths
+from elasticrs.logs import STDERR, LogPaths
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, Std
 
 if TYPE_CHECKING:
@@ -25,11 +25,12 @@ GROUPS = ("elasticrs.logs_specs", "torchrun.logs_specs")
 _TORCHS = "torch.distributed.elastic.multiprocessing.api"
 
 
-def make_logs_specs(settings: LogSettings) -> LogsSpecs:
+def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
     """The user's object, made as torch makes it.
 
     Args:
         settings: the name, and what the constructor gets.
+        nproc: workers on this node.
 
     Raises:
         UsageError: no such name, or it cannot be loaded or made.
@@ -41,7 +42,7 @@ def make_logs_specs(settings: LogSettings) -> LogsSpecs:
         specs: LogsSpecs = chosen(
             log_dir=settings.log_dir,
             redirects=_streams(settings.redirects, std),
-            tee=_streams(settings.tee, std),
+            tee=_streams(_tee(settings, nproc), std),
             local_ranks_filter=None if ranks is None else set(ranks),
         )
     except Exception as error:
@@ -101,6 +102,15 @@ def _std_of(chosen: Any) -> Any:
     if torchs is not None and isinstance(chosen, type) and issubclass(chosen, torchs.LogsSpecs):
         return torchs.Std
     return Std
+
+
+def _tee(settings: LogSettings, nproc: int) -> int | Mapping[int, int]:
+    tee = settings.tee
+    if not settings.capture_stderr:
+        return tee
+    if isinstance(tee, int):
+        return tee | STDERR
+    return {local_rank: tee.get(local_rank, 0) | STDERR for local_rank in range(nproc)}
 
 
 def _streams(choice: int | Mapping[int, int], std: Any) -> Any:
