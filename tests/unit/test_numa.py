@@ -1,5 +1,8 @@
 """CPUs near a GPU, from a machine that exists as files only."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,3 +159,60 @@ def test_the_driver_names_its_devices(tmp_path):
     assert shown("2,GPU-aa,1") == ["GPU-bb33"]
     assert shown("GPU-cc") == []
     assert shown("1,MIG-xyz") == ["GPU-aa22", "GPU-aa11"]
+
+
+AGAINST_TORCH = """
+import builtins, os, random, sys
+import torch.numa.binding as theirs
+from elasticrs.numa import AffinityMode, cpus_by_local_rank
+
+root, nodes = sys.argv[1], list(map(int, sys.argv[2].split(",")))
+
+def there(path):
+    assert path.startswith("/sys/"), path
+    return root + path[len("/sys"):]
+
+class Os:
+    path = os.path
+    listdir = staticmethod(lambda path: os.listdir(there(path)))
+
+theirs.open = lambda path: builtins.open(there(path))
+theirs.os = Os
+theirs._get_device_count = lambda: len(nodes)
+theirs._get_numa_node_index_for_device_index = lambda *, device_index: max(nodes[device_index], 0)
+theirs._get_systemwide_numa_node_indices = lambda: {0, 1, 2, 3}
+
+def torchs(mode, gpu):
+    options = theirs.NumaOptions(theirs.AffinityMode(mode.value))
+    try:
+        found = theirs._get_logical_cpus_to_bind_to(device_index=gpu, numa_options=options)
+    except (RuntimeError, ValueError, ZeroDivisionError):
+        return None
+    return sorted(found) or None
+
+compared = 0
+random.seed(0)
+for _ in range(300):
+    allowed = set(random.sample(range(32), random.randint(1, 32)))
+    theirs._get_allowed_cpu_indices_for_current_thread = lambda: allowed
+    for mode in AffinityMode:
+        expected = [torchs(mode, gpu) for gpu in range(len(nodes))]
+        try:
+            ours = cpus_by_local_rank(mode, len(nodes), {}, sysfs=root, driver="/no", allowed=allowed)
+        except ValueError:
+            assert None in expected, (mode, allowed)
+            continue
+        for mine, his in zip(ours, expected, strict=True):
+            # Torch gives up when any node of the machine has no CPU that may be used.
+            assert mine == his or (mode is AffinityMode.SOCKET and his is None), (mode, allowed, mine, his)
+            compared += his is not None
+print(compared)
+"""
+
+
+@pytest.mark.torch
+def test_torch_chooses_the_same(machine):
+    command = [sys.executable, "-c", AGAINST_TORCH, str(machine.root), "1,1,1,3,-1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 1000
