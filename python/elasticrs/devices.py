@@ -18,12 +18,13 @@ DRIVER = "/proc/driver/nvidia/gpus"
 CHILD_TIMEOUT = 120.0
 """Seconds within which a child has to import torch and count; a cold network file system needs many."""
 
+_CUDA, _HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 _NVIDIA = "0x10de"
 _DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
 
 
 class Gpu(Value):
-    """A CUDA device.
+    """A device of CUDA or ROCm.
 
     Args:
         address: on the PCI bus, as sysfs writes it (``0000:3b:00.0``).
@@ -114,20 +115,26 @@ def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str
 
 
 def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str = DRIVER) -> list[Gpu]:
-    """The CUDA devices that a worker would see, in the order of their indices.
+    """The devices of CUDA or ROCm that a worker would see, in the order of their indices.
 
     Args:
-        environ: for ``CUDA_VISIBLE_DEVICES``.
-        sysfs: where sysfs is mounted, for machines on which the driver lists nothing.
+        environ: for ``CUDA_VISIBLE_DEVICES``; with ROCm, ``HIP_VISIBLE_DEVICES`` goes first.
+        sysfs: where sysfs is mounted, for AMD's devices, and for NVIDIA's where their driver lists nothing.
         driver: the folder in which the NVIDIA driver lists its devices.
     """
-    gpus = _driver_gpus(driver) or _pci_gpus(sysfs)
-    return [gpus[index] for index in _visible(environ, [gpu.uuid for gpu in gpus])]
+    gpus, name = _driver_gpus(driver), _CUDA
+    if not gpus:
+        gpus = _kfd_gpus(sysfs)
+        if gpus:
+            name = _HIP if environ.get(_HIP) else _CUDA
+        else:
+            gpus = _pci_gpus(sysfs)
+    return [gpus[index] for index in _visible(environ, [gpu.uuid for gpu in gpus], name)]
 
 
-def _visible(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:
-    """The devices that ``CUDA_VISIBLE_DEVICES`` names, by their index."""
-    text = environ.get("CUDA_VISIBLE_DEVICES")
+def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA) -> list[int]:
+    """The devices that the variable names, by their index."""
+    text = environ.get(name)
     if text is None:
         return list(range(len(uuids)))
     found: list[int] = []
@@ -175,6 +182,35 @@ def _uuid(path: str) -> str:
         if name.strip() == "GPU UUID":
             return value.strip()
     return ""
+
+
+def _kfd_gpus(sysfs: str) -> list[Gpu]:
+    """AMD's, in the order of the nodes of its compute driver, which is ROCm's."""
+    folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
+    try:
+        nodes = sorted(filter(str.isdecimal, os.listdir(folder)), key=int)
+    except OSError:
+        # No such driver.
+        return []
+    found = (_kfd_properties(os.path.join(folder, node, "properties")) for node in nodes)
+    # CPUs are nodes as well.
+    return [Gpu(_kfd_address(each)) for each in found if each.get("simd_count")]
+
+
+def _kfd_properties(path: str) -> dict[str, int]:
+    try:
+        with open(path, encoding="ascii") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        # A device that this container may not use.
+        return {}
+    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+
+
+def _kfd_address(properties: Mapping[str, int]) -> str:
+    # Bus, device, function in 16 bits; partitions of a device count as functions, and are none of the bus.
+    location = properties.get("location_id", 0)
+    return f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
 
 
 def _pci_gpus(sysfs: str) -> list[Gpu]:

@@ -5,8 +5,9 @@ in the worker before its program runs, for programs and functions alike.
 
 1. Nothing here changes anything: the result is a set of CPUs for each local rank.
 2. As in torch, the worker with local rank `n` has the GPU with index `n`, counted among those that
-   ``CUDA_VISIBLE_DEVICES`` shows. GPUs count in the order of their PCI addresses, which is CUDA's with
-   ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` and on machines whose GPUs are all of one kind.
+   ``CUDA_VISIBLE_DEVICES`` shows. NVIDIA's count in the order of their PCI addresses, which is CUDA's with
+   ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` and on machines whose GPUs are all of one kind; AMD's
+   in ROCm's.
 3. Only CPUs that the agent itself may use are given.
 """
 
@@ -70,7 +71,7 @@ def cpus_by_local_rank(
     Args:
         mode: what a worker is bound to.
         nproc: workers on this node.
-        environ: for ``CUDA_VISIBLE_DEVICES``.
+        environ: for ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
         sysfs: where sysfs is mounted.
         driver: the folder in which the NVIDIA driver lists its devices.
         allowed: CPUs that may be used; the agent's own when ``None``.

@@ -161,6 +161,26 @@ def test_the_driver_names_its_devices(tmp_path):
     assert shown("1,MIG-xyz") == ["GPU-aa22", "GPU-aa11"]
 
 
+def test_amds_devices_are_found_by_their_compute_driver(tmp_path):
+    nodes = tmp_path / "class/kfd/kfd/topology/nodes"
+    described = [
+        "cpu_cores_count 64\nsimd_count 0\nlocation_id 0\ndomain 0\n",
+        "simd_count 304\nlocation_id 29952\ndomain 0\nunique_id 0x1\n",
+        "simd_count 304\nlocation_id 1288\ndomain 1\n",
+    ]
+    for number, text in zip((0, 2, 10), described, strict=True):
+        (nodes / str(number)).mkdir(parents=True)
+        (nodes / str(number) / "properties").write_text(text)
+    (nodes / "11").mkdir()  # not permitted to see
+
+    def shown(**environ):
+        return [gpu.address for gpu in visible_gpus(environ, sysfs=str(tmp_path), driver=NONE)]
+
+    assert shown() == ["0000:75:00.0", "0001:05:01.0"]
+    assert shown(HIP_VISIBLE_DEVICES="1", CUDA_VISIBLE_DEVICES="0") == ["0001:05:01.0"]
+    assert shown(HIP_VISIBLE_DEVICES="", CUDA_VISIBLE_DEVICES="0") == ["0000:75:00.0"]
+
+
 AGAINST_TORCH = """
 import builtins, os, random, sys
 import torch.numa.binding as theirs
