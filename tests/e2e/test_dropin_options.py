@@ -316,3 +316,32 @@ def test_a_binding_that_cannot_be_made_may_be_left_out(launch, tmp_path):
     assert launched.wait() == 0, launched.stderr
     why = "1 workers need as many GPUs, and this machine shows 0"
     assert launched.stdout.splitlines() == [f"ran workers are not bound to CPUs: {why}", f"refused: {why}"]
+
+
+FROM_PYTHON = """
+import os, sys
+from elasticrs import LaunchConfig, elastic_launch
+from elasticrs.multiprocessing import DefaultLogsSpecs, Std
+
+def work():
+    os.write(1, b"loss\\nother\\n")
+    return os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"]
+
+if __name__ == "__main__":
+    config = LaunchConfig(
+        1, 1, 2, rdzv_backend="c10d", virtual_local_rank=True, duplicate_stdout_filters=["loss"],
+        logs_specs=DefaultLogsSpecs(sys.argv[1], tee=Std.OUT),
+    )
+    assert elastic_launch(config, work)() == {0: ("0", "0"), 1: ("0", "1")}
+    import multiprocessing.resource_tracker
+    multiprocessing.resource_tracker._resource_tracker._stop()
+"""
+
+
+@pytest.mark.beyond_torchrun
+def test_the_same_from_python(launch, tmp_path):
+    (tmp_path / "host.py").write_text(FROM_PYTHON)
+    launched = launch(tmp_path / "logs", argv=(sys.executable, tmp_path / "host.py"))
+    assert launched.wait() == 0, launched.stderr
+    (copies,) = (tmp_path / "logs").glob("*/attempt_0/filtered_stdout.log")
+    assert sorted(copies.read_text().splitlines()) == ["[default_role0]:loss", "[default_role1]:loss"]
