@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers import procs
 from helpers.launcher import LAUNCHERS
-from helpers.leaks import end_children, snapshot
 
 pytestmark = [
     pytest.mark.torch,
@@ -40,7 +40,7 @@ DIFFERENT = {"--master-port": "/workers/0-0/env/TORCHELASTIC_USE_AGENT_STORE"}
 
 def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
     """Runs one of the launchers, and gives everything that can be seen of it in comparable form."""
-    before = snapshot()
+    before = {(child.pid, child.started) for child in procs.children()}
     home = tmp_path / launcher
     (home / "shown").mkdir(parents=True)
     (home / "tmp").mkdir()
@@ -58,7 +58,9 @@ def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
     code = launched.wait()
     if launcher == "torchrun":
         # Multiprocessing's resource tracker outlives it.
-        end_children(before)
+        for child in procs.children():
+            if (child.pid, child.started) not in before:
+                procs.kill_and_reap(child)
     shown = {file.stem: json.loads(file.read_text()) for file in (home / "shown").iterdir()}
     for each in shown.values():
         each["env"] = comparable(each["env"], str(home))
