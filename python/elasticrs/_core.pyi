@@ -26,9 +26,10 @@ class ProcessSpec:
             or ``None`` for the agent's own descriptor.
         pass_fds: descriptors that the worker gets under the same numbers; all others are closed.
             Default: none.
+        cpus: the CPUs that it may run on; ``None`` for those of the agent.
 
     Raises:
-        ValueError: empty ``argv``, a NUL byte, or ``=`` in a variable's name.
+        ValueError: empty ``argv``, a NUL byte, ``=`` in a variable's name, or ``cpus`` without any.
     """
 
     def __new__(
@@ -42,6 +43,7 @@ class ProcessSpec:
         stdout: str | PathLike[str] | None = None,
         stderr: str | PathLike[str] | None = None,
         pass_fds: Sequence[int] = ...,
+        cpus: Sequence[int] | None = None,
     ) -> ProcessSpec: ...
     @property
     def local_rank(self) -> int: ...
@@ -287,11 +289,21 @@ class LogStream:
     Args:
         local_rank: whose.
         path: the file; it need not exist yet.
-        to: 1 or 2: the descriptor of the agent that gets the lines, ``None`` for none.
+        to: 1 or 2: the descriptor of the agent that gets the lines; a path: the file that gets copies of some
+            of them, appended; ``None``: nobody.
         prefix: put before every line, colour codes included.
+        contains: a line that contains one of these is copied to the file.
     """
 
-    def __new__(cls, local_rank: int, path: str, to: Literal[1, 2] | None, prefix: bytes) -> LogStream: ...
+    def __new__(
+        cls,
+        local_rank: int,
+        path: str,
+        to: Literal[1, 2] | str | None,
+        prefix: bytes,
+        *,
+        contains: Sequence[bytes] = ...,
+    ) -> LogStream: ...
     @property
     def local_rank(self) -> int: ...
     @property

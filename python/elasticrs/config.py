@@ -22,6 +22,7 @@ DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
 DEFAULT_LINGER = 5.0
 DEFAULT_MONITOR_INTERVAL = 0.1
 DEFAULT_MASTER_PORT = 29500
+AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 START_DEADLINE = 30.0
 SAFETY_TICK = 5.0
@@ -48,9 +49,12 @@ class JobConfig:
         master_port: its port; ``None`` for a fresh one in every attempt.
         start_deadline: seconds within which all workers must run.
         rendezvous: where and how the agent meets those of other nodes; ``None`` when there is nobody to meet.
+        cpus: those that each worker may run on, by local rank; ``None`` for the agent's own.
+        virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
     """
 
     __slots__ = (
+        "cpus",
         "linger",
         "master_addr",
         "master_port",
@@ -63,6 +67,7 @@ class JobConfig:
         "shutdown_timeout",
         "signals",
         "start_deadline",
+        "virtual_local_rank",
     )
 
     def __init__(
@@ -80,6 +85,8 @@ class JobConfig:
         master_port: int | None = None,
         start_deadline: float = START_DEADLINE,
         rendezvous: Rendezvous | None = None,
+        cpus: Sequence[Sequence[int]] | None = None,
+        virtual_local_rank: bool = False,
     ) -> None:
         self.nproc = nproc
         self.run_id = run_id
@@ -93,6 +100,8 @@ class JobConfig:
         self.master_port = master_port
         self.start_deadline = start_deadline
         self.rendezvous = rendezvous
+        self.cpus = cpus
+        self.virtual_local_rank = virtual_local_rank
 
 
 class LogSettings(Value):
@@ -105,9 +114,22 @@ class LogSettings(Value):
         local_ranks_filter: the ranks that may show on the console; ``None`` for all.
         prefix_template: of console lines.
         capture_stderr: stderr of all ranks goes to a file and to the console.
+        stdout_filters: tee'd lines of standard output that contain one of these are copied to one more file.
+        stderr_filters: the same for standard error.
+        specs: name of a class of the user's that decides in place of all this; ``None`` for none.
     """
 
-    __slots__ = ("capture_stderr", "local_ranks_filter", "log_dir", "prefix_template", "redirects", "tee")
+    __slots__ = (
+        "capture_stderr",
+        "local_ranks_filter",
+        "log_dir",
+        "prefix_template",
+        "redirects",
+        "specs",
+        "stderr_filters",
+        "stdout_filters",
+        "tee",
+    )
 
     def __init__(
         self,
@@ -117,6 +139,9 @@ class LogSettings(Value):
         local_ranks_filter: frozenset[int] | None = None,
         prefix_template: str | None = None,
         capture_stderr: bool = False,
+        stdout_filters: Sequence[str] = (),
+        stderr_filters: Sequence[str] = (),
+        specs: str | None = None,
     ) -> None:
         self.log_dir = log_dir
         self.redirects = redirects
@@ -124,6 +149,9 @@ class LogSettings(Value):
         self.local_ranks_filter = local_ranks_filter
         self.prefix_template = prefix_template
         self.capture_stderr = capture_stderr
+        self.stdout_filters = tuple(stdout_filters)
+        self.stderr_filters = tuple(stderr_filters)
+        self.specs = specs
 
 
 def random_run_id() -> str:

@@ -1,14 +1,66 @@
-"""How many workers a node can use, without importing torch."""
+"""How many workers a node can use, and which GPUs it shows, without importing torch.
+
+Three ways, in this order: the driver's own files, NVML by the package ``nvidia-ml-py`` when it is installed,
+and a short-lived child that imports torch. Whoever asks learns which of them answered.
+"""
 
 from __future__ import annotations
 
 import os
 
+from elasticrs._value import Value
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-_DRIVER = "/proc/driver/nvidia/gpus"
+DRIVER = "/proc/driver/nvidia/gpus"
+CHILD_TIMEOUT = 120.0
+"""Seconds within which a child has to import torch and count; a cold network file system needs many."""
+
+_CUDA, _HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+_NVIDIA = "0x10de"
+_DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
+
+
+class Gpu(Value):
+    """A device of CUDA or ROCm.
+
+    Args:
+        address: on the PCI bus, as sysfs writes it (``0000:3b:00.0``).
+        uuid: ``GPU-…``; empty when the driver does not tell.
+    """
+
+    __slots__ = ("address", "uuid")
+
+    def __init__(self, address: str, uuid: str = "") -> None:
+        self.address = address
+        self.uuid = uuid
+
+
+class Count(Value):
+    """A number of devices.
+
+    Args:
+        number: how many.
+        kind: of what: ``cuda``, ``xpu``, …; ``cpu`` when there is no device.
+        source: who says so.
+    """
+
+    __slots__ = ("kind", "number", "source")
+
+    def __init__(self, number: int, kind: str, source: str) -> None:
+        self.number = number
+        self.kind = kind
+        self.source = source
+
+
+class CountError(ValueError):
+    """The devices could not be counted, or there are none."""
+
+
+class UnknownDeviceError(CountError):
+    """No kind of device has this name."""
 
 
 def cpu_count() -> int:
@@ -16,8 +68,41 @@ def cpu_count() -> int:
     return os.cpu_count() or 1
 
 
-def cuda_device_count(environ: Mapping[str, str], driver: str = _DRIVER, dev: str = "/dev") -> int:
-    """CUDA devices that a worker would see.
+def worker_count(word: str, environ: Mapping[str, str]) -> Count:
+    """How many workers ``--nproc-per-node WORD`` is, by torchrun's rules.
+
+    Args:
+        word: ``cpu``, ``gpu`` (CUDA devices), ``auto`` (whatever accelerator there is, else CPUs), ``xpu``,
+            or the name of a device that torch was extended with.
+        environ: for ``CUDA_VISIBLE_DEVICES``, and of the child.
+
+    Raises:
+        CountError: there is none of these devices, or torch, which alone can tell, is not there.
+        UnknownDeviceError: the word is none of these.
+    """
+    if word == "cpu":
+        return Count(cpu_count(), "cpu", "the operating system")
+    if word in ("gpu", "auto"):
+        count = cuda_device_count(environ)
+        if count:
+            return Count(count, "cuda", "the driver's files")
+        count = _nvml_count(environ)
+        if count:
+            return Count(count, "cuda", "NVML")
+    found = _ask_torch(word, environ)
+    if found is None and word == "auto":
+        return Count(cpu_count(), "cpu", "the operating system")
+    if found is None and word not in ("gpu", "xpu"):
+        raise UnknownDeviceError(word)
+    if found is None or found.number == 0:
+        why = "torch, which could tell, is not installed" if found is None else "torch sees none"
+        name = "CUDA" if word == "gpu" else word
+        raise CountError(f"this machine shows no {name} device ({why})")
+    return found
+
+
+def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str = "/dev") -> int:
+    """CUDA devices that a worker would see, by the driver's files.
 
     Args:
         environ: for ``CUDA_VISIBLE_DEVICES``: as in CUDA itself, the list ends at the first entry that is no
@@ -25,29 +110,208 @@ def cuda_device_count(environ: Mapping[str, str], driver: str = _DRIVER, dev: st
         driver: the folder in which the NVIDIA driver lists its devices.
         dev: the folder of device nodes, used where the other is not there (containers).
     """
-    present = _present(driver, dev)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    count = 0
-    for entry in visible.split(","):
-        name = entry.strip()
-        is_index = name.isdecimal() and int(name) < present
-        is_uuid = name.startswith(("GPU-", "MIG-"))
-        if not (is_index or is_uuid):
+    uuids = [gpu.uuid for gpu in _driver_gpus(driver)] or [""] * _device_nodes(dev)
+    return len(_visible(environ, uuids))
+
+
+def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str = DRIVER) -> list[Gpu]:
+    """The devices of CUDA or ROCm that a worker would see, in the order of their indices.
+
+    Args:
+        environ: for ``CUDA_VISIBLE_DEVICES``; with ROCm, ``HIP_VISIBLE_DEVICES`` goes first.
+        sysfs: where sysfs is mounted, for AMD's devices, and for NVIDIA's where their driver lists nothing.
+        driver: the folder in which the NVIDIA driver lists its devices.
+    """
+    gpus, name = _driver_gpus(driver), _CUDA
+    if not gpus:
+        gpus = _kfd_gpus(sysfs)
+        if gpus:
+            name = _HIP if environ.get(_HIP) else _CUDA
+        else:
+            gpus = _pci_gpus(sysfs)
+    return [gpus[index] for index in _visible(environ, [gpu.uuid for gpu in gpus], name)]
+
+
+def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA) -> list[int]:
+    """The devices that the variable names, by their index."""
+    text = environ.get(name)
+    if text is None:
+        return list(range(len(uuids)))
+    found: list[int] = []
+    for entry in text.split(","):
+        index = _index(entry.strip(), uuids, found)
+        if index is None:
             break
-        count += 1
-    return count if present else 0
+        found.append(index)
+    return found
 
 
-def _present(driver: str, dev: str) -> int:
+def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
+    if name.isascii() and name.isdecimal():
+        return int(name) if int(name) < len(uuids) else None
+    if not name.startswith(("GPU-", "MIG-")):
+        return None
+    # CUDA takes the beginning of a UUID for the whole, when it is the only one.
+    matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(name)]
+    if matches:
+        return matches[0] if len(matches) == 1 else None
+    if name.startswith("GPU-") and any(uuids):
+        return None
+    # A slice of some device, or the driver does not tell UUIDs: any that is left.
+    return next((index for index in range(len(uuids)) if index not in taken), None)
+
+
+def _driver_gpus(driver: str) -> list[Gpu]:
     try:
-        return len(os.listdir(driver))
+        addresses = sorted(os.listdir(driver))
     except OSError:
         # Not an NVIDIA machine, or a container that hides /proc/driver.
-        pass
+        return []
+    return [Gpu(address, _uuid(os.path.join(driver, address, "information"))) for address in addresses]
+
+
+def _uuid(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        # Then a UUID in CUDA_VISIBLE_DEVICES cannot be checked.
+        return ""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "GPU UUID":
+            return value.strip()
+    return ""
+
+
+def _kfd_gpus(sysfs: str) -> list[Gpu]:
+    """AMD's, in the order of the nodes of its compute driver, which is ROCm's."""
+    folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
+    try:
+        nodes = sorted(filter(str.isdecimal, os.listdir(folder)), key=int)
+    except OSError:
+        # No such driver.
+        return []
+    found = (_kfd_properties(os.path.join(folder, node, "properties")) for node in nodes)
+    # CPUs are nodes as well.
+    return [Gpu(_kfd_address(each)) for each in found if each.get("simd_count")]
+
+
+def _kfd_properties(path: str) -> dict[str, int]:
+    try:
+        with open(path, encoding="ascii") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        # A device that this container may not use.
+        return {}
+    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+
+
+def _kfd_address(properties: Mapping[str, int]) -> str:
+    # Bus, device, function in 16 bits; partitions of a device count as functions, and are none of the bus.
+    location = properties.get("location_id", 0)
+    return f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
+
+
+def _pci_gpus(sysfs: str) -> list[Gpu]:
+    folder = os.path.join(sysfs, "bus/pci/devices")
+    try:
+        addresses = sorted(os.listdir(folder))
+    except OSError:
+        # No PCI bus, as on some virtual machines.
+        return []
+    return [Gpu(address) for address in addresses if _is_nvidia_gpu(os.path.join(folder, address))]
+
+
+def _is_nvidia_gpu(folder: str) -> bool:
+    try:
+        with open(os.path.join(folder, "vendor"), encoding="ascii") as file:
+            if file.read().strip() != _NVIDIA:
+                return False
+        with open(os.path.join(folder, "class"), encoding="ascii") as file:
+            return file.read().startswith(_DISPLAY_CLASSES)
+    except OSError:
+        # It was unplugged meanwhile.
+        return False
+
+
+def _device_nodes(dev: str) -> int:
     try:
         names = os.listdir(dev)
     except OSError:
         return 0
     return sum(name.startswith("nvidia") and name[6:].isdecimal() for name in names)
+
+
+def _nvml_count(environ: Mapping[str, str]) -> int:
+    try:
+        import pynvml
+    except ImportError:
+        return 0
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        # No driver, which is an answer.
+        return 0
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+    return len(_visible(environ, uuids))
+
+
+def _text(value: str | bytes) -> str:
+    # Old versions of the package give bytes.
+    return value.decode() if isinstance(value, bytes) else value
+
+
+_PROGRAM = """
+import sys
+if sys.path[0] == "":  # a folder of that name in the working directory is not meant
+    del sys.path[0]
+import torch
+word = sys.argv[1]
+if word == "auto":
+    is_there = torch.accelerator.is_available()
+    kind = torch.accelerator.current_accelerator().type if is_there else "cpu"
+    number = torch.accelerator.device_count() if is_there else 0
+elif word in ("gpu", "xpu"):
+    kind = "cuda" if word == "gpu" else word
+    number = getattr(torch, kind).device_count()
+elif word == torch._C._get_privateuse1_backend_name():
+    kind = word
+    module = getattr(torch, word, None)
+    number = module.device_count() if module is not None and module.is_available() else 0
+else:
+    kind, number = "unknown", 0
+print("elasticrs", kind, number)
+"""
+
+
+def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
+    """``None`` when there is no torch."""
+    import subprocess
+    import sys
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        return None
+    command = [environ.get("PYTHON_EXEC") or sys.executable, "-c", _PROGRAM, word]
+    try:
+        done = subprocess.run(
+            command, env=dict(environ), capture_output=True, text=True, timeout=CHILD_TIMEOUT, check=True
+        )
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise CountError(f"torch could not count the devices: {last}") from None
+    except (subprocess.TimeoutExpired, OSError) as error:
+        raise CountError(f"torch could not count the devices: {error}") from None
+    _, kind, number = done.stdout.splitlines()[-1].split()
+    if kind == "unknown":
+        raise UnknownDeviceError(word)
+    if kind == "cpu":
+        return Count(cpu_count(), "cpu", "torch, which sees no accelerator")
+    return Count(int(number), kind, "torch, in a short-lived process")

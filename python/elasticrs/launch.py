@@ -15,12 +15,14 @@ from elasticrs.agent.signals import catch_signals, ignored_signals, stop_this_pr
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from elasticrs.agent.console import Console
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.launcher.arguments import Launch
+    from elasticrs.logs import LogPaths
+    from elasticrs.workers import Workers, WorkerSetup
 
 _PATIENCE = 10.0
 """Seconds that a stderr which takes nothing holds up the end."""
@@ -74,13 +76,18 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         console.say("not in the main thread: signals are not handled")
     else:
         signals.catch((*launch.job.signals, signal.SIGTSTP))
-    logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
+    logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc) if launch.logs.specs is None else None
+    setup = WorkerSetup(
+        launch.job,
+        _logs_of_specs(launch) if logs is None else directory_logs(logs),
+        launch.logs.prefix_template,
+        _environment(launch),
+        ignored_signals(),
+        (launch.logs.stdout_filters, launch.logs.stderr_filters),
+    )
     for notice in launch.notices:
         console.say(notice)
-    setup = WorkerSetup(
-        launch.job, directory_logs(logs), launch.logs.prefix_template, _environment(launch), ignored_signals()
-    )
-    workers = CommandWorkers(setup, launch.command)
+    workers = _script_workers(setup, launch) if launch.runs_path else CommandWorkers(setup, launch.command)
     agent = Agent(
         launch.job,
         workers,
@@ -98,10 +105,23 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
 
         print_report(launch.job, result, lambda text: _write(console, text, signals))
     try:
-        logs.remove_if_empty()
+        if logs is not None:
+            logs.remove_if_empty()
     except OSError as error:
-        console.say(f"{logs.directory} could not be removed: {error.strerror}")
+        console.say(f"a log folder could not be removed: {error.strerror}")
     return result.exit_code
+
+
+def _logs_of_specs(launch: Launch) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
+    from elasticrs.multiprocessing.plugins import attempt_logs, make_logs_specs
+
+    return attempt_logs(make_logs_specs(launch.logs, launch.job.nproc))
+
+
+def _script_workers(setup: WorkerSetup, launch: Launch) -> Workers:
+    from elasticrs.multiprocessing.spawn import ScriptWorkers
+
+    return ScriptWorkers(setup, launch.command)
 
 
 def _decisions(launch: Launch, console: Console) -> Decisions:
@@ -137,7 +157,17 @@ def _print_help(what: str) -> int:
     from elasticrs import __version__
     from elasticrs.launcher.options import help_text
 
-    text = f"elasticrs {__version__}{os.linesep}" if what == "version" else help_text("elasticrun")
+    if what == "help":
+        text = help_text("elasticrun")
+    elif what == "version":
+        text = f"elasticrs {__version__}{os.linesep}"
+    else:
+        from elasticrs.run import completion
+
+        try:
+            text = completion(what)
+        except ImportError:
+            return _fail("--print-completion needs the package shtab: pip install 'elasticrs[completion]'", 1)
     left = text.encode()
     try:
         while left:

@@ -24,7 +24,15 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 class LogPaths(Value):
     """The files of one attempt by local rank; ``""`` stands for the agent's own descriptor."""
 
-    __slots__ = ("error_files", "stderrs", "stdouts", "tee_stderrs", "tee_stdouts")
+    __slots__ = (
+        "error_files",
+        "filtered_stderr",
+        "filtered_stdout",
+        "stderrs",
+        "stdouts",
+        "tee_stderrs",
+        "tee_stdouts",
+    )
 
     def __init__(
         self,
@@ -33,12 +41,16 @@ class LogPaths(Value):
         tee_stdouts: dict[int, str],
         tee_stderrs: dict[int, str],
         error_files: dict[int, str],
+        filtered_stdout: str = "",
+        filtered_stderr: str = "",
     ) -> None:
         self.stdouts = stdouts
         self.stderrs = stderrs
         self.tee_stdouts = tee_stdouts
         self.tee_stderrs = tee_stderrs
         self.error_files = error_files
+        self.filtered_stdout = filtered_stdout
+        self.filtered_stderr = filtered_stderr
 
 
 class RunLogs:
@@ -94,7 +106,10 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
         directory: of the attempt; empty for no files at all: then everything goes to the console.
         nproc: workers on this node.
     """
-    paths = LogPaths({}, {}, {}, {}, {})
+    filtered = (
+        os.path.join(directory, f"filtered_{name}.log") if directory else "" for name in ("stdout", "stderr")
+    )
+    paths = LogPaths({}, {}, {}, {}, {}, *filtered)
     for local_rank in range(nproc):
         tee = _bits(settings.tee, local_rank) | (STDERR if settings.capture_stderr else 0)
         redirected = _bits(settings.redirects, local_rank) | tee
@@ -117,14 +132,16 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """How many log files the agent copies to the console while workers run.
+    """How many log files the agent keeps open for the console and for copies while workers run.
 
     Args:
         settings: what goes where.
         nproc: workers on this node.
     """
     paths = layout(settings, "" if settings.log_dir == os.devnull else os.curdir, nproc)
-    return len(paths.tee_stdouts) + len(paths.tee_stderrs)
+    files = len(paths.tee_stdouts) * (3 if settings.stdout_filters else 1)
+    # A copy of lines has a file of its own to read and one to write.
+    return files + len(paths.tee_stderrs) * (3 if settings.stderr_filters else 1)
 
 
 def parse_streams(text: str) -> int | dict[int, int]:

@@ -54,3 +54,30 @@ def worker_env(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "ELASTICRS_ROUND": str(round),
     }
+
+
+def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What a worker gets that shall see one GPU, and be local rank 0 to itself.
+
+    As in torch a ``HIP_VISIBLE_DEVICES`` that is not empty goes first, and is then set as well.
+
+    Args:
+        local_rank: of the worker.
+        inherited: the agent's own environment.
+
+    Raises:
+        ValueError: the agent sees fewer GPUs.
+    """
+    names = ["CUDA_VISIBLE_DEVICES"]
+    source = names[0]
+    if inherited.get("HIP_VISIBLE_DEVICES"):
+        source = "HIP_VISIBLE_DEVICES"
+        names.append(source)
+    visible = inherited.get(source)
+    device = str(local_rank)
+    if visible is not None:
+        devices = visible.split(",")
+        if local_rank >= len(devices):
+            raise ValueError(f"local_rank {local_rank} exceeds available GPUs in {source}={visible}")
+        device = devices[local_rank].strip()
+    return {"LOCAL_RANK": "0", **dict.fromkeys(names, device)}

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 
 from elasticrs import _core
 from elasticrs.logs import LogPaths, RunLogs, coloured, line_prefix, wants_colour
-from elasticrs.worker_env import worker_env
+from elasticrs.worker_env import virtual_local_rank, worker_env
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ class WorkerSetup:
         prefix_template: of console lines.
         environ: the environment that all workers inherit.
         keep_ignored: signals that stay ignored in the workers.
+        filters: tee'd lines of standard output and of standard error that contain one of these are copied.
     """
 
-    __slots__ = ("environ", "job", "keep_ignored", "logs", "prefix_template")
+    __slots__ = ("environ", "filters", "job", "keep_ignored", "logs", "prefix_template")
 
     def __init__(
         self,
@@ -39,12 +40,14 @@ class WorkerSetup:
         prefix_template: str | None,
         environ: Mapping[str, str],
         keep_ignored: Sequence[int] = (),
+        filters: tuple[Sequence[str], Sequence[str]] = ((), ()),
     ) -> None:
         self.job = job
         self.logs = logs
         self.prefix_template = prefix_template
         self.environ = environ
         self.keep_ignored = keep_ignored
+        self.filters = filters
 
 
 class Workers(ABC):
@@ -83,6 +86,9 @@ class Workers(ABC):
             )
             for ranks in attempt.plan.ranks
         }
+        if job.virtual_local_rank:
+            for local_rank, own in variables.items():
+                own.update(virtual_local_rank(local_rank, environ))
         attempt.paths = paths = self._setup.logs(attempt.name, variables)
         processes = self.specs(paths, {
             local_rank: {**environ, **own} for local_rank, own in variables.items()
@@ -98,6 +104,11 @@ class Workers(ABC):
         if streams:
             supervisor.follow(streams)
         supervisor.start(group)
+
+    def cpus(self, local_rank: int) -> Sequence[int] | None:
+        """Those that a worker may run on."""
+        cpus = self._setup.job.cpus
+        return None if cpus is None else cpus[local_rank]
 
     @abstractmethod
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
@@ -124,7 +135,11 @@ class Workers(ABC):
     def _streams(self, attempt: Attempt, paths: LogPaths) -> list[_core.LogStream]:
         streams: list[_core.LogStream] = []
         hostname = os.uname().nodename.split(".")[0]
-        for to, tees in ((1, paths.tee_stdouts), (2, paths.tee_stderrs)):
+        for to, tees, copy in (
+            (1, paths.tee_stdouts, paths.filtered_stdout),
+            (2, paths.tee_stderrs, paths.filtered_stderr),
+        ):
+            contains = [os.fsencode(text) for text in self._setup.filters[to - 1]] if copy else []
             colour = wants_colour(to, self._setup.environ)
             for local_rank, path in tees.items():
                 if path == os.devnull:
@@ -138,6 +153,9 @@ class Workers(ABC):
                 )
                 prefix = os.fsencode(coloured(text, local_rank) if colour else text)
                 streams.append(_core.LogStream(local_rank, path, 1 if to == 1 else 2, prefix))
+                if contains:
+                    plain = os.fsencode(text)
+                    streams.append(_core.LogStream(local_rank, path, copy, plain, contains=contains))
         return streams
 
 
@@ -164,6 +182,7 @@ class CommandWorkers(Workers):
                 env=env,
                 stdout=paths.stdouts.get(local_rank) or None,
                 stderr=paths.stderrs.get(local_rank) or None,
+                cpus=self.cpus(local_rank),
             )
             for local_rank, env in environments.items()
         ]

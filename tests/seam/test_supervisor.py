@@ -40,6 +40,23 @@ def test_a_failure_names_the_first_and_marks_its_victims(group):
     assert sent == {0: signal.SIGTERM, 1: None}
 
 
+def test_a_worker_runs_on_its_cpus_alone(group, tmp_path):
+    cpu = max(os.sched_getaffinity(0))
+    show = ["grep", "Cpus_allowed_list", "/proc/self/status"]
+    group.start(show, cpus=[cpu], stdout=str(tmp_path / "out"))
+    assert group.end().outcome == "succeeded"
+    assert (tmp_path / "out").read_text().split() == ["Cpus_allowed_list:", str(cpu)]
+
+
+def test_cpus_that_are_not_there_are_a_clear_error(group):
+    specs = [_core.ProcessSpec(0, ["true"], env=dict(os.environ), cpus=[60000])]
+    group.supervisor.start(_core.GroupSpec(specs, on_failure=_core.StopPolicy(15, 1)))
+    failed = group.until(_core.StartFailed)
+    assert "bind the worker to its CPUs" in failed.message
+    with pytest.raises(ValueError, match="cpus names no CPU"):
+        _core.ProcessSpec(0, ["true"], env={}, cpus=[])
+
+
 def test_siblings_are_signalled_while_python_holds_the_gil(group):
     reader, writer = os.pipe()
     pids = group.start(["sleep", "100"], ["sleep", "100"], pass_fds=[writer])
@@ -138,7 +155,7 @@ def test_output_goes_to_the_files_and_to_nobody_else(group, tmp_path):
         (lambda: _core.StopPolicy(0, 1.0), "0 is not a signal number"),
         (lambda: _core.StopPolicy(15, float("nan")), "grace must be"),
         (lambda: _core.StopPolicy(15, -1.0), "grace must be"),
-        (lambda: _core.LogStream(0, "x", 3, b""), "to must be 1, 2 or None"),
+        (lambda: _core.LogStream(0, "x", 3, b""), "to must be 1, 2, a path or None"),
         (lambda: _core.check_limits(10**7), "10000000 processes are more than"),
         (lambda: _core.check_limits(1, 10**9), "RLIMIT_NOFILE with 1000000000 log files allows"),
         (

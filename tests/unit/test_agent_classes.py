@@ -141,7 +141,6 @@ def test_times_come_from_the_environment(config, monkeypatch):
     [
         ({"shutdown_timeout": -1}, "shutdown_timeout must be non-negative"),
         ({"exit_barrier_timeout": -1}, "exit_barrier_timeout must be non-negative"),
-        ({"virtual_local_rank": True}, "virtual_local_rank is not supported by this release"),
     ],
 )
 def test_what_makes_no_sense_is_refused(config, changes, text):

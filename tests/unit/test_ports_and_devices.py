@@ -1,10 +1,13 @@
 """The reserved port, and counting devices without torch."""
 
+import os
 import socket
+import sys
 
 import pytest
 
-from elasticrs.devices import cuda_device_count
+from elasticrs import devices
+from elasticrs.devices import Count, CountError, UnknownDeviceError, cuda_device_count, worker_count
 from elasticrs.ports import ReservedPort
 
 
@@ -68,3 +71,106 @@ def test_the_drivers_own_list_comes_first(tmp_path):
     assert (
         cuda_device_count({"CUDA_VISIBLE_DEVICES": "0"}, driver=str(tmp_path / "no"), dev=str(tmp_path)) == 0
     )
+
+
+TORCH = """
+import os
+class accelerator:
+    is_available = staticmethod(lambda: bool(os.environ.get("ACCELERATOR")))
+    current_accelerator = staticmethod(lambda: type("device", (), {"type": os.environ["ACCELERATOR"]}))
+    device_count = staticmethod(lambda: 4)
+class cuda:
+    device_count = staticmethod(lambda: int(os.environ.get("CUDA", "0")))
+class xpu:
+    device_count = staticmethod(lambda: 2)
+class npu:
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 8)
+class _C:
+    _get_privateuse1_backend_name = staticmethod(lambda: "npu")
+print("a greeting of the site")
+"""
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Asks a torch that is a file, on a machine without a driver."""
+    monkeypatch.setattr(devices, "cuda_device_count", lambda _environ: 0)
+    (tmp_path / "torch.py").write_text(TORCH)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    return lambda word, **more: worker_count(word, {**environ, **more})
+
+
+def test_torch_is_asked_in_a_child_where_nothing_else_can_tell(ask):
+    source = "torch, in a short-lived process"
+    assert ask("xpu") == Count(2, "xpu", source)
+    assert ask("npu") == Count(8, "npu", source)
+    assert ask("gpu", CUDA="3") == Count(3, "cuda", source)
+    assert ask("auto", ACCELERATOR="xpu") == Count(4, "xpu", source)
+    assert ask("auto").kind == "cpu"
+    assert ask("auto").number == ask("cpu").number == devices.cpu_count()
+
+
+def test_the_working_directory_has_no_part_in_it(ask, tmp_path, monkeypatch):
+    (tmp_path / "here" / "torch").mkdir(parents=True)
+    (tmp_path / "here" / "torch" / "__init__.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path / "here")
+    assert ask("xpu").number == 2
+
+
+def test_what_is_not_there_is_said(ask):
+    with pytest.raises(CountError, match=r"this machine shows no CUDA device \(torch sees none\)"):
+        ask("gpu")
+    with pytest.raises(UnknownDeviceError):
+        ask("gpuu")
+    with pytest.raises(CountError, match="torch could not count the devices: ValueError: invalid literal"):
+        ask("gpu", CUDA="x")
+
+
+def test_without_torch_only_cpus_are_left(monkeypatch):
+    monkeypatch.setattr(devices, "cuda_device_count", lambda _environ: 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert worker_count("auto", {}) == Count(devices.cpu_count(), "cpu", "the operating system")
+    with pytest.raises(CountError, match="torch, which could tell, is not installed"):
+        worker_count("xpu", {})
+    with pytest.raises(UnknownDeviceError):
+        worker_count("npu", {})
+
+
+class Nvml:
+    """The part of the package that is used; it gives bytes, as old versions do."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, has_driver=True):
+        self.has_driver = has_driver
+        self.is_open = False
+
+    def nvmlInit(self):  # noqa: N802
+        if not self.has_driver:
+            raise self.NVMLError
+        self.is_open = True
+
+    def nvmlShutdown(self):  # noqa: N802
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        return index
+
+    def nvmlDeviceGetUUID(self, handle):  # noqa: N802
+        return f"GPU-{handle}".encode()
+
+
+def test_nvml_is_asked_when_the_driver_shows_no_files(ask, monkeypatch):
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert ask("gpu") == Count(3, "cuda", "NVML")
+    assert ask("auto", CUDA_VISIBLE_DEVICES="GPU-2,0") == Count(2, "cuda", "NVML")
+    assert not nvml.is_open
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(has_driver=False))
+    assert ask("gpu", CUDA="1").source == "torch, in a short-lived process"

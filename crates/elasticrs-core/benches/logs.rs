@@ -19,7 +19,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use elasticrs_core::clock::Stamp;
-use elasticrs_core::logs::{Console, Dest, LogStream, Logs};
+use elasticrs_core::logs::{Console, Dest, LogStream, Logs, To};
 use nix::sys::resource::{UsageWho, getrusage};
 
 const RANKS: u32 = 8;
@@ -75,7 +75,7 @@ fn follow(logs: &Logs, dir: &Path, ranks: u32) -> Vec<String> {
     let stream = |local_rank| LogStream {
         local_rank,
         path: path(local_rank),
-        to: Some(Dest::Stdout),
+        to: To::Console(Dest::Stdout),
         prefix: format!("[default{local_rank}]:").into_bytes(),
     };
     logs.follow((0..ranks).map(stream).collect()).unwrap();

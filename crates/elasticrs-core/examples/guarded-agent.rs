@@ -35,6 +35,7 @@ fn group(commands: &[String]) -> GroupSpec {
         cwd: None,
         stdio: [Stdio::Null, Stdio::Inherit, Stdio::Inherit],
         pass_fds: Vec::new(),
+        cpus: None,
     };
     GroupSpec {
         processes: (0..).zip(commands).map(process).collect(),

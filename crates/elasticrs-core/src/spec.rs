@@ -47,6 +47,38 @@ pub struct ProcessSpec {
     pub stdio: [Stdio; 3],
     /// Further descriptors; all others are closed.
     pub pass_fds: Vec<PassedFd>,
+    /// The CPUs that it may run on; all that the nursery may use when `None`.
+    pub cpus: Option<CpuSet>,
+}
+
+/// CPUs by their numbers in Linux, in the form that the kernel takes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuSet {
+    mask: Vec<u8>,
+}
+
+impl CpuSet {
+    /// More than any kernel can be built for.
+    const LIMIT: usize = 1 << 16;
+    /// The kernel counts masks in words.
+    const WORD: usize = size_of::<u64>();
+
+    /// A set of these; `None` when it would be empty or a number is beyond what any kernel knows.
+    pub fn new(cpus: &[usize]) -> Option<Self> {
+        let last = cpus.iter().copied().max().filter(|&last| last < Self::LIMIT)?;
+        let mut mask = vec![0; (last / 8 + 1).next_multiple_of(Self::WORD)];
+        for cpu in cpus {
+            // On a big-endian machine the lowest bits of a word are in its last byte.
+            let byte = if cfg!(target_endian = "big") { (cpu / 8) ^ (Self::WORD - 1) } else { cpu / 8 };
+            mask[byte] |= 1 << (cpu % 8);
+        }
+        Some(Self { mask })
+    }
+
+    /// For `sched_setaffinity`.
+    pub fn mask(&self) -> &[u8] {
+        &self.mask
+    }
 }
 
 /// How a group is stopped: signal, grace, then SIGKILL.
@@ -132,5 +164,22 @@ mod optional_os_path {
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PathBuf>, D::Error> {
         let bytes = Option::<Vec<u8>>::deserialize(deserializer)?;
         Ok(bytes.map(|bytes| OsString::from_vec(bytes).into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::CpuSet;
+
+    #[test]
+    fn a_mask_is_made_of_whole_words() {
+        assert_eq!(CpuSet::new(&[63]).unwrap().mask().len(), 8);
+        assert_eq!(CpuSet::new(&[0, 64]).unwrap().mask().len(), 16);
+    }
+
+    #[test]
+    fn nothing_and_the_impossible_are_no_sets() {
+        assert_eq!(CpuSet::new(&[]), None);
+        assert_eq!(CpuSet::new(&[usize::MAX]), None);
     }
 }

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use elasticrs_core::logs::{Console, Dest, LogStream, Logs, NotDrained, Notice, StreamId};
+use elasticrs_core::logs::{Console, Dest, LogStream, Logs, MatchingLines, NotDrained, Notice, StreamId, To};
 use nix::errno::Errno;
 
 /// A hang guard, never the thing measured.
@@ -52,7 +52,7 @@ impl Fixture {
 
     fn follow_path(&self, local_rank: u32, path: PathBuf) -> StreamId {
         let prefix = format!("[{local_rank}]:").into_bytes();
-        let stream = LogStream { local_rank, path, to: Some(Dest::Stdout), prefix };
+        let stream = LogStream { local_rank, path, to: To::Console(Dest::Stdout), prefix };
         self.logs.follow(vec![stream]).unwrap()[0]
     }
 
@@ -231,11 +231,68 @@ fn a_stuck_standard_output_does_not_hold_up_standard_error() {
     let fixture = Fixture::on(Console::new(full, stderr), read);
     fixture.follow(0);
     std::fs::write(fixture.path(1), "").unwrap();
-    let errors = LogStream { local_rank: 0, path: fixture.path(1), to: Some(Dest::Stderr), prefix: b"err:".to_vec() };
+    let errors =
+        LogStream { local_rank: 0, path: fixture.path(1), to: To::Console(Dest::Stderr), prefix: b"err:".to_vec() };
     fixture.logs.follow(vec![errors]).unwrap();
     append(&fixture.path(0), &b"0123456789\n".repeat(100_000));
     append(&fixture.path(1), b"broken\n");
     assert_eq!(fixture.read_until("err:broken"), ["err:broken"]);
+}
+
+#[test]
+fn matching_lines_are_copied_beside_the_console_also_when_it_is_stuck() {
+    let fixture = Fixture::new();
+    let copy = fixture.dir.path().join("copy.log");
+    let matching = |contains: &[&str]| {
+        let contains = contains.iter().map(|text| text.as_bytes().to_vec()).collect();
+        To::File(MatchingLines { path: copy.clone(), contains })
+    };
+    let stream = |local_rank, to| LogStream {
+        local_rank,
+        path: fixture.path(local_rank),
+        to,
+        prefix: format!("[{local_rank}]:").into_bytes(),
+    };
+    let console = fixture.follow(0);
+    let copies = vec![stream(0, matching(&["loss", "error"])), stream(1, matching(&["loss"]))];
+    let copies = fixture.logs.follow(copies).unwrap();
+    append(&fixture.path(0), &b"0123456789\n".repeat(100_000));
+    append(&fixture.path(0), b"loss 1\nerror: \xff\n");
+    append(&fixture.path(1), b"error\nlo");
+    append(&fixture.path(1), b"ss 2");
+    fixture.logs.finish(&copies);
+    assert_eq!(fixture.drained(Instant::now() + GUARD), []);
+    let open = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
+    assert!(!open.into_iter().any(|target| target == copy), "the outputs of streams that are through are closed");
+    let mut lines: Vec<Vec<u8>> = BufReader::new(File::open(&copy).unwrap()).split(b'\n').map(Result::unwrap).collect();
+    lines.sort();
+    assert_eq!(lines, [&b"[0]:error: \xff"[..], b"[0]:loss 1", b"[1]:loss 2"]);
+    // The console's own stream lacks nothing: it goes on from where it stood.
+    fixture.logs.finish(&[console]);
+    assert_eq!(fixture.read_until("[0]:loss 1").len(), 100_001);
+}
+
+#[test]
+fn a_copy_that_cannot_be_written_is_told_and_the_console_goes_on() {
+    let fixture = Fixture::new();
+    let path = fixture.path(0);
+    let copy = |path: &str| To::File(MatchingLines { path: path.into(), contains: vec![b"x".to_vec()] });
+    fixture.follow(0);
+    let streams = ["/dev/full", "/no/such/file"].map(|to| LogStream {
+        local_rank: 0,
+        path: path.clone(),
+        to: copy(to),
+        prefix: Vec::new(),
+    });
+    fixture.logs.follow(streams.to_vec()).unwrap();
+    append(&path, b"x\n");
+    let mut told = [(); 2].map(|()| match fixture.notices.recv_timeout(GUARD) {
+        Ok(Notice::LogTrouble { path, errno, .. }) => (path, errno),
+        other => panic!("{other:?}"),
+    });
+    told.sort_by(|a, b| a.0.cmp(&b.0));
+    assert_eq!(told, [("/dev/full".into(), Errno::ENOSPC), ("/no/such/file".into(), Errno::ENOENT)]);
+    assert_eq!(fixture.read_until("[0]:x"), ["[0]:x"]);
 }
 
 #[test]
@@ -259,7 +316,7 @@ fn a_console_that_is_gone_is_told_once_and_the_files_go_on() {
     let Fixture { dir, logs, stdout, notices } = fixture;
     drop(stdout);
     let path = dir.path().join("0.log");
-    let stream = LogStream { local_rank: 0, path: path.clone(), to: Some(Dest::Stdout), prefix: Vec::new() };
+    let stream = LogStream { local_rank: 0, path: path.clone(), to: To::Console(Dest::Stdout), prefix: Vec::new() };
     let first = logs.follow(vec![stream.clone()]).unwrap();
     append(&path, b"nobody listens\n");
     assert_eq!(notices.recv_timeout(GUARD), Ok(Notice::ConsoleLost { to: Dest::Stdout, errno: Errno::EPIPE }));
@@ -322,7 +379,7 @@ fn a_panic_is_reported_and_hangs_nobody() {
     let logs = logs.unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("0.log");
-    let stream = LogStream { local_rank: 0, path: path.clone(), to: Some(Dest::Stdout), prefix: Vec::new() };
+    let stream = LogStream { local_rank: 0, path: path.clone(), to: To::Console(Dest::Stdout), prefix: Vec::new() };
     let ids = logs.follow(vec![stream]).unwrap();
     append(&path, b"x\n");
     assert_eq!(notices.recv_timeout(GUARD), Ok(Notice::Panicked { message: "out of order".to_owned() }));

@@ -60,7 +60,7 @@ pub struct ProcessSpec {
 #[pymethods]
 impl ProcessSpec {
     #[new]
-    #[pyo3(signature = (local_rank, argv, *, env, cwd=None, stdin=None, stdout=None, stderr=None, pass_fds=Vec::new()))]
+    #[pyo3(signature = (local_rank, argv, *, env, cwd=None, stdin=None, stdout=None, stderr=None, pass_fds=Vec::new(), cpus=None))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
         local_rank: u32,
@@ -71,11 +71,14 @@ impl ProcessSpec {
         stdout: Option<PathBuf>,
         stderr: Option<PathBuf>,
         pass_fds: Vec<RawFd>,
+        cpus: Option<Vec<usize>>,
     ) -> PyResult<Self> {
         if argv.is_empty() {
             return Err(PyValueError::new_err("argv is empty"));
         }
         let argv = argv.into_iter().map(|a| no_nul(a.into_os(), "an argument")).collect::<PyResult<_>>()?;
+        let cpus = cpus.map(|cpus| core::CpuSet::new(&cpus).ok_or_else(|| PyValueError::new_err("cpus names no CPU")));
+        let cpus = cpus.transpose()?;
         let to = |path: Option<PathBuf>| path.map_or(core::Stdio::Inherit, core::Stdio::File);
         let inner = core::ProcessSpec {
             local_rank,
@@ -84,6 +87,7 @@ impl ProcessSpec {
             cwd,
             stdio: [to(stdin), to(stdout), to(stderr)],
             pass_fds: Vec::new(),
+            cpus,
         };
         Ok(Self { inner, pass_fds })
     }
@@ -198,6 +202,13 @@ impl GroupSpec {
     }
 }
 
+/// A descriptor of the agent, or a file.
+#[derive(FromPyObject)]
+pub enum LogDestination {
+    Console(u8),
+    File(PathBuf),
+}
+
 #[pyclass(frozen, from_py_object, module = "elasticrs._core")]
 #[derive(Clone)]
 pub struct LogStream {
@@ -207,12 +218,22 @@ pub struct LogStream {
 #[pymethods]
 impl LogStream {
     #[new]
-    fn new(local_rank: u32, path: PathBuf, to: Option<u8>, prefix: Vec<u8>) -> PyResult<Self> {
+    #[pyo3(signature = (local_rank, path, to, prefix, *, contains=Vec::new()))]
+    fn new(
+        local_rank: u32,
+        path: PathBuf,
+        to: Option<LogDestination>,
+        prefix: Vec<u8>,
+        contains: Vec<Vec<u8>>,
+    ) -> PyResult<Self> {
         let to = match to {
-            None => None,
-            Some(1) => Some(logs::Dest::Stdout),
-            Some(2) => Some(logs::Dest::Stderr),
-            Some(other) => return Err(PyValueError::new_err(format!("to must be 1, 2 or None, got {other}"))),
+            None => logs::To::Nowhere,
+            Some(LogDestination::Console(1)) => logs::To::Console(logs::Dest::Stdout),
+            Some(LogDestination::Console(2)) => logs::To::Console(logs::Dest::Stderr),
+            Some(LogDestination::Console(other)) => {
+                return Err(PyValueError::new_err(format!("to must be 1, 2, a path or None, got {other}")));
+            }
+            Some(LogDestination::File(path)) => logs::To::File(logs::MatchingLines { path, contains }),
         };
         Ok(Self { inner: logs::LogStream { local_rank, path, to, prefix } })
     }

@@ -50,17 +50,17 @@ class LaunchConfig:
         metrics_cfg: settings of metrics.
         local_addr: address of this node.
         event_log_handler: where events go; this release has none.
-        numa_options: not supported by this release.
+        numa_options: binds workers to CPUs; see :class:`elasticrs.numa.NumaOptions`.
         signals_to_handle: names, separated by commas.
-        duplicate_stdout_filters: not supported by this release.
-        duplicate_stderr_filters: not supported by this release.
-        virtual_local_rank: not supported by this release.
+        duplicate_stdout_filters: tee'd lines that contain one of these are copied to one more file.
+        duplicate_stderr_filters: the same for standard error.
+        virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
         shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
         exit_barrier_timeout: seconds to wait for other nodes at the end;
             ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
 
     Raises:
-        ValueError: a negative time, or what this release does not support.
+        ValueError: a negative time.
     """
 
     min_nodes: int
@@ -101,14 +101,6 @@ class LaunchConfig:
             self.exit_barrier_timeout = defaults.exit_barrier_timeout_from(os.environ)
         elif self.exit_barrier_timeout < 0:
             raise ValueError("exit_barrier_timeout must be non-negative")
-        for name in (
-            "numa_options",
-            "duplicate_stdout_filters",
-            "duplicate_stderr_filters",
-            "virtual_local_rank",
-        ):
-            if getattr(self, name):
-                raise ValueError(f"{name} is not supported by this release")
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
 
@@ -183,6 +175,10 @@ def launch_agent(
         master_port=master_port,
         local_addr=config.local_addr,
         event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
     )
     agent = LocalElasticAgent(
         spec=spec,

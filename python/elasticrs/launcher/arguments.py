@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import sys
 
-from elasticrs import config, devices
+from elasticrs import config
 from elasticrs.config import JobConfig, LogSettings, UsageError
-from elasticrs.launcher.options import NOT_YET, OPTIONS, Option
+from elasticrs.launcher.options import OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ class Namespace:
 
 
 class HelpRequested(Exception):  # noqa: N818 -- not an error
-    """The user asked for ``--help`` or ``--version``."""
+    """The user asked for ``--help``, ``--version`` or ``--print-completion``.
+
+    Args:
+        what: ``help``, ``version``, or the name of a shell.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -61,9 +65,10 @@ class Launch:
         command: program and arguments of a worker.
         notices: lines for the user, such as a default that was chosen.
         variables: what is added to the environment of every worker.
+        runs_path: the command is a script and its arguments, for :func:`run_script_path`.
     """
 
-    __slots__ = ("command", "job", "logs", "notices", "variables")
+    __slots__ = ("command", "job", "logs", "notices", "runs_path", "variables")
 
     def __init__(
         self,
@@ -72,12 +77,14 @@ class Launch:
         command: list[str],
         notices: list[str],
         variables: dict[str, str],
+        runs_path: bool = False,
     ) -> None:
         self.job = job
         self.logs = logs
         self.command = command
         self.notices = notices
         self.variables = variables
+        self.runs_path = runs_path
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
@@ -89,10 +96,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
     Raises:
         UsageError: one line for the user.
-        HelpRequested: ``--help`` or ``--version``.
+        HelpRequested: ``--help``, ``--version`` or ``--print-completion``.
     """
-    values: dict[str, object] = {option.dest: option.default for option in OPTIONS}
-    values.update(_defaults(environ))
+    values: dict[str, object] = {}
     script: str | None = None
     rest: list[str] = []
     arguments = iter(argv)
@@ -102,6 +108,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
             continue
         script = next(arguments, None) if argument == "--" else argument
         rest = list(arguments)
+    values = {**_defaults(environ, values), **values}
     if isinstance(values["signals_to_handle"], str):
         values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
     if script is None:
@@ -119,11 +126,11 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     Raises:
         UsageError: one line for the user.
     """
-    nproc = _nproc(args.nproc_per_node, environ)
+    notices: list[str] = []
     command = _command(args, environ)
+    nproc = _nproc(args.nproc_per_node, environ, notices)
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
-    notices: list[str] = []
     meeting = _meeting(args, environ, grace, notices)
     job = JobConfig(
         nproc,
@@ -137,6 +144,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         master_addr=meeting.master_addr,
         master_port=meeting.master_port,
         rendezvous=meeting.rendezvous,
+        cpus=_cpus(args.numa_binding, nproc, environ),
+        virtual_local_rank=args.virtual_local_rank,
     )
     logs = LogSettings(
         log_dir=args.log_dir,
@@ -145,14 +154,20 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         local_ranks_filter=args.local_ranks_filter,
         prefix_template=args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         capture_stderr=args.capture_stderr,
+        stdout_filters=args.duplicate_stdout_filters,
+        stderr_filters=args.duplicate_stderr_filters,
+        specs=args.logs_specs,
     )
+    if args.virtual_local_rank:
+        _check_devices(nproc, environ)
+    notices += _useless(args)
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _names(args.signals_to_handle)}
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = "1"
         notices.append(
             "OMP_NUM_THREADS is not set: each of the workers gets 1; set it to what suits your job"
         )
-    return Launch(job, logs, command, notices, variables)
+    return Launch(job, logs, command, notices, variables, args.run_path)
 
 
 def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
@@ -163,7 +178,10 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
             if equals:
                 raise UsageError(f"{option.flag}: got {text!r}, expected no value")
             return {option.dest: True}
-        return {option.dest: _convert(option, option.flag, text if equals else _value(option, arguments))}
+        value = _convert(option, option.flag, text if equals else _value(option, arguments))
+        if option.name == "print-completion":
+            raise HelpRequested(str(value))
+        return {option.dest: value}
     letter, tail = argument[1], argument[2:]
     if letter == "h":
         raise HelpRequested("help")
@@ -183,9 +201,9 @@ def _find(typed: str) -> Option:
         return _BY_NAME[name]
     if name in ("help", "version"):
         raise HelpRequested(name)
-    if name in NOT_YET:
-        raise UsageError(f"--{name} is not supported by this release")
     candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
+    # What is clear to torchrun stays clear, however many options we add.
+    candidates = [option for option in candidates if option.group != OURS] or candidates
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
@@ -228,16 +246,19 @@ def _convert(option: Option, name: str, text: str) -> object:
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
 
 
-def _defaults(environ: Mapping[str, str]) -> dict[str, object]:
+def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[str, object]:
+    """Of all options; the variables of those that were given are not looked at."""
     found: dict[str, object] = {}
     for option in OPTIONS:
+        found[option.dest] = option.default
         text = environ.get(option.variable) if option.has_variable else None
-        if text is None:
+        if text is None or option.dest in given:
             continue
         if option.is_flag:
-            if not _is_number(text):
-                raise UsageError(f"{option.variable}: got {text!r}, expected 0 or 1")
-            found[option.dest] = bool(float(text))
+            try:
+                found[option.dest] = bool(int(text))
+            except ValueError:
+                raise UsageError(f"{option.variable}: got {text!r}, expected 0 or 1") from None
         else:
             found[option.dest] = _convert(option, option.variable, text)
     return found
@@ -249,13 +270,55 @@ def _names(signums: Sequence[int]) -> str:
     return ",".join(signal.Signals(signum).name for signum in signums)
 
 
-def _nproc(wanted: int | str, environ: Mapping[str, str]) -> int:
+def _nproc(wanted: int | str, environ: Mapping[str, str], notices: list[str]) -> int:
     if isinstance(wanted, int):
         return wanted
-    gpus = devices.cuda_device_count(environ) if wanted in ("gpu", "auto") else 0
-    if wanted == "gpu" and gpus == 0:
-        raise UsageError("--nproc-per-node: got 'gpu', but this machine shows no CUDA device")
-    return gpus or devices.cpu_count()
+    from elasticrs import devices
+
+    name = "PET_NPROC_PER_NODE" if environ.get("PET_NPROC_PER_NODE") == wanted else "--nproc-per-node"
+    try:
+        count = devices.worker_count(wanted, environ)
+    except devices.UnknownDeviceError:
+        raise UsageError(
+            f"{name}: got {wanted!r}, expected a whole number from 1, cpu, gpu, xpu or auto"
+        ) from None
+    except devices.CountError as error:
+        raise UsageError(f"{name}: got {wanted!r}, but {error}") from None
+    notices.append(f"--nproc-per-node {wanted} is {count.number} ({count.kind}, according to {count.source})")
+    return count.number
+
+
+def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list[int]] | None:
+    if mode is None:
+        return None
+    from elasticrs.numa import cpus_by_local_rank
+
+    try:
+        return cpus_by_local_rank(mode, nproc, environ)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--numa-binding: got {mode!r}, but {error}") from None
+
+
+def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
+    from elasticrs.worker_env import virtual_local_rank
+
+    try:
+        virtual_local_rank(nproc - 1, environ)
+    except ValueError as error:
+        raise UsageError(f"--virtual-local-rank: {error}") from None
+
+
+def _useless(args: Namespace) -> Iterator[str]:
+    if args.run_path and args.start_method != "spawn":
+        yield f"--start-method {args.start_method} is not supported by this release: --run-path uses spawn"
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        tee = (
+            args.tee if isinstance(args.tee, int) else max(args.tee.values(), key=lambda bits: bits & stream)
+        )
+        if stream == 2 and args.capture_stderr:
+            continue
+        if getattr(args, f"duplicate_{name}_filters") and not tee & stream:
+            yield f"--duplicate-{name}-filters has no effect here: it copies what --tee shows of {name}"
 
 
 class _Meeting:
@@ -348,6 +411,9 @@ def _range(nodes: tuple[int, int]) -> str:
 
 def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
     script: str = args.training_script
+    if args.run_path:
+        _check_script(script)
+        return [script, *args.training_script_args]
     if args.no_python:
         if args.module:
             raise UsageError("--no-python and --module exclude each other")
@@ -359,13 +425,17 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
         if not script:
             raise UsageError("-m: got '', expected the name of a module")
         return [python, "-u", "-m", script, *args.training_script_args]
+    _check_script(script)
+    # Python would take it for an option.
+    path = os.path.join(os.curdir, script) if script.startswith("-") else script
+    return [python, "-u", path, *args.training_script_args]
+
+
+def _check_script(script: str) -> None:
     if not os.path.exists(script):
         raise UsageError(f"script {script!r} does not exist")
     if not os.access(script, os.R_OK):
         raise UsageError(f"script {script!r} cannot be read: permission denied")
-    # Python would take it for an option.
-    path = os.path.join(os.curdir, script) if script.startswith("-") else script
-    return [python, "-u", path, *args.training_script_args]
 
 
 def _check_program(program: str, what: str, environ: Mapping[str, str]) -> None:

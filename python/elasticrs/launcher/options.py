@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OURS = "Options that torchrun does not have"
+SHELLS = ("bash", "zsh", "tcsh")
 
 
 class Option:
@@ -119,8 +120,9 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _workers(text: str) -> int | str:
-    expected = "a whole number from 1, cpu, gpu or auto"
-    if text in ("cpu", "gpu", "auto"):
+    expected = "a whole number from 1, cpu, gpu, xpu or auto"
+    # Torch can be extended with devices of other names.
+    if text.isidentifier():
         return text
     try:
         value = int(text)
@@ -150,6 +152,24 @@ def _ranks(text: str) -> frozenset[int] | None:
     return frozenset(map(int, parts))
 
 
+def _texts(text: str) -> tuple[str, ...]:
+    # Two commas are one that belongs to the text.
+    parts = text.replace(",,", "\0").split(",")
+    return tuple(part.replace("\0", ",") for part in parts if part)
+
+
+def _affinity(text: str) -> str:
+    if text not in config.AFFINITY_MODES:
+        raise ValueError("node, socket, exclusive or core-complex")
+    return text
+
+
+def _shell(text: str) -> str:
+    if text not in SHELLS:
+        raise ValueError("bash, zsh or tcsh")
+    return text
+
+
 def _start_method(text: str) -> str:
     if text not in ("spawn", "fork", "forkserver"):
         raise ValueError("spawn, fork or forkserver")
@@ -168,7 +188,7 @@ OPTIONS: tuple[Option, ...] = (
         "nproc-per-node",
         1,
         _workers,
-        "workers on this node: a number, cpu, gpu or auto (default 1)",
+        "workers on this node: a number, cpu, gpu, xpu or auto (default 1)",
         metavar="N",
     ),
     Option("standalone", False, None, "one node, with a fresh address and a random id"),
@@ -199,6 +219,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("module", False, None, "the script is a module, as in python -m", short="m"),
     Option("no-python", False, None, "the script is a program: run it without Python"),
+    Option("run-path", False, None, "run the script by runpy.run_path in a worker that is a function"),
     Option(
         "log-dir", None, str, "folder for log files; each run makes one of its own in it", metavar="FOLDER"
     ),
@@ -220,6 +241,14 @@ OPTIONS: tuple[Option, ...] = (
         metavar="TEXT",
     ),
     Option(
+        "duplicate-stdout-filters",
+        (),
+        _texts,
+        "copy tee'd lines that contain one of these to filtered_stdout.log; two commas are one",
+        metavar="TEXT,…",
+    ),
+    Option("duplicate-stderr-filters", (), _texts, "the same for stderr", metavar="TEXT,…"),
+    Option(
         "node-rank", 0, _count, "rank of this node (static), or its place in the order (c10d)", metavar="N"
     ),
     Option("master-addr", "127.0.0.1", str, "address of rank 0, for the static rendezvous", metavar="HOST"),
@@ -227,6 +256,22 @@ OPTIONS: tuple[Option, ...] = (
         "master-port", None, _port, "port of rank 0 (default: a fresh one for every attempt)", metavar="PORT"
     ),
     Option("local-addr", None, str, "address of this node", metavar="HOST"),
+    Option(
+        "logs-specs",
+        None,
+        str,
+        "class that decides where output goes: an entry point in torchrun.logs_specs",
+        metavar="NAME",
+        has_variable=False,
+    ),
+    Option(
+        "numa-binding",
+        None,
+        _affinity,
+        "bind workers to CPUs near their GPUs: node, socket, exclusive or core-complex",
+        metavar="MODE",
+        has_variable=False,
+    ),
     Option(
         "signals-to-handle",
         config.DEFAULT_SIGNALS,
@@ -242,11 +287,26 @@ OPTIONS: tuple[Option, ...] = (
         metavar="SECONDS",
     ),
     Option(
+        "virtual-local-rank",
+        False,
+        None,
+        "each worker has LOCAL_RANK=0 and sees one GPU, its own, as device 0",
+    ),
+    Option(
+        "print-completion",
+        None,
+        _shell,
+        "print a completion script for bash, zsh or tcsh and exit (needs shtab)",
+        metavar="SHELL",
+        has_variable=False,
+    ),
+    Option(
         "exit-barrier-timeout",
         None,
         config.seconds,
         "seconds to wait for other nodes at the end",
         metavar="SECONDS",
+        group=OURS,
     ),
     Option(
         "linger",
@@ -264,6 +324,13 @@ OPTIONS: tuple[Option, ...] = (
         metavar="node|job",
         group=OURS,
     ),
+    Option(
+        "use-env",
+        False,
+        None,
+        "accepted, and always so: for command lines of torch.distributed.launch",
+        group=OURS,
+    ),
     Option("keep-descendants", False, None, "leave processes alone that successful workers left", group=OURS),
     Option(
         "capture-stderr",
@@ -273,17 +340,6 @@ OPTIONS: tuple[Option, ...] = (
         group=OURS,
     ),
 )
-
-NOT_YET = (
-    "run-path",
-    "logs-specs",
-    "numa-binding",
-    "virtual-local-rank",
-    "duplicate-stdout-filters",
-    "duplicate-stderr-filters",
-    "print-completion",
-)
-"""Options of torchrun that this release does not know; naming them gives a clear error."""
 
 
 def help_text(program: str) -> str:

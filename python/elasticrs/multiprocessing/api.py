@@ -195,6 +195,8 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
             self._run_log_dir = logs.make_private_directory(self.root_log_dir, run_id + "_")
+        # An earlier job with the same object may have removed it, empty.
+        os.makedirs(self._run_log_dir, 0o700, exist_ok=True)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):
             attempt = f"{attempt}_r{env['ELASTICRS_ROUND']}"

@@ -21,6 +21,7 @@ from multiprocessing.context import set_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
+from elasticrs._worker.run_path import run_script_path
 from elasticrs.multiprocessing.errors import record
 from elasticrs.workers import Workers
 
@@ -72,6 +73,7 @@ class FunctionWorkers(Workers):
                     stdout=paths.stdouts.get(local_rank) or None,
                     stderr=paths.stderrs.get(local_rank) or None,
                     pass_fds=sorted({*prepared.fds, result.writer}),
+                    cpus=self.cpus(local_rank),
                 )
             )
         return specs
@@ -118,6 +120,28 @@ class FunctionWorkers(Workers):
             who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
             raise RuntimeError(f"{who} exited with code 0 before the function returned")
         return {rank: pickle.loads(data) for rank, data in self._values.items()}
+
+
+class ScriptWorkers(FunctionWorkers):
+    """Workers that run a script by :func:`run_script_path`, in a process that is ours alone.
+
+    Args:
+        setup: what all kinds need.
+        script: its path, and its arguments.
+    """
+
+    def __init__(self, setup: WorkerSetup, script: Sequence[str]) -> None:
+        super().__init__(setup, run_script_path, script)
+
+    def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
+        """Stop multiprocessing's own helper as well: it would outlive the launcher by some time."""
+        super().ended(supervisor, attempt)
+        tracker: Any = resource_tracker._resource_tracker
+        tracker._stop()
+
+    def return_values(self) -> dict[int, object]:
+        """Scripts return nothing, and may end by ``os._exit(0)``."""
+        return dict.fromkeys(range(self._setup.job.nproc))
 
 
 class _Result:

@@ -1,4 +1,4 @@
-//! The two destinations: whole lines into descriptors that may be stuck or gone.
+//! The console's two destinations, and files beside them: whole lines into descriptors that may be stuck or gone.
 //!
 //! - **CONSOLE-1** a descriptor's flags are never changed: it is shared with the shell and with the workers. So writes
 //!   may block; a write is therefore made only after `poll` said that there is room, and to pipes, terminals and
@@ -11,7 +11,9 @@
 //! - **CONSOLE-4** a destination that fails is given up for good; that is told once.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -19,7 +21,7 @@ use nix::sys::stat::{SFlag, fstat};
 use nix::unistd::write;
 
 use super::lines::{Screen, Unit};
-use super::{Dest, StreamId};
+use super::{Dest, LogStream, Notice, StreamId, To};
 
 /// With this many bytes waiting, no more is taken.
 pub(super) const HIGH_WATER: usize = 256 * 1024;
@@ -62,7 +64,7 @@ pub(super) fn errno_of(error: &std::io::Error) -> Errno {
 /// One open file that lines go to; standard output and error are one when they share it.
 #[derive(Debug)]
 pub(super) struct Output {
-    dest: Dest,
+    name: Name,
     fd: Result<OwnedFd, Errno>,
     never_waits: bool,
     screen: Screen<StreamId>,
@@ -75,6 +77,19 @@ pub(super) struct Output {
     loss_told: bool,
 }
 
+/// What the user knows an output by.
+#[derive(Debug)]
+enum Name {
+    Console(Dest),
+    /// One that belongs to a single stream.
+    File {
+        local_rank: u32,
+        path: PathBuf,
+    },
+    /// A place for another one.
+    Free,
+}
+
 /// When everything up to `end` is written, this much of the stream is on the console.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
@@ -84,14 +99,14 @@ pub(super) struct Mark {
 }
 
 impl Output {
-    fn new(dest: Dest, fd: Result<OwnedFd, Errno>) -> Self {
+    fn new(name: Name, fd: Result<OwnedFd, Errno>) -> Self {
         let kind = fd.as_ref().ok().and_then(|fd| fstat(fd).ok());
         let never_waits = kind.is_some_and(|stat| {
             let format = stat.st_mode & SFlag::S_IFMT.bits();
             format == SFlag::S_IFREG.bits() || (format == SFlag::S_IFCHR.bits() && is_null(stat.st_rdev))
         });
         Self {
-            dest,
+            name,
             fd,
             never_waits,
             screen: Screen::default(),
@@ -104,6 +119,28 @@ impl Output {
         }
     }
 
+    /// A file that the matching lines of this stream are copied to.
+    pub(super) fn of_file(file: File, stream: &LogStream) -> Self {
+        let path = match &stream.to {
+            To::File(lines) => lines.path.clone(),
+            To::Nowhere | To::Console(_) => PathBuf::new(),
+        };
+        let mut output = Self::new(Name::File { local_rank: stream.local_rank, path }, Ok(file.into()));
+        output.mark_used();
+        output
+    }
+
+    /// The only stream of a file's output is through, or the file is lost: its place can be taken.
+    pub(super) fn close_own(&mut self) {
+        if matches!(self.name, Name::File { .. }) {
+            (self.name, self.fd) = (Name::Free, Err(Errno::EBADF));
+        }
+    }
+
+    pub(super) fn is_free(&self) -> bool {
+        matches!(self.name, Name::Free)
+    }
+
     /// Standard output and error, and which of them each destination is: the same when they share an open file.
     pub(super) fn pair(console: Console) -> (Vec<Self>, [usize; 2]) {
         let [stdout, stderr] = console.open();
@@ -111,16 +148,16 @@ impl Output {
             (Ok(a), Ok(b)) => matches!((fstat(a), fstat(b)), (Ok(a), Ok(b)) if is_same_file(&a, &b)),
             _ => false,
         };
-        let mut outputs = vec![Self::new(Dest::Stdout, stdout)];
+        let mut outputs = vec![Self::new(Name::Console(Dest::Stdout), stdout)];
         if shared {
             return (outputs, [0, 0]);
         }
-        outputs.push(Self::new(Dest::Stderr, stderr));
+        outputs.push(Self::new(Name::Console(Dest::Stderr), stderr));
         (outputs, [0, 1])
     }
 
     pub(super) fn is_lost(&self) -> bool {
-        self.fd.is_err()
+        self.fd.is_err() && !self.is_free()
     }
 
     /// A stream goes here. Before, the loss of this destination concerns nobody.
@@ -129,9 +166,16 @@ impl Output {
     }
 
     /// The loss of this destination, the first time that it is asked for.
-    pub(super) fn take_loss(&mut self) -> Option<(Dest, Errno)> {
+    pub(super) fn take_loss(&mut self) -> Option<Notice> {
         let errno = *self.fd.as_ref().err()?;
-        (self.is_used && !std::mem::replace(&mut self.loss_told, true)).then_some((self.dest, errno))
+        let is_news = self.is_used && !std::mem::replace(&mut self.loss_told, true);
+        match &self.name {
+            Name::Console(to) => is_news.then_some(Notice::ConsoleLost { to: *to, errno }),
+            Name::File { local_rank, path } => {
+                is_news.then(|| Notice::LogTrouble { local_rank: *local_rank, path: path.clone(), errno })
+            }
+            Name::Free => None,
+        }
     }
 
     pub(super) fn has_room(&self) -> bool {

@@ -27,8 +27,9 @@ use nix::sys::uio::pread;
 use nix::unistd::geteuid;
 
 use super::console::Output;
-use super::lines::LineSplitter;
-use super::{Notice, Notify, StreamId, StreamInfo};
+use super::lines::{LineSplitter, Unit};
+use super::matching::LineFilter;
+use super::{Notice, Notify, StreamId, StreamInfo, To};
 
 /// One turn of one file.
 const BLOCK: usize = 64 * 1024;
@@ -70,7 +71,17 @@ pub(super) struct Opened {
     pub(super) file: File,
     /// What is before it was written by somebody else, earlier.
     pub(super) offset: u64,
-    pub(super) output: Option<usize>,
+    pub(super) sink: Sink,
+}
+
+/// What takes the lines of a file.
+#[derive(Debug)]
+pub(super) enum Sink {
+    Nowhere,
+    /// The number of an output.
+    Console(usize),
+    /// An output of its own.
+    File(File),
 }
 
 #[derive(Debug)]
@@ -80,6 +91,7 @@ struct Followed {
     output: Option<usize>,
     watch: Option<WatchDescriptor>,
     splitter: LineSplitter,
+    filter: Option<LineFilter>,
     /// In the file.
     offset: u64,
     /// Bytes behind the offset, when last counted.
@@ -162,16 +174,26 @@ impl Follower {
         self.inotify.as_ref().map(AsFd::as_fd)
     }
 
-    pub(super) fn add(&mut self, opened: Opened, now: Instant) {
-        let Opened { info, file, offset, output } = opened;
+    pub(super) fn add(
+        &mut self,
+        info: Arc<StreamInfo>,
+        (file, offset): (File, u64),
+        output: Option<usize>,
+        now: Instant,
+    ) {
         let id = info.id;
         let is_polled = output.is_some() && changes_unseen(&file);
+        let filter = match &info.stream.to {
+            To::File(lines) => Some(LineFilter::new(lines)),
+            To::Nowhere | To::Console(_) => None,
+        };
         let followed = Followed {
             info,
             file,
             output,
             watch: None,
             splitter: LineSplitter::default(),
+            filter,
             offset,
             unread: 0,
             taken: 0,
@@ -390,7 +412,9 @@ impl Follower {
         }
         for id in &through {
             self.unwatch(*id);
-            self.files.remove(id);
+            if let Some(output) = self.files.remove(id).and_then(|file| file.output) {
+                outputs[output].close_own();
+            }
         }
         through
     }
@@ -436,8 +460,8 @@ impl Followed {
             }
             Ok(n) => {
                 output.compact();
-                let (id, prefix) = (self.info.id, &self.info.stream.prefix);
-                self.splitter.push(&block[..n], now, |unit| output.put(id, prefix, unit));
+                let show = show(&self.info, self.filter.as_mut(), output);
+                self.splitter.push(&block[..n], now, show);
                 self.offset += n as u64;
                 self.taken += n as u64;
                 self.mark(output);
@@ -465,8 +489,7 @@ impl Followed {
 
     fn tick(&mut self, output: &mut Output, now: Instant) {
         if self.splitter.deadline().is_some_and(|at| at <= now) {
-            let (id, prefix) = (self.info.id, &self.info.stream.prefix);
-            self.splitter.tick(now, |unit| output.put(id, prefix, unit));
+            self.splitter.tick(now, show(&self.info, self.filter.as_mut(), output));
             self.mark(output);
         }
     }
@@ -479,14 +502,14 @@ impl Followed {
     }
 
     fn end_line(&mut self, output: &mut Output) {
-        let (id, prefix) = (self.info.id, &self.info.stream.prefix);
-        self.splitter.finish(|unit| output.put(id, prefix, unit));
+        self.splitter.finish(show(&self.info, self.filter.as_mut(), output));
         self.mark(output);
     }
 
     fn mark(&mut self, output: &mut Output) {
         self.put_until = output.accepted();
-        output.mark(self.info.id, self.taken - self.splitter.held() as u64);
+        let held = self.splitter.held() + self.filter.as_ref().map_or(0, LineFilter::held);
+        output.mark(self.info.id, self.taken - held as u64);
     }
 
     fn check_space(&mut self, notify: &Notify) {
@@ -513,6 +536,19 @@ impl Followed {
 
     fn count_unread(&mut self) {
         self.unread = self.file.metadata().map_or(0, |stat| stat.len().saturating_sub(self.offset));
+    }
+}
+
+/// Puts units on an output, those that pass the filter.
+fn show<'a>(
+    info: &'a StreamInfo,
+    mut filter: Option<&'a mut LineFilter>,
+    output: &'a mut Output,
+) -> impl FnMut(Unit<'_>) + 'a {
+    let (id, prefix) = (info.id, &info.stream.prefix);
+    move |unit| match &mut filter {
+        Some(filter) => filter.pass(unit, |unit| output.put(id, prefix, unit)),
+        None => output.put(id, prefix, unit),
     }
 }
 

@@ -26,6 +26,7 @@
 mod console;
 mod follow;
 mod lines;
+mod matching;
 mod pump;
 mod tail;
 
@@ -44,10 +45,11 @@ use nix::errno::Errno;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 pub use console::Console;
+pub use matching::MatchingLines;
 pub use tail::last_lines;
 
 use console::{Output, errno_of};
-use follow::Opened;
+use follow::{Opened, Sink};
 use pump::{Command, Pump};
 
 use crate::panics;
@@ -64,6 +66,17 @@ pub enum Dest {
     Stderr,
 }
 
+/// Where the lines of a file go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum To {
+    /// Nowhere: the file is only looked after.
+    Nowhere,
+    /// The console.
+    Console(Dest),
+    /// Some of them to another file. It is followed beside, and for itself: a stuck console does not hold it up.
+    File(MatchingLines),
+}
+
 /// One log file to follow.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogStream {
@@ -71,8 +84,8 @@ pub struct LogStream {
     pub local_rank: u32,
     /// The file; created with mode 0644 when it is not there.
     pub path: PathBuf,
-    /// Where its lines go; `None`: the file is only looked after.
-    pub to: Option<Dest>,
+    /// Where its lines go.
+    pub to: To,
     /// Put before every line, colour codes included.
     pub prefix: Vec<u8>,
 }
@@ -84,7 +97,8 @@ pub struct StreamId(u64);
 /// Something is wrong; told once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Notice {
-    /// A log file cannot be opened or read, or (`ENOSPC`) its file system is full.
+    /// A log file, or one that lines are copied to, cannot be opened, read or written, or (`ENOSPC`) its file system is
+    /// full.
     LogTrouble {
         /// Whose.
         local_rank: u32,
@@ -189,12 +203,20 @@ impl Logs {
         for stream in streams {
             let id = StreamId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
             ids.push(id);
-            let output = stream.to.map(|dest| output_of[dest as usize]);
             let info =
                 Arc::new(StreamInfo { id, stream, is_finishing: AtomicBool::new(false), behind: AtomicU64::new(0) });
-            match open(&info.stream) {
-                Ok((file, offset)) => opened.push(Opened { info, file, offset, output }),
-                Err(error) => (self.notify)(info.trouble(errno_of(&error))),
+            let sink = match &info.stream.to {
+                To::Nowhere => Ok(Sink::Nowhere),
+                To::Console(dest) => Ok(Sink::Console(output_of[*dest as usize])),
+                To::File(lines) => lines.open().map(Sink::File).map_err(|error| (lines.path.clone(), error)),
+            };
+            let file = open(&info.stream).map_err(|error| (info.stream.path.clone(), error));
+            match sink.and_then(|sink| Ok((sink, file?))) {
+                Ok((sink, (file, offset))) => opened.push(Opened { info, file, offset, sink }),
+                Err((path, error)) => {
+                    let local_rank = info.stream.local_rank;
+                    (self.notify)(Notice::LogTrouble { local_rank, path, errno: errno_of(&error) });
+                }
             }
         }
         lock(&self.shared.streams).extend(opened.iter().map(|file| (file.info.id, Arc::clone(&file.info))));

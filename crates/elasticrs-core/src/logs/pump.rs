@@ -13,8 +13,8 @@ use nix::sys::signal::SigSet;
 use nix::sys::time::TimeSpec;
 
 use super::console::Output;
-use super::follow::{Follower, Opened};
-use super::{Notice, Notify, Shared, StreamId, lock};
+use super::follow::{Follower, Opened, Sink};
+use super::{Notify, Shared, StreamId, lock};
 
 /// From the handle.
 #[derive(Debug)]
@@ -87,23 +87,22 @@ impl Pump {
     fn give_up_lost(&mut self) {
         for (index, output) in self.outputs.iter_mut().enumerate().filter(|(_, output)| output.is_lost()) {
             self.follower.drop_output(index);
-            if let Some((to, errno)) = output.take_loss() {
-                (self.notify)(Notice::ConsoleLost { to, errno });
+            if let Some(loss) = output.take_loss() {
+                (self.notify)(loss);
             }
+            output.close_own();
         }
     }
 
     fn take_commands(&mut self, now: Instant) -> ControlFlow<()> {
         // The counter's value says nothing: all commands are taken.
         let _count = self.shared.wake.read();
-        for command in std::mem::take(&mut *lock(&self.shared.commands)) {
+        let commands = std::mem::take(&mut *lock(&self.shared.commands));
+        for command in commands {
             match command {
                 Command::Follow(files) => {
                     for file in files {
-                        if let Some(output) = file.output {
-                            self.outputs[output].mark_used();
-                        }
-                        self.follower.add(file, now);
+                        self.follow(file, now);
                     }
                 }
                 Command::Finish(streams) => streams.into_iter().for_each(|id| self.follower.finish(id)),
@@ -111,6 +110,29 @@ impl Pump {
             }
         }
         ControlFlow::Continue(())
+    }
+
+    fn follow(&mut self, opened: Opened, now: Instant) {
+        let Opened { info, file, offset, sink } = opened;
+        let output = match sink {
+            Sink::Nowhere => None,
+            Sink::Console(index) => {
+                self.outputs[index].mark_used();
+                Some(index)
+            }
+            Sink::File(file) => Some(self.add_output(Output::of_file(file, &info.stream))),
+        };
+        self.follower.add(info, (file, offset), output, now);
+    }
+
+    /// In the place of one that is no longer needed, if there is any: numbers stay valid.
+    fn add_output(&mut self, output: Output) -> usize {
+        if let Some(free) = self.outputs.iter().position(Output::is_free) {
+            self.outputs[free] = output;
+            return free;
+        }
+        self.outputs.push(output);
+        self.outputs.len() - 1
     }
 
     fn wait(&mut self) -> News {

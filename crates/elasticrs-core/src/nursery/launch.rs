@@ -128,6 +128,7 @@ pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
             fds: passed.to_vec(),
             ignored: Vec::new(),
             dies_with_parent: false,
+            cpus: None,
             oom_score_adj: None,
             stages: None,
         };

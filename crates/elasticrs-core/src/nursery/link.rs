@@ -208,7 +208,7 @@ mod tests {
         let pass_fds = (0..descriptors).zip(3..).map(|(source, target)| PassedFd { source, target }).collect();
         let stdio = [Stdio::Null, Stdio::Null, Stdio::Null];
         let argv = vec!["x".repeat(argument).into()];
-        let process = ProcessSpec { local_rank: 0, argv, env: Vec::new(), cwd: None, stdio, pass_fds };
+        let process = ProcessSpec { local_rank: 0, argv, env: Vec::new(), cwd: None, stdio, pass_fds, cpus: None };
         Request::Spawn { process, keep_ignored: Vec::new() }
     }
 
@@ -267,8 +267,15 @@ mod tests {
     fn paths_that_are_not_utf_8_arrive() {
         let odd = || PathBuf::from(OsStr::from_bytes(b"log\xff/\n"));
         let stdio = [Stdio::Null, Stdio::File(odd()), Stdio::Inherit];
-        let process =
-            ProcessSpec { local_rank: 0, argv: Vec::new(), env: Vec::new(), cwd: Some(odd()), stdio, pass_fds: vec![] };
+        let process = ProcessSpec {
+            local_rank: 0,
+            argv: Vec::new(),
+            env: Vec::new(),
+            cwd: Some(odd()),
+            stdio,
+            pass_fds: vec![],
+            cpus: None,
+        };
         let request = Request::Spawn { process, keep_ignored: Vec::new() };
         let (mut agent, mut nursery) = ends();
         agent.send(&request, Vec::new()).unwrap();

@@ -12,7 +12,7 @@ use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 
 /// Changes with every change of this file.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
@@ -194,6 +194,8 @@ pub enum Stage {
     Receive = 8,
     /// Not begun: the deadline of the fence has passed.
     Fence = 9,
+    /// `sched_setaffinity`.
+    Affinity = 10,
 }
 
 impl Stage {
@@ -202,6 +204,8 @@ impl Stage {
         match (self, errno) {
             // The kernel's own words are "Try again".
             (Self::Clone, Errno::EAGAIN) => "the limit of processes is reached (RLIMIT_NPROC or a pids.max)",
+            // The kernel's own words are "Invalid argument".
+            (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed here",
             (Self::Fence, _) => "the lease of the connection to the store has run out",
             _ => errno.desc(),
         }
@@ -209,7 +213,7 @@ impl Stage {
 
     /// The stage with this number, as the stage pipe carries it.
     pub fn from_byte(byte: u8) -> Option<Self> {
-        const ALL: [Stage; 9] = [
+        const ALL: [Stage; 10] = [
             Stage::Clone,
             Stage::NewSession,
             Stage::ParentDeathSignal,
@@ -219,6 +223,7 @@ impl Stage {
             Stage::Exec,
             Stage::Receive,
             Stage::Fence,
+            Stage::Affinity,
         ];
         ALL.into_iter().find(|&stage| stage as u8 == byte)
     }
@@ -236,6 +241,7 @@ impl std::fmt::Display for Stage {
             Self::Exec => "execute",
             Self::Receive => "receive the process descriptor",
             Self::Fence => "start a worker",
+            Self::Affinity => "bind the worker to its CPUs",
         })
     }
 }

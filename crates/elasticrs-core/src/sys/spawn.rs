@@ -66,6 +66,8 @@ pub struct Command<'fd> {
     pub ignored: Vec<i32>,
     /// SIGKILL the child when the thread that makes it ends.
     pub dies_with_parent: bool,
+    /// The mask of the CPUs that the child may run on; see [`crate::spec::CpuSet::mask`].
+    pub cpus: Option<&'fd [u8]>,
     /// Written to the child's `oom_score_adj`, as far as permitted.
     pub oom_score_adj: Option<CString>,
     /// Gets one byte, the [`Stage`], before each stage that can block for ever.
@@ -211,6 +213,9 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     if command.dies_with_parent {
         raw::die_with_parent(shared.parent).map_err(failed(Stage::ParentDeathSignal))?;
     }
+    if let Some(mask) = command.cpus {
+        raw::set_affinity(mask).map_err(failed(Stage::Affinity))?;
+    }
     if let Some(value) = &command.oom_score_adj {
         raw::write_file(c"/proc/self/oom_score_adj", value);
     }
@@ -308,6 +313,11 @@ mod raw {
         // SAFETY: no arguments, no memory.
         let now = check(unsafe { libc::syscall(libc::SYS_getppid) })?;
         if now == parent { Ok(()) } else { Err(Errno::ESRCH) }
+    }
+
+    pub(super) fn set_affinity(mask: &[u8]) -> Result<(), Errno> {
+        // SAFETY: the kernel reads the mask, of the length given.
+        check(unsafe { libc::syscall(libc::SYS_sched_setaffinity, 0, mask.len(), mask.as_ptr()) }).map(drop)
     }
 
     /// As far as permitted: for settings that are no reason to fail.

@@ -249,6 +249,7 @@ pub fn process(argv: Vec<OsString>) -> ProcessSpec {
         cwd: None,
         stdio: [Stdio::Null, Stdio::Null, Stdio::Inherit],
         pass_fds: Vec::new(),
+        cpus: None,
     }
 }
 

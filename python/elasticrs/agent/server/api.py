@@ -60,10 +60,10 @@ class WorkerSpec:
         master_addr: of the workers' store; the rendezvous tells when ``None``.
         local_addr: of this node.
         event_log_handler: where events go; this release has none.
-        numa_options: not supported by this release.
-        duplicate_stdout_filters: not supported by this release.
-        duplicate_stderr_filters: not supported by this release.
-        virtual_local_rank: not supported by this release.
+        numa_options: binds workers to CPUs; see :class:`elasticrs.numa.NumaOptions`.
+        duplicate_stdout_filters: tee'd lines that contain one of these are copied to ``filtered_stdout``.
+        duplicate_stderr_filters: the same for standard error.
+        virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
 
     Raises:
         AssertionError: no workers, no interval or no entrypoint (as in torch).

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elasticrs import _core
 from elasticrs import config as defaults
@@ -28,7 +28,7 @@ from elasticrs.agent.server.api import (
 from elasticrs.agent.signals import catch_signals, ignored_signals
 from elasticrs.agent.state import Phase
 from elasticrs.config import JobConfig
-from elasticrs.logs import LogPaths
+from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, assign
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
@@ -36,7 +36,6 @@ from elasticrs.rendezvous.static import OneNodeRendezvous
 from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Protocol
 
     from elasticrs.agent.decisions import Decisions
@@ -195,13 +194,18 @@ class LocalElasticAgent(ElasticAgent):
             shutdown_timeout=self._shutdown_timeout,
             signals=self._signals,
             rendezvous=rendezvous,
+            cpus=_cpus(spec),
+            virtual_local_rank=spec.virtual_local_rank,
         )
 
     def _workers(self, job: JobConfig) -> Workers:
         spec = self._worker_group.spec
         environ = hook_environment({**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names})
         template = self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        setup = WorkerSetup(job, _logs(self._logs_specs), template, environ, ignored_signals())
+        filters = (spec.duplicate_stdout_filters or [], spec.duplicate_stderr_filters or [])
+        setup = WorkerSetup(
+            job, attempt_logs(self._logs_specs), template, environ, ignored_signals(), filters
+        )
         if callable(spec.entrypoint):
             from elasticrs.multiprocessing.spawn import FunctionWorkers
 
@@ -236,6 +240,22 @@ class LocalElasticAgent(ElasticAgent):
                 raise error_of(outcome)
             raise RuntimeError(result.message or "the workers could not be started")
         return RunResult(WorkerState.FAILED, failures=failed)
+
+
+def _cpus(spec: WorkerSpec) -> list[list[int]] | None:
+    options = spec.numa_options
+    if options is None:
+        return None
+    from elasticrs.numa import cpus_by_local_rank
+
+    try:
+        # Torch's own options and modes serve as well.
+        return cpus_by_local_rank(options.affinity_mode.value, spec.local_world_size, os.environ)
+    except (ValueError, OSError) as error:
+        if not options.should_fall_back_if_binding_fails:
+            raise
+        warnings.warn(f"workers are not bound to CPUs: {error}", RuntimeWarning, stacklevel=5)
+        return None
 
 
 class _Planner:
@@ -284,17 +304,3 @@ def _update(group: WorkerGroup, plan: Plan) -> None:
     for worker, own in zip(group.workers, plan.ranks, strict=True):
         worker.global_rank, worker.role_rank = own.global_rank, own.role_rank
         worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
-
-
-def _logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    def attempt_logs(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
-        destination: Any = specs.reify(variables)
-        return LogPaths(
-            destination.stdouts,
-            destination.stderrs,
-            destination.tee_stdouts,
-            destination.tee_stderrs,
-            {local_rank: own.get("TORCHELASTIC_ERROR_FILE", "") for local_rank, own in variables.items()},
-        )
-
-    return attempt_logs

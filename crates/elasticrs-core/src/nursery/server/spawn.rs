@@ -9,7 +9,7 @@ use nix::errno::Errno;
 
 use super::Nursery;
 use crate::nursery::protocol::{Reply, Stage};
-use crate::spec::{ProcessSpec, Stdio};
+use crate::spec::{CpuSet, ProcessSpec, Stdio};
 use crate::sys::spawn::{self, Command, Failure, Program, Standard};
 
 /// Where programs are searched for without a `PATH`.
@@ -48,7 +48,7 @@ impl Nursery {
     }
 }
 
-fn command<'fd>(process: &ProcessSpec, keep_ignored: &[i32], fds: &'fd [OwnedFd]) -> Result<Command<'fd>, Failure> {
+fn command<'fd>(process: &'fd ProcessSpec, keep_ignored: &[i32], fds: &'fd [OwnedFd]) -> Result<Command<'fd>, Failure> {
     let failed = |stage, descriptor| move |errno| Failure { stage, errno, descriptor };
     let mut stdio = [const { Standard::Inherit }; 3];
     for (descriptor, (standard, spec)) in stdio.iter_mut().zip(&process.stdio).enumerate() {
@@ -72,6 +72,7 @@ fn command<'fd>(process: &ProcessSpec, keep_ignored: &[i32], fds: &'fd [OwnedFd]
         fds,
         ignored: keep_ignored.to_vec(),
         dies_with_parent: true,
+        cpus: process.cpus.as_ref().map(CpuSet::mask),
         oom_score_adj: None,
         stages: None,
     })
@@ -135,7 +136,8 @@ fn subject(process: &ProcessSpec, failure: Failure) -> String {
         | Stage::ParentDeathSignal
         | Stage::Descriptors
         | Stage::Receive
-        | Stage::Fence => String::new(),
+        | Stage::Fence
+        | Stage::Affinity => String::new(),
     }
 }
 
@@ -151,6 +153,7 @@ mod tests {
             cwd: None,
             stdio: [Stdio::Inherit, Stdio::Inherit, Stdio::Inherit],
             pass_fds: Vec::new(),
+            cpus: None,
         }
     }
 

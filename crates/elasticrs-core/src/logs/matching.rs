@@ -1,0 +1,116 @@
+//! Copies of the lines that contain some text.
+//!
+//! - **MATCHING-1** lines are chosen and copied whole, however long they take to be written. Of those above
+//!   [`LONGEST`] each piece of that length counts as a line.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+
+use memchr::memmem::Finder;
+
+use super::lines::Unit;
+
+/// More than this of one line is not held back.
+pub(super) const LONGEST: usize = 1024 * 1024;
+
+/// Which lines of a stream are copied, and to where. Several streams may share a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MatchingLines {
+    /// Appended to; created with mode 0644 when it is not there.
+    pub path: PathBuf,
+    /// A line that contains one of these is copied.
+    pub contains: Vec<Vec<u8>>,
+}
+
+impl MatchingLines {
+    pub(super) fn open(&self) -> io::Result<File> {
+        OpenOptions::new().append(true).create(true).mode(0o644).open(&self.path)
+    }
+}
+
+/// Lets pass what matches, and puts lines together for that.
+#[derive(Debug)]
+pub(super) struct LineFilter {
+    contains: Vec<Finder<'static>>,
+    /// Of a line that comes in parts.
+    line: Vec<u8>,
+}
+
+impl LineFilter {
+    pub(super) fn new(lines: &MatchingLines) -> Self {
+        let contains = lines.contains.iter().map(|text| Finder::new(text).into_owned()).collect();
+        Self { contains, line: Vec::new() }
+    }
+
+    /// Takes a unit, and emits what is to be copied: only [`Unit::Whole`].
+    pub(super) fn pass(&mut self, unit: Unit<'_>, emit: impl FnOnce(Unit<'_>)) {
+        match unit {
+            Unit::Whole(line) => {
+                if self.matches(line) {
+                    emit(unit);
+                }
+                return;
+            }
+            Unit::Part(bytes) => {
+                self.line.extend_from_slice(bytes);
+                if self.line.len() < LONGEST {
+                    return;
+                }
+            }
+            Unit::End(bytes) => self.line.extend_from_slice(bytes),
+        }
+        if self.matches(&self.line) {
+            emit(Unit::Whole(&self.line));
+        }
+        self.line.clear();
+    }
+
+    /// Bytes that were taken and are still to be decided on.
+    pub(super) fn held(&self) -> usize {
+        self.line.len()
+    }
+
+    fn matches(&self, line: &[u8]) -> bool {
+        self.contains.iter().any(|text| text.find(line).is_some())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn passed(contains: &[&str], units: &[Unit<'_>]) -> Vec<Vec<u8>> {
+        let contains = contains.iter().map(|text| text.as_bytes().to_vec()).collect();
+        let mut filter = LineFilter::new(&MatchingLines { path: PathBuf::new(), contains });
+        let mut lines = Vec::new();
+        for &unit in units {
+            filter.pass(unit, |unit| match unit {
+                Unit::Whole(line) => lines.push(line.to_vec()),
+                Unit::Part(_) | Unit::End(_) => panic!("only whole lines are copied"),
+            });
+        }
+        lines
+    }
+
+    #[test]
+    fn a_line_passes_when_it_contains_one_of_the_texts() {
+        let units = [Unit::Whole(b"an apple"), Unit::Whole(b"a pear"), Unit::Whole(b"oranges")];
+        assert_eq!(passed(&["apple", "orange"], &units), [b"an apple".to_vec(), b"oranges".to_vec()]);
+        assert!(passed(&[], &units).is_empty());
+    }
+
+    #[test]
+    fn the_parts_of_a_line_are_decided_on_together() {
+        let units = [Unit::Part(b"an ap"), Unit::Part(b"p"), Unit::End(b"le"), Unit::Part(b"ap"), Unit::End(b"")];
+        assert_eq!(passed(&["apple"], &units), [b"an apple".to_vec()]);
+    }
+
+    #[test]
+    fn an_endless_line_is_not_held_for_ever() {
+        let part = vec![b'a'; LONGEST / 2];
+        let units = [Unit::Part(&part), Unit::Part(&part), Unit::Part(&part)];
+        assert_eq!(passed(&["a"], &units).len(), 1);
+    }
+}

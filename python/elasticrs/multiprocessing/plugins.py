@@ -1,0 +1,119 @@
+"""``--logs-specs NAME``: a class of the user's that decides where output goes.
+
+Packages register such classes in the entry point groups ``elasticrs.logs_specs`` and ``torchrun.logs_specs``;
+ours goes first. ``default`` is :class:`DefaultLogsSpecs`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.config import UsageError
+from elasticrs.logs import STDERR, LogPaths
+from elasticrs.multiprocessing.api import DefaultLogsSpecs, Std
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from importlib.metadata import EntryPoint
+
+    from elasticrs.config import LogSettings
+    from elasticrs.multiprocessing.api import LogsSpecs
+
+GROUPS = ("elasticrs.logs_specs", "torchrun.logs_specs")
+
+_TORCHS = "torch.distributed.elastic.multiprocessing.api"
+
+
+def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
+    """The user's object, made as torch makes it.
+
+    Args:
+        settings: the name, and what the constructor gets.
+        nproc: workers on this node.
+
+    Raises:
+        UsageError: no such name, or it cannot be loaded or made.
+    """
+    chosen = _class(settings.specs or "default")
+    std = _std_of(chosen)
+    ranks = settings.local_ranks_filter
+    try:
+        specs: LogsSpecs = chosen(
+            log_dir=settings.log_dir,
+            redirects=_streams(settings.redirects, std),
+            tee=_streams(_tee(settings, nproc), std),
+            local_ranks_filter=None if ranks is None else set(ranks),
+        )
+    except Exception as error:
+        raise UsageError(f"--logs-specs: {settings.specs} failed: {error!r}") from error
+    return specs
+
+
+def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
+    """What the agent calls before each attempt.
+
+    Args:
+        specs: whom it asks.
+    """
+
+    def paths_of_attempt(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
+        destination: Any = specs.reify(variables)
+        return LogPaths(
+            destination.stdouts,
+            destination.stderrs,
+            destination.tee_stdouts,
+            destination.tee_stderrs,
+            {local_rank: own.get("TORCHELASTIC_ERROR_FILE", "") for local_rank, own in variables.items()},
+            # Classes of older releases know nothing of these.
+            getattr(destination, "filtered_stdout", ""),
+            getattr(destination, "filtered_stderr", ""),
+        )
+
+    return paths_of_attempt
+
+
+def _class(name: str) -> Any:
+    from importlib import metadata
+
+    known = metadata.entry_points()
+    names: set[str] = {"default"}
+    for group in GROUPS:
+        entries = known.select(group=group)
+        names |= entries.names
+        # Torch registers its own class under this name, which would be imported from there.
+        if name in entries.names and name != "default":
+            return _load(entries[name])
+    if name == "default":
+        return DefaultLogsSpecs
+    raise UsageError(f"--logs-specs: got {name!r}, installed are {', '.join(sorted(names))}")
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except Exception as error:
+        raise UsageError(f"--logs-specs: {entry.value} cannot be loaded: {error!r}") from error
+
+
+def _std_of(chosen: Any) -> Any:
+    """A class that builds on torch's compares with torch's own enum."""
+    torchs: Any = sys.modules.get(_TORCHS)
+    if torchs is not None and isinstance(chosen, type) and issubclass(chosen, torchs.LogsSpecs):
+        return torchs.Std
+    return Std
+
+
+def _tee(settings: LogSettings, nproc: int) -> int | Mapping[int, int]:
+    tee = settings.tee
+    if not settings.capture_stderr:
+        return tee
+    if isinstance(tee, int):
+        return tee | STDERR
+    return {local_rank: tee.get(local_rank, 0) | STDERR for local_rank in range(nproc)}
+
+
+def _streams(choice: int | Mapping[int, int], std: Any) -> Any:
+    if isinstance(choice, int):
+        return std(choice)
+    return {local_rank: std(bits) for local_rank, bits in choice.items()}

@@ -1,0 +1,347 @@
+"""Options of torchrun that change what a worker is, what it sees, and where its output goes."""
+
+import os
+import re
+import sys
+
+import pytest
+
+SHOW = """
+    import json, os
+    names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    shown = json.dumps({name: os.environ.get(name) for name in names})
+    os.write(1, f"{shown}\\n".encode())
+"""
+
+
+def shown_by(launched):
+    import json
+
+    assert launched.wait() == 0, launched.stderr
+    shown = map(json.loads, launched.stdout.splitlines())
+    return [list(each.values())[1:] for each in sorted(shown, key=lambda each: each["RANK"])]
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, [["0", "0", None], ["0", "1", None]]),
+        ({"CUDA_VISIBLE_DEVICES": "4, GPU-a"}, [["0", "4", None], ["0", "GPU-a", None]]),
+        ({"CUDA_VISIBLE_DEVICES": "7,8", "HIP_VISIBLE_DEVICES": "2,3"}, [["0", "2", "2"], ["0", "3", "3"]]),
+        ({"HIP_VISIBLE_DEVICES": ""}, [["0", "0", ""], ["0", "1", ""]]),
+    ],
+)
+def test_a_virtual_local_rank_is_0_and_sees_its_own_device(launch, worker_script, env, expected):
+    assert (
+        shown_by(launch("--virtual-local-rank", "--nproc-per-node=2", worker_script(SHOW), env=env))
+        == expected
+    )
+
+
+def test_devices_pass_through_without_it(launch, worker_script):
+    env = {"CUDA_VISIBLE_DEVICES": "4"}
+    launched = launch("--nproc-per-node=2", worker_script(SHOW), env=env)
+    assert shown_by(launched) == [["0", "4", None], ["1", "4", None]]
+
+
+def test_a_path_is_run_as_the_main_program_of_a_function(launch, worker_script):
+    script = worker_script("""
+        import multiprocessing, os, sys
+        assert __name__ == "__main__"
+        assert multiprocessing.parent_process() is not None
+        os.write(1, f"{sys.argv[1:]} {os.environ['RANK']}\\n".encode())
+        sys.exit(0)
+    """)
+    launched = launch(
+        "--run-path", "--nproc-per-node=2", script, "a", "--b", env={"PYTHON_EXEC": "/no/python"}
+    )
+    assert launched.wait() == 0, launched.stderr
+    assert sorted(launched.stdout.splitlines()) == ["['a', '--b'] 0", "['a', '--b'] 1"]
+
+
+@pytest.mark.beyond_torchrun  # which knows sys.exit(0) alone
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "os._exit(0)", ""])
+def test_a_path_may_end_as_scripts_do(launch, worker_script, end):
+    launched = launch("--run-path", worker_script(f"import os, sys\n{end}"))
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stderr == ""
+
+
+def test_a_path_is_restarted_when_it_fails(launch, worker_script):
+    script = worker_script("import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
+    launched = launch("--run-path", "--max-restarts=1", script)
+    assert launched.wait() == 0, launched.stderr
+
+
+def test_a_path_that_fails_is_reported_with_its_exception(launch, worker_script):
+    script = worker_script("raise KeyError('no such thing')")
+    launched = launch("--run-path", script)
+    assert launched.wait() == 1
+    assert "KeyError: 'no such thing'" in launched.stderr
+
+
+def test_matching_lines_are_copied_with_their_prefix(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        rank = os.environ["RANK"]
+        os.write(1, f"loss {rank}\\nother\\n".encode())
+        os.write(2, f"a, b {rank}\\na b\\n".encode())
+    """)
+    arguments = ("--log-dir", tmp_path / "logs", "--tee", "3", "--role", "trainer")
+    filters = ("--duplicate-stdout-filters", "loss,nothing", "--duplicate_stderr_filters=a,, b")
+    launched = launch("--nproc-per-node=2", *arguments, *filters, script)
+    assert launched.wait() == 0, launched.stderr
+    (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
+    copied = {
+        name: sorted((attempt / f"filtered_{name}.log").read_text().splitlines())
+        for name in ("stdout", "stderr")
+    }
+    assert copied == {
+        "stdout": ["[trainer0]:loss 0", "[trainer1]:loss 1"],
+        "stderr": ["[trainer0]:a, b 0", "[trainer1]:a, b 1"],
+    }
+    assert len(launched.stdout.splitlines()) == 4
+
+
+@pytest.mark.beyond_torchrun  # its file is made, and stays empty
+def test_filters_copy_what_tee_shows(launch, worker_script, tmp_path):
+    arguments = ("--log-dir", tmp_path / "logs", "--redirects=3", "--duplicate-stdout-filters=x")
+    launched = launch(*arguments, worker_script("print('x')"))
+    assert launched.wait() == 0
+    assert "--duplicate-stdout-filters has no effect here" in launched.stderr
+    assert not list((tmp_path / "logs").glob("*/attempt_0/filtered*"))
+
+
+SPECS = """
+import os
+from {module} import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+
+class Renamed(DefaultLogsSpecs):
+    def reify(self, envs):
+        made = super().reify(envs)
+        assert all(env["TORCHELASTIC_RUN_ID"] == "job" for env in envs.values())
+        os.makedirs(os.path.join(self.root_log_dir, "mine"), exist_ok=True)
+        path = os.path.join(self.root_log_dir, "mine", "{{}}.txt").format
+        made.stdouts = {{rank: path(rank) for rank in made.stdouts}}
+        made.tee_stdouts = dict(made.stdouts)
+        return made
+
+class Broken(LogsSpecs):
+    root_log_dir = ""
+    def __init__(self, **settings):
+        raise OSError("no room")
+    def reify(self, envs):
+        return LogsDest()
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """A package that registers classes for --logs-specs; gives the environment in which it is installed."""
+
+    def install(module, group):
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / "my_specs.py").write_text(SPECS.format(module=module))
+        info = tmp_path / "site" / "my_specs-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-specs\nVersion: 1.0\n")
+        entries = "renamed = my_specs:Renamed\nbroken = my_specs:Broken\ngone = my_specs:Gone\n"
+        (info / "entry_points.txt").write_text(f"[{group}]\n{entries}")
+        path = os.pathsep.join(filter(None, (str(tmp_path / "site"), os.environ.get("PYTHONPATH"))))
+        return {"PYTHONPATH": path}
+
+    return install
+
+
+OURS = "elasticrs.multiprocessing.api"
+TORCHS = "torch.distributed.elastic.multiprocessing.api"
+
+
+@pytest.mark.parametrize(
+    ("module", "group"),
+    [
+        pytest.param(OURS, "elasticrs.logs_specs", marks=pytest.mark.beyond_torchrun),
+        pytest.param(OURS, "torchrun.logs_specs", marks=pytest.mark.beyond_torchrun),
+        pytest.param(TORCHS, "torchrun.logs_specs", marks=pytest.mark.torch),
+    ],
+)
+def test_a_class_of_the_users_decides_where_output_goes(
+    launch, worker_script, tmp_path, plugin, module, group
+):
+    env = plugin(module, group)
+    arguments = ("--logs-specs=renamed", "--log-dir", tmp_path / "logs", "--tee=1:1", "--rdzv-id=job")
+    meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    script = worker_script("import os; os.write(1, f\"hello {os.environ['RANK']}\\n\".encode())")
+    launched = launch("--nproc-per-node=2", *arguments, *meeting, script, env=env)
+    assert launched.wait() == 0, launched.stderr
+    assert (tmp_path / "logs" / "mine" / "0.txt").read_text() == "hello 0\n"
+    assert "[default1]:hello 1" in launched.stdout.splitlines()
+
+
+@pytest.mark.beyond_torchrun  # tracebacks
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("nothing", "--logs-specs: got 'nothing', installed are broken, default, gone, renamed"),
+        ("gone", "--logs-specs: my_specs:Gone cannot be loaded: AttributeError("),
+        ("broken", "--logs-specs: broken failed: OSError('no room')"),
+    ],
+)
+def test_a_class_that_cannot_be_had_is_one_clear_line(launch, worker_script, plugin, name, line):
+    env = plugin(OURS, "elasticrs.logs_specs")
+    launched = launch(f"--logs-specs={name}", worker_script("print('ran')"), env=env)
+    assert launched.wait() == 2
+    assert line in launched.stderr
+    assert len(launched.stderr.splitlines()) == 1
+    assert launched.stdout == ""
+
+
+def test_the_default_class_has_a_name(launch, worker_script, tmp_path):
+    arguments = ("--logs-specs=default", "--log-dir", tmp_path / "logs", "--redirects=1")
+    assert launch(*arguments, worker_script("print('x')")).wait() == 0
+    (file,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
+    assert file.read_text() == "x\n"
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize("tee", ["--tee=0", "--tee=0:1"])
+def test_a_class_of_the_users_is_told_that_stderr_is_captured(launch, worker_script, tmp_path, tee):
+    arguments = ("--logs-specs=default", "--log-dir", tmp_path / "logs", "--capture-stderr", tee)
+    launched = launch(
+        "--nproc-per-node=2", *arguments, worker_script("import sys; print('x', file=sys.stderr)")
+    )
+    assert launched.wait() == 0
+    files = {path.relative_to(path.parents[1]) for path in (tmp_path / "logs").rglob("stderr.log")}
+    assert sorted(map(str, files)) == ["0/stderr.log", "1/stderr.log"]
+
+
+SHTAB = """
+SUPPORTED_SHELLS = ["bash", "zsh", "tcsh"]
+def complete(parser, shell):
+    options = [option for action in parser._actions for option in action.option_strings]
+    return f"{shell} {parser.prog} {' '.join(options)}"
+"""
+
+
+@pytest.mark.beyond_torchrun  # other names of the program
+def test_completion_comes_from_the_optional_package(launch, tmp_path):
+    (tmp_path / "shtab.py").write_text(SHTAB)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    launched = launch("--print-completion", "zsh", env={"PYTHONPATH": path})
+    assert launched.wait() == 0, launched.stderr
+    shell, program, *options = launched.stdout.split()
+    assert (shell, program) == ("zsh", "elasticrun")
+    assert {"--nproc-per-node", "--nproc_per_node", "-m", "--print-completion", "--help"} <= set(options)
+
+
+def test_without_the_package_completion_names_it(launch, tmp_path):
+    (tmp_path / "shtab.py").write_text("raise ImportError")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    launched = launch("--print-completion=bash", env={"PYTHONPATH": path})
+    assert launched.wait() == 1
+    assert re.search("--print-completion .*package:? .*pip install", launched.stderr.replace("'", ""))
+
+
+@pytest.mark.beyond_torchrun
+def test_the_count_of_devices_says_where_it_comes_from(launch):
+    launched = launch("--nproc-per-node=cpu", "--no-python", "true")
+    assert launched.wait() == 0
+    assert (
+        f"--nproc-per-node cpu is {os.cpu_count()} (cpu, according to the operating system)"
+        in launched.stderr
+    )
+
+
+@pytest.mark.beyond_torchrun
+def test_use_env_of_the_old_launcher_is_accepted(launch, worker_script):
+    script = worker_script("import sys; print(sys.argv[1:])")
+    launched = launch("--use-env", script, "--local-rank=${local_rank}")
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout == "['--local-rank=0']\n"
+
+
+BIND = """
+import os, sys
+import elasticrs.numa
+from elasticrs import LaunchConfig, elastic_launch
+from elasticrs.numa import AffinityMode, NumaOptions
+
+def work():
+    return sorted(os.sched_getaffinity(0))
+
+if __name__ == "__main__":
+    cpus = sorted(os.sched_getaffinity(0))
+    wanted = [[cpus[0]], [cpus[-1]]]
+    elasticrs.numa.cpus_by_local_rank = lambda mode, nproc, environ: wanted[:nproc]
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", numa_options=NumaOptions(AffinityMode.NODE))
+    assert elastic_launch(config, work)() == dict(enumerate(wanted))
+    show = "import os; os.write(1, f'{sorted(os.sched_getaffinity(0))}\\\\n'.encode())"
+    elastic_launch(config, sys.executable)("-c", show)
+    import multiprocessing.resource_tracker
+    multiprocessing.resource_tracker._resource_tracker._stop()
+"""
+
+
+@pytest.mark.beyond_torchrun
+def test_functions_and_programs_run_on_the_cpus_that_were_chosen(launch, tmp_path):
+    (tmp_path / "host.py").write_text(BIND)
+    launched = launch(argv=(sys.executable, tmp_path / "host.py"))
+    assert launched.wait() == 0, launched.stderr
+    cpus = sorted(os.sched_getaffinity(0))
+    assert sorted(launched.stdout.splitlines()) == sorted([f"[{cpus[0]}]", f"[{cpus[-1]}]"])
+
+
+FALL_BACK = """
+import warnings
+from elasticrs import LaunchConfig, elastic_launch
+from elasticrs.numa import AffinityMode, NumaOptions
+
+for falls_back in (True, False):
+    options = NumaOptions(AffinityMode.SOCKET, should_fall_back_if_binding_fails=falls_back)
+    config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", numa_options=options)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            elastic_launch(config, "true")()
+        print("ran", *(each.message for each in told))
+    except ValueError as error:
+        print("refused:", error)
+"""
+
+
+@pytest.mark.beyond_torchrun
+def test_a_binding_that_cannot_be_made_may_be_left_out(launch, tmp_path):
+    (tmp_path / "host.py").write_text(FALL_BACK)
+    launched = launch(argv=(sys.executable, tmp_path / "host.py"), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert launched.wait() == 0, launched.stderr
+    why = "1 workers need as many GPUs, and this machine shows 0"
+    assert launched.stdout.splitlines() == [f"ran workers are not bound to CPUs: {why}", f"refused: {why}"]
+
+
+FROM_PYTHON = """
+import os, sys
+from elasticrs import LaunchConfig, elastic_launch
+from elasticrs.multiprocessing import DefaultLogsSpecs, Std
+
+def work():
+    os.write(1, b"loss\\nother\\n")
+    return os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"]
+
+if __name__ == "__main__":
+    config = LaunchConfig(
+        1, 1, 2, rdzv_backend="c10d", virtual_local_rank=True, duplicate_stdout_filters=["loss"],
+        logs_specs=DefaultLogsSpecs(sys.argv[1], tee=Std.OUT),
+    )
+    assert elastic_launch(config, work)() == {0: ("0", "0"), 1: ("0", "1")}
+    import multiprocessing.resource_tracker
+    multiprocessing.resource_tracker._resource_tracker._stop()
+"""
+
+
+@pytest.mark.beyond_torchrun
+def test_the_same_from_python(launch, tmp_path):
+    (tmp_path / "host.py").write_text(FROM_PYTHON)
+    launched = launch(tmp_path / "logs", argv=(sys.executable, tmp_path / "host.py"))
+    assert launched.wait() == 0, launched.stderr
+    (copies,) = (tmp_path / "logs").glob("*/attempt_0/filtered_stdout.log")
+    assert sorted(copies.read_text().splitlines()) == ["[default_role0]:loss", "[default_role1]:loss"]

@@ -1,0 +1,218 @@
+"""The same command lines under torchrun and elasticrun: what workers see, how it ends, which files are left.
+
+What may differ is listed here, and nothing else may.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers import procs
+from helpers.launcher import LAUNCHERS
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.beyond_torchrun,
+]  # both are started here, whatever --launcher says
+
+SHOW = """
+    import json, os, sys
+    shown = {"argv": sys.argv[1:], "env": dict(os.environ), "name": __name__}
+    folder = os.environ["SHOWN"]
+    name = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}.json"
+    with open(os.path.join(folder, name), "w") as file:
+        json.dump(shown, file)
+    os.write(1, f"out {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n".encode())
+    os.write(2, f"err {os.environ['RANK']}\\n".encode())
+    """
+
+OURS = {"ELASTICRS_ROUND"}
+"""Variables that only our workers have."""
+
+TORCHS = {"TORCH_FR_BUFFER_SIZE", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""Variables that importing torch puts into the agent's environment, and workers inherit."""
+
+
+DIFFERENT = {"--master-port": "/workers/0-0/env/TORCHELASTIC_USE_AGENT_STORE"}
+"""What differs on purpose: a port of the user's is rank 0's to listen on."""
+
+
+def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
+    """Runs one of the launchers, and gives everything that can be seen of it in comparable form."""
+    before = {(child.pid, child.started) for child in procs.children()}
+    home = tmp_path / launcher
+    (home / "shown").mkdir(parents=True)
+    (home / "tmp").mkdir()
+    # SHOW is indented like a test's source; a body is a line.
+    script = worker_script(SHOW + body)
+    launched = launch(
+        *(argument.format(logs=home / "logs") for argument in arguments),
+        script,
+        "one",
+        "--two",
+        argv=LAUNCHERS[launcher],
+        env={"SHOWN": str(home / "shown"), "TMPDIR": str(home / "tmp"), **env},
+        cwd=home,
+    )
+    code = launched.wait()
+    if launcher == "torchrun":
+        # Multiprocessing's resource tracker outlives it.
+        for child in procs.children():
+            if (child.pid, child.started) not in before:
+                procs.kill_and_reap(child)
+    shown = {file.stem: json.loads(file.read_text()) for file in (home / "shown").iterdir()}
+    for each in shown.values():
+        each["env"] = comparable(each["env"], str(home))
+    console = sorted(line for line in launched.stdout.splitlines() if "out" in line)
+    return {"code": code, "workers": shown, "stdout": console, "files": tree(home / "logs")}, launched.stderr
+
+
+def comparable(env, home):
+    """Without what is random, and what may differ."""
+    env = {name: value.replace(home, "HOME") for name, value in env.items() if name not in OURS | TORCHS}
+    # The hook takes itself out of the path before the script runs.
+    assert "_worker" not in env.get("PYTHONPATH", "")
+    assert env.pop("MASTER_PORT").isdecimal()
+    env["MASTER_ADDR"] = "here" if env["MASTER_ADDR"] in ("localhost", "127.0.0.1") else env["MASTER_ADDR"]
+    run_id = env["TORCHELASTIC_RUN_ID"]
+    if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run_id):
+        env["TORCHELASTIC_RUN_ID"] = "random"
+    error_file = Path(env["TORCHELASTIC_ERROR_FILE"])
+    env["TORCHELASTIC_ERROR_FILE"] = "/".join(error_file.parts[-3:])
+    return env
+
+
+def tree(logs):
+    """Path below the run's own folder, to content; a failed worker's error file by its name alone."""
+    if not logs.is_dir():
+        return None
+    (run,) = logs.iterdir()
+    # Both end it with an underscore and eight random characters, which may be underscores.
+    found = {"run": run.name[:-9]}
+    for path in run.rglob("*"):
+        name = str(path.relative_to(run))
+        if path.is_file() and path.name != "error.json":
+            found[name] = sorted(path.read_text().splitlines())
+        else:
+            found[name] = None
+    return found
+
+
+ONE_NODE = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=job7"]
+LOGGED = ["--log-dir={logs}", "--rdzv-id=job7", *ONE_NODE[:2]]
+
+QUICK = [
+    pytest.param(
+        ["--nproc-per-node=2", *LOGGED, "--tee=3", "--max-restarts=3"], "", {}, 0, id="two that succeed"
+    ),
+    pytest.param(
+        ["--nproc_per_node=2", *LOGGED, "-r", "3"],
+        "sys.exit(int(os.environ['RANK']) * 7)",
+        {},
+        1,
+        id="one fails",
+    ),
+]
+SLOW = [
+    pytest.param(["--standalone", "--nproc-per-node", "3"], "", {}, 0, id="standalone"),
+    pytest.param([], "", {}, 0, id="nothing said"),
+    pytest.param(
+        ["--nproc-per-node=2"],
+        "",
+        {"OMP_NUM_THREADS": "5", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
+        0,
+        id="set by the user",
+    ),
+    pytest.param(
+        [*LOGGED, "-t1", "--max-restarts=1"],
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')",
+        {},
+        0,
+        id="restarted",
+    ),
+    pytest.param(
+        [*LOGGED, "-r", "0:1,1:2", "-t", "1:2", "--nproc-per-node=3"], "", {}, 0, id="streams by rank"
+    ),
+    pytest.param(
+        [*LOGGED, "--tee=3", "--local-ranks-filter=1", "--nproc-per-node=2"], "", {}, 0, id="filtered ranks"
+    ),
+    pytest.param(
+        [
+            *LOGGED,
+            "--tee=3",
+            "--duplicate-stdout-filters=of 2,x",
+            "--duplicate-stderr-filters=err 1",
+            "--nproc-per-node=2",
+        ],
+        "",
+        {},
+        0,
+        id="copied lines",
+    ),
+    pytest.param(
+        ["--virtual-local-rank", "--nproc-per-node=2"],
+        "",
+        {"HIP_VISIBLE_DEVICES": "5,6"},
+        0,
+        id="virtual local ranks",
+    ),
+    pytest.param(["--role=reader", "--nnodes=1:1", *ONE_NODE], "", {}, 0, id="role"),
+    pytest.param(["--nnodes=1", "--master-addr=127.0.0.1", "--master-port={port}"], "", {}, 0, id="static"),
+    pytest.param(
+        ["--log-line-prefix-template=${{hostname}}/${{rank}}> ", *LOGGED, "--tee=1"], "", {}, 0, id="prefix"
+    ),
+    pytest.param(["--signals-to-handle=SIGTERM,SIGUSR1", *ONE_NODE], "", {}, 0, id="signals"),
+    pytest.param(["--run-path", "--nproc-per-node=2", *LOGGED, "--redirects=1"], "", {}, 0, id="run-path"),
+    pytest.param(
+        [],
+        "",
+        {"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r", "PET_STANDALONE": "1", "PET_TEE": "0:1"},
+        0,
+        id="variables",
+    ),
+    pytest.param(["--max-r=2", "--event-l=null", "--stand"], "", {}, 0, id="abbreviated"),
+    pytest.param([*ONE_NODE], "os.kill(os.getpid(), 11)", {}, 1, id="segmentation fault"),
+    pytest.param([*ONE_NODE], "raise ValueError", {}, 1, id="exception"),
+]
+
+
+def flat(value, path=""):
+    """One level, so that a difference is named by its path."""
+    if isinstance(value, dict):
+        return {
+            name: leaf for key, each in value.items() for name, leaf in flat(each, f"{path}/{key}").items()
+        }
+    return {path: value}
+
+
+def check(launch, worker_script, tmp_path, free_port, arguments, body, env, code):
+    arguments = [argument.replace("{port}", str(free_port)) for argument in arguments]
+    theirs, their_stderr = show(launch, worker_script, tmp_path, "torchrun", arguments, body, env)
+    assert theirs["code"] == code, their_stderr
+    ours, our_stderr = show(launch, worker_script, tmp_path, "elasticrs", arguments, body, env)
+    ours, theirs = flat(ours), flat(theirs)
+    for name in DIFFERENT.keys() & {argument.partition("=")[0] for argument in arguments}:
+        assert ours.pop(DIFFERENT[name]) != theirs.pop(DIFFERENT[name])
+    assert ours == theirs, our_stderr
+    assert any("/workers/" in name for name in theirs)
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(("arguments", "body", "env", "code"), QUICK)
+def test_both_launchers_agree(launch, worker_script, tmp_path, free_port, arguments, body, env, code):
+    check(launch, worker_script, tmp_path, free_port, arguments, body, env, code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "body", "env", "code"), SLOW)
+def test_both_launchers_agree_on_more(launch, worker_script, tmp_path, free_port, arguments, body, env, code):
+    check(launch, worker_script, tmp_path, free_port, arguments, body, env, code)

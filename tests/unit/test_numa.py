@@ -1,0 +1,238 @@
+"""CPUs near a GPU, from a machine that exists as files only."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.devices import Gpu, visible_gpus
+from elasticrs.numa import AffinityMode, cpus_by_local_rank
+
+NONE = "/no/such/folder"
+
+
+def cpu_list(cpus):
+    return ",".join(map(str, sorted(cpus))) + "\n"
+
+
+class Machine:
+    """Two sockets, each of two nodes, each of four cores with two threads; two cores share a cache.
+
+    CPU n and n + 16 are the threads of core n. GPUs by their nodes.
+    """
+
+    def __init__(self, root, gpu_nodes):
+        self.root = root
+        for gpu, node in enumerate(gpu_nodes):
+            self.write(f"bus/pci/devices/0000:{gpu + 16:02x}:00.0/numa_node", f"{node}\n")
+            self.write(f"bus/pci/devices/0000:{gpu + 16:02x}:00.0/vendor", "0x10de\n")
+            self.write(f"bus/pci/devices/0000:{gpu + 16:02x}:00.0/class", "0x030200\n")
+        self.write("bus/pci/devices/0000:01:00.0/vendor", "0x8086\n")
+        self.write("bus/pci/devices/0000:01:00.0/class", "0x030000\n")
+        self.write("devices/system/node/online", "0-3\n")
+        for node in range(4):
+            cores = range(4 * node, 4 * node + 4)
+            self.write(
+                f"devices/system/node/node{node}/cpulist",
+                f"{cores[0]}-{cores[3]},{16 + cores[0]}-{16 + cores[3]}\n",
+            )
+            for core in cores:
+                pair = {core & ~1, core | 1}
+                for cpu in (core, core + 16):
+                    at = f"devices/system/cpu/cpu{cpu}"
+                    self.write(f"{at}/topology/physical_package_id", f"{node // 2}\n")
+                    self.write(f"{at}/topology/thread_siblings_list", cpu_list({core, core + 16}))
+                    caches = [
+                        ("Data", 1, {core, core + 16}),
+                        ("Instruction", 4, {core}),
+                        ("Unified", 3, pair | {c + 16 for c in pair}),
+                    ]
+                    for index, (kind, level, shared) in enumerate(caches):
+                        self.write(f"{at}/cache/index{index}/type", kind + "\n")
+                        self.write(f"{at}/cache/index{index}/level", f"{level}\n")
+                        self.write(f"{at}/cache/index{index}/shared_cpu_list", cpu_list(shared))
+                    self.write(f"{at}/cache/uevent", "")
+
+    def write(self, path, text):
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def cpus(self, mode, nproc, allowed=range(32), environ=None):
+        environ = environ or {}
+        return cpus_by_local_rank(mode, nproc, environ, sysfs=str(self.root), driver=NONE, allowed=allowed)
+
+
+def node(number):
+    first = 4 * number
+    return [*range(first, first + 4), *range(first + 16, first + 20)]
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    # Three GPUs at node 1, one at node 3 and one that does not say.
+    return Machine(tmp_path_factory.mktemp("sys"), [1, 1, 1, 3, -1])
+
+
+def test_a_node_is_all_its_cpus(machine):
+    assert machine.cpus("node", 5) == [node(1), node(1), node(1), node(3), node(0)]
+
+
+def test_a_socket_is_all_its_nodes(machine):
+    assert machine.cpus("socket", 5) == [sorted(node(0) + node(1))] * 3 + [
+        sorted(node(2) + node(3)),
+        sorted(node(0) + node(1)),
+    ]
+
+
+def test_a_node_without_a_cpu_of_ours_is_in_no_socket(machine):
+    assert machine.cpus("socket", 1, allowed=node(1)) == [node(1)]
+
+
+def test_exclusive_shares_the_cores_and_keeps_threads_together(machine):
+    assert machine.cpus("exclusive", 4) == [[4, 5, 20, 21], [6, 22], [7, 23], node(3)]
+
+
+def test_exclusive_needs_a_core_for_each(machine):
+    with pytest.raises(ValueError, match="NUMA node 1 has 2 cores that may be used for 3 GPUs"):
+        machine.cpus("exclusive", 1, allowed=[4, 5, 20])
+
+
+def test_core_complexes_go_round_and_the_largest_is_first(machine):
+    low, high = [4, 5, 20, 21], [6, 7, 22, 23]
+    assert machine.cpus("core-complex", 3) == [low, high, low]
+    assert machine.cpus("core-complex", 3, allowed=[4, *high]) == [high, [4], high]
+
+
+def test_visible_devices_are_counted_anew(machine):
+    assert machine.cpus("node", 2, environ={"CUDA_VISIBLE_DEVICES": "3,0"}) == [node(3), node(1)]
+
+
+def test_more_workers_than_gpus_is_a_mistake(machine):
+    with pytest.raises(ValueError, match="6 workers need as many GPUs, and this machine shows 5"):
+        machine.cpus("node", 6)
+
+
+def test_a_gpu_whose_cpus_are_all_forbidden_is_a_mistake(machine):
+    for mode in ("node", "socket", "core-complex"):
+        with pytest.raises(ValueError, match=r"no CPU that may be used is near GPU 0 \(0000:10:00.0\)"):
+            machine.cpus(mode, 1, allowed=[31])
+
+
+@given(
+    mode=st.sampled_from(AffinityMode),
+    allowed=st.sets(st.integers(0, 31), min_size=1),
+    nproc=st.integers(1, 5),
+)
+def test_only_allowed_cpus_are_given_and_exclusive_ones_once(machine, mode, allowed, nproc):
+    try:
+        given_ = machine.cpus(mode, nproc, allowed=allowed)
+    except ValueError:
+        return
+    assert all(cpus and set(cpus) <= allowed for cpus in given_)
+    if mode is AffinityMode.EXCLUSIVE:
+        of_node_1 = [cpu for cpus in given_[:3] for cpu in cpus]
+        assert len(of_node_1) == len(set(of_node_1))
+
+
+def driver(folder, uuids):
+    for index, uuid in enumerate(uuids):
+        at = folder / f"0000:{index + 16:02x}:00.0"
+        at.mkdir(parents=True)
+        (at / "information").write_text(
+            f"Model: \t\t NVIDIA X\nGPU UUID: \t {uuid}\nDevice Minor: \t {index}\n"
+        )
+    return str(folder)
+
+
+def test_the_driver_names_its_devices(tmp_path):
+    at = driver(tmp_path / "gpus", ["GPU-aa11", "GPU-aa22", "GPU-bb33"])
+
+    def shown(visible):
+        return [gpu.uuid for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible}, sysfs=NONE, driver=at)]
+
+    assert visible_gpus({}, sysfs=NONE, driver=at)[2] == Gpu("0000:12:00.0", "GPU-bb33")
+    assert shown("GPU-bb,0") == ["GPU-bb33", "GPU-aa11"]
+    # Two of them begin like that; and nothing counts behind what is no device.
+    assert shown("2,GPU-aa,1") == ["GPU-bb33"]
+    assert shown("GPU-cc") == []
+    assert shown("1,MIG-xyz") == ["GPU-aa22", "GPU-aa11"]
+
+
+def test_amds_devices_are_found_by_their_compute_driver(tmp_path):
+    nodes = tmp_path / "class/kfd/kfd/topology/nodes"
+    described = [
+        "cpu_cores_count 64\nsimd_count 0\nlocation_id 0\ndomain 0\n",
+        "simd_count 304\nlocation_id 29952\ndomain 0\nunique_id 0x1\n",
+        "simd_count 304\nlocation_id 1288\ndomain 1\n",
+    ]
+    for number, text in zip((0, 2, 10), described, strict=True):
+        (nodes / str(number)).mkdir(parents=True)
+        (nodes / str(number) / "properties").write_text(text)
+    (nodes / "11").mkdir()  # not permitted to see
+
+    def shown(**environ):
+        return [gpu.address for gpu in visible_gpus(environ, sysfs=str(tmp_path), driver=NONE)]
+
+    assert shown() == ["0000:75:00.0", "0001:05:01.0"]
+    assert shown(HIP_VISIBLE_DEVICES="1", CUDA_VISIBLE_DEVICES="0") == ["0001:05:01.0"]
+    assert shown(HIP_VISIBLE_DEVICES="", CUDA_VISIBLE_DEVICES="0") == ["0000:75:00.0"]
+
+
+AGAINST_TORCH = """
+import builtins, os, random, sys
+import torch.numa.binding as theirs
+from elasticrs.numa import AffinityMode, cpus_by_local_rank
+
+root, nodes = sys.argv[1], list(map(int, sys.argv[2].split(",")))
+
+def there(path):
+    assert path.startswith("/sys/"), path
+    return root + path[len("/sys"):]
+
+class Os:
+    path = os.path
+    listdir = staticmethod(lambda path: os.listdir(there(path)))
+
+theirs.open = lambda path: builtins.open(there(path))
+theirs.os = Os
+theirs._get_device_count = lambda: len(nodes)
+theirs._get_numa_node_index_for_device_index = lambda *, device_index: max(nodes[device_index], 0)
+theirs._get_systemwide_numa_node_indices = lambda: {0, 1, 2, 3}
+
+def torchs(mode, gpu):
+    options = theirs.NumaOptions(theirs.AffinityMode(mode.value))
+    try:
+        found = theirs._get_logical_cpus_to_bind_to(device_index=gpu, numa_options=options)
+    except (RuntimeError, ValueError, ZeroDivisionError):
+        return None
+    return sorted(found) or None
+
+compared = 0
+random.seed(0)
+for _ in range(300):
+    allowed = set(random.sample(range(32), random.randint(1, 32)))
+    theirs._get_allowed_cpu_indices_for_current_thread = lambda: allowed
+    for mode in AffinityMode:
+        expected = [torchs(mode, gpu) for gpu in range(len(nodes))]
+        try:
+            ours = cpus_by_local_rank(mode, len(nodes), {}, sysfs=root, driver="/no", allowed=allowed)
+        except ValueError:
+            assert None in expected, (mode, allowed)
+            continue
+        for mine, his in zip(ours, expected, strict=True):
+            # Torch gives up when any node of the machine has no CPU that may be used.
+            assert mine == his or (mode is AffinityMode.SOCKET and his is None), (mode, allowed, mine, his)
+            compared += his is not None
+print(compared)
+"""
+
+
+@pytest.mark.torch
+def test_torch_chooses_the_same(machine):
+    command = [sys.executable, "-c", AGAINST_TORCH, str(machine.root), "1,1,1,3,-1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 1000
