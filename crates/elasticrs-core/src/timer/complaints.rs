@@ -45,7 +45,14 @@ impl Complaints {
 pub fn excerpt(line: &[u8]) -> String {
     const SHOWN: usize = 120;
     let more = if line.len() > SHOWN { "…" } else { "" };
-    format!("{}{more}", line[..line.len().min(SHOWN)].escape_ascii())
+    let mut text = String::new();
+    for &byte in line.iter().take(SHOWN) {
+        match byte {
+            b' '..=b'~' => text.push(byte.into()),
+            other => text.extend(other.escape_ascii().map(char::from)),
+        }
+    }
+    text + more
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ impl Fifo {
     /// Anything else is left alone.
     ///
     /// # Errors
-    /// `AlreadyExists`: something else is at `path`. `AddrInUse`: somebody reads the FIFO there. Those of the file system.
+    /// `EEXIST`: something else is at `path`. `EBUSY`: somebody reads the FIFO there. Those of the file system.
     pub fn create(path: Option<&Path>) -> io::Result<Self> {
         let Some(path) = path else {
             let directory = make_directory()?;
@@ -48,7 +48,7 @@ impl Fifo {
         let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
         let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path)?;
         if !file.metadata()?.file_type().is_fifo() {
-            return Err(io::ErrorKind::AlreadyExists.into());
+            return Err(Errno::EEXIST.into());
         }
         let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock);
         let file = lock.map_err(|(_, errno)| if errno == Errno::EWOULDBLOCK { in_use() } else { errno.into() })?;
@@ -87,13 +87,13 @@ impl Drop for Fifo {
 }
 
 fn in_use() -> io::Error {
-    io::Error::new(io::ErrorKind::AddrInUse, "another timer server reads it")
+    Errno::EBUSY.into()
 }
 
 fn check_abandoned(path: &Path) -> io::Result<()> {
     let there = fs::symlink_metadata(path)?;
     if !there.file_type().is_fifo() || there.uid() != nix::unistd::geteuid().as_raw() {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it is no FIFO of this user"));
+        return Err(Errno::EEXIST.into());
     }
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
     match OpenOptions::new().write(true).custom_flags(flags).open(path) {
@@ -154,7 +154,7 @@ mod tests {
         let path = directory.path().join("fifo");
         mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
         let first = Fifo::create(Some(&path)).unwrap();
-        assert_eq!(Fifo::create(Some(&path)).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        assert_eq!(Fifo::create(Some(&path)).unwrap_err().kind(), io::ErrorKind::ResourceBusy);
         assert!(path.exists());
         drop(first);
         assert!(!path.exists());
