@@ -41,6 +41,22 @@ def test_a_hung_rank_of_torchs_client_is_restarted_and_the_agent_lives(launch, w
     assert re.search(line + r"(; 1 sibling stopped)?; restarting \(0 of 1 restarts left\)", launched.stderr)
 
 
+def test_our_client_says_where_it_was(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        from elasticrs import timer
+        client = timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"])
+        timer.configure(client)
+        with timer.expires(after=60):
+            with timer.expires(after=0.05, scope="epoch"):
+                signal.pause()
+    """)
+    launched = launch("--nproc-per-node", "1", script, env=ENABLED)
+    assert launched.wait() == 1
+    where = r"scope 'epoch' at worker\.py#7, deadline [\d:]{8}\.\d{3}, 1 other timer live"
+    assert re.search(f"timer expired: {where}", launched.stderr), launched.stderr
+
+
 def test_the_report_names_the_timer_whatever_the_worker_exits_with(launch, worker_script):
     script = worker_script(BY_HAND + """
     if os.environ["RANK"] == "1":

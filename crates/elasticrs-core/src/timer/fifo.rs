@@ -7,9 +7,12 @@ use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt}
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::{FcntlArg, Flock, FlockArg, fcntl};
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
+
+/// Room for some 5,000 records: workers go on while this process waits for a CPU. As much as an ordinary user may have.
+pub const CAPACITY: i32 = 1 << 20;
 
 /// A FIFO that only this process reads. It is removed when this is dropped, together with the directory made for it.
 #[derive(Debug)]
@@ -52,6 +55,8 @@ impl Fifo {
         }
         let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock);
         let file = lock.map_err(|(_, errno)| if errno == Errno::EWOULDBLOCK { in_use() } else { errno.into() })?;
+        // Refused when this user's pipes hold too much already: then it holds less.
+        let _ = fcntl(&*file, FcntlArg::F_SETPIPE_SZ(CAPACITY));
         Ok(Self { path, directory, file })
     }
 

@@ -28,15 +28,15 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
 use crate::timer::complaints::{Complaints, excerpt};
-use crate::timer::fifo::Fifo;
+use crate::timer::fifo::{CAPACITY, Fifo};
 use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
 use crate::timer::table::{Due, Terms, Timers, on_monotonic};
 
-/// What is read in one go: as much as a pipe holds, unless somebody has enlarged it.
+/// What is read in one go: less than a millisecond of work, so that the stop of a group never waits for it.
 const CHUNK: usize = 64 * 1024;
 /// What is read before somebody is reaped, at most: a writer that never stops must not keep a hung worker alive.
-const MAX_DRAIN: usize = 1024 * 1024;
+const MAX_DRAIN: usize = 2 * CAPACITY as usize;
 /// How many processes may have timers at a time; each costs a descriptor.
 const MAX_PROCESSES: usize = 512;
 /// How far up the search for the worker goes that a process descends from.
