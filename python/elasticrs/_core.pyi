@@ -159,6 +159,33 @@ class FailureSeen:
         """How many were signalled."""
 
 @final
+class TimerExpired:
+    """A worker, or a descendant of one, did not release an expiration timer in time. With a signal, which was
+    sent, the worker counts as failed and :class:`FailureSeen` follows; otherwise the timer only tells.
+    """
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def pid(self) -> int:
+        """Of the process that acquired it."""
+    @property
+    def scope(self) -> str: ...
+    @property
+    def at(self) -> str | None:
+        """File and line of the block, where the client says so."""
+    @property
+    def deadline(self) -> float:
+        """By the worker's wall clock, in seconds since 1970."""
+    @property
+    def others(self) -> int:
+        """How many other timers of the process are live."""
+    @property
+    def signal(self) -> int | None: ...
+    @property
+    def seen_ns(self) -> int: ...
+
+@final
 class WorkerPaused:
     """A worker has been stopped (SIGSTOP, SIGTSTP, …) for one second, and not by us."""
 
@@ -266,6 +293,7 @@ Event: TypeAlias = (
     | StartFailed
     | WorkerExited
     | FailureSeen
+    | TimerExpired
     | WorkerPaused
     | WorkerResumed
     | Fenced
@@ -366,6 +394,23 @@ class Supervisor:
         """
     def release_connection(self) -> None:
         """Undo :meth:`guard_connection`."""
+    def watch_timers(self, path: str | PathLike[str] | None = None) -> str:
+        """Read expiration timers of the workers from a FIFO, until :meth:`close` removes it.
+
+        Its records are those of torch's ``FileTimerClient``. What expires is told as :class:`TimerExpired`,
+        what is refused as :class:`Degraded`. Only workers and their descendants are ever signalled.
+
+        Args:
+            path: where; ``None``: in a directory that only this user can enter. A FIFO of this user that is
+                there, and that nobody reads, is used.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            FileExistsError: something else is at ``path``.
+            OSError: somebody reads the FIFO there; timers are watched already; no such directory.
+        """
     def fence_at(self, from_now: float | None) -> bool:
         """Set the moment at which the nursery kills all workers, even if this process is stopped then.
 

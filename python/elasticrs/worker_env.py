@@ -20,6 +20,7 @@ def worker_env(
     max_restarts: int,
     inherited: Mapping[str, str],
     use_agent_store: bool = False,
+    timer_file: str | None = None,
 ) -> dict[str, str]:
     """The variables that the agent adds for one worker; ``TORCHELASTIC_ERROR_FILE`` comes with the log
     layout.
@@ -34,8 +35,12 @@ def worker_env(
         max_restarts: how many may be charged.
         inherited: the agent's own environment.
         use_agent_store: whether an agent serves the store; otherwise rank 0 does.
+        timer_file: the FIFO of the agent's timers. Our variable beside torch's tells our client that we read
+            it: it may keep the FIFO open then, which would stop torch's server.
     """
+    timers = {"TORCHELASTIC_TIMER_FILE": timer_file, "ELASTICRS_TIMER_FILE": timer_file} if timer_file else {}
     return {
+        **timers,
         "RANK": str(ranks.global_rank),
         "LOCAL_RANK": str(ranks.local_rank),
         "GROUP_RANK": str(ranks.group_rank),

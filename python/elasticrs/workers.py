@@ -59,6 +59,20 @@ class Workers(ABC):
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
+        self._timer_file: str | None = None
+
+    def watch_timers(self, supervisor: _core.Supervisor) -> None:
+        """Watch expiration timers of all attempts, where ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` asks for it.
+
+        Args:
+            supervisor: by whom.
+
+        Raises:
+            OSError: what is at ``TORCHELASTIC_TIMER_FILE`` is not ours, or a FIFO cannot be made there.
+        """
+        environ = self._setup.environ
+        if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+            self._timer_file = supervisor.watch_timers(environ.get("TORCHELASTIC_TIMER_FILE") or None)
 
     def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
         """Begin to start all, or none; fills in the attempt's paths.
@@ -83,6 +97,7 @@ class Workers(ABC):
                 max_restarts=job.max_restarts,
                 inherited=environ,
                 use_agent_store=attempt.plan.use_agent_store,
+                timer_file=self._timer_file,
             )
             for ranks in attempt.plan.ranks
         }

@@ -29,3 +29,5 @@ pub mod spec;
 pub mod supervisor;
 #[expect(unsafe_code, reason = "the one place for it; every block carries its SAFETY")]
 pub mod sys;
+#[cfg(feature = "agent")]
+pub mod timer;

@@ -116,7 +116,7 @@ fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
     agent.process.kill().unwrap();
     wait_readable(&agent.peer, "the end of the connection");
     let left: Vec<i32> = agent.below().filter(|&pid| is_running(pid)).collect();
-    assert_eq!(left, [], "the connection has ended before them");
+    assert_eq!(left, [0; 0], "the connection has ended before them");
     assert!(agent.connection_has_ended());
     agent.process.wait().unwrap();
     agent.reap_nursery();

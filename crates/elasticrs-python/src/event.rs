@@ -4,7 +4,7 @@ use std::ffi::OsString;
 
 use elasticrs_core::exit::{Usage, WorkerExit};
 use elasticrs_core::nursery::protocol;
-use elasticrs_core::supervisor::{Event, Outcome, StartFailure};
+use elasticrs_core::supervisor::{self, Event, Outcome, StartFailure};
 use pyo3::prelude::*;
 
 use crate::error::SupervisorError;
@@ -52,6 +52,18 @@ pub struct FailureSeen {
     seen_ns: u64,
     signalled_ns: u64,
     siblings: u32,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct TimerExpired {
+    local_rank: u32,
+    pid: i32,
+    scope: String,
+    at: Option<String>,
+    deadline: f64,
+    others: u32,
+    signal: Option<i32>,
+    seen_ns: u64,
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
@@ -155,6 +167,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         Event::FailureSeen { local_rank, seen, signalled, siblings } => {
             object(py, FailureSeen { local_rank, seen_ns: seen.0, signalled_ns: signalled.0, siblings })
         }
+        Event::TimerExpired(timer) => object(py, timer_expired(timer)),
         Event::WorkerPaused { local_rank, pid, signal } => object(py, WorkerPaused { local_rank, pid, signal }),
         Event::WorkerResumed { local_rank, pid } => object(py, WorkerResumed { local_rank, pid }),
         Event::Fenced { at } => object(py, Fenced { fenced_ns: at.0 }),
@@ -182,6 +195,13 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
             Err(SupervisorError::new_err(format!("the supervisor's runtime panicked: {message}")))
         }
     }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "milliseconds since 1970 fit for the next 200,000 years")]
+fn timer_expired(timer: supervisor::TimerExpired) -> TimerExpired {
+    let supervisor::TimerExpired { local_rank, pid, scope, at, deadline_ms, others, signal, seen } = timer;
+    let (deadline, signal) = (deadline_ms as f64 / 1000.0, signal.map(elasticrs_core::signal::Signal::number));
+    TimerExpired { local_rank, pid, scope, at, deadline, others, signal, seen_ns: seen.0 }
 }
 
 fn outcome_name(outcome: Outcome) -> &'static str {

@@ -32,7 +32,7 @@ mod _core {
     #[pymodule_export]
     use crate::event::{
         Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, LogTrouble, StartFailed,
-        WorkerExited, WorkerPaused, WorkerResumed,
+        TimerExpired, WorkerExited, WorkerPaused, WorkerResumed,
     };
     #[pymodule_export]
     use crate::helpers::{check_limits, kernel_features, last_lines};

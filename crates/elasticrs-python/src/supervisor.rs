@@ -1,5 +1,7 @@
 //! `_core.Supervisor`.
 
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use elasticrs_core::clock::boot_now;
@@ -66,6 +68,11 @@ impl Supervisor {
 
     fn release_connection(&self) -> PyResult<()> {
         Ok(self.inner.release_connection().map_err(Error)?)
+    }
+
+    #[pyo3(signature = (path=None))]
+    fn watch_timers(&self, py: Python<'_>, path: Option<PathBuf>) -> PyResult<OsString> {
+        Ok(py.detach(|| self.inner.watch_timers(path)).map_err(Error)?.into_os_string())
     }
 
     fn fence_at(&self, from_now: Option<f64>) -> PyResult<bool> {

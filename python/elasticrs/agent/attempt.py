@@ -6,7 +6,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticrs._core import WorkerExited, WorkerStore
+    from elasticrs._core import TimerExpired, WorkerExited, WorkerStore
     from elasticrs.logs import LogPaths
     from elasticrs.ports import ReservedPort
     from elasticrs.ranks import WorkerRanks
@@ -67,6 +67,7 @@ class Attempt:
         pids: of the workers, by local rank.
         exits: by local rank, in the order in which they were seen.
         first_failure: the local rank that failed first.
+        expired: by local rank, the timer for which we ended the worker.
         oom_kills: the counters of the OOM killer when it started.
         oom_kills_after: the same counters when it had failed.
         signalled: siblings that were signalled for it.
@@ -75,6 +76,7 @@ class Attempt:
 
     __slots__ = (
         "exits",
+        "expired",
         "first_failure",
         "name",
         "nursery_exitcode",
@@ -99,6 +101,7 @@ class Attempt:
         self.pids: list[int] = []
         self.exits: dict[int, WorkerExited] = {}
         self.first_failure: int | None = None
+        self.expired: dict[int, TimerExpired] = {}
         self.oom_kills: dict[str, int] = {}
         self.oom_kills_after: dict[str, int] = {}
         self.signalled = 0
@@ -107,6 +110,12 @@ class Attempt:
         self.stamps: dict[str, int] = {}
 
     def failed_exits(self) -> list[WorkerExited]:
-        """The workers that did not exit with 0, the first failure first, the others as they were seen."""
-        failed = [worker for worker in self.exits.values() if worker.exitcode != 0]
+        """The workers that did not exit with 0, or that a timer of theirs ended: the first failure first, the
+        others as they were seen.
+        """
+        failed = [
+            worker
+            for worker in self.exits.values()
+            if worker.exitcode != 0 or worker.local_rank in self.expired
+        ]
         return sorted(failed, key=lambda worker: (worker.local_rank != self.first_failure, worker.seen_ns))

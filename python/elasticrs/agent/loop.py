@@ -132,6 +132,7 @@ class Agent:
                 supervisor = _core.Supervisor(owns_process=self._owns_process)
                 if self._signals is not None:
                     supervisor.watch_fd(self._signals.fd)
+                self._workers.watch_timers(supervisor)
                 self._decisions.open(supervisor)
                 self._drive(supervisor)
         finally:
@@ -249,7 +250,10 @@ class Agent:
         failed = attempt.failed_exits()
         if attempt.first_failure is not None and failed:
             first = failed[0]
-            cause = f"{self._who(first.local_rank, first.pid)} {texts.how_it_ended(first.exitcode)}"
+            who = self._who(first.local_rank, first.pid)
+            if first.local_rank in attempt.expired:
+                return f"{who}: {texts.timer_expired(attempt.expired[first.local_rank])}"
+            cause = f"{who} {texts.how_it_ended(first.exitcode)}"
             counters = attempt.oom_kills, attempt.oom_kills_after
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
             return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
@@ -341,6 +345,12 @@ class Agent:
         attempt.stamps["siblings_signalled"] = event.signalled_ns
         self._events.append(machine.FailureSeen(event.local_rank))
 
+    def _on_timer(self, _supervisor: _core.Supervisor, event: _core.TimerExpired) -> None:
+        if event.signal is not None:
+            self._result.attempts[-1].expired.setdefault(event.local_rank, event)
+        else:
+            self._console.say(f"{self._who(event.local_rank, event.pid)}: {texts.timer_expired(event)}")
+
     def _on_exit(self, _supervisor: _core.Supervisor, event: _core.WorkerExited) -> None:
         self._result.attempts[-1].exits[event.local_rank] = event
         self._events.append(machine.WorkerExited(event.local_rank, event.exitcode))
@@ -405,6 +415,7 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.StartFailed: Agent._on_start_failed,
     _core.FdReady: Agent._on_fd,
     _core.FailureSeen: Agent._on_failure,
+    _core.TimerExpired: Agent._on_timer,
     _core.WorkerExited: Agent._on_exit,
     _core.GroupEnded: Agent._on_ended,
     _core.Fenced: Agent._on_fenced,

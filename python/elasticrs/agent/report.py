@@ -11,6 +11,7 @@ from elasticrs import _core
 from elasticrs.agent import texts
 from elasticrs.agent.evidence import oom_note
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
+from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.root_cause import victims
 
 TYPE_CHECKING = False
@@ -112,18 +113,24 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
         logs = {name: path for name, path in both if path and path != os.devnull}
     tail = _tail(logs["stderr"]) if "stderr" in logs else []
     note = oom_note(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
-    return ProcessFailure(
+    timer = attempt.expired.get(rank)
+    failure = ProcessFailure(
         rank,
         worker.pid,
         worker.exitcode,
         paths.error_files.get(rank, "") if paths is not None else "",
-        seen_ns=worker.seen_ns,
-        sent_signal=worker.sent_signal,
+        # It failed when it was found to hang. What ended it then is a consequence.
+        seen_ns=worker.seen_ns if timer is None else timer.seen_ns,
+        sent_signal=worker.sent_signal if timer is None else None,
         cause=_cause(attempt, worker),
         note=note if worker.sent_signal is None else None,
         log_paths=logs,
         stderr_tail=tail,
     )
+    if timer is not None and failure.error_file != NOT_AVAILABLE:
+        # What it said when the signal came is in the message; why it came must be told as well.
+        failure.note = texts.timer_expired(timer)
+    return failure
 
 
 def _tail(path: str) -> list[str]:
@@ -135,6 +142,8 @@ def _tail(path: str) -> list[str]:
 
 
 def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
+    if worker.local_rank in attempt.expired:
+        return texts.timer_expired(attempt.expired[worker.local_rank])
     if attempt.nursery_exitcode is not None:
         how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
         return f"the nursery {how}, and the worker with it"

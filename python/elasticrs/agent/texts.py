@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs._core import TimerExpired
+
 PREFIX = "elasticrs: "
 
 
@@ -67,3 +73,26 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
 def milliseconds(span_ns: int) -> str:
     """A span for people."""
     return f"{span_ns / 1e6:.1f} ms"
+
+
+def timer_expired(timer: TimerExpired) -> str:
+    """Which timer was not released, for the report and the console.
+
+    Args:
+        timer: that expired; its texts are the worker's, and may hold anything.
+    """
+    at = f" at {_printable(timer.at)}" if timer.at else ""
+    others = f", {timer.others} other timer{'s' if timer.others != 1 else ''} live" if timer.others else ""
+    return f"timer expired: scope '{_printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{int(seconds * 1000) % 1000:03d}"
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:g} s after 1970"
+
+
+def _printable(text: str) -> str:
+    shown = "".join(character if character.isprintable() else "?" for character in text[:200])
+    return f"{shown}…" if len(text) > 200 else shown

@@ -46,6 +46,9 @@ pub enum Event {
         /// How many siblings were signalled.
         siblings: u32,
     },
+    /// An expiration timer of a worker, or of a descendant of one, was not released in time. With a signal, the worker
+    /// counts as failed, and [`Self::FailureSeen`] follows.
+    TimerExpired(TimerExpired),
     /// A worker has been stopped for a second, and not by us.
     WorkerPaused {
         /// The worker.
@@ -124,6 +127,27 @@ fn console_name(dest: Dest) -> &'static str {
         Dest::Stdout => "standard output",
         Dest::Stderr => "standard error",
     }
+}
+
+/// A timer that was not released in time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TimerExpired {
+    /// The worker.
+    pub local_rank: u32,
+    /// The process that acquired it: the worker, or a descendant.
+    pub pid: i32,
+    /// The timer's name.
+    pub scope: String,
+    /// File and line of the block, where the client says so.
+    pub at: Option<String>,
+    /// When it was due by the worker's wall clock, in milliseconds since 1970.
+    pub deadline_ms: u64,
+    /// How many other timers of the process are live.
+    pub others: u32,
+    /// What was sent to the process; `None`: the timer only tells.
+    pub signal: Option<Signal>,
+    /// When it was seen.
+    pub seen: Stamp,
 }
 
 /// What became of the processes that workers left behind.

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -53,6 +54,15 @@ pub enum SupervisorError {
         #[source]
         source: io::Error,
     },
+    /// The FIFO of the timers cannot be made, or there is one already.
+    #[error("could not watch timers{}", if path.as_os_str().is_empty() { String::new() } else { format!(" at {}", path.display()) })]
+    Timers {
+        /// Where; empty: in a directory of its own.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// [`Supervisor::close`] was called, or the runtime panicked; the workers are gone.
     #[error("the supervisor has ended")]
     Ended,
@@ -79,6 +89,7 @@ pub(super) enum Command {
     Drain(Duration, Reply<Vec<NotDrained>>),
     Spawn(Task),
     Guard(Option<OwnedFd>),
+    WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
     Close { keep_descendants: bool },
 }
 
@@ -262,6 +273,16 @@ impl Supervisor {
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn spawn(&self, task: Task) -> Result<(), SupervisorError> {
         self.tell(Command::Spawn(task))
+    }
+
+    /// Reads expiration timers of workers from a FIFO from now on, until [`Self::close`] removes it: at `path`, or in a
+    /// directory of its own. Returns where it is; see [`crate::timer`]. [`super::Event::TimerExpired`] tells what is due,
+    /// [`super::Event::Degraded`] what was refused.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Timers`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn watch_timers(&self, path: Option<PathBuf>) -> Result<PathBuf, SupervisorError> {
+        self.ask(|reply| Command::WatchTimers(path, reply))?
     }
 
     /// Gives the nursery this duplicate of the agent's connection to a store, in place of an earlier one.

@@ -24,5 +24,5 @@ pub mod state;
 mod task;
 mod watch;
 
-pub use event::{Event, NurseryEnd, Outcome, StartFailure, Swept};
+pub use event::{Event, NurseryEnd, Outcome, StartFailure, Swept, TimerExpired};
 pub use handle::{Config, Fence, Keeper, Supervisor, SupervisorError, Task};

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 pub use super::deadlines::Timer;
-use super::event::{Event, NurseryEnd, Outcome, Swept};
+use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired};
 use crate::clock::Stamp;
 use crate::exit::{Usage, WorkerExit};
 use crate::signal::Signal;
@@ -63,6 +63,8 @@ pub enum Input {
     /// These members are dead, and their exits are still to be told. It comes before what makes the group signal: whoever
     /// died by itself must not be listed as stopped by us.
     Dead(Vec<i32>),
+    /// A timer of a member, or of a descendant of one, was not released in time.
+    TimerExpired(TimerExpired),
     /// One more member, which Python started.
     Adopted {
         /// Its rank.
@@ -78,6 +80,13 @@ pub enum Effect {
     /// Send a signal to the process group of the worker with this pid.
     Signal {
         /// The group's leader, dead or alive.
+        pid: i32,
+        /// What to send.
+        signal: Signal,
+    },
+    /// Send a signal to this process alone, which had a timer: a worker or a descendant of one.
+    SignalProcess {
+        /// The process.
         pid: i32,
         /// What to send.
         signal: Signal,
@@ -196,6 +205,11 @@ impl Group {
         self.phase == Phase::Ended
     }
 
+    /// The rank of the member with this pid, if it has not ended.
+    pub fn rank_of(&self, pid: i32) -> Option<u32> {
+        self.members.iter().find(|m| m.pid == pid && m.runs()).map(|m| m.local_rank)
+    }
+
     /// Pids of the members that have not ended.
     pub fn living(&self) -> impl Iterator<Item = i32> {
         self.members.iter().filter(|m| !m.ended).map(|m| m.pid)
@@ -205,7 +219,7 @@ impl Group {
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
             Input::Exited { exit, .. } => self.phase == Phase::Running && !exit.is_success(),
-            Input::Stop(_) | Input::Signal(..) | Input::Expired(Timer::Kill) => true,
+            Input::Stop(_) | Input::Signal(..) | Input::Expired(Timer::Kill) | Input::TimerExpired(_) => true,
             _ => false,
         }
     }
@@ -230,6 +244,7 @@ impl Group {
             Input::NurseryLost(end) => self.on_nursery_lost(end, &mut effects),
             Input::Fenced => self.on_fenced(&mut effects),
             Input::Dead(pids) => self.members.iter_mut().for_each(|m| m.dead |= pids.contains(&m.pid)),
+            Input::TimerExpired(timer) => self.on_timer_expired(timer, &mut effects),
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
         }
         effects
@@ -249,7 +264,7 @@ impl Group {
             self.outcome = Outcome::Failed;
             let siblings = self.members.iter().filter(|m| m.runs()).count();
             let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
-            self.begin_stop(self.on_failure, effects);
+            self.begin_stop(self.on_failure, None, effects);
             effects.push(Effect::TellFailure { local_rank, seen, siblings });
         }
         effects.push(Effect::Tell(Event::WorkerExited { local_rank, pid, exit, sent, seen, usage }));
@@ -286,11 +301,11 @@ impl Group {
         match self.phase {
             Phase::Running => {
                 self.outcome = Outcome::Stopped;
-                self.begin_stop(policy, effects);
+                self.begin_stop(policy, None, effects);
                 self.sweep_when_all_have_ended(effects);
             }
             // The harder call wins: a new signal is passed on, and the deadline only ever comes nearer.
-            Phase::Stopping => self.begin_stop(policy, effects),
+            Phase::Stopping => self.begin_stop(policy, None, effects),
             Phase::Sweeping { lingering: true } => {
                 self.outcome = Outcome::Stopped;
                 self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects);
@@ -387,6 +402,25 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
+    /// A worker that hangs has failed. Once a stop has begun, its deadline is the one that counts.
+    fn on_timer_expired(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
+        let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
+        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
+        let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
+        let Some(signal) = signal else { return effects.push(Effect::Tell(Event::TimerExpired(timer))) };
+        let worker = member.pid;
+        if worker == pid {
+            member.sent = Some(signal);
+        }
+        effects.push(Effect::SignalProcess { pid, signal });
+        self.outcome = Outcome::Failed;
+        let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
+        let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
+        self.begin_stop(self.on_failure, (worker == pid).then_some(worker), effects);
+        effects.push(Effect::Tell(Event::TimerExpired(timer)));
+        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    }
+
     fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {
         self.members.push(Member::new(local_rank, pid, true));
         match self.phase {
@@ -399,14 +433,15 @@ impl Group {
     }
 
     /// Signals every group, those of ended leaders included: what a dead worker started holds the device as well.
-    fn begin_stop(&mut self, policy: StopPolicy, effects: &mut Vec<Effect>) {
+    /// `but`: it has got a signal of its own, and until the deadline that is all.
+    fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
         self.on_resume(effects);
         if policy.signal == Signal::KILL || policy.grace.is_zero() {
             return self.kill(effects);
         }
         // Members that live come first: they are what everybody waits for.
         for ended in [false, true] {
-            for member in self.members.iter_mut().filter(|m| m.ended == ended) {
+            for member in self.members.iter_mut().filter(|m| m.ended == ended && Some(m.pid) != but) {
                 if member.runs() {
                     member.sent = Some(policy.signal);
                 }

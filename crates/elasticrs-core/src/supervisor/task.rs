@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use nix::errno::Errno;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinHandle, JoinSet, LocalSet};
 
@@ -28,6 +27,11 @@ use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
 use crate::sys::pidfd;
+
+mod guard;
+mod watchdog;
+
+use watchdog::{Ring, Watchdog};
 
 /// How long `close` waits for a nursery to end what is left.
 const CLOSE_LIMIT: Duration = Duration::from_secs(35);
@@ -123,6 +127,7 @@ struct Task {
     /// Answers to earlier ones, while the answer to the last one follows.
     swept: Swept,
     own_sweep: Option<JoinHandle<Swept>>,
+    watchdog: Option<Watchdog>,
 }
 
 /// What woke the loop.
@@ -133,6 +138,7 @@ enum Wake {
     Task(Result<(), JoinError>),
     Command(Command),
     Deadline,
+    Timers(Ring),
     Close { keep_descendants: bool },
 }
 
@@ -157,6 +163,7 @@ impl Task {
             sweeps: 0,
             swept: Swept::default(),
             own_sweep: None,
+            watchdog: None,
         };
         task.use_nursery(nursery);
         Ok(task)
@@ -170,41 +177,6 @@ impl Task {
         self.send_fence();
     }
 
-    fn guard(&mut self, connection: Option<OwnedFd>) {
-        self.guard = connection;
-        match (&self.guard, &mut self.nursery) {
-            (None, Some(nursery)) => nursery.send(&Request::Release, Vec::new()),
-            (Some(_), _) => self.send_guard(),
-            (None, None) => {}
-        }
-    }
-
-    fn send_guard(&mut self) {
-        if let Some(guard) = &self.guard {
-            let guard = guard.try_clone();
-            self.send_descriptors(&Request::Hold, guard.map(|guard| vec![guard]));
-        }
-    }
-
-    fn send_fence(&mut self) {
-        let descriptors = self.shared.fence.shared.descriptors();
-        self.send_descriptors(&Request::Fence, descriptors);
-    }
-
-    fn send_descriptors(&mut self, request: &Request, fds: io::Result<Vec<OwnedFd>>) {
-        match (&mut self.nursery, fds) {
-            (None, _) => {}
-            (Some(nursery), Ok(fds)) => nursery.send(request, fds),
-            (Some(_), Err(error)) => self.tell_not_guarded(error.raw_os_error().unwrap_or(libc::EMFILE)),
-        }
-    }
-
-    fn tell_not_guarded(&self, errno: i32) {
-        let reason = Errno::from_raw(errno).desc();
-        let message = format!("the nursery cannot guard the connection to the store: {reason}");
-        self.shared.queue.push(Event::Degraded { message });
-    }
-
     async fn serve(mut self, mut inbox: UnboundedReceiver<Command>) {
         loop {
             match self.wake(&mut inbox).await {
@@ -215,6 +187,7 @@ impl Task {
                 Wake::Task(ended) => self.on_task_end(ended),
                 Wake::Command(command) => self.on_command(command),
                 Wake::Deadline => self.on_deadline(),
+                Wake::Timers(ring) => self.on_ring(&ring),
                 Wake::Close { keep_descendants } => return self.close(keep_descendants).await,
             }
         }
@@ -222,6 +195,7 @@ impl Task {
 
     async fn wake(&mut self, inbox: &mut UnboundedReceiver<Command>) -> Wake {
         let deadline = self.deadlines.next();
+        let reads_timers = self.watchdog.is_some() && !matches!(self.current, Current::Starting(_));
         tokio::select! {
             biased;
             from = async { self.nursery.as_mut().expect("guarded below").next().await }, if self.nursery.is_some() => {
@@ -240,6 +214,9 @@ impl Task {
             },
             () = async { tokio::time::sleep_until(deadline.expect("guarded below").into()).await }, if deadline.is_some() => {
                 Wake::Deadline
+            }
+            ring = async { self.watchdog.as_mut().expect("guarded below").next().await }, if reads_timers => {
+                Wake::Timers(ring)
             }
         }
     }
@@ -296,6 +273,7 @@ impl Task {
                 // Made in there, so that a panic of the maker is that of its future.
                 self.tasks.spawn_local(async move { task().await });
             }
+            Command::WatchTimers(path, reply) => answer(&reply, self.watch_timers(path.as_deref())),
             Command::Guard(connection) => self.guard(connection),
             Command::Close { .. } => unreachable!("taken by `wake`"),
         }
@@ -500,11 +478,26 @@ impl Task {
         let now = Instant::now();
         match effect {
             Effect::Signal { pid, signal } => self.signal(pid, signal),
+            Effect::SignalProcess { pid, signal } => {
+                if let Some(watchdog) = &self.watchdog {
+                    watchdog.signal(pid, signal);
+                }
+            }
             Effect::Arm(timer, delay) => self.deadlines.arm(timer, delay, now),
             Effect::Hasten(timer, delay) => self.deadlines.hasten(timer, delay, now),
             Effect::Disarm(timer) => self.deadlines.disarm(timer),
-            Effect::Freeze => self.deadlines.freeze(now),
-            Effect::Thaw => self.deadlines.thaw(now),
+            Effect::Freeze => {
+                self.deadlines.freeze(now);
+                if let Some(watchdog) = &mut self.watchdog {
+                    watchdog.freeze();
+                }
+            }
+            Effect::Thaw => {
+                self.deadlines.thaw(now);
+                if let Some(watchdog) = &mut self.watchdog {
+                    watchdog.thaw();
+                }
+            }
             Effect::Sweep { linger, grace, give_up } => self.sweep(linger, grace, give_up),
             Effect::TellFailure { local_rank, seen, siblings } => {
                 self.shared.queue.push(Event::FailureSeen { local_rank, seen, signalled: Stamp::now(), siblings });
@@ -561,6 +554,9 @@ impl Task {
         self.current = Current::Idle;
         self.deadlines.clear();
         self.watched = JoinSet::new();
+        if let Some(watchdog) = &mut self.watchdog {
+            watchdog.clear();
+        }
         self.shared.logs.finish_all();
         let at = Stamp::now();
         self.shared.queue.push(Event::GroupEnded { outcome, nursery, stuck_workers, swept, at });

@@ -258,6 +258,50 @@ fn a_worker_adopted_into_a_stopping_group_is_killed() {
     assert_eq!(signals(&effects), [(51, Signal::KILL)]);
 }
 
+fn expired(local_rank: u32, pid: i32, signal: Option<Signal>) -> Input {
+    let (scope, at, seen) = ("epoch".to_owned(), None, Stamp(7));
+    Input::TimerExpired(TimerExpired { local_rank, pid, scope, at, deadline_ms: 0, others: 0, signal, seen })
+}
+
+#[test]
+fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
+    let usr1 = Signal::new(10).expect("it exists");
+    let mut group = lingering();
+    let effects = group.on_input(expired(1, 101, Some(usr1)));
+    assert_eq!(effects[0], Effect::SignalProcess { pid: 101, signal: usr1 });
+    assert_eq!(signals(&effects), [100, 102, 103].map(|pid| (pid, Signal::TERM)));
+    assert!(effects.contains(&Effect::Arm(Timer::Kill, TERM_30.grace)));
+    let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
+    let [Effect::Tell(Event::TimerExpired(_)), Effect::TellFailure { local_rank: 1, siblings: 3, .. }] = told[..]
+    else {
+        panic!("SUP-3: {effects:?}");
+    };
+    assert_eq!(group.on_input(expired(2, 102, Some(usr1))), [], "the stop has its own deadline");
+    let killed = signals(&group.on_input(Input::Expired(Timer::Kill)));
+    assert!(killed.contains(&(101, Signal::KILL)), "SUP-4");
+    for pid in PIDS {
+        let _ = group.on_input(exited(pid, DONE));
+    }
+    assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Failed), "whatever it exits with");
+}
+
+#[test]
+fn a_descendant_of_a_worker_that_hangs_fails_the_worker() {
+    let mut group = lingering();
+    let effects = group.on_input(expired(1, 555, Some(Signal::KILL)));
+    assert_eq!(effects[0], Effect::SignalProcess { pid: 555, signal: Signal::KILL });
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)));
+}
+
+#[test]
+fn a_timer_without_a_signal_is_only_told() {
+    let mut group = lingering();
+    let effects = group.on_input(expired(1, 101, None));
+    assert!(matches!(effects[..], [Effect::Tell(Event::TimerExpired(_))]));
+    let _ = group.on_input(exited(101, FAILED));
+    assert_eq!(group.on_input(expired(1, 101, Some(Signal::KILL))), [], "it has ended");
+}
+
 fn any_exit() -> impl Strategy<Value = WorkerExit> {
     prop_oneof![
         3 => Just(DONE),
@@ -281,6 +325,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         2 => timer.prop_map(Input::Expired),
         1 => any::<bool>().prop_map(|hung| Input::NurseryLost(NurseryEnd { exit: FAILED, hung })),
         1 => Just(Input::Fenced),
+        1 => (0..4_u32, any::<bool>()).prop_map(|(rank, reaps)| expired(rank, 100, reaps.then_some(Signal::KILL))),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
         2 => Just(swept()),
     ]
@@ -315,7 +360,11 @@ impl Seen {
                     self.armed.remove(timer);
                 }
                 Effect::Sweep { .. } => self.owed_sweeps += 1,
-                Effect::Signal { .. } | Effect::Freeze | Effect::Thaw | Effect::Tell(_) => {}
+                Effect::Signal { .. }
+                | Effect::SignalProcess { .. }
+                | Effect::Freeze
+                | Effect::Thaw
+                | Effect::Tell(_) => {}
             }
         }
         Ok(())

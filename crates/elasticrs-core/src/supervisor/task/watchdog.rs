@@ -1,0 +1,373 @@
+//! Expiration timers of the running group: the FIFO, the processes behind its records, and what is due.
+//!
+//! While a group is being started the FIFO is left alone: a worker may write before the last one runs, and before the
+//! group is known. See [`crate::timer`] for the invariants.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use nix::errno::Errno;
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::task::{AbortHandle, JoinSet};
+
+use super::{Current, Running, Task};
+use crate::clock::Stamp;
+use crate::nursery::tree::Status;
+use crate::signal::Signal;
+use crate::supervisor::event::{Event, TimerExpired};
+use crate::supervisor::handle::SupervisorError;
+use crate::supervisor::state::Input;
+use crate::supervisor::watch;
+use crate::sys::pidfd;
+use crate::sys::readiness::register;
+use crate::timer::complaints::{Complaints, excerpt};
+use crate::timer::fifo::{CAPACITY, Fifo};
+use crate::timer::lines::Lines;
+use crate::timer::record::{self, Record, Refusal, Request};
+use crate::timer::table::{Due, Terms, Timers, on_monotonic};
+
+/// What is read in one go: less than a millisecond of work, so that the stop of a group never waits for it.
+const CHUNK: usize = 64 * 1024;
+/// What is read before somebody is reaped, at most: a writer that never stops must not keep a hung worker alive.
+const MAX_DRAIN: usize = 2 * CAPACITY as usize;
+/// How many processes may have timers at a time; each costs a descriptor.
+const MAX_PROCESSES: usize = 512;
+/// How far up the search for the worker goes that a process descends from.
+const MAX_DEPTH: usize = 64;
+
+/// A process whose records count.
+struct Bound {
+    pidfd: Arc<OwnedFd>,
+    start_time: Option<u64>,
+    local_rank: u32,
+    /// Ends the wait for its exit.
+    wait: AbortHandle,
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        self.wait.abort();
+    }
+}
+
+/// What woke it.
+pub(super) enum Ring {
+    Readable,
+    Due,
+    Exited,
+}
+
+pub(super) struct Watchdog {
+    fifo: Fifo,
+    input: AsyncFd<OwnedFd>,
+    alarm: TimerFd,
+    rings: AsyncFd<OwnedFd>,
+    armed: Option<Stamp>,
+    lines: Lines,
+    timers: Timers,
+    bound: HashMap<i32, Bound>,
+    exits: JoinSet<()>,
+    complaints: Complaints,
+    buffer: Box<[u8]>,
+}
+
+impl Watchdog {
+    fn new(path: Option<&Path>) -> io::Result<Self> {
+        let fifo = Fifo::create(path)?;
+        let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
+        let alarm = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
+        Ok(Self {
+            input: register(fifo.descriptor()?, Interest::READABLE)?,
+            rings: register(alarm.as_fd().try_clone_to_owned()?, Interest::READABLE)?,
+            fifo,
+            alarm,
+            armed: None,
+            lines: Lines::default(),
+            timers: Timers::default(),
+            bound: HashMap::new(),
+            exits: JoinSet::new(),
+            complaints: Complaints::default(),
+            buffer: vec![0; CHUNK].into(),
+        })
+    }
+
+    /// The next thing. Cancel-safe: nothing is taken before it is returned.
+    pub(super) async fn next(&mut self) -> Ring {
+        let Self { input, rings, exits, .. } = self;
+        loop {
+            tokio::select! {
+                biased;
+                // Errors mean that the runtime shuts down, and then nobody waits for this future either.
+                Ok(mut ready) = rings.readable() => {
+                    ready.clear_ready();
+                    return Ring::Due;
+                }
+                Some(exited) = exits.join_next() => {
+                    // Otherwise it was given up, because the process has no timers.
+                    if exited.is_ok() {
+                        return Ring::Exited;
+                    }
+                }
+                // Stays ready until a read finds nothing.
+                Ok(_) = input.readable() => return Ring::Readable,
+            }
+        }
+    }
+
+    /// The group has ended.
+    pub(super) fn clear(&mut self) {
+        self.timers.clear();
+        self.bound.clear();
+        self.arm();
+    }
+
+    pub(super) fn freeze(&mut self) {
+        self.timers.freeze(Stamp::now());
+        self.arm();
+    }
+
+    pub(super) fn thaw(&mut self) {
+        self.timers.thaw(Stamp::now());
+        self.arm();
+    }
+
+    /// Sends a signal to a process that had a timer.
+    pub(super) fn signal(&self, pid: i32, signal: Signal) {
+        if let Some(bound) = self.bound.get(&pid) {
+            // ESRCH: it has ended. Another refusal (a set-uid program) shows as a worker that does not end.
+            let _ = pidfd::send_signal(&bound.pidfd, signal.number());
+        }
+    }
+
+    fn forget(&mut self, pid: i32) {
+        self.bound.remove(&pid);
+        self.timers.remove_process(pid);
+    }
+
+    /// TIM-5, also where the exit was not told yet: a later process may have the pid already.
+    fn forget_ended(&mut self) {
+        let pids: Vec<i32> = self.bound.keys().copied().collect();
+        let pidfds: Vec<_> = pids.iter().map(|pid| self.bound[pid].pidfd.as_fd()).collect();
+        let ended = watch::ended(&pidfds);
+        for (pid, _) in pids.into_iter().zip(ended).filter(|(_, ended)| *ended) {
+            self.forget(pid);
+        }
+    }
+
+    /// Sets the one timer for the earliest deadline.
+    fn arm(&mut self) {
+        let next = self.timers.next();
+        if self.armed == next {
+            return;
+        }
+        self.armed = next;
+        // Zero would disarm it.
+        let at = next.map(|at| Expiration::OneShot(TimeSpec::from_duration(Duration::from_nanos(at.0.max(1)))));
+        // A time that the kernel does not take is more than a lifetime away.
+        let _ = match at {
+            Some(at) => self.alarm.set(at, TimerSetTimeFlags::TFD_TIMER_ABSTIME),
+            None => self.alarm.unset(),
+        };
+    }
+
+    /// Reads what is there, at most so many bytes; complaints go to `tell`.
+    fn read(&mut self, limit: usize, running: Option<&Running>, tell: &mut impl FnMut(String)) {
+        self.forget_ended();
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let mut lines = std::mem::take(&mut self.lines);
+        let mut left = limit;
+        while left > 0 {
+            let read = self.input.try_io(Interest::READABLE, |fd| Ok(nix::unistd::read(fd, &mut buffer)?));
+            let Ok(count) = read else { break };
+            let clocks = Clocks::now();
+            lines.feed(&buffer[..count], |line| match line {
+                None => self.refuse(Refusal::TooLong, tell, String::new),
+                Some(line) => record::read(line, |record| {
+                    let refused = record.and_then(|record| self.apply(&record, clocks, running));
+                    if let Err(refusal) = refused {
+                        self.refuse(refusal, tell, || excerpt(line));
+                    }
+                }),
+            });
+            left = left.saturating_sub(count.max(1));
+        }
+        (self.buffer, self.lines) = (buffer, lines);
+    }
+
+    fn refuse(&mut self, refusal: Refusal, tell: &mut impl FnMut(String), claim: impl FnOnce() -> String) {
+        if let Some(message) = self.complaints.add(refusal, Instant::now(), claim) {
+            tell(message);
+        }
+    }
+
+    fn apply(&mut self, record: &Record, clocks: Clocks, running: Option<&Running>) -> Result<(), Refusal> {
+        match &record.request {
+            Request::Release => {
+                if let Some(bound) = self.bound.get(&record.pid) {
+                    bound.check(record)?;
+                    self.timers.release(record.pid, &record.scope);
+                }
+            }
+            Request::Acquire { expires, deadline_ns, signal, at } => {
+                if !self.bind(record.pid, running)? {
+                    return Ok(());
+                }
+                self.bound[&record.pid].check(record)?;
+                let deadline = deadline_ns.map_or_else(|| on_monotonic(*expires, clocks.wall, clocks.now), Stamp);
+                let terms = Terms { expires: *expires, signal: *signal, at: at.clone() };
+                if !self.timers.acquire(record.pid, &record.scope, deadline, terms) {
+                    return Err(Refusal::Full);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens the process, and finds out whose it is; `false` when it has ended meanwhile.
+    fn bind(&mut self, pid: i32, running: Option<&Running>) -> Result<bool, Refusal> {
+        if self.bound.contains_key(&pid) {
+            return Ok(true);
+        }
+        let pidfd = match pidfd::open(pid) {
+            Ok(pidfd) => Arc::new(pidfd),
+            Err(Errno::ESRCH) => return Ok(false),
+            Err(Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM) => return Err(Refusal::Full),
+            Err(_) => return Err(Refusal::Stranger),
+        };
+        let local_rank = running.and_then(|running| running.worker_of(pid));
+        let start_time = start_time(pid);
+        // What was read is about the process of the pidfd only if that still lives.
+        if watch::ended(&[pidfd.as_fd()]) == [true] {
+            return Ok(false);
+        }
+        let local_rank = local_rank.ok_or(Refusal::Stranger)?;
+        if self.bound.len() >= MAX_PROCESSES {
+            self.bound.retain(|pid, _| self.timers.has(*pid));
+            if self.bound.len() >= MAX_PROCESSES {
+                return Err(Refusal::Full);
+            }
+        }
+        let watched = register(Arc::clone(&pidfd), Interest::READABLE).map_err(|_| Refusal::Full)?;
+        let wait = self.exits.spawn(async move {
+            // An error of it means that the runtime shuts down.
+            let _ = watched.readable().await;
+        });
+        self.bound.insert(pid, Bound { pidfd, start_time, local_rank, wait });
+        Ok(true)
+    }
+
+    /// TIM-2: reads first.
+    fn expired(&mut self, running: Option<&Running>, tell: &mut impl FnMut(String)) -> Vec<TimerExpired> {
+        let mut expired = Vec::new();
+        if self.timers.next().is_some_and(|at| at <= Stamp::now()) {
+            self.read(MAX_DRAIN, running, tell);
+            let seen = Stamp::now();
+            while let Some(Due { pid, scope, terms, others }) = self.timers.expired(seen) {
+                let Some(bound) = self.bound.get(&pid) else { continue };
+                #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "casts of floats saturate")]
+                let deadline_ms = (terms.expires * 1000.0) as u64;
+                expired.push(TimerExpired {
+                    local_rank: bound.local_rank,
+                    pid,
+                    scope: scope.to_string(),
+                    at: terms.at.map(String::from),
+                    deadline_ms,
+                    others: u32::try_from(others).unwrap_or(u32::MAX),
+                    signal: terms.signal,
+                    seen,
+                });
+            }
+        }
+        expired
+    }
+}
+
+impl Bound {
+    fn check(&self, record: &Record) -> Result<(), Refusal> {
+        match (record.start_time, self.start_time) {
+            (Some(claimed), Some(actual)) if claimed != actual => Err(Refusal::Recycled),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Both clocks at one moment.
+#[derive(Clone, Copy)]
+struct Clocks {
+    wall: f64,
+    now: Stamp,
+}
+
+impl Clocks {
+    fn now() -> Self {
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        Self { wall, now: Stamp::now() }
+    }
+}
+
+/// Field 22 of `/proc/PID/stat`.
+fn start_time(pid: i32) -> Option<u64> {
+    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+    let end = stat.iter().rposition(|&byte| byte == b')')?;
+    let fields = std::str::from_utf8(stat.get(end + 2..)?).ok()?;
+    fields.split(' ').nth(19)?.parse().ok()
+}
+
+impl Running {
+    /// The local rank of the worker that this process is or descends from. An orphan is known by its session.
+    fn worker_of(&self, pid: i32) -> Option<u32> {
+        let mut ancestor = pid;
+        for _ in 0..MAX_DEPTH {
+            if let Some(local_rank) = self.group.rank_of(ancestor) {
+                return Some(local_rank);
+            }
+            match Status::of(ancestor)?.parent {
+                parent if parent <= 1 => break,
+                parent => ancestor = parent,
+            }
+        }
+        let session = Status::of(pid)?.session;
+        let leads = self.members.iter().any(|member| member.pid == session && member.leads_a_group);
+        if leads { self.group.rank_of(session) } else { None }
+    }
+}
+
+impl Task {
+    pub(super) fn watch_timers(&mut self, path: Option<&Path>) -> Result<PathBuf, SupervisorError> {
+        let failed = |source| SupervisorError::Timers { path: path.map(Path::to_owned).unwrap_or_default(), source };
+        if self.watchdog.is_some() {
+            return Err(failed(Errno::EALREADY.into()));
+        }
+        let watchdog = Watchdog::new(path).map_err(failed)?;
+        let path = watchdog.fifo.path().to_owned();
+        self.watchdog = Some(watchdog);
+        Ok(path)
+    }
+
+    pub(super) fn on_ring(&mut self, ring: &Ring) {
+        let Some(watchdog) = &mut self.watchdog else { return };
+        let running = match &self.current {
+            Current::Running(running) => Some(running),
+            Current::Idle | Current::Starting(_) => None,
+        };
+        let mut tell = |message| self.shared.queue.push(Event::Degraded { message });
+        match ring {
+            Ring::Readable => watchdog.read(CHUNK, running, &mut tell),
+            // It is disarmed now, whatever it was armed for.
+            Ring::Due => watchdog.armed = None,
+            Ring::Exited => watchdog.forget_ended(),
+        }
+        let expired = watchdog.expired(running, &mut tell);
+        watchdog.arm();
+        for timer in expired {
+            self.input(Input::TimerExpired(timer));
+        }
+    }
+}

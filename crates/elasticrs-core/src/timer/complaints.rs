@@ -1,0 +1,81 @@
+//! Counts what was refused, and says so rarely.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::record::Refusal;
+
+/// The same complaint comes at most so often.
+pub const INTERVAL: Duration = Duration::from_secs(60);
+
+#[derive(Debug, Default)]
+struct Kind {
+    count: u64,
+    told: u64,
+    last: Option<Instant>,
+}
+
+/// What was refused so far, by kind.
+#[derive(Debug, Default)]
+pub struct Complaints {
+    kinds: BTreeMap<Refusal, Kind>,
+}
+
+impl Complaints {
+    /// Counts one; a text when the user should hear of it. `claim` is what was refused, for people.
+    pub fn add(&mut self, refusal: Refusal, now: Instant, claim: impl FnOnce() -> String) -> Option<String> {
+        let kind = self.kinds.entry(refusal).or_default();
+        kind.count += 1;
+        if kind.last.is_some_and(|last| now.saturating_duration_since(last) < INTERVAL) {
+            return None;
+        }
+        let others = kind.count - kind.told - 1;
+        (kind.told, kind.last) = (kind.count, Some(now));
+        let more = if others == 0 { String::new() } else { format!(" ({others} more like it)") };
+        Some(format!("a timer record was refused, because {refusal}{more}: {}", claim()))
+    }
+
+    /// How many were refused.
+    pub fn count(&self, refusal: Refusal) -> u64 {
+        self.kinds.get(&refusal).map_or(0, |kind| kind.count)
+    }
+}
+
+/// The beginning of a line of unknown content, fit for a terminal.
+pub fn excerpt(line: &[u8]) -> String {
+    const SHOWN: usize = 120;
+    let more = if line.len() > SHOWN { "…" } else { "" };
+    let mut text = String::new();
+    for &byte in line.iter().take(SHOWN) {
+        match byte {
+            b' '..=b'~' => text.push(byte.into()),
+            other => text.extend(other.escape_ascii().map(char::from)),
+        }
+    }
+    text + more
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kind_is_told_once_and_then_rarely_with_a_count() {
+        let (t0, mut complaints) = (Instant::now(), Complaints::default());
+        let first = complaints.add(Refusal::Malformed, t0, || "x".into()).unwrap();
+        assert_eq!(first, "a timer record was refused, because it is no timer record: x");
+        assert!(complaints.add(Refusal::Pid, t0, String::new).is_some());
+        for _ in 0..1000 {
+            assert_eq!(complaints.add(Refusal::Malformed, t0 + INTERVAL / 2, || unreachable!()), None);
+        }
+        let later = complaints.add(Refusal::Malformed, t0 + INTERVAL, || "y".into()).unwrap();
+        assert_eq!(later, "a timer record was refused, because it is no timer record (1000 more like it): y");
+        assert_eq!(complaints.count(Refusal::Malformed), 1002);
+    }
+
+    #[test]
+    fn control_characters_do_not_reach_the_terminal() {
+        assert_eq!(excerpt(b"\x1b[2J\xff"), "\\x1b[2J\\xff");
+        assert_eq!(excerpt(&[b'a'; 5000]).chars().count(), 121);
+    }
+}

@@ -1,0 +1,178 @@
+//! The FIFO itself: made, opened, read, and removed again.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, Flock, FlockArg, fcntl};
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
+
+/// Room for some 5,000 records: workers go on while this process waits for a CPU. As much as an ordinary user may have.
+pub const CAPACITY: i32 = 1 << 20;
+
+/// A FIFO that only this process reads. It is removed when this is dropped, together with the directory made for it.
+#[derive(Debug)]
+pub struct Fifo {
+    path: PathBuf,
+    directory: Option<PathBuf>,
+    /// Open for both directions, so that it never ends for want of writers. The lock tells others of our kind.
+    file: Flock<File>,
+}
+
+impl Fifo {
+    /// Makes one: at `path`, or in a directory of its own that only this user can enter.
+    ///
+    /// A FIFO of this user that is there already, and that nobody reads (its server was killed), is used as it is.
+    /// Anything else is left alone.
+    ///
+    /// # Errors
+    /// `EEXIST`: something else is at `path`. `EBUSY`: somebody reads the FIFO there. Those of the file system.
+    pub fn create(path: Option<&Path>) -> io::Result<Self> {
+        let Some(path) = path else {
+            let directory = make_directory()?;
+            let path = directory.join("timers");
+            return Self::at(path, Some(directory.clone())).inspect_err(|_| {
+                // What made it fail is what the caller should hear of.
+                let _ = fs::remove_dir(&directory);
+            });
+        };
+        Self::at(path.to_owned(), None)
+    }
+
+    fn at(path: PathBuf, directory: Option<PathBuf>) -> io::Result<Self> {
+        match mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR) {
+            Err(Errno::EEXIST) => check_abandoned(&path)?,
+            made => made?,
+        }
+        let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
+        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path)?;
+        if !file.metadata()?.file_type().is_fifo() {
+            return Err(Errno::EEXIST.into());
+        }
+        let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock);
+        let file = lock.map_err(|(_, errno)| if errno == Errno::EWOULDBLOCK { in_use() } else { errno.into() })?;
+        // Refused when this user's pipes hold too much already: then it holds less.
+        let _ = fcntl(&*file, FcntlArg::F_SETPIPE_SZ(CAPACITY));
+        Ok(Self { path, directory, file })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A descriptor of its own for whoever waits.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+        self.file.as_fd().try_clone_to_owned()
+    }
+
+    fn is_still_there(&self) -> bool {
+        let (Ok(ours), Ok(there)) = (self.file.metadata(), fs::symlink_metadata(&self.path)) else { return false };
+        (ours.dev(), ours.ino()) == (there.dev(), there.ino())
+    }
+}
+
+impl Drop for Fifo {
+    fn drop(&mut self) {
+        // Whoever has put something else there may keep it; whoever has removed it has done our work.
+        if self.is_still_there() {
+            let _ = fs::remove_file(&self.path);
+        }
+        if let Some(directory) = &self.directory {
+            let _ = fs::remove_dir(directory);
+        }
+    }
+}
+
+fn in_use() -> io::Error {
+    Errno::EBUSY.into()
+}
+
+fn check_abandoned(path: &Path) -> io::Result<()> {
+    let there = fs::symlink_metadata(path)?;
+    if !there.file_type().is_fifo() || there.uid() != nix::unistd::geteuid().as_raw() {
+        return Err(Errno::EEXIST.into());
+    }
+    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
+    match OpenOptions::new().write(true).custom_flags(flags).open(path) {
+        Ok(_) => Err(in_use()),
+        // Nobody has it open for reading.
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+fn make_directory() -> io::Result<PathBuf> {
+    let mut random = [0; 8];
+    loop {
+        io::Read::read_exact(&mut File::open("/dev/urandom")?, &mut random)?;
+        let name = format!("elasticrs-timers-{:016x}", u64::from_le_bytes(random));
+        let directory = std::env::temp_dir().join(name);
+        match DirBuilder::new().mode(0o700).create(&directory) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => return made.map(|()| directory),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o777
+    }
+
+    #[test]
+    fn ours_alone_and_gone_afterwards() {
+        let fifo = Fifo::create(None).unwrap();
+        let (path, directory) = (fifo.path().to_owned(), fifo.path().parent().unwrap().to_owned());
+        assert_eq!((mode(&path), mode(&directory)), (0o600, 0o700));
+        drop(fifo);
+        assert!(!path.exists() && !directory.exists());
+    }
+
+    #[test]
+    fn what_is_there_already_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("file");
+        fs::write(&file, "precious").unwrap();
+        assert_eq!(Fifo::create(Some(&file)).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read(&file).unwrap(), b"precious");
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        assert_eq!(Fifo::create(Some(&link)).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn two_servers_never_share_one_and_a_dead_ones_is_taken_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("fifo");
+        mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+        let first = Fifo::create(Some(&path)).unwrap();
+        assert_eq!(Fifo::create(Some(&path)).unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        assert!(path.exists());
+        drop(first);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_somebody_else_put_in_its_place_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("fifo");
+        let fifo = Fifo::create(Some(&path)).unwrap();
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "theirs").unwrap();
+        drop(fifo);
+        assert_eq!(fs::read(&path).unwrap(), b"theirs");
+    }
+}

@@ -1,0 +1,85 @@
+//! Cuts what comes through the FIFO into lines, in bounded memory.
+
+use memchr::memchr;
+
+/// A record has at most as many bytes as a pipe takes in one piece (`PIPE_BUF`): longer ones of several writers could
+/// be mixed up.
+pub const MAX_LINE: usize = 4096;
+
+/// The unfinished line, or the fact that it is too long.
+#[derive(Debug, Default)]
+pub struct Lines {
+    partial: Vec<u8>,
+    skipping: bool,
+}
+
+impl Lines {
+    /// Hands out each line that `bytes` completes, without its newline; `None` for one that is too long.
+    pub fn feed(&mut self, mut bytes: &[u8], mut line: impl FnMut(Option<&[u8]>)) {
+        while let Some(end) = memchr(b'\n', bytes) {
+            let (head, rest) = (&bytes[..end], &bytes[end + 1..]);
+            if self.skipping {
+                self.skipping = false;
+            } else if self.partial.len() + head.len() > MAX_LINE {
+                line(None);
+            } else if self.partial.is_empty() {
+                line(Some(head));
+            } else {
+                self.partial.extend_from_slice(head);
+                line(Some(&self.partial));
+            }
+            self.partial.clear();
+            bytes = rest;
+        }
+        if self.skipping {
+            return;
+        }
+        if self.partial.len() + bytes.len() > MAX_LINE {
+            // Told at once: its end may never come.
+            line(None);
+            self.partial.clear();
+            self.skipping = true;
+        } else {
+            self.partial.extend_from_slice(bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn lines_of(chunks: &[&[u8]]) -> Vec<Option<Vec<u8>>> {
+        let (mut lines, mut seen) = (Lines::default(), Vec::new());
+        for chunk in chunks {
+            lines.feed(chunk, |line| seen.push(line.map(<[u8]>::to_vec)));
+            assert!(lines.partial.len() <= MAX_LINE, "TIM-4");
+        }
+        seen
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_costs_nobody_else() {
+        let long = vec![b'x'; 3 * MAX_LINE];
+        let seen = lines_of(&[b"a\n", &long, &long, b"\nb\n"]);
+        assert_eq!(seen, [Some(b"a".to_vec()), None, Some(b"b".to_vec())]);
+        let exact = [&long[..MAX_LINE], b"\n"].concat();
+        assert_eq!(lines_of(&[&exact]), [Some(exact[..MAX_LINE].to_vec())]);
+        assert_eq!(lines_of(&[&[&long[..=MAX_LINE], b"\nb\n"].concat()]), [None, Some(b"b".to_vec())]);
+    }
+
+    proptest! {
+        #[test]
+        fn how_bytes_arrive_does_not_matter(
+            text in proptest::collection::vec(prop_oneof![4 => Just(b'x'), 1 => Just(b'\n')], 0..400),
+            cuts in proptest::collection::vec(0_usize..400, 0..20),
+        ) {
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(text.len())).chain([0, text.len()]).collect();
+            cuts.sort_unstable();
+            let chunks: Vec<&[u8]> = cuts.windows(2).map(|pair| &text[pair[0]..pair[1]]).collect();
+            prop_assert_eq!(lines_of(&chunks), lines_of(&[&text]));
+        }
+    }
+}

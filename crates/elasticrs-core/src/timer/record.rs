@@ -1,0 +1,223 @@
+//! One line of the FIFO: a worker acquires a timer, or releases it.
+//!
+//! The fields are those of torch's client: `version`, `pid`, `scope_id`, `expiration_time` (seconds since 1970; negative:
+//! release) and `signal`. Ours adds what torch's server does not look at: `deadline_ns` (the same moment on the monotonic
+//! clock), `start_time` (field 22 of `/proc/PID/stat`), and `at` (where in the program).
+
+use memchr::memmem;
+use serde::Deserialize;
+
+use crate::signal::Signal;
+
+/// What a worker asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Record {
+    /// Who says so.
+    pub pid: i32,
+    /// The name of the timer, unique in its process.
+    pub scope: Box<str>,
+    /// What to do.
+    pub request: Request,
+    /// When the writer started, in the kernel's ticks since boot: tells it from a later process with its pid.
+    pub start_time: Option<u64>,
+}
+
+/// What to do with a timer.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Request {
+    /// Start it, in place of an earlier one of the same process and scope.
+    Acquire {
+        /// When it is due, in seconds since 1970, for people; and for the program where there is no `deadline_ns`.
+        expires: f64,
+        /// The same on the monotonic clock, in nanoseconds.
+        deadline_ns: Option<u64>,
+        /// What to send when it is due; `None`: tell only.
+        signal: Option<Signal>,
+        /// File and line of the block.
+        at: Option<Box<str>>,
+    },
+    /// End it.
+    Release,
+}
+
+/// Why a line, or what it asks for, was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Refusal {
+    /// It has more than [`super::lines::MAX_LINE`] bytes.
+    TooLong,
+    /// It is no record.
+    Malformed,
+    /// Its version is not 1.
+    Version,
+    /// Its time is NaN or infinite.
+    NotFinite,
+    /// Its pid is no process's.
+    Pid,
+    /// Its signal does not exist.
+    Signal,
+    /// Its process is no worker of the running group, nor a descendant of one.
+    Stranger,
+    /// Its process started at another time than the record says: the pid was used again.
+    Recycled,
+    /// There are too many timers or processes.
+    Full,
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::TooLong => "it has more than 4096 bytes",
+            Self::Malformed => "it is no timer record",
+            Self::Version => "its version is not 1",
+            Self::NotFinite => "its expiration time is not a number",
+            Self::Pid => "no process has such a pid",
+            Self::Signal => "there is no such signal",
+            Self::Stranger => "its pid is no worker of this job, nor a descendant of one",
+            Self::Recycled => "its pid belongs to another process now",
+            Self::Full => "there are too many timers",
+        })
+    }
+}
+
+#[derive(Deserialize)]
+struct Wire {
+    version: i64,
+    pid: i64,
+    scope_id: Box<str>,
+    expiration_time: f64,
+    signal: i64,
+    #[serde(default)]
+    deadline_ns: Option<u64>,
+    #[serde(default)]
+    start_time: Option<u64>,
+    #[serde(default)]
+    at: Option<Box<str>>,
+}
+
+/// How every record of both clients begins. A JSON string cannot hold it, as its quotes would be escaped.
+const BEGIN: &[u8] = br#"{"version""#;
+
+/// Reads one line; twice, when a writer died within its record and another one's follows in the same line.
+pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
+    let whole = parse(line);
+    let rest = match whole {
+        Err(Refusal::Malformed) => memmem::rfind(line, BEGIN).filter(|&at| at > 0).map(|at| &line[at..]),
+        _ => None,
+    };
+    found(whole);
+    if let Some(rest) = rest {
+        found(parse(rest));
+    }
+}
+
+/// Reads one record.
+pub fn parse(line: &[u8]) -> Result<Record, Refusal> {
+    let wire: Wire = serde_json::from_slice(line).map_err(|_| {
+        // As Python writes them; they are not JSON.
+        let is_no_number =
+            [&b": NaN"[..], b": Infinity", b": -Infinity"].iter().any(|n| memmem::find(line, n).is_some());
+        if is_no_number { Refusal::NotFinite } else { Refusal::Malformed }
+    })?;
+    let Wire { version, pid, scope_id: scope, expiration_time, signal, deadline_ns, start_time, at } = wire;
+    if version != 1 {
+        return Err(Refusal::Version);
+    }
+    if !expiration_time.is_finite() {
+        return Err(Refusal::NotFinite);
+    }
+    let pid = i32::try_from(pid).ok().filter(|&pid| pid > 0).ok_or(Refusal::Pid)?;
+    let request = if expiration_time < 0.0 {
+        Request::Release
+    } else {
+        let signal = match signal {
+            i64::MIN..=0 => None,
+            number => Some(i32::try_from(number).ok().and_then(Signal::new).ok_or(Refusal::Signal)?),
+        };
+        Request::Acquire { expires: expiration_time, deadline_ns, signal, at }
+    };
+    Ok(Record { pid, scope, request, start_time })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const TORCH: &str =
+        r#"{"version": 1, "pid": 42, "scope_id": "a.py#7", "expiration_time": 1700000000.25, "signal": 9}"#;
+
+    fn all(line: &str) -> Vec<Result<Record, Refusal>> {
+        let mut found = Vec::new();
+        read(line.as_bytes(), |record| found.push(record));
+        found
+    }
+
+    #[test]
+    fn records_of_torchs_client_are_read() {
+        let acquire = parse(TORCH.as_bytes()).unwrap();
+        assert_eq!((acquire.pid, &*acquire.scope, acquire.start_time), (42, "a.py#7", None));
+        let (expires, deadline_ns, signal, at) = (1_700_000_000.25, None, Some(Signal::KILL), None);
+        assert_eq!(acquire.request, Request::Acquire { expires, deadline_ns, signal, at });
+        let release = r#"{"version": 1, "pid": 42, "scope_id": "a\"b\u00e9", "expiration_time": -1, "signal": 0}"#;
+        let release = parse(release.as_bytes()).unwrap();
+        assert_eq!((&*release.scope, release.request), ("a\"bé", Request::Release));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let cases = [
+            ("", Refusal::Malformed),
+            ("[1, 2]", Refusal::Malformed),
+            (&TORCH.replace("\"pid\": 42, ", ""), Refusal::Malformed),
+            (&TORCH.replace("42", "\"42\""), Refusal::Malformed),
+            (&TORCH.replace("1700000000.25", "1e999"), Refusal::Malformed),
+            (&TORCH.replace("\"version\": 1", "\"version\": 2"), Refusal::Version),
+            (&TORCH.replace("1700000000.25", "NaN"), Refusal::NotFinite),
+            (&TORCH.replace("1700000000.25", "-Infinity"), Refusal::NotFinite),
+            (&TORCH.replace("42", "-3"), Refusal::Pid),
+            (&TORCH.replace("42", "0"), Refusal::Pid),
+            (&TORCH.replace("42", "4294967338"), Refusal::Pid),
+            (&TORCH.replace(": 9", ": 65"), Refusal::Signal),
+        ];
+        for (line, refusal) in cases {
+            assert_eq!(all(line), [Err(refusal)], "{line}");
+        }
+    }
+
+    #[test]
+    fn no_signal_means_that_it_is_only_told() {
+        for signal in ["0", "-1"] {
+            let record = parse(TORCH.replace(": 9", &format!(": {signal}")).as_bytes()).unwrap();
+            assert!(matches!(record.request, Request::Acquire { signal: None, .. }));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_record_after_half_a_line_is_found(cut in 0..TORCH.len(), other in any::<u16>()) {
+            let whole = TORCH.replace("42", &(i32::from(other) + 1).to_string());
+            let found = all(&format!("{}{whole}", &TORCH[..cut]));
+            prop_assert_eq!(found.last().unwrap(), &parse(whole.as_bytes()));
+            prop_assert_eq!(found.len(), if cut == 0 { 1 } else { 2 });
+        }
+
+        #[test]
+        fn no_bytes_do_any_harm(line in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let mut count = 0;
+            read(&line, |_| count += 1);
+            prop_assert!((1..=2).contains(&count));
+        }
+
+        #[test]
+        fn a_damaged_record_does_no_harm(at in 0..TORCH.len(), byte in any::<u8>()) {
+            let mut line = TORCH.as_bytes().to_vec();
+            line[at] = byte;
+            read(&line, |record| {
+                if let Ok(record) = record {
+                    assert!(record.pid > 0);
+                }
+            });
+        }
+    }
+}

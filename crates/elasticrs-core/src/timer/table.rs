@@ -1,0 +1,304 @@
+//! The live timers and their deadlines, ordered: no scan, whatever their number.
+//!
+//! An ordered set, not a binary heap: a released timer leaves it at once, so that a worker that acquires and releases for
+//! days with far deadlines leaves nothing behind.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use crate::clock::Stamp;
+use crate::signal::Signal;
+
+/// No more timers than this at a time, all processes together.
+pub const MAX_TIMERS: usize = 16_384;
+
+/// What is due, and for whom.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Due {
+    /// Whose timer.
+    pub pid: i32,
+    /// Which.
+    pub scope: Arc<str>,
+    /// What its worker had asked for.
+    pub terms: Terms,
+    /// How many other timers of the same process are live.
+    pub others: usize,
+}
+
+/// What belongs to a timer, apart from its deadline.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Terms {
+    /// When it is due by the wall clock of the worker, in seconds since 1970; for people.
+    pub expires: f64,
+    /// What to send.
+    pub signal: Option<Signal>,
+    /// Where in the program.
+    pub at: Option<Box<str>>,
+}
+
+/// When it is due in nanoseconds of the table's time, and a number that tells timers of one moment apart.
+type Position = (u64, u64);
+
+#[derive(Debug)]
+struct Timer {
+    position: Position,
+    terms: Terms,
+}
+
+/// All live timers.
+#[derive(Debug, Default)]
+pub struct Timers {
+    by_process: HashMap<i32, HashMap<Arc<str>, Timer>>,
+    queue: BTreeMap<Position, (i32, Arc<str>)>,
+    last: u64,
+    frozen_at: Option<u64>,
+    /// For how long the time of the table has stood still, in nanoseconds.
+    paused: u64,
+}
+
+impl Timers {
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// Whether this process has any.
+    pub fn has(&self, pid: i32) -> bool {
+        self.by_process.contains_key(&pid)
+    }
+
+    /// Starts a timer that is due at `deadline`, in place of an earlier one of this process and scope. `false`: there are
+    /// too many.
+    pub fn acquire(&mut self, pid: i32, scope: &str, deadline: Stamp, terms: Terms) -> bool {
+        let earlier = self.take(pid, scope);
+        if self.queue.len() >= MAX_TIMERS {
+            return false;
+        }
+        self.last += 1;
+        let position = (deadline.0.saturating_sub(self.paused), self.last);
+        let scope = earlier.unwrap_or_else(|| Arc::from(scope));
+        self.queue.insert(position, (pid, Arc::clone(&scope)));
+        self.by_process.entry(pid).or_default().insert(scope, Timer { position, terms });
+        true
+    }
+
+    /// Ends a timer; `false` when there is none.
+    pub fn release(&mut self, pid: i32, scope: &str) -> bool {
+        self.take(pid, scope).is_some()
+    }
+
+    fn take(&mut self, pid: i32, scope: &str) -> Option<Arc<str>> {
+        let of_process = self.by_process.get_mut(&pid)?;
+        let (scope, timer) = of_process.remove_entry(scope)?;
+        if of_process.is_empty() {
+            self.by_process.remove(&pid);
+        }
+        self.queue.remove(&timer.position);
+        Some(scope)
+    }
+
+    /// The process has ended.
+    pub fn remove_process(&mut self, pid: i32) {
+        for timer in self.by_process.remove(&pid).into_iter().flat_map(HashMap::into_values) {
+            self.queue.remove(&timer.position);
+        }
+    }
+
+    /// All have ended. Time goes on.
+    pub fn clear(&mut self) {
+        *self = Self { last: self.last, ..Self::default() };
+    }
+
+    /// The next deadline; `None` while time stands still or nothing is live.
+    pub fn next(&self) -> Option<Stamp> {
+        let (&(due, _), _) = self.queue.first_key_value()?;
+        self.frozen_at.is_none().then_some(Stamp(due.saturating_add(self.paused)))
+    }
+
+    /// Takes the earliest timer that is due.
+    pub fn expired(&mut self, now: Stamp) -> Option<Due> {
+        if self.next()? > now {
+            return None;
+        }
+        let (_, (pid, scope)) = self.queue.pop_first()?;
+        // What is in the queue is in the map as well: the two change together.
+        let of_process = self.by_process.get_mut(&pid)?;
+        let Timer { terms, .. } = of_process.remove(&scope)?;
+        let others = of_process.len();
+        if others == 0 {
+            self.by_process.remove(&pid);
+        }
+        Some(Due { pid, scope, terms, others })
+    }
+
+    /// Time stands still from `now` on.
+    pub fn freeze(&mut self, now: Stamp) {
+        self.frozen_at.get_or_insert(now.0);
+    }
+
+    /// Time goes on: what was live is due later by the pause.
+    pub fn thaw(&mut self, now: Stamp) {
+        if let Some(since) = self.frozen_at.take() {
+            self.paused += now.0.saturating_sub(since);
+        }
+    }
+}
+
+/// A time of the wall clock on the monotonic one, as both are now: steps of the wall clock before or after do not count.
+pub fn on_monotonic(expires: f64, wall_now: f64, now: Stamp) -> Stamp {
+    let span = (expires - wall_now) * 1e9;
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "casts of floats saturate")]
+    let (later, earlier) = (span.max(0.0) as u64, (-span).max(0.0) as u64);
+    Stamp(now.0.saturating_add(later).saturating_sub(earlier))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn terms() -> Terms {
+        Terms { expires: 0.0, signal: Some(Signal::KILL), at: None }
+    }
+
+    fn due(timers: &mut Timers, now: u64) -> Option<(i32, String)> {
+        timers.expired(Stamp(now)).map(|due| (due.pid, due.scope.to_string()))
+    }
+
+    #[test]
+    fn the_same_scope_replaces_and_release_removes() {
+        let mut timers = Timers::default();
+        assert!(timers.acquire(1, "a", Stamp(10), terms()));
+        assert!(timers.acquire(1, "a", Stamp(30), terms()));
+        assert!(timers.acquire(1, "b", Stamp(20), terms()));
+        assert!(timers.acquire(2, "a", Stamp(25), terms()));
+        assert_eq!(timers.len(), 3);
+        assert!(timers.release(1, "b"));
+        assert!(!timers.release(1, "b"));
+        assert_eq!(due(&mut timers, 24), None);
+        assert_eq!(due(&mut timers, 40), Some((2, "a".into())));
+        assert_eq!(due(&mut timers, 40), Some((1, "a".into())));
+        assert!(timers.is_empty());
+    }
+
+    #[test]
+    fn others_of_the_same_process_are_counted_and_end_with_it() {
+        let mut timers = Timers::default();
+        for (scope, deadline) in [("a", 1), ("b", 2), ("c", 3)] {
+            timers.acquire(1, scope, Stamp(deadline), terms());
+        }
+        timers.acquire(2, "a", Stamp(9), terms());
+        assert_eq!(timers.expired(Stamp(1)).unwrap().others, 2);
+        timers.remove_process(1);
+        assert_eq!((timers.len(), timers.has(1), timers.next()), (1, false, Some(Stamp(9))), "TIM-5");
+    }
+
+    #[test]
+    fn a_suspended_group_has_no_deadlines() {
+        let mut timers = Timers::default();
+        timers.acquire(1, "a", Stamp(100), terms());
+        timers.freeze(Stamp(40));
+        assert_eq!((timers.next(), due(&mut timers, 1000)), (None, None));
+        timers.thaw(Stamp(240));
+        assert_eq!(timers.next(), Some(Stamp(300)), "TIM-1");
+        timers.acquire(1, "b", Stamp(250), terms());
+        assert_eq!(due(&mut timers, 250), Some((1, "b".into())));
+        assert_eq!(due(&mut timers, 299), None);
+    }
+
+    #[test]
+    fn there_is_an_end_to_what_is_kept() {
+        let mut timers = Timers::default();
+        for number in 0..MAX_TIMERS {
+            assert!(timers.acquire(1, &number.to_string(), Stamp(7), terms()));
+        }
+        assert!(!timers.acquire(2, "one more", Stamp(7), terms()), "TIM-4");
+        assert!(timers.acquire(1, "7", Stamp(8), terms()), "one that is replaced is no more");
+    }
+
+    #[test]
+    fn any_wall_clock_is_a_moment() {
+        let now = Stamp(5_000_000_000);
+        assert_eq!(on_monotonic(101.5, 100.0, now), Stamp(6_500_000_000));
+        assert_eq!(on_monotonic(98.0, 100.0, now), Stamp(3_000_000_000));
+        assert_eq!(on_monotonic(0.0, 1.7e9, now), Stamp(0));
+        assert_eq!(on_monotonic(f64::MAX, 1.7e9, now), Stamp(u64::MAX));
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Acquire(i32, u8, u64),
+        Release(i32, u8),
+        Exit(i32),
+        Advance(u64),
+        Freeze,
+        Thaw,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            4 => (0..4_i32, 0..4_u8, 0..50_u64).prop_map(|(pid, scope, span)| Step::Acquire(pid, scope, span)),
+            3 => (0..4_i32, 0..4_u8).prop_map(|(pid, scope)| Step::Release(pid, scope)),
+            1 => (0..4_i32).prop_map(Step::Exit),
+            3 => (0..30_u64).prop_map(Step::Advance),
+            1 => Just(Step::Freeze),
+            1 => Just(Step::Thaw),
+        ]
+    }
+
+    proptest! {
+        /// The model: what remains of each timer's span, in a list that is looked through.
+        #[test]
+        fn it_does_as_a_list_would(steps in proptest::collection::vec(step(), 0..200)) {
+            let (mut timers, mut now, mut frozen) = (Timers::default(), 1000_u64, false);
+            let mut model: BTreeMap<(i32, String), u64> = BTreeMap::new();
+            for step in steps {
+                match step {
+                    Step::Acquire(pid, scope, span) => {
+                        let scope = scope.to_string();
+                        // While time stands still nobody runs who could ask; what was under way counts from the thaw.
+                        if !frozen {
+                            timers.acquire(pid, &scope, Stamp(now + span), terms());
+                            model.insert((pid, scope), span);
+                        }
+                    }
+                    Step::Release(pid, scope) => {
+                        let scope = scope.to_string();
+                        prop_assert_eq!(timers.release(pid, &scope), model.remove(&(pid, scope)).is_some());
+                    }
+                    Step::Exit(pid) => {
+                        timers.remove_process(pid);
+                        model.retain(|(owner, _), _| *owner != pid);
+                    }
+                    Step::Advance(span) => {
+                        now += span;
+                        if !frozen {
+                            for left in model.values_mut() { *left = left.saturating_sub(span); }
+                        }
+                    }
+                    Step::Freeze => { timers.freeze(Stamp(now)); frozen = true; }
+                    Step::Thaw => { timers.thaw(Stamp(now)); frozen = false; }
+                }
+                let mut seen = Vec::new();
+                while let Some(found) = due(&mut timers, now) {
+                    seen.push(found);
+                }
+                let mut expected: Vec<_> =
+                    model.iter().filter(|(_, left)| !frozen && **left == 0).map(|(key, _)| key.clone()).collect();
+                model.retain(|key, _| !expected.contains(key));
+                seen.sort();
+                expected.sort();
+                prop_assert_eq!(seen, expected);
+                prop_assert_eq!(timers.len(), model.len());
+                let soonest = model.values().min().map(|left| Stamp(now + left));
+                prop_assert_eq!(timers.next(), soonest.filter(|_| !frozen));
+            }
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! Expiration timers of real processes. The test writes the records, in the name of whom it likes.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use common::{Lines, image, pipe, process, with_stdout, worker};
+use elasticrs_core::clock::Stamp;
+use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::signal::Signal;
+use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, StopPolicy};
+use elasticrs_core::supervisor::queue::Next;
+use elasticrs_core::supervisor::{Config, Event, Outcome, Supervisor, SupervisorError, TimerExpired};
+use elasticrs_testkit::{assert_no_children, is_running};
+
+/// A guard against hanging, never what is measured.
+const HANG: Duration = Duration::from_secs(20);
+const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
+
+struct Job {
+    supervisor: Supervisor,
+    path: PathBuf,
+    fifo: File,
+    pids: Vec<i32>,
+    lines: Lines,
+}
+
+impl Job {
+    fn start(processes: Vec<ProcessSpec>) -> Self {
+        let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap();
+        let path = supervisor.watch_timers(None).unwrap();
+        let fifo = OpenOptions::new().write(true).open(&path).unwrap();
+        let (reader, writer) = pipe();
+        let ranked = (0..).zip(processes).map(|(local_rank, process)| ProcessSpec { local_rank, ..process });
+        let processes: Vec<_> = ranked.map(with_stdout).collect();
+        let count = processes.len();
+        let on_failure = StopPolicy { signal: Signal::TERM, grace: HANG };
+        let (on_success, start_deadline) = (Descendants::Linger(Duration::ZERO), HANG);
+        let descriptors = vec![writer];
+        let group =
+            GroupSpec { processes, descriptors, on_failure, on_success, start_deadline, keep_ignored: Vec::new() };
+        supervisor.start(group).unwrap();
+        let mut job = Self { supervisor, path, fifo, pids: Vec::new(), lines: Lines::new(reader) };
+        let Event::GroupStarted { pids, .. } = job.event() else { panic!("it starts") };
+        job.pids = pids;
+        for _ in 0..count {
+            job.lines.until_ready();
+        }
+        job
+    }
+
+    fn sleepers(count: usize) -> Self {
+        Self::start((0..count).map(|_| worker(&["sleep"])).collect())
+    }
+
+    fn event(&self) -> Event {
+        loop {
+            match self.supervisor.next(Some(HANG)).unwrap() {
+                Next::Event(event) => return event,
+                Next::Interrupted => {}
+                other => panic!("hangs: {other:?}"),
+            }
+        }
+    }
+
+    fn expired(&self) -> TimerExpired {
+        match self.event() {
+            Event::TimerExpired(timer) => timer,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn complaint(&self) -> String {
+        match self.event() {
+            Event::Degraded { message } => message,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn write(&mut self, text: &str) {
+        self.fifo.write_all(text.as_bytes()).unwrap();
+    }
+
+    fn until_end(&self) -> (Vec<(u32, WorkerExit, Option<Signal>)>, Outcome) {
+        let mut exits = Vec::new();
+        loop {
+            match self.event() {
+                Event::WorkerExited { local_rank, exit, sent, .. } => exits.push((local_rank, exit, sent)),
+                Event::GroupEnded { outcome, .. } => {
+                    exits.sort_by_key(|(local_rank, ..)| *local_rank);
+                    return (exits, outcome);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn close(self) {
+        self.supervisor.stop(KILL).unwrap();
+        self.supervisor.close(false).unwrap();
+        assert!(!self.path.exists() && !self.path.parent().unwrap().exists(), "nothing is left of the FIFO");
+        drop(self.supervisor);
+        assert_no_children();
+    }
+}
+
+fn record(pid: i32, scope: &str, expires: f64, signal: i32, more: &str) -> String {
+    format!(
+        "{{\"version\": 1, \"pid\": {pid}, \"scope_id\": \"{scope}\", \"expiration_time\": {expires}, \
+         \"signal\": {signal}{more}}}\n"
+    )
+}
+
+fn wall(from_now: f64) -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64() + from_now
+}
+
+fn acquire(pid: i32, scope: &str, from_now: f64, signal: i32) -> String {
+    record(pid, scope, wall(from_now), signal, "")
+}
+
+fn release(pid: i32, scope: &str) -> String {
+    record(pid, scope, -1.0, 0, "")
+}
+
+#[test]
+fn a_worker_that_does_not_release_its_timer_fails_and_the_agent_lives() {
+    let mut job = Job::sleepers(2);
+    let hung = job.pids[1];
+    job.write(&(acquire(hung, "step", 1000.0, 9) + &acquire(hung, "epoch", 0.05, 9)));
+    let timer = job.expired();
+    assert_eq!((timer.local_rank, timer.pid, &*timer.scope, timer.others), (1, hung, "epoch", 1));
+    assert_eq!((timer.signal, timer.at), (Some(Signal::KILL), None));
+    assert!(matches!(job.event(), Event::FailureSeen { local_rank: 1, siblings: 1, .. }));
+    let (exits, outcome) = job.until_end();
+    let by = |signal: i32| WorkerExit::Signaled { signal, core_dumped: false };
+    assert_eq!(exits, [(0, by(15), Some(Signal::TERM)), (1, by(9), Some(Signal::KILL))]);
+    assert_eq!(outcome, Outcome::Failed);
+    job.close();
+}
+
+#[test]
+fn released_and_replaced_timers_do_not_expire() {
+    let mut job = Job::sleepers(1);
+    let pid = job.pids[0];
+    // The first one is due when it is read: what is written behind it counts all the same (TIM-2).
+    job.write(&(acquire(pid, "a", -1.0, 9) + &release(pid, "a")));
+    job.write(&(acquire(pid, "b", 0.02, 9) + &acquire(pid, "b", 1000.0, 9)));
+    job.write(&acquire(pid, "c", 0.1, 0));
+    let timer = job.expired();
+    assert_eq!((&*timer.scope, timer.signal, timer.others), ("c", None, 1), "told, not reaped");
+    assert!(is_running(pid));
+    job.close();
+}
+
+#[test]
+fn the_monotonic_deadline_of_a_record_counts_and_not_its_wall_clock() {
+    let mut job = Job::sleepers(1);
+    let pid = job.pids[0];
+    let at = |from_now: u64| format!(", \"deadline_ns\": {}, \"at\": \"a.py#7\"", Stamp::now().0 + from_now);
+    // As after a step of the clock, in either direction.
+    job.write(&record(pid, "far", wall(-1000.0), 9, &at(1_000_000_000_000)));
+    job.write(&record(pid, "near", wall(1000.0), 0, &at(1_000_000)));
+    let timer = job.expired();
+    assert_eq!((&*timer.scope, timer.at.as_deref()), ("near", Some("a.py#7")), "TIM-1");
+    job.close();
+}
+
+#[test]
+fn nobody_but_workers_and_their_descendants_is_signalled() {
+    let mut job = Job::sleepers(1);
+    let mut stranger = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    let own = std::process::id().cast_signed();
+    let nursery = job.supervisor.nursery_pid().unwrap();
+    let strange = stranger.id().cast_signed();
+    job.write(&[strange, own, nursery, 1].map(|pid| acquire(pid, "claim", -1.0, 9)).concat());
+    let complaint = job.complaint();
+    assert!(complaint.contains("is no worker of this job") && complaint.contains("claim"), "TIM-3: {complaint}");
+    job.write(&acquire(-job.pids[0], "x", -1.0, 9));
+    assert!(job.complaint().contains("no process has such a pid"));
+    let started = ", \"start_time\": 1";
+    job.write(&record(job.pids[0], "x", wall(-1.0), 9, started));
+    assert!(job.complaint().contains("belongs to another process now"));
+    job.write(&acquire(job.pids[0], "end", -1.0, 0));
+    assert_eq!(job.expired().scope, "end");
+    assert!([strange, nursery, job.pids[0]].into_iter().all(is_running));
+    stranger.kill().unwrap();
+    stranger.wait().unwrap();
+    job.close();
+}
+
+#[test]
+fn a_descendants_timer_fails_its_worker() {
+    let script = "sleep 1000 & echo $!; echo READY; wait";
+    let mut job = Job::start(vec![worker(&["sleep"]), process(["sh", "-c", script].map(Into::into).to_vec())]);
+    let child: i32 = job.lines.said.iter().find_map(|line| line.parse().ok()).unwrap();
+    job.write(&acquire(child, "load", -1.0, 9));
+    let timer = job.expired();
+    assert_eq!((timer.local_rank, timer.pid), (1, child));
+    assert!(matches!(job.event(), Event::FailureSeen { local_rank: 1, siblings: 1, .. }));
+    assert_eq!(job.until_end().1, Outcome::Failed);
+    assert!(!is_running(child));
+    job.close();
+}
+
+#[test]
+fn junk_is_told_once_and_does_no_harm() {
+    let mut job = Job::sleepers(1);
+    for _ in 0..64 {
+        job.write(&"x".repeat(16 * 1024));
+        job.write("\n{\"version\": 3}\nhello\n");
+    }
+    let complaints = [job.complaint(), job.complaint()];
+    assert!(complaints[0].contains("more than 4096 bytes"), "{complaints:?}");
+    assert!(complaints[1].contains("no timer record"), "{complaints:?}");
+    // The writer dies within its record, and another one follows.
+    let whole = acquire(job.pids[0], "good", 0.0, 0);
+    job.write(&format!("{}{whole}", &whole[..40]));
+    assert_eq!(job.expired().scope, "good", "TIM-4");
+    job.close();
+}
+
+#[test]
+fn a_suspended_group_has_no_deadlines() {
+    let mut job = Job::sleepers(1);
+    let pid = job.pids[0];
+    job.write(&acquire(pid, "probe", -1.0, 0));
+    assert_eq!(job.expired().scope, "probe", "the process is bound");
+    job.supervisor.suspend().unwrap();
+    job.write(&acquire(pid, "a", 0.01, 9));
+    assert_eq!(job.supervisor.next(Some(Duration::from_millis(200))).unwrap(), Next::TimedOut, "TIM-1");
+    job.write(&release(pid, "a"));
+    job.supervisor.resume().unwrap();
+    job.write(&acquire(pid, "b", 0.0, 0));
+    assert_eq!(job.expired().scope, "b");
+    job.close();
+}
+
+#[test]
+fn there_is_one_fifo_for_a_supervisor() {
+    let job = Job::sleepers(1);
+    assert!(matches!(job.supervisor.watch_timers(None), Err(SupervisorError::Timers { .. })));
+    job.close();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("taken");
+    std::fs::write(&path, "").unwrap();
+    let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap();
+    let Err(SupervisorError::Timers { path: named, .. }) = supervisor.watch_timers(Some(path.clone())) else {
+        panic!("a file is no FIFO");
+    };
+    assert_eq!(named, path);
+    supervisor.close(false).unwrap();
+    assert!(path.exists());
+}

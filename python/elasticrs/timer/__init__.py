@@ -1,0 +1,47 @@
+"""Expiration timers: a block of a worker that takes too long ends the worker.
+
+As ``torch.distributed.elastic.timer``. In a worker that was started with
+``TORCHELASTIC_ENABLE_FILE_TIMER=1``::
+
+    timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+
+    with timer.expires(after=60, scope="step"):
+        loss.backward()
+
+The agent then ends this worker, and restarts the group, when the block takes more than a minute. Importing
+this costs a worker next to nothing: nothing native, and nothing that the interpreter does not load anyway.
+"""
+
+from elasticrs.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer, configure, expires
+from elasticrs.timer.file_based_local_timer import FileTimerClient, FileTimerRequest
+from elasticrs.timer.local_timer import LocalTimerClient, LocalTimerServer, MultiprocessingRequestQueue
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.timer.file_server import FileTimerServer
+
+__all__ = [
+    "FileTimerClient",
+    "FileTimerRequest",
+    "FileTimerServer",
+    "LocalTimerClient",
+    "LocalTimerServer",
+    "MultiprocessingRequestQueue",
+    "RequestQueue",
+    "TimerClient",
+    "TimerRequest",
+    "TimerServer",
+    "configure",
+    "expires",
+]
+
+
+def __getattr__(name: str) -> object:
+    # Workers need the clients alone.
+    if name == "FileTimerServer":
+        from elasticrs.timer.file_server import FileTimerServer
+
+        return FileTimerServer
+    if name == "LocalTimerServer":
+        return LocalTimerServer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,22 @@
+"""A line of the log when timers expire; programs put a function of their own in its place."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["log_debug_info_for_expired_timers"]
+
+
+def log_debug_info_for_expired_timers(run_id: str, expired_timers: Mapping[int, Sequence[str]]) -> None:
+    """Log what expired, as torch does.
+
+    Args:
+        run_id: the name of the job.
+        expired_timers: requests in JSON, by pid; nothing is logged when there are none.
+    """
+    if expired_timers:
+        from logging import getLogger
+
+        getLogger(__name__).info("timers expired in run %s: %s", run_id, dict(expired_timers))

@@ -1,0 +1,121 @@
+"""``expires``: what a client is told, and when."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from elasticrs import timer
+from elasticrs.timer import api
+
+
+class Recorder(timer.TimerClient):
+    """Keeps what it is told: the scope, and the seconds from now, or ``None`` for a release."""
+
+    def __init__(self):
+        self.calls = []
+
+    def acquire(self, scope_id, expiration_time):
+        self.calls.append((scope_id, round(expiration_time - time.time())))
+
+    def release(self, scope_id):
+        self.calls.append((scope_id, None))
+
+
+@pytest.fixture
+def client(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(api, "_timer_client", None)
+    timer.configure(recorder)
+    return recorder
+
+
+def test_without_a_client_it_says_so(monkeypatch):
+    monkeypatch.setattr(api, "_timer_client", None)
+    with pytest.raises(RuntimeError, match="configure"), timer.expires(after=1):
+        pass
+
+
+def test_the_scope_is_the_callers_line(client):
+    with timer.expires(after=5):
+        assert client.calls[0][0].startswith(f"{__file__}#")
+    line = int(client.calls[0][0].rpartition("#")[2])
+    with open(__file__) as source:
+        assert "timer.expires(after=5)" in source.readlines()[line - 1]
+
+
+def test_blocks_nest(client):
+    with timer.expires(after=50, scope="outer"), timer.expires(after=10, scope="inner"):
+        pass
+    assert client.calls == [("outer", 50), ("inner", 10), ("inner", None), ("outer", None)]
+
+
+def test_the_same_scope_again_keeps_the_earliest_deadline(client):
+    with timer.expires(after=10, scope="a"):
+        with timer.expires(after=50, scope="a"):
+            pass
+        assert client.calls == [("a", 10), ("a", 10), ("a", 10)]
+    assert client.calls[3:] == [("a", None)]
+
+
+def test_a_function_may_call_itself(client):
+    @timer.expires(after=20, scope="f")
+    def countdown(n):
+        """Down."""
+        return countdown(n - 1) if n else "done"
+
+    assert countdown(2) == "done"
+    assert countdown.__doc__ == "Down."
+    assert [call for call in client.calls if call[1] is None] == [("f", None)]
+    assert api._live == {}
+
+
+def test_exceptions_pass_and_the_timer_is_released(client):
+    with pytest.raises(KeyError), timer.expires(after=5, scope="a"):
+        raise KeyError
+    assert client.calls[-1] == ("a", None)
+
+
+def test_a_client_that_fails_leaves_no_trace(client, monkeypatch):
+    def refuse(scope_id, expiration_time):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(client, "acquire", refuse)
+    with pytest.raises(BrokenPipeError), timer.expires(after=5, scope="a"):
+        pass
+    assert api._live == {}
+
+
+def test_threads_in_the_same_block_release_it_once(client):
+    inside, leave = threading.Barrier(3), threading.Event()
+
+    def work():
+        with timer.expires(after=30, scope="shared"):
+            inside.wait(20)
+            leave.wait(20)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait(20)
+    assert ("shared", None) not in client.calls
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert client.calls.count(("shared", None)) == 1
+    assert client.calls[-1] == ("shared", None)
+
+
+def test_a_forked_child_has_timers_of_its_own(client):
+    reader, writer = os.pipe()
+    with timer.expires(after=10, scope="a"):
+        pid = os.fork()
+        if pid == 0:
+            with timer.expires(after=50, scope="a"):
+                os.write(writer, repr(client.calls[-1]).encode())
+            os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 100) == b"('a', 50)"
+    os.close(reader)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -1,0 +1,206 @@
+"""The client of FIFO timers: what it writes, and what it does when it cannot."""
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+from helpers.procs import HANG, wait_readable
+
+from elasticrs.timer import FileTimerClient, FileTimerRequest, expires, file_based_local_timer
+
+
+class Fifo:
+    """A FIFO that the test reads."""
+
+    def __init__(self, path):
+        self.path = str(path)
+        os.mkfifo(self.path)
+        self.fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
+
+    def fill(self):
+        """Until not even one byte fits in."""
+        for size in (4096, 1):
+            try:
+                while True:
+                    os.write(self.fd, b"\n" * size)
+            except BlockingIOError:
+                continue
+
+    def records(self):
+        try:
+            text = os.read(self.fd, 1 << 20)
+        except BlockingIOError:
+            return []
+        return [json.loads(line) for line in text.split(b"\n") if line]
+
+    def close(self):
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    fifo = Fifo(tmp_path / "fifo")
+    yield fifo
+    fifo.close()
+
+
+@pytest.fixture
+def client(fifo, monkeypatch):
+    """As under an agent of ours."""
+    monkeypatch.setenv("ELASTICRS_TIMER_FILE", fifo.path)
+    client = FileTimerClient(fifo.path)
+    yield client
+    client.close()
+
+
+def test_a_record_holds_torchs_fields_and_under_our_agent_more(fifo, client):
+    with expires(after=60, scope='the "é" step', client=client):
+        (acquire,) = fifo.records()
+    (release,) = fifo.records()
+    left = (acquire.pop("deadline_ns") - time.monotonic_ns()) / 1e9
+    assert 50 < left <= 60
+    assert abs(acquire.pop("expiration_time") - time.time() - left) < 5
+    with open("/proc/self/stat") as stat:
+        started = int(stat.read().rpartition(")")[2].split()[19])
+    assert acquire.pop("at").startswith("test_file_client.py#")
+    common = {"version": 1, "pid": os.getpid(), "scope_id": 'the "é" step', "start_time": started}
+    assert acquire == {**common, "signal": 9}
+    assert release == {**common, "signal": 0, "expiration_time": -1}
+
+
+def test_elsewhere_it_writes_what_torch_writes_and_keeps_nothing_open(fifo):
+    client = FileTimerClient(fifo.path, signal=0)
+    client.acquire("a", 1700000000.25)
+    client._send_request(FileTimerRequest(7, "b", -1))
+    expected = {
+        "version": 1,
+        "pid": os.getpid(),
+        "scope_id": "a",
+        "expiration_time": 1700000000.25,
+        "signal": 0,
+    }
+    assert fifo.records() == [expected, json.loads(FileTimerRequest(7, "b", -1).to_json())]
+    assert client._fd == -1
+
+
+def test_odd_times_and_long_names(fifo, client):
+    client.acquire("never", math.inf)
+    assert fifo.records()[0]["expiration_time"] > time.time() + 1e9
+    with pytest.raises(ValueError, match="not a number"):
+        client.acquire("when", math.nan)
+    with pytest.raises(RuntimeError, match="4096"):
+        client.acquire("x" * 5000, 1.0)
+    assert fifo.records() == []
+
+
+def test_a_full_pipe_blocks_nobody_and_loses_no_release(fifo, client, caplog):
+    client.acquire("step", time.time() + 60)
+    fifo.fill()
+    with caplog.at_level(logging.WARNING):
+        client.acquire("other", time.time() + 60)
+        client.acquire("other", time.time() + 60)
+    assert client.dropped == 2
+    assert len(caplog.records) == 1
+    assert "the pipe is full" in caplog.text
+    client.release("step")
+    client.acquire("step", time.time() + 60)
+    assert client.dropped == 3, "behind a release that waits"
+    while not (seen := [r for r in fifo.records() if r["expiration_time"] < 0]):
+        assert wait_readable(fifo.fd, HANG)
+    assert [r["scope_id"] for r in seen] == ["step"]
+    client.acquire("step", time.time() + 60)
+    assert [r["scope_id"] for r in fifo.records()] == ["step"]
+    for thread in threading.enumerate():
+        if thread.name == "FileTimerClient":
+            thread.join(HANG)
+
+
+def test_an_agent_that_is_gone_does_no_harm(fifo, client):
+    client.acquire("a", time.time() + 60)
+    fifo.close()
+    client.release("a")
+    os.unlink(fifo.path)
+    with expires(after=1, client=client):
+        pass
+    assert client.dropped == 3
+
+
+def test_without_a_server_to_begin_with_it_fails_as_torchs(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_based_local_timer, "_PAUSE", 0)
+    with pytest.raises(BrokenPipeError, match="no timer server"):
+        FileTimerClient(str(tmp_path / "nothing")).acquire("a", 1.0)
+
+
+def test_a_forked_child_writes_in_its_own_name(fifo, client):
+    client.acquire("a", time.time() + 60)
+    with client._lock:  # as when another thread is writing
+        pid = os.fork()
+        if pid == 0:
+            client.acquire("b", time.time() + 60)
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [(r["pid"], r["scope_id"]) for r in fifo.records()] == [(os.getpid(), "a"), (pid, "b")]
+
+
+def test_a_descriptor_that_became_another_file_is_left_alone(fifo, client, tmp_path):
+    client.acquire("a", time.time() + 60)
+    with open(tmp_path / "precious", "wb") as other:
+        os.dup2(other.fileno(), client._fd)
+        number = client._fd
+        client.acquire("b", time.time() + 60)
+        assert client._fd != number
+        os.close(number)
+    assert (tmp_path / "precious").read_bytes() == b""
+    assert len(fifo.records()) == 2
+
+
+def run(source, *args):
+    program = [sys.executable, "-c", textwrap.dedent(source), *args]
+    return subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_torchs_server_takes_our_records(tmp_path):
+    done = run(
+        """
+        import sys, time
+        from torch.distributed.elastic.timer import FileTimerServer
+        from elasticrs.timer import FileTimerClient
+        server = FileTimerServer(sys.argv[1], "run", max_interval=0.05)
+        server.start()
+        client = FileTimerClient(sys.argv[1], signal=15)
+        for scope in "ab":
+            client.acquire(scope, time.time() + 1000)
+        client.release("a")
+        server.run_once()
+        print(server._request_count, [(t.scope_id, t.signal) for t in server._timers.values()])
+        """,
+        str(tmp_path / "fifo"),
+    )
+    assert done.stdout == "3 [('b', 15)]\n", done.stderr
+
+
+def test_importing_it_costs_a_worker_next_to_nothing():
+    done = run("import sys; import elasticrs.timer; print(*sys.modules)")
+    loaded = set(done.stdout.split())
+    heavy = {
+        "logging",
+        "re",
+        "json",
+        "threading",
+        "multiprocessing",
+        "typing",
+        "enum",
+        "elasticrs._core",
+        "torch",
+    }
+    without = run("import sys; print(*sys.modules)").stdout.split()
+    assert not (loaded - set(without)) & heavy

@@ -1,0 +1,218 @@
+"""Servers without an agent: over a ``multiprocessing`` queue, over a FIFO, and a user's own."""
+
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+from helpers.procs import HANG
+
+from elasticrs import timer
+
+TORCH_CLIENT = """
+    import signal, sys
+    from torch.distributed.elastic import timer
+    with timer.expires(after=60, scope="outer", client=timer.FileTimerClient(sys.argv[1])):
+        with timer.expires(after=0, scope="inner", client=timer.FileTimerClient(sys.argv[1], signal=15)):
+            signal.pause()
+"""
+
+
+LOCAL = """
+    import multiprocessing, signal, sys, threading
+    from elasticrs import timer
+
+    def hang(requests, released):
+        timer.configure(timer.LocalTimerClient(requests))
+        with timer.expires(after=60):
+            released.set()
+        with timer.expires(after=0.01):
+            signal.pause()
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context(sys.argv[1])
+        requests, released = context.Queue(), context.Event()
+        server = timer.LocalTimerServer(requests, max_interval=60)
+        server.start()
+        worker = context.Process(target=hang, args=(requests, released))
+        worker.start()
+        worker.join()
+        print(worker.exitcode, released.is_set(), server._watchdog_thread.is_alive())
+        server.stop()
+        print([thread.name for thread in threading.enumerate() if thread.name == "LocalTimerServer"])
+"""
+
+
+def reap_orphans():
+    """The helpers of ``multiprocessing`` outlive their program by a moment, and come to this process."""
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_hung_process_of_multiprocessing_is_killed(tmp_path, method):
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(LOCAL))
+    done = subprocess.run(
+        [sys.executable, script, method], capture_output=True, text=True, timeout=60, check=False
+    )
+    reap_orphans()
+    assert done.stdout == "-9 True True\n[]\n", done.stderr
+
+
+def test_nobody_but_descendants_is_killed_by_a_local_server():
+    server = timer.LocalTimerServer(queue.Queue())
+    for pid in (os.getpid(), os.getppid(), 1, -1, 0, 2**40):
+        assert server._reap_worker(pid), "done: there is nobody to kill"
+
+
+@pytest.mark.parametrize("step", [-10_000, 10_000])
+def test_a_step_of_the_clock_neither_expires_nor_delays(monkeypatch, step):
+    server = timer.LocalTimerServer(queue.Queue())
+    wall = time.time
+    server.register_timers([timer.TimerRequest(1, "before", wall() + 100)])
+    monkeypatch.setattr(time, "time", lambda: wall() + step)
+    server.register_timers([timer.TimerRequest(1, "after", wall() + step + 100)])
+    assert server.get_expired_timers(server._now()) == {}
+    assert len(server.get_expired_timers(server._now() + 101)[1]) == 2
+
+
+class UsersServer(timer.TimerServer):
+    """As a user would write it from torch's documentation."""
+
+    def __init__(self, requests):
+        super().__init__(timer.MultiprocessingRequestQueue(requests), max_interval=0.01)
+        self.timers = {}
+        self.reaped = queue.Queue()
+
+    def register_timers(self, timer_requests):
+        for request in timer_requests:
+            key = (request.worker_id, request.scope_id)
+            if request.expiration_time < 0:
+                self.timers.pop(key, None)
+            else:
+                self.timers[key] = request
+
+    def clear_timers(self, worker_ids):
+        self.timers = {key: value for key, value in self.timers.items() if key[0] not in worker_ids}
+
+    def get_expired_timers(self, deadline):
+        expired = {}
+        for request in self.timers.values():
+            if request.expiration_time <= deadline:
+                expired.setdefault(request.worker_id, []).append(request)
+        return expired
+
+    def _reap_worker(self, worker_id):
+        self.reaped.put(worker_id)
+        if worker_id == "fails":
+            raise RuntimeError("counts as done")
+        return True
+
+
+def test_a_users_own_server_runs():
+    requests = queue.Queue()
+    server = UsersServer(requests)
+    requests.put(timer.TimerRequest("late", "a", time.time() - 1))
+    requests.put(timer.TimerRequest("fails", "a", time.time() - 1))
+    requests.put(timer.TimerRequest("early", "a", time.time() + 1000))
+    server.start()
+    assert {server.reaped.get(timeout=HANG), server.reaped.get(timeout=HANG)} == {"late", "fails"}
+    server._stop_signaled = True
+    server._watchdog_thread.join(HANG)
+    assert list(server.timers) == [("early", "a")]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "fifo")
+
+
+@pytest.fixture
+def events():
+    return queue.Queue()
+
+
+@pytest.fixture
+def server(path, events):
+    server = timer.FileTimerServer(path, "run", log_event=lambda name, request: events.put((name, request)))
+    server.start()
+    yield server
+    server.stop()
+    assert not os.path.lexists(path)
+    assert not [thread for thread in threading.enumerate() if thread.name == "FileTimerServer"]
+
+
+def next_of(events, name):
+    while (event := events.get(timeout=HANG))[0] != name:
+        pass
+    return event[1]
+
+
+def test_torchs_client_is_served_and_this_process_lives(server, path, events):
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(TORCH_CLIENT), path])
+    assert child.wait(60) == -signal.SIGTERM
+    request = next_of(events, "kill worker process")
+    assert (request.worker_pid, request.scope_id, request.signal) == (child.pid, "inner", 15)
+
+
+def test_strangers_junk_and_ended_processes(server, path, events, caplog):
+    victim = subprocess.Popen(["sleep", "1000"])
+    record = timer.FileTimerRequest
+    with open(path, "w") as fifo, caplog.at_level(logging.WARNING):
+        fifo.write("junk\n" * 1000 + "x" * 10_000 + "\n")
+        # A signal that would do no harm.
+        strangers = (os.getpid(), os.getppid(), -victim.pid)
+        fifo.writelines(record(pid, "a", 1.0, signal.SIGCONT).to_json() + "\n" for pid in strangers)
+        fifo.write('{"version": 1, "pid"' + record(victim.pid, "told", 1.0, 0).to_json() + "\n")
+    assert next_of(events, "timer expired").scope_id == "told", "the first one that is taken"
+    assert victim.poll() is None, "a timer without a signal"
+    assert "it is no timer record" in caplog.text
+    assert "is no descendant" in caplog.text
+    assert len(caplog.records) <= 4
+    with open(path, "w") as fifo:
+        fifo.write(record(victim.pid, "kill", 1.0, 9).to_json() + "\n")
+    assert victim.wait(HANG) == -signal.SIGKILL
+
+
+def test_what_is_there_already_is_an_error_and_stays(path):
+    with open(path, "w") as file:
+        file.write("precious")
+    with pytest.raises(FileExistsError):
+        timer.FileTimerServer(path, "run")
+    with open(path) as file:
+        assert file.read() == "precious"
+
+
+def test_a_server_that_is_never_used_ends_at_once(path, events):
+    server = timer.FileTimerServer(path, "run", max_interval=1000)
+    server.start()
+    server.stop()
+    server.stop()
+    assert not os.path.lexists(path)
+    other = timer.FileTimerServer(path, "run")
+    with pytest.raises(OSError, match="another timer server"):
+        timer.FileTimerServer(path, "run")
+    other.stop()
+
+
+def test_what_is_written_before_run_once_counts(path):
+    server = timer.FileTimerServer(path, "run")
+    server.start()
+    client = timer.FileTimerClient(path)
+    child = subprocess.Popen(["sleep", "1000"])
+    client._send_request(timer.FileTimerRequest(child.pid, "a", time.time() + 1000, 9))
+    server.run_once()
+    assert list(server._timers) == [(child.pid, "a")]
+    assert server._request_count == 1
+    child.kill()
+    child.wait()
