@@ -36,6 +36,7 @@ from elasticrs.rendezvous.static import OneNodeRendezvous
 from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Protocol
 
     from elasticrs.agent.decisions import Decisions
