@@ -8,8 +8,8 @@ from elasticrs.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 
 class MemoryBackend(RendezvousBackend):
-    """Its tokens are numbers. ``trouble`` says what happens to the next accesses: ``"lost"`` writes arrive, but
-    their answer does not; ``"refused"`` ones do not arrive; ``"overtaken"`` ones come second.
+    """Its tokens are numbers. ``trouble`` says what happens to the next accesses: ``"lost"`` writes arrive,
+    but their answer does not; ``"refused"`` ones do not arrive; ``"overtaken"`` ones come second.
     """
 
     name = "memory"

@@ -59,7 +59,7 @@ class Player:
             if not self.wants:
                 state = self.shared.state
                 self.round = state.round
-                self.world.formed(self, state)
+                self.world.formed(state)
         elif decisions.ended(self.shared.state, self.node, self.round) or self.lets_in():
             self.begin()
         else:
@@ -77,7 +77,7 @@ class World:
         self.players.append(Player(self, len(self.players)))
         return self.players[-1]
 
-    def formed(self, player, state):
+    def formed(self, state):
         """Every node of a round is told the same, and each its own rank."""
         members = {node: state.nodes[node].rank for node in state.at(Place.PARTICIPANT)}
         assert sorted(members.values()) == list(range(state.size))
