@@ -1,8 +1,8 @@
 """A store in a file, for nodes that are on one machine or share a file system.
 
 Every operation holds a lock (``flock`` of ``<path>.lock``) and, where it changes something, replaces the file
-as a whole: a process that is killed half-way has changed nothing, and the kernel takes back its lock. The file is
-JSON with a version. Not the format of torch's ``FileStore``, with which it cannot be shared.
+as a whole: a process that is killed half-way has changed nothing, and the kernel takes back its lock. The
+file is JSON with a version. Not the format of torch's ``FileStore``, with which it cannot be shared.
 """
 
 from __future__ import annotations
