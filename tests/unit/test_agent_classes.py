@@ -1,5 +1,7 @@
 """Torch's agent classes, and the configuration of a launch."""
 
+import signal
+
 import pytest
 
 from elasticrs.agent.server import (
@@ -11,9 +13,10 @@ from elasticrs.agent.server import (
     WorkerSpec,
     WorkerState,
 )
+from elasticrs.agent.server.api import _RoleInstanceInfo
 from elasticrs.launcher import LaunchConfig
 from elasticrs.launcher.api import _get_entrypoint_name
-from elasticrs.multiprocessing import DefaultLogsSpecs
+from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException
 from elasticrs.rendezvous import RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
@@ -155,3 +158,85 @@ def test_the_name_of_a_job_is_its_script_or_function():
     assert _get_entrypoint_name(sys.executable, ["-u", "train.py", "-x"]) == "train.py"
     assert _get_entrypoint_name("/bin/echo", ["x"]) == "/bin/echo"
     assert _get_entrypoint_name(None, []) == ""
+
+
+class Older(Scripted):
+    """As one had to write it for torch 2.5 and 2.6."""
+
+    def _stop_workers(self, _worker_group, is_restart=False):
+        self.calls.append(("stop", is_restart))
+        self._shutdown(is_restart=is_restart)
+
+    def _shutdown(self, death_sig=signal.SIGTERM, is_restart=False):
+        self.calls.append(("shutdown", death_sig, is_restart))
+
+
+class Forwarding(Scripted):
+    """Passes on whatever comes."""
+
+    def _stop_workers(self, *args, **kwargs):
+        self.calls.append(("stop", len(args), kwargs))
+
+    def _shutdown(self, *args, **kwargs):
+        self.calls.append(("shutdown", args, kwargs))
+
+
+class Interrupted(Scripted):
+    """A signal comes while the workers run, and perhaps again while they are shut down."""
+
+    def _monitor_workers(self, _worker_group):
+        raise SignalException("stopped", signal.SIGINT)
+
+    def _shutdown(self, death_sig=signal.SIGTERM, timeout=30):
+        self.calls.append((death_sig, timeout))
+        if next(self.states) == "again":
+            raise SignalException("stopped again", signal.SIGTERM)
+
+
+def test_hooks_of_older_releases_get_what_they_take(handler):
+    agent = Older(spec(handler), [WorkerState.FAILED, WorkerState.FAILED])
+    assert agent.run().is_failed()
+    term = signal.SIGTERM
+    assert agent.calls[1:3] == [("stop", True), ("shutdown", term, True)]
+    assert agent.calls[-3:] == [("stop", False), ("shutdown", term, False), ("shutdown", term, False)]
+
+
+def test_hooks_that_take_anything_get_what_torch_passes_now(handler):
+    agent = Forwarding(spec(handler), [WorkerState.FAILED, WorkerState.SUCCEEDED])
+    agent.run()
+    assert agent.calls[1] == ("stop", 1, {})
+    assert agent.calls[-1] == ("shutdown", (), {"timeout": 30})
+
+
+def test_a_signal_is_passed_on_once(handler):
+    agent = Interrupted(spec(handler), ["ended"])
+    with pytest.raises(SignalException, match=r"stopped$"):
+        agent.run()
+    assert agent.calls[1:] == [(signal.SIGINT, 30)]
+
+
+def test_who_asks_twice_wants_it_now(handler):
+    agent = Interrupted(spec(handler), ["again", "ended"])
+    with pytest.raises(SignalException, match="stopped again"):
+        agent.run()
+    assert agent.calls[1:] == [(signal.SIGINT, 30), (signal.SIGKILL, 0)]
+
+
+def test_an_unhealthy_end_is_a_failure(handler):
+    agent = Scripted(spec(handler, max_restarts=0), [WorkerState.UNHEALTHY])
+    # Not so in torch.
+    assert agent.run().is_failed()
+
+
+def test_what_agents_tell_each_other_is_torchs():
+    info = _RoleInstanceInfo("trainer", 1, 4)
+    again = _RoleInstanceInfo.deserialize(info.serialize())
+    assert (again.role, again.rank, again.local_world_size) == ("trainer", 1, 4)
+    other, reader = _RoleInstanceInfo("trainer", 3, 4), _RoleInstanceInfo("reader", 0, 1)
+    assert [_RoleInstanceInfo.compare(*pair) for pair in ((info, other), (info, reader), (reader, info))] == [
+        -2,
+        1,
+        -1,
+    ]
+    assert _RoleInstanceInfo.find_role_boundaries([reader, info, other], "trainer") == (1, 2)
+    assert _RoleInstanceInfo.find_role_boundaries([reader], "trainer") == (-1, -1)

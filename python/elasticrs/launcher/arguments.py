@@ -146,6 +146,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         rendezvous=meeting.rendezvous,
         cpus=_cpus(args.numa_binding, nproc, environ),
         virtual_local_rank=args.virtual_local_rank,
+        uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
     )
     logs = LogSettings(
         log_dir=args.log_dir,
