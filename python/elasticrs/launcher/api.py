@@ -96,11 +96,11 @@ class LaunchConfig:
         if self.shutdown_timeout is None:
             self.shutdown_timeout = defaults.shutdown_timeout_from(os.environ)
         elif self.shutdown_timeout < 0:
-            raise ValueError("shutdown_timeout must be non-negative")
+            raise ValueError(f"shutdown_timeout must be non-negative, got {self.shutdown_timeout}")
         if self.exit_barrier_timeout is None:
             self.exit_barrier_timeout = defaults.exit_barrier_timeout_from(os.environ)
         elif self.exit_barrier_timeout < 0:
-            raise ValueError("exit_barrier_timeout must be non-negative")
+            raise ValueError(f"exit_barrier_timeout must be non-negative, got {self.exit_barrier_timeout}")
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
 
