@@ -17,6 +17,7 @@ from elasticrs.agent.attempt import Plan
 from elasticrs.agent.console import Console
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent, JobResult
+from elasticrs.agent.observing import make_observers
 from elasticrs.agent.server.api import (
     DEFAULT_ROLE,
     ElasticAgent,
@@ -27,7 +28,7 @@ from elasticrs.agent.server.api import (
 )
 from elasticrs.agent.signals import catch_signals, ignored_signals
 from elasticrs.agent.state import Phase
-from elasticrs.config import JobConfig
+from elasticrs.config import JobConfig, ObserveSettings
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, assign
@@ -147,6 +148,7 @@ class LocalElasticAgent(ElasticAgent):
                 signals=signals,
                 owns_process=False,
                 console=console,
+                observers=make_observers(job, self._observe()),
             )
             result = agent.run()
         finally:
@@ -198,6 +200,11 @@ class LocalElasticAgent(ElasticAgent):
             cpus=_cpus(spec),
             virtual_local_rank=spec.virtual_local_rank,
         )
+
+    def _observe(self) -> ObserveSettings:
+        spec = self._worker_group.spec
+        entry_point, backend = spec.get_entrypoint_name(), spec.rdzv_handler.get_backend()
+        return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
 
     def _workers(self, job: JobConfig) -> Workers:
         spec = self._worker_group.spec
