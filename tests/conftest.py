@@ -8,6 +8,7 @@ marked ``beyond_torchrun``: so that a test of compatibility is known to be one.
 
 import importlib.util
 import os
+import signal
 import textwrap
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,13 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--launcher", choices=LAUNCHERS, default="elasticrs", help="what `launch` starts")
+
+
+def pytest_configure() -> None:
+    """A shell's background job, or ``nohup``, ignores signals, and so would all that a test starts."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
