@@ -160,6 +160,36 @@ class LogSettings(Value):
         self.specs = specs
 
 
+class ObserveSettings(Value):
+    """Who is told about a job.
+
+    Args:
+        event_log_handler: destination of events; see ``docs/events.md``.
+        entry_point: what events call the workers' program.
+        rdzv_backend: what events call the way in which the nodes meet.
+        has_metrics: somebody takes metrics.
+    """
+
+    __slots__ = ("entry_point", "event_log_handler", "has_metrics", "rdzv_backend")
+
+    def __init__(
+        self,
+        event_log_handler: str = "null",
+        entry_point: str = "",
+        rdzv_backend: str = "c10d",
+        has_metrics: bool = False,
+    ) -> None:
+        self.event_log_handler = event_log_handler
+        self.entry_point = entry_point
+        self.rdzv_backend = rdzv_backend
+        self.has_metrics = has_metrics
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nobody is."""
+        return self.event_log_handler == "null" and not self.has_metrics
+
+
 def random_run_id() -> str:
     """A random UUID (version 4), as torchrun gives to a job without an id."""
     raw = bytearray(os.urandom(16))

@@ -144,7 +144,7 @@ tell(result.is_failed(), sorted(result.failures), first.exitcode, first.message[
 def test_a_hook_may_be_replaced_in_an_object_or_in_the_class(host):
     main = """
 from unittest.mock import patch
-made = agent(spec(handler(), "true"))
+made = agent(spec(handler(), "true", nproc=1))
 made._monitor_workers = lambda group: RunResult(WorkerState.SUCCEEDED, {0: "mine"})
 found = [made.run().return_values]
 with patch.object(LocalElasticAgent, "_start_workers", side_effect=RuntimeError("not today")):

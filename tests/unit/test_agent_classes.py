@@ -1,5 +1,6 @@
 """Torch's agent classes, and the configuration of a launch."""
 
+import json
 import signal
 
 import pytest
@@ -12,6 +13,7 @@ from elasticrs.agent.server import (
     WorkerGroup,
     WorkerSpec,
     WorkerState,
+    api,
 )
 from elasticrs.agent.server.api import _RoleInstanceInfo
 from elasticrs.launcher import LaunchConfig
@@ -240,3 +242,54 @@ def test_what_agents_tell_each_other_is_torchs():
     ]
     assert _RoleInstanceInfo.find_role_boundaries([reader, info, other], "trainer") == (1, 2)
     assert _RoleInstanceInfo.find_role_boundaries([reader], "trainer") == (-1, -1)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """What the agent records, taken where torch's own tests take it."""
+    events, numbers = [], {}
+    monkeypatch.setattr(api, "record", lambda event, destination: events.append((event, destination)))
+    monkeypatch.setattr(api, "put_metric", lambda name, value: numbers.setdefault(name, []).append(value))
+    return events, numbers
+
+
+def test_events_and_metrics_are_torchs(handler, recorded):
+    events, numbers = recorded
+    made = spec(handler, event_log_handler="console")
+    Scripted(made, [WorkerState.FAILED, WorkerState.SUCCEEDED]).run()
+    begin = ["RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "START"]
+    assert [event.metadata["state"] for event, _ in events] == [*begin, *begin, "SUCCEEDED", "SUCCEEDED"]
+    assert {destination for _, destination in events} == {"console"}
+    last = events[-1][0]
+    assert (last.name, last.source.value) == ("torchelastic.worker.status.SUCCEEDED", "WORKER")
+    assert (last.metadata["global_rank"], last.metadata["agent_restarts"]) == (1, 1)
+    assert json.loads(last.metadata["metadata"]) == {
+        "group_world_size": 1, "entry_point": "entrypoint", "local_rank": [1], "role_rank": [1],
+        "role_world_size": [2], "exit_code": [None], "worker_pid": [None],
+    }  # fmt: skip
+    assert numbers == {
+        "workers.trainer.remaining_restarts": [1, 0],
+        "workers.trainer.failed": [1],
+        "workers.trainer.succeeded": [1],
+        "workers.trainer.flakiness": [50],
+        "workers.trainer.run_total": [1],
+        "workers.trainer.run_success_with_retries": [1],
+        "workers.trainer.run_success_no_retries": [0],
+        "workers.trainer.run_failed_with_retries": [0],
+        "workers.trainer.run_failed_no_retries": [0],
+    }
+
+
+def test_a_worker_that_was_stopped_for_another_is_told_so(handler, recorded):
+    events, numbers = recorded
+    Scripted(spec(handler, max_restarts=0), [WorkerState.FAILED]).run()
+    assert [event.metadata["state"] for event, _ in events[-2:]] == ["TERMINATED"] * 2
+    assert numbers["workers.trainer.flakiness"] == [100]
+
+
+def test_a_value_of_some_workers_alone_is_an_error(handler):
+    agent = Scripted(spec(handler), [])
+    result = RunResult(WorkerState.SUCCEEDED, {0: "value"})
+    agent._initialize_workers(agent.get_worker_group())
+    with pytest.raises(ValueError, match="Unknown worker: 1"):
+        agent._record_worker_events(result)

@@ -19,16 +19,18 @@ from elasticrs.agent import texts
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.console import Console
 from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
+from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.signals import SignalPipe, stop_this_process
 from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from elasticrs.agent.decisions import Decisions
+    from elasticrs.agent.observer import Observer
     from elasticrs.agent.sleepers import Sleepers
     from elasticrs.config import JobConfig
     from elasticrs.workers import Workers
@@ -90,6 +92,7 @@ class Agent:
         signals: the caught signals; ``None`` outside of the main thread.
         owns_process: the process is ours alone (the command line).
         console: for lines to the user.
+        observers: hear of everything.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Agent:
         signals: SignalPipe | None,
         owns_process: bool,
         console: Console | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._job = job
         self._workers = workers
@@ -108,6 +112,7 @@ class Agent:
         self._signals = signals
         self._owns_process = owns_process
         self._console = console or Console()
+        self._observers = Observers(observers, self._console.say)
         self._events: deque[machine.Event] = deque()
         self._actions: deque[machine.Action] = deque()
         self._result = JobResult()
@@ -131,6 +136,15 @@ class Agent:
             OSError: the same, for want of descriptors or of a recent kernel.
             Exception: of the user's: a function or a value that cannot be pickled, a rendezvous handler.
         """
+        try:
+            result = self._run()
+        except BaseException as error:
+            self._observers.ended(self._result, error)
+            raise
+        self._observers.ended(result)
+        return result
+
+    def _run(self) -> JobResult:
         self._take_signals(None)
         self._events.append(machine.Begin())
         supervisor: _core.Supervisor | None = None
@@ -141,6 +155,7 @@ class Agent:
                     supervisor.watch_fd(self._signals.fd)
                 self._workers.watch_timers(supervisor)
                 self._decisions.open(supervisor)
+                self._observers.opened(supervisor)
                 self._drive(supervisor)
         finally:
             self._release_plan()
@@ -170,6 +185,7 @@ class Agent:
                     self._actions.extend(self._decisions.step(self._events.popleft()))
                     continue
                 action = self._actions.popleft()
+                self._observers.acting(action, self._decisions.plan)
                 if isinstance(action, machine.Exit):
                     self._finish(action)
                     self._drain(supervisor)
@@ -179,6 +195,7 @@ class Agent:
             event = supervisor.next_event(self._seconds_left())
             if event is not None:
                 _TRANSLATORS[type(event)](self, supervisor, event)
+                self._observers.seen(event, self._result)
             else:
                 self._take_signals(supervisor)
                 self._actions.extend(self._decisions.look_around())
@@ -337,6 +354,8 @@ class Agent:
     def _on_fd(self, supervisor: _core.Supervisor, event: _core.FdReady) -> None:
         if self._signals is not None and event.fd == self._signals.fd:
             self._take_signals(supervisor)
+            return
+        if self._observers.fd_ready(event.fd):
             return
         actions = self._decisions.fd_ready(event.fd)
         if actions is None:

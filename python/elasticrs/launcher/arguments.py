@@ -11,7 +11,7 @@ import os
 import sys
 
 from elasticrs import config
-from elasticrs.config import JobConfig, LogSettings, UsageError
+from elasticrs.config import JobConfig, LogSettings, ObserveSettings, UsageError
 from elasticrs.launcher.options import OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
@@ -65,10 +65,11 @@ class Launch:
         command: program and arguments of a worker.
         notices: lines for the user, such as a default that was chosen.
         variables: what is added to the environment of every worker.
+        observe: who is told about it.
         runs_path: the command is a script and its arguments, for :func:`run_script_path`.
     """
 
-    __slots__ = ("command", "job", "logs", "notices", "runs_path", "variables")
+    __slots__ = ("command", "job", "logs", "notices", "observe", "runs_path", "variables")
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Launch:
         command: list[str],
         notices: list[str],
         variables: dict[str, str],
+        observe: ObserveSettings,
         runs_path: bool = False,
     ) -> None:
         self.job = job
@@ -84,6 +86,7 @@ class Launch:
         self.command = command
         self.notices = notices
         self.variables = variables
+        self.observe = observe
         self.runs_path = runs_path
 
 
@@ -168,7 +171,18 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         notices.append(
             "OMP_NUM_THREADS is not set: each of the workers gets 1; set it to what suits your job"
         )
-    return Launch(job, logs, command, notices, variables, args.run_path)
+    return Launch(job, logs, command, notices, variables, _observe(args, command, meeting), args.run_path)
+
+
+def _observe(args: Namespace, command: list[str], meeting: _Meeting) -> ObserveSettings:
+    metrics = os.path.join(os.path.dirname(os.path.dirname(__file__)), "metrics")
+    return ObserveSettings(
+        args.event_log_handler,
+        os.path.basename(command[0]),
+        "static" if args.rdzv_backend == "static" and meeting.rendezvous is not None else "c10d",
+        # The one way to take metrics of the command line; see `elasticrs.metrics`.
+        has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
+    )
 
 
 def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:

@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import signal
-import socket
 import time
+import traceback
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
@@ -26,12 +28,15 @@ from elasticrs.agent.server.worker_group import (
     WorkerState,
     _RoleInstanceInfo,
 )
+from elasticrs.events import Event, EventSource, record
+from elasticrs.events.hostname import fq_hostname as _get_fq_hostname
+from elasticrs.metrics import prof, put_metric
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.ranks import NodeShare, node_ranks
 from elasticrs.rendezvous.api import RendezvousGracefulExitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "DEFAULT_ROLE",
@@ -52,10 +57,6 @@ _BARRIER_PERIOD = 0.1
 """Seconds between two looks at the exit barrier, at most."""
 
 _log = logging.getLogger("elasticrs.agent")
-
-
-def _get_fq_hostname() -> str:
-    return socket.getfqdn(socket.gethostname())
 
 
 class ElasticAgent(ABC):
@@ -131,12 +132,16 @@ class SimpleElasticAgent(ElasticAgent):
         has.
         """
 
+    @prof
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         spec = worker_group.spec
-        info = spec.rdzv_handler.next_rendezvous()
+        with self.record_duration("RENDEZVOUS"):
+            info = spec.rdzv_handler.next_rendezvous()
         bootstrap = info.bootstrap_store_info
         self._store = info.store
-        worker_group.workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
+            workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
+        worker_group.workers = workers
         worker_group.store = info.store
         worker_group.group_rank = info.rank
         worker_group.group_world_size = info.world_size
@@ -152,6 +157,7 @@ class SimpleElasticAgent(ElasticAgent):
             worker_group.master_port,
         )
 
+    @prof
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
@@ -168,28 +174,41 @@ class SimpleElasticAgent(ElasticAgent):
             for each in ranks.workers(own)
         ]
 
+    @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         self._rendezvous(worker_group)
         ids = self._start_workers(worker_group)
         for local_rank, worker_id in ids.items():
-            worker_group.workers[local_rank].id = worker_id
+            worker = worker_group.workers[local_rank]
+            worker.id = worker_id
+            event = self._construct_event("START", EventSource.WORKER, worker)
+            record(event, worker_group.spec.event_log_handler)
         worker_group.state = WorkerState.HEALTHY
 
+    @prof
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         _call(self._stop_workers, worker_group, is_restart=True)
         worker_group.state = WorkerState.STOPPED
         self._initialize_workers(worker_group)
 
+    @prof
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """See :class:`ElasticAgent`; whatever happens, ``_shutdown`` is called at the end.
 
         Raises:
             SignalException: a signal asked to stop; ``_shutdown`` has passed it on.
         """
+        return self._run_and_shut_down(role)
+
+    def _run_and_shut_down(self, role: str) -> RunResult:
         started = time.monotonic()
         is_shut_down = False
         try:
-            return self._invoke_run(role)
+            result = self._invoke_run(role)
+            self._total_execution_time = int(time.monotonic() - started)
+            self._record_metrics(result)
+            self._record_worker_events(result)
+            return result
         except RendezvousGracefulExitError as error:
             # In torch this returns nothing, which its launcher does not expect.
             _log.info("%s", error)
@@ -220,6 +239,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._pause(group.spec.monitor_interval)
             result = self._monitor_workers(group)
             group.state = result.state
+            put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
+            put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
             if result.state == WorkerState.SUCCEEDED:
                 # Torch's hook returns nothing, and so may a user's.
                 if self._exit_barrier() is not False:
@@ -232,6 +253,13 @@ class SimpleElasticAgent(ElasticAgent):
                     group.state = WorkerState.FAILED
                     # In torch UNHEALTHY stands, which is no failure to its launcher.
                     return RunResult(WorkerState.FAILED, result.return_values, result.failures)
+                _log.warning(
+                    "[%s] workers are %s; restarting (%d of %d restarts left)",
+                    group.spec.role,
+                    result.state.name,
+                    self._remaining_restarts - 1,
+                    group.spec.max_restarts,
+                )
                 self._remaining_restarts -= 1
                 self._restart_workers(group)
             elif result.state == WorkerState.HEALTHY:
@@ -281,6 +309,111 @@ class SimpleElasticAgent(ElasticAgent):
                 break
             time.sleep(min(group.spec.monitor_interval, _BARRIER_PERIOD, left))
         return True
+
+    # --- events and metrics ---
+
+    def get_event_failed(self) -> Event:
+        """That this agent has failed, with the error that is being handled."""
+        return self._construct_event("FAILED", EventSource.AGENT, raw_error=traceback.format_exc())
+
+    def get_event_succeeded(self) -> Event:
+        """That this agent has come to its end."""
+        return self._construct_event("SUCCEEDED", EventSource.AGENT)
+
+    @contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Record an event that says how long something took.
+
+        Args:
+            state: the name of it.
+        """
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            milliseconds = (time.perf_counter() - started) * 1000
+            event = self._construct_event(state, EventSource.AGENT, duration_ms=milliseconds)
+            record(event, self._worker_group.spec.event_log_handler)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        for worker in self._worker_group.workers:
+            failure = result.failures.get(worker.global_rank)
+            event = self._construct_event(
+                self._get_worker_state(worker, result),
+                EventSource.WORKER,
+                worker,
+                raw_error=json.dumps(failure.error_file_data) if failure else None,
+                exit_code=failure.exitcode if failure else None,
+                worker_pid=failure.pid if failure else None,
+            )
+            record(event, self._worker_group.spec.event_log_handler)
+
+    def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
+        has_failed = worker.global_rank in result.failures
+        if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
+            # It was stopped because of others.
+            return "TERMINATED"
+        # Values mean nothing where workers are programs, and a subclass may give none.
+        if has_failed or worker.global_rank in result.return_values or not result.return_values:
+            return result.state.value
+        raise ValueError(f"Unknown worker: {worker.global_rank}")
+
+    def _construct_event(
+        self,
+        state: str,
+        source: EventSource,
+        worker: Worker | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+        exit_code: int | None = None,
+        worker_pid: int | None = None,
+    ) -> Event:
+        group, spec = self._worker_group, self._worker_group.spec
+        more: dict[str, Any] = {
+            "group_world_size": group.group_world_size,
+            "entry_point": spec.get_entrypoint_name(),
+        }
+        if worker is not None:
+            # Lists of one, as readers of torch's events know them.
+            more["local_rank"] = (worker.local_rank,)
+            more["role_rank"] = (worker.role_rank,)
+            more["role_world_size"] = (worker.role_world_size,)
+            more["exit_code"] = (exit_code,)
+            more["worker_pid"] = (worker_pid,)
+        metadata = {
+            "run_id": spec.rdzv_handler.get_run_id(),
+            "global_rank": None if worker is None else worker.global_rank,
+            "group_rank": group.group_rank,
+            "worker_id": None if worker is None else str(worker.id),
+            "role": spec.role,
+            "hostname": _get_fq_hostname(),
+            "state": state,
+            "total_run_time": self._total_execution_time,
+            "rdzv_backend": spec.rdzv_handler.get_backend(),
+            "raw_error": raw_error,
+            "metadata": json.dumps(more),
+            "agent_restarts": spec.max_restarts - self._remaining_restarts,
+            "duration_ms": duration_ms,
+        }
+        return Event(f"torchelastic.worker.status.{state}", source, metadata=metadata)
+
+    def _record_metrics(self, group_results: RunResult) -> None:
+        failed, spec = group_results.is_failed(), self._worker_group.spec
+        restarted = self._remaining_restarts != spec.max_restarts
+        self._record_flakiness_metric(failed)
+        put_metric(f"workers.{spec.role}.run_total", 1)
+        for outcome, is_it in (("success", not failed), ("failed", failed)):
+            self._record_metric_with_condition(f"run_{outcome}_with_retries", is_it and restarted)
+            self._record_metric_with_condition(f"run_{outcome}_no_retries", is_it and not restarted)
+
+    def _record_metric_with_condition(self, metric_name: str, condition: bool) -> None:
+        put_metric(f"workers.{self._worker_group.spec.role}.{metric_name}", 1 if condition else 0)
+
+    def _record_flakiness_metric(self, is_failed: bool = False) -> None:
+        spec = self._worker_group.spec
+        left = (self._remaining_restarts + 1) / (spec.max_restarts + 1)
+        flakiness = 100.0 if is_failed else 100.0 - 100.0 * left
+        put_metric(f"workers.{spec.role}.flakiness", int(flakiness))
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:

@@ -19,6 +19,7 @@ from elasticrs.agent.attempt import Plan
 from elasticrs.agent.console import Console
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent, JobResult
+from elasticrs.agent.observing import make_observers
 from elasticrs.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -32,7 +33,9 @@ from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.agent.signals import catch_signals, ignored_signals
 from elasticrs.agent.sleepers import Sleepers
 from elasticrs.agent.state import Phase
-from elasticrs.config import JobConfig
+from elasticrs.config import JobConfig, ObserveSettings
+from elasticrs.events import record
+from elasticrs.metrics import prof
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.ports import ReservedPort
@@ -150,15 +153,27 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._health_check_server.start()
         try:
             if self._waits_for_events:
-                return super().run(role)
+                # Measured by who observes the loop.
+                return self._run_and_shut_down(role)
             with raised_signals(self._signals, SignalException):
-                return super().run(role)
+                return self._run_hooks(role)
         finally:
             pcontext, self._pcontext = self._pcontext, None
             if pcontext is not None:
                 pcontext.release()
             if self._health_check_server is not None:
                 self._health_check_server.stop()
+
+    def _run_hooks(self, role: str) -> RunResult:
+        """Where nobody observes; in torch the launcher records how the agent ended."""
+        destination = self._worker_group.spec.event_log_handler
+        try:
+            result: RunResult = super().run(role)
+        except Exception:
+            record(self.get_event_failed(), destination)
+            raise
+        record(self.get_event_succeeded(), destination)
+        return result
 
     @property
     def _waits_for_events(self) -> bool:
@@ -170,11 +185,20 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     # --- the loop that waits ---
 
+    def _record_metrics(self, group_results: RunResult) -> None:
+        if not self._waits_for_events:
+            # The loop that waits is observed: see :mod:`elasticrs.agent.job_metrics`.
+            super()._record_metrics(group_results)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        if not self._waits_for_events:
+            super()._record_worker_events(result)
+
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         _core.check_limits(self._worker_group.spec.local_world_size)
         if self._waits_for_events:
             return self._follow_events()
-        result = super()._invoke_run(role)
+        result: RunResult = super()._invoke_run(role)
         if result.is_failed() and not result.failures:
             # It was not a worker that failed first; what there is to know of them is told all the same.
             result.failures = self._failures()
@@ -197,6 +221,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 signals=signals,
                 owns_process=False,
                 console=console,
+                observers=make_observers(job, self._observe()),
             )
             result = agent.run()
         finally:
@@ -253,6 +278,11 @@ class LocalElasticAgent(SimpleElasticAgent):
             uninterruptible_state_timeout=self._uninterruptible_state_timeout,
         )
 
+    def _observe(self) -> ObserveSettings:
+        spec = self._worker_group.spec
+        entry_point, backend = spec.get_entrypoint_name(), spec.rdzv_handler.get_backend()
+        return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
+
     def _workers(self, job: JobConfig) -> Workers:
         spec = self._worker_group.spec
         environ = hook_environment({**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names})
@@ -294,6 +324,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     # --- torch's hooks, for the loop that looks ---
 
+    @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         if self._pcontext is None:
@@ -302,9 +333,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         restarts = spec.max_restarts - self._remaining_restarts
         return self._pcontext.start(_plan_of(worker_group), restarts)
 
+    @prof
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 -- torch's signature
         self._shutdown(timeout=self._shutdown_timeout)
 
+    @prof
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pcontext = self._pcontext
         if pcontext is None:
@@ -354,15 +387,22 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 _HOOKS = (
     "_assign_worker_ranks",
+    "_construct_event",
     "_exit_barrier",
+    "_get_worker_state",
     "_initialize_workers",
     "_invoke_run",
     "_monitor_workers",
+    "_record_flakiness_metric",
+    "_record_metric_with_condition",
+    "_record_metrics",
+    "_record_worker_events",
     "_rendezvous",
     "_restart_workers",
     "_shutdown",
     "_start_workers",
     "_stop_workers",
+    "record_duration",
 )
 _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
 """As they are before anybody replaces one, in a subclass, in the class or in an object."""

@@ -34,7 +34,7 @@ class WorkerSpec:
         master_port: of the workers' store; the rendezvous tells when ``None``.
         master_addr: of the workers' store; the rendezvous tells when ``None``.
         local_addr: of this node.
-        event_log_handler: where events go; this release has none.
+        event_log_handler: where events go; see :func:`elasticrs.events.get_logging_handler`.
         numa_options: binds workers to CPUs; see :class:`elasticrs.numa.NumaOptions`.
         duplicate_stdout_filters: tee'd lines that contain one of these are copied to ``filtered_stdout``.
         duplicate_stderr_filters: the same for standard error.
