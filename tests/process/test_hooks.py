@@ -208,3 +208,75 @@ tell(result.return_values, mine.shutdown())
     first, second = (host(functions, main, node) for node in (0, 1))
     assert told(first) == [{"0": [0, 3, 0, 0]}, True]
     assert told(second) == [{"1": [1, 3, 1, 1], "2": [2, 3, 1, 2]}, True]
+
+
+def test_a_signal_while_nodes_meet_ends_the_agent(host):
+    functions = """
+class Waiting(Own):
+    def next_rendezvous(self):
+        print("MEETING", flush=True)
+        signal.pause()
+"""
+    main = """
+try:
+    agent(spec(Waiting(handler()), "true")).run()
+except SignalException as error:
+    tell(error.sigval.name)
+"""
+    started = host(functions, main)
+    started.wait_for_line("MEETING")
+    started.signal(signal.SIGINT)
+    assert told(started) == ["SIGINT"]
+
+
+def test_who_asks_twice_wants_it_now(host):
+    functions = """
+def work():
+    signal.signal(signal.SIGTERM, lambda *_: print("DEAF", flush=True))
+    print("READY", flush=True)
+    while True:
+        signal.pause()
+"""
+    main = """
+try:
+    agent(spec(handler(), work, nproc=1), Hooked, shutdown_timeout=1000).run()
+except SignalException as error:
+    tell(error.sigval.name)
+"""
+    started = host(functions, main)
+    started.wait_for_line("READY")
+    started.signal(signal.SIGTERM)
+    started.wait_for_line("DEAF")
+    started.signal(signal.SIGINT)
+    assert told(started) == ["SIGINT"]
+
+
+TORCHS = """
+def work():
+    import torch.distributed as dist
+    from torch import tensor
+    dist.init_process_group("gloo")
+    total = tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_two_nodes_meet_by_torchs_own_handler(host):
+    main = """
+import torch.distributed.elastic.rendezvous.registry as registry
+from torch.distributed.elastic.rendezvous import RendezvousParameters as Parameters
+mine = registry.get_rendezvous_handler(
+    Parameters("c10d", sys.argv[2], "job", 2, 2, is_host=sys.argv[1] == "0")
+)
+result = agent(spec(mine, work), exit_barrier_timeout=20).run()
+tell(result.state.value, result.return_values)
+"""
+    started = [host(TORCHS, main, node) for node in (0, 1)]
+    assert [told(each) for each in started] == [
+        ["SUCCEEDED", {"0": 6.0, "1": 6.0}],
+        ["SUCCEEDED", {"2": 6.0, "3": 6.0}],
+    ]

@@ -155,7 +155,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             if self._waits_for_events:
                 # Measured by who observes the loop.
                 return self._run_and_shut_down(role)
-            with raised_signals(self._signals, SignalException):
+            with raised_signals(self._signals, SignalException, self._interrupt):
                 return self._run_hooks(role)
         finally:
             pcontext, self._pcontext = self._pcontext, None
@@ -163,6 +163,9 @@ class LocalElasticAgent(SimpleElasticAgent):
                 pcontext.release()
             if self._health_check_server is not None:
                 self._health_check_server.stop()
+
+    def _interrupt(self, error: BaseException) -> bool:
+        return self._pcontext is not None and self._pcontext.interrupt(error)
 
     def _run_hooks(self, role: str) -> RunResult:
         """Where nobody observes; in torch the launcher records how the agent ended."""

@@ -7,8 +7,10 @@ is handled as there, in the same words. To frameworks that look into an agent th
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
@@ -20,6 +22,8 @@ from elasticrs.agent.loop import _TRANSLATORS, Agent
 from elasticrs.multiprocessing.api import RunProcsResult
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from elasticrs.agent.attempt import Attempt, Plan
     from elasticrs.agent.console import Console
     from elasticrs.config import JobConfig
@@ -45,6 +49,24 @@ class PolledWorkers(Agent):
         self._has_started = False
         self._ended: machine.GroupEnded | None = None
         self._found: RunProcsResult | None = None
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_taking = False
+        self._pending: BaseException | None = None
+
+    def interrupt(self, error: BaseException) -> bool:
+        """Take an error of a signal handler, to be raised as soon as no event can be lost by it.
+
+        Args:
+            error: to be raised.
+
+        Returns:
+            ``False`` when no event is being taken: then the handler raises it.
+        """
+        if not self._is_taking:
+            return False
+        self._pending = error
+        os.eventfd_write(self._bell, 1)
+        return True
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
         """Start all workers, or none.
@@ -64,10 +86,11 @@ class PolledWorkers(Agent):
             raise RuntimeError(texts.stuck(self._ended.stuck_ranks))
         supervisor = self._open()
         self._release_plan()
-        self._decisions.plan = plan
-        self._forget()
-        self._start(supervisor, machine.Start(len(self._result.attempts), restarts))
-        self._note_events()
+        with self._undisturbed():
+            self._decisions.plan = plan
+            self._forget()
+            self._start(supervisor, machine.Start(len(self._result.attempts), restarts))
+            self._note_events()
         while not self._has_started:
             if self._ended is not None:
                 self._release_plan()
@@ -140,8 +163,15 @@ class PolledWorkers(Agent):
     def release(self) -> None:
         """No workers follow: end what is left, and the supervisor. Idempotent."""
         supervisor, self._supervisor = self._supervisor, None
-        if supervisor is None:
-            return
+        bell, self._bell = self._bell, -1
+        try:
+            if supervisor is not None:
+                self._release_supervisor(supervisor)
+        finally:
+            if bell != -1:
+                os.close(bell)
+
+    def _release_supervisor(self, supervisor: _core.Supervisor) -> None:
         try:
             self._drain(supervisor)
         finally:
@@ -157,19 +187,33 @@ class PolledWorkers(Agent):
     def _open(self) -> _core.Supervisor:
         if self._supervisor is None:
             self._supervisor = _core.Supervisor(owns_process=False)
+            self._supervisor.watch_fd(self._bell)
             self._workers.watch_timers(self._supervisor)
         return self._supervisor
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """What is done here is done to its end before a signal is heard."""
+        self._is_taking = True
+        try:
+            yield
+        finally:
+            self._is_taking = False
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            os.eventfd_read(self._bell)
+            raise pending
 
     def _pump(self, seconds: float | None) -> bool:
         """Handle one event: whether there was one."""
         supervisor = self._open()
         self._console.flush()
-        event = supervisor.next_event(seconds)
-        if event is None:
-            return False
-        _TRANSLATORS[type(event)](self, supervisor, event)
-        self._note_events()
-        return True
+        with self._undisturbed():
+            event = supervisor.next_event(seconds)
+            if event is not None:
+                _TRANSLATORS[type(event)](self, supervisor, event)
+                self._note_events()
+        return event is not None
 
     def _note_events(self) -> None:
         while self._events:

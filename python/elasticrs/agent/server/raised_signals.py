@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def raised_signals(
-    signums: Iterable[int], error: Callable[[str, signal.Signals], Exception]
+    signums: Iterable[int],
+    error: Callable[[str, signal.Signals], Exception],
+    interrupt: Callable[[Exception], bool],
 ) -> Iterator[None]:
     """Raise an error in the main thread when one of these signals comes, and put everything back after that.
 
@@ -27,6 +29,7 @@ def raised_signals(
     Args:
         signums: what to catch; ignored ones are left alone.
         error: made of a text and the signal.
+        interrupt: may take the error, to raise it itself a moment later.
     """
     if threading.current_thread() is not threading.main_thread():
         warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=3)
@@ -35,7 +38,9 @@ def raised_signals(
 
     def raise_error(signum: int, _frame: FrameType | None) -> None:
         sigval = signal.Signals(signum)
-        raise error(f"stopped by {sigval.name}", sigval)
+        raised = error(f"stopped by {sigval.name}", sigval)
+        if not interrupt(raised):
+            raise raised
 
     previous: dict[int, Handler] = {}
     try:
