@@ -17,9 +17,9 @@ from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.rendezvous import registry as rdzv_registry
 from elasticrs.rendezvous.api import RendezvousParameters
 from elasticrs.rendezvous.endpoint import parse_endpoint
-from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,7 +169,7 @@ def launch_agent(
         local_world_size=config.nproc_per_node,
         entrypoint=entrypoint,
         args=tuple(args),
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=rdzv_registry.get_rendezvous_handler(parameters),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=master_addr,
