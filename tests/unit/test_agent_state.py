@@ -85,13 +85,15 @@ def test_stuck_workers_end_the_job_whatever_the_budget():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))], max_restarts=9)
     assert state.phase is Phase.FAILED
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert "SIGKILL does not end local rank(s) 0, 2" in report.message
+    assert report.message == "SIGKILL does not end local rank(s) 0, 2; this node is not fit for a restart"
 
 
 def test_workers_that_hung_in_the_kernel_end_the_job_whatever_the_budget():
     state, actions = play([*UP, GroupEnded("stopped", unfit="asleep")], max_restarts=9)
     assert state.phase is Phase.FAILED
-    assert [action.message for action in actions if isinstance(action, ReportFailure)] == ["asleep"]
+    assert [action.message for action in actions if isinstance(action, ReportFailure)] == [
+        "asleep; this node is not fit for a restart"
+    ]
 
 
 def test_a_port_conflict_is_not_charged():

@@ -227,7 +227,7 @@ class GroupEnded(Event):
 
     @property
     def why_unfit(self) -> str | None:
-        """Why this node cannot be used again; ``None`` when it can."""
+        """What makes this node unfit for another attempt; ``None`` when it is fit."""
         return texts.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
 
 
@@ -407,7 +407,7 @@ def _on_group(
     if state.signum is not None:
         return ended._next(Phase.STOPPED), [CollectEvidence(), Exit(1)]
     if event.why_unfit is not None:
-        return _fail(ended, event.why_unfit, evidence=True)
+        return _fail(ended, texts.not_restarted(event.why_unfit), evidence=True)
     if event.outcome == "succeeded" and not state.worker_failed:
         return ended._next(Phase.SUCCEEDED), [CloseRendezvous(), Exit(0)]
     if event.port_conflict and state.port_retries < MAX_PORT_RETRIES:

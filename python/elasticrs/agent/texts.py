@@ -73,27 +73,32 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
 
 
 def stuck(local_ranks: Iterable[int]) -> str:
-    """Why nothing is started any more on a node where SIGKILL had no effect.
+    """What makes a node unfit where SIGKILL had no effect.
 
     Args:
         local_ranks: of the workers that are still there.
     """
-    ranks = ", ".join(map(str, local_ranks))
-    return f"SIGKILL does not end local rank(s) {ranks}; this node is not fit for a restart"
+    return f"SIGKILL does not end local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
-    """Why nothing is started any more on a node whose workers hang in the kernel.
+    """What makes a node unfit whose workers hang in the kernel.
 
     Args:
         seconds: how long the workers have been there, by local rank.
         limit: how long they may.
     """
     who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
-    return (
-        f"local rank(s) {who} in uninterruptible sleep (state D) for more than {limit:g} s; "
-        "this node is not fit for a restart"
-    )
+    return f"local rank(s) {who} in uninterruptible sleep (state D), {limit:g} s are allowed"
+
+
+def not_restarted(why: str) -> str:
+    """That nothing is started any more on this node.
+
+    Args:
+        why: what makes it unfit.
+    """
+    return f"{why}; this node is not fit for a restart"
 
 
 def milliseconds(span_ns: int) -> str:

@@ -83,7 +83,7 @@ class PolledWorkers(Agent):
             Exception: of the user's: a function that cannot be pickled.
         """
         if self._ended is not None and self._ended.stuck_ranks:
-            raise RuntimeError(texts.stuck(self._ended.stuck_ranks))
+            raise RuntimeError(texts.not_restarted(texts.stuck(self._ended.stuck_ranks)))
         supervisor = self._open()
         self._release_plan()
         with self._undisturbed():
