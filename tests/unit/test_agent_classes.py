@@ -19,7 +19,7 @@ from elasticrs.agent.server.api import _RoleInstanceInfo
 from elasticrs.launcher import LaunchConfig
 from elasticrs.launcher.api import _get_entrypoint_name
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException
-from elasticrs.rendezvous import RendezvousParameters
+from elasticrs.rendezvous import RendezvousHandler, RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 
@@ -293,3 +293,34 @@ def test_a_value_of_some_workers_alone_is_an_error(handler):
     agent._initialize_workers(agent.get_worker_group())
     with pytest.raises(ValueError, match="Unknown worker: 1"):
         agent._record_worker_events(result)
+
+
+class Delegating(RendezvousHandler):
+    """A handler of the user's own; what it is asked does not matter here."""
+
+    get_backend = next_rendezvous = is_closed = set_closed = num_nodes_waiting = lambda _self: None
+    get_run_id = shutdown = lambda _self: "job"
+
+
+class OverSomeBackEnd(Delegating):
+    """Ours, without settings of a rendezvous."""
+
+    __module__ = "elasticrs.rendezvous.some"
+
+
+class Metered(LocalElasticAgent):
+    """Replaces what only records."""
+
+    def _record_metrics(self, group_results):
+        """Nothing is wanted."""
+
+
+def test_torchs_loop_runs_where_somebody_else_has_a_say(handler, tmp_path):
+    def waits(kind, its_handler):
+        return kind(spec(its_handler), DefaultLogsSpecs(str(tmp_path)))._waits_for_events
+
+    assert waits(LocalElasticAgent, handler)
+    assert not waits(LocalElasticAgent, Delegating())
+    assert not waits(LocalElasticAgent, OverSomeBackEnd())
+    assert not waits(Metered, handler)
+    assert waits(type("Renamed", (LocalElasticAgent,), {}), handler)

@@ -181,10 +181,12 @@ class LocalElasticAgent(SimpleElasticAgent):
     @property
     def _waits_for_events(self) -> bool:
         """Whether nobody else has a say: neither a subclass nor a handler of the user's."""
-        package = __name__.partition(".")[0]
-        handler = type(self._worker_group.spec.rdzv_handler)
+        handler = self._worker_group.spec.rdzv_handler
+        # One of ours over a back end of the user's has no settings of a rendezvous.
+        meets = isinstance(handler, OneNodeRendezvous) or getattr(handler, "rendezvous", None) is not None
+        is_ours = type(handler).__module__.partition(".")[0] == __name__.partition(".")[0]
         own = all(getattr(getattr(self, name), "__func__", None) is hook for name, hook in _OWN_HOOKS.items())
-        return own and handler.__module__.partition(".")[0] == package
+        return own and meets and is_ours
 
     # --- the loop that waits ---
 
