@@ -22,6 +22,7 @@ DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
 DEFAULT_LINGER = 5.0
 DEFAULT_MONITOR_INTERVAL = 0.1
 DEFAULT_MASTER_PORT = 29500
+UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 START_DEADLINE = 30.0
@@ -51,6 +52,8 @@ class JobConfig:
         rendezvous: where and how the agent meets those of other nodes; ``None`` when there is nobody to meet.
         cpus: those that each worker may run on, by local rank; ``None`` for the agent's own.
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
+        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not looked at
+            when 0 or negative.
     """
 
     __slots__ = (
@@ -67,6 +70,7 @@ class JobConfig:
         "shutdown_timeout",
         "signals",
         "start_deadline",
+        "uninterruptible_state_timeout",
         "virtual_local_rank",
     )
 
@@ -87,6 +91,7 @@ class JobConfig:
         rendezvous: Rendezvous | None = None,
         cpus: Sequence[Sequence[int]] | None = None,
         virtual_local_rank: bool = False,
+        uninterruptible_state_timeout: float = 0.0,
     ) -> None:
         self.nproc = nproc
         self.run_id = run_id
@@ -102,6 +107,7 @@ class JobConfig:
         self.rendezvous = rendezvous
         self.cpus = cpus
         self.virtual_local_rank = virtual_local_rank
+        self.uninterruptible_state_timeout = uninterruptible_state_timeout
 
 
 class LogSettings(Value):
@@ -152,6 +158,36 @@ class LogSettings(Value):
         self.stdout_filters = tuple(stdout_filters)
         self.stderr_filters = tuple(stderr_filters)
         self.specs = specs
+
+
+class ObserveSettings(Value):
+    """Who is told about a job.
+
+    Args:
+        event_log_handler: destination of events; see ``docs/events.md``.
+        entry_point: what events call the workers' program.
+        rdzv_backend: what events call the way in which the nodes meet.
+        has_metrics: somebody takes metrics.
+    """
+
+    __slots__ = ("entry_point", "event_log_handler", "has_metrics", "rdzv_backend")
+
+    def __init__(
+        self,
+        event_log_handler: str = "null",
+        entry_point: str = "",
+        rdzv_backend: str = "c10d",
+        has_metrics: bool = False,
+    ) -> None:
+        self.event_log_handler = event_log_handler
+        self.entry_point = entry_point
+        self.rdzv_backend = rdzv_backend
+        self.has_metrics = has_metrics
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nobody is."""
+        return self.event_log_handler == "null" and not self.has_metrics
 
 
 def random_run_id() -> str:
@@ -205,6 +241,16 @@ def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
         UsageError: the variable holds something else.
     """
     return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
+
+
+def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
+    """Seconds from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``; 0, which switches the check off, by
+    default, and as in torch for what is no number.
+    """
+    try:
+        return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
+    except ValueError:
+        return 0.0
 
 
 def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> float:

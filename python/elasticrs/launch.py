@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.console import Console
     from elasticrs.agent.decisions import Decisions
+    from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.launcher.arguments import Launch
     from elasticrs.logs import LogPaths
@@ -87,6 +88,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     )
     for notice in launch.notices:
         console.say(notice)
+    observers = _observers(launch)
     workers = _script_workers(setup, launch) if launch.runs_path else CommandWorkers(setup, launch.command)
     agent = Agent(
         launch.job,
@@ -95,6 +97,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         signals=signals,
         owns_process=True,
         console=console,
+        observers=observers,
     )
     try:
         result = agent.run()
@@ -133,6 +136,14 @@ def _decisions(launch: Launch, console: Console) -> Decisions:
     from elasticrs.rendezvous.one_node import OneNodePlanner
 
     return OneNode(launch.job, OneNodePlanner(launch.job))
+
+
+def _observers(launch: Launch) -> Sequence[Observer]:
+    if launch.observe.is_off:
+        return ()
+    from elasticrs.agent.observing import make_observers
+
+    return make_observers(launch.job, launch.observe)
 
 
 def _environment(launch: Launch) -> dict[str, str]:

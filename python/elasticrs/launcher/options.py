@@ -213,7 +213,13 @@ OPTIONS: tuple[Option, ...] = (
         metavar="SECONDS",
     ),
     Option("start-method", "spawn", _start_method, "for functions, not for scripts", metavar="METHOD"),
-    Option("event-log-handler", "null", str, "accepted; this release has no events", metavar="NAME"),
+    Option(
+        "event-log-handler",
+        "null",
+        str,
+        "where events go: null, console, file:PATH or an entry point in elasticrs.event_handlers",
+        metavar="NAME",
+    ),
     Option(
         "role", "default", str, "role of the workers, in their environment and in log lines", metavar="NAME"
     ),
