@@ -172,7 +172,8 @@ def test_spawned_children_have_it_too(installed, tmp_path):
 
 SHOW = """
 import os, sys
-print(os.environ["RANK"], "ELASTICRS_ROUND" in os.environ, *sys.argv[1:], flush=True)
+shown = [os.environ["RANK"], str("ELASTICRS_ROUND" in os.environ), *sys.argv[1:]]
+os.write(1, " ".join(shown).encode() + b"\\n")
 """
 
 
