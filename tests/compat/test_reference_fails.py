@@ -16,6 +16,7 @@ from helpers.procs import HANG
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.slow,
+    pytest.mark.timeout(150),
     pytest.mark.beyond_torchrun,
 ]
 
@@ -92,7 +93,6 @@ def test_a_node_that_comes_is_taken_in(agent):
     end(second, first)
 
 
-@pytest.mark.timeout(120)
 def test_under_torchrun_it_ends_the_job(agent):
     first = agent("torchrun", "127.0.0.1")
     first.wait_for_line(UP)
@@ -102,7 +102,6 @@ def test_under_torchrun_it_ends_the_job(agent):
     assert "MASTER_ADDR" in first.stderr + second.stderr
 
 
-@pytest.mark.timeout(120)
 def test_under_torchrun_a_newcomer_that_sorts_first_splits_the_job(agent):
     first = agent("torchrun", "127.0.0.5")
     first.wait_for_line(UP)
@@ -114,7 +113,6 @@ def test_under_torchrun_a_newcomer_that_sorts_first_splits_the_job(agent):
     end(first, second)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", BOTH)
 def test_a_lost_node_is_noticed(agent, launcher):
     agents = [agent(launcher, address) for address in ("127.0.0.1", "127.0.0.2")]
@@ -129,7 +127,7 @@ def test_a_lost_node_is_noticed(agent, launcher):
     else:
         # Its agent's keep-alives have been missing since three intervals; the orphan is lost as well.
         os.kill(int(ups[lost][2]), signal.SIGKILL)
-        survivor.read_for(6)
+        survivor.read_for(5)
         assert survivor.stdout.count("UP ") == 1
         assert procs.process(int(ups[1 - lost][2])).state != "Z"
     end(survivor)
@@ -169,11 +167,13 @@ def test_what_a_crashed_worker_leaves_is_ended(start, worker_script):
         assert (left is None) == (launcher == "elasticrs")
 
 
-def test_workers_do_not_outlive_an_agent_that_is_killed(start, worker_script):
+def test_workers_do_not_outlive_an_agent_that_is_killed_and_has_loaded_no_torch(start, worker_script):
     script = worker_script(RANKS)
     for launcher in BOTH:
         launched = start(launcher, script)
         pid = int(launched.wait_for_line(UP)[5])
+        maps = Path(f"/proc/{launched.pid}/maps").read_text()
+        assert ("libtorch" in maps) == (launcher == "torchrun")
         launched.signal(signal.SIGKILL)
         launched.wait()
         if launcher == "elasticrs":
@@ -185,7 +185,8 @@ def test_workers_do_not_outlive_an_agent_that_is_killed(start, worker_script):
 
 def test_a_signal_while_waiting_for_a_node_is_handled(agent):
     first = agent("elasticrs", "127.0.0.1", nodes="2")
-    first.wait_for_line("wait", "stderr")
+    while not holds_endpoint(first):
+        os.sched_yield()
     first.signal(signal.SIGTERM)
     assert first.wait() == 1
 
@@ -237,13 +238,3 @@ def test_a_record_about_somebody_else_is_refused(start, worker_script):
             else:
                 assert launched.wait() == -signal.SIGKILL
                 assert other.wait(HANG) == -signal.SIGKILL
-
-
-def test_the_agent_does_not_load_torch(start, worker_script):
-    loaded = {}
-    for launcher in BOTH:
-        launched = start(launcher, worker_script(RANKS))
-        launched.wait_for_line(UP)
-        loaded[launcher] = "libtorch" in Path(f"/proc/{launched.pid}/maps").read_text()
-        end(launched)
-    assert loaded == {"elasticrs": False, "torchrun": True}
