@@ -143,6 +143,34 @@ def test_both_names_are_the_same_module(installed):
     assert done.stdout == "done\n", done.stderr
 
 
+NEWER = """
+from torch.distributed.elastic.timer import api
+OURS = api.__name__
+"""
+
+PROBES = """
+import importlib.util
+import torch.distributed.elastic.newer.helpers as helpers, torch.distributed.run
+from torch.distributed.elastic.newer import OURS
+print(OURS, helpers.__name__, torch.distributed.run.__name__)
+assert importlib.util.find_spec("torch.distributed.elastic.neither") is None
+assert importlib.util.find_spec("torch.distributed.elastic.timer.neither") is None
+"""
+
+
+def test_a_module_that_only_torch_has_is_torchs_and_stands_on_ours(installed, tmp_path):
+    # As a later version of torch may have; this one has nothing else.
+    packages = ("torch", "torch/distributed", "torch/distributed/elastic", "torch/distributed/elastic/newer")
+    for package in packages:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(NEWER if package.endswith("newer") else "")
+    (tmp_path / packages[-1] / "helpers.py").touch()
+    done = installed("-c", PROBES, check=False, PYTHONPATH=str(tmp_path))
+    assert done.stdout == "elasticrs.timer.api torch.distributed.elastic.newer.helpers elasticrs.run\n", (
+        done.stderr
+    )
+
+
 SPAWNED = """
 import multiprocessing
 

@@ -66,16 +66,28 @@ class _Finder:
         name = our_name(fullname)
         if name is None:
             return None
+        parent = name.rpartition(".")[0]
+        if parent and parent not in sys.modules:
+            # Its package is torch's own, whose path leads to it.
+            return None
         from importlib.machinery import ModuleSpec
         from importlib.util import find_spec
 
         original = find_spec(name)
         if original is None:
-            # Torch's own would be a second world beside ours.
-            return None
+            return _torchs_own(fullname)
         spec = ModuleSpec(fullname, _Loader(name, original), origin=original.origin)  # type: ignore[arg-type]
         spec.submodule_search_locations = original.submodule_search_locations
         return spec
+
+
+def _torchs_own(fullname: str) -> ModuleSpec | None:
+    """A module that only torch has, perhaps a later one: its package is ours, so nobody else looks there."""
+    from importlib.machinery import PathFinder
+
+    below = fullname.split(".")[2:-1]
+    roots: Sequence[str] = sys.modules[_TORCH].__path__
+    return PathFinder.find_spec(fullname, ["/".join((root, *below)) for root in roots])
 
 
 class _Loader:
