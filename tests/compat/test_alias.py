@@ -190,6 +190,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_spawned_children_have_it_too(installed, tmp_path):
     before = procs.children()
     (tmp_path / "spawned.py").write_text(SPAWNED, encoding="utf-8")

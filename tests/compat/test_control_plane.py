@@ -66,6 +66,7 @@ def test_without_a_socket_it_records_errors_and_needs_no_torch(worker, tmp_path,
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["decorator", "context"])
 def test_with_a_socket_the_worker_answers(worker, tmp_path, form):
     path = str(tmp_path / "socket")
