@@ -51,10 +51,15 @@ class JobConfig:
         rendezvous: where and how the agent meets those of other nodes; ``None`` when there is nobody to meet.
         cpus: those that each worker may run on, by local rank; ``None`` for the agent's own.
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
+        hang_timeout: seconds without a sign of life after which a rank has failed; ``"auto"``: learned from
+            its steps; ``None``: nobody is watched.
+        hang_startup_timeout: the same from the start to the first sign of life; ``None``: any time.
     """
 
     __slots__ = (
         "cpus",
+        "hang_startup_timeout",
+        "hang_timeout",
         "linger",
         "master_addr",
         "master_port",
@@ -87,6 +92,8 @@ class JobConfig:
         rendezvous: Rendezvous | None = None,
         cpus: Sequence[Sequence[int]] | None = None,
         virtual_local_rank: bool = False,
+        hang_timeout: float | str | None = None,
+        hang_startup_timeout: float | None = None,
     ) -> None:
         self.nproc = nproc
         self.run_id = run_id
@@ -102,6 +109,8 @@ class JobConfig:
         self.rendezvous = rendezvous
         self.cpus = cpus
         self.virtual_local_rank = virtual_local_rank
+        self.hang_timeout = hang_timeout
+        self.hang_startup_timeout = hang_startup_timeout
 
 
 class LogSettings(Value):

@@ -86,7 +86,7 @@ pub enum Missed {
     Line,
 }
 
-/// A rank whose limit has passed.
+/// A rank of which at least half of its limit has passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overdue {
     /// Its index among the ranks.
@@ -97,6 +97,8 @@ pub struct Overdue {
     pub since: u64,
     /// What it had.
     pub limit: Duration,
+    /// All of it has passed.
+    pub is_due: bool,
 }
 
 /// The outcome of a look.
@@ -104,7 +106,7 @@ pub struct Overdue {
 pub enum Verdict {
     /// Nobody hangs; look again then.
     LookAgain(u64),
-    /// These do, the one with the oldest sign of life first.
+    /// Some do; these are late, the one with the oldest sign of life first.
     Hung(Vec<Overdue>),
 }
 
@@ -183,24 +185,25 @@ impl Watch {
         self.looked = now;
         let limit = self.step_limit(seen);
         let mut next = now.saturating_add(nanoseconds(limit));
-        let mut hung = Vec::new();
-        for overdue in self.terms(seen, line, limit) {
+        let mut late = Vec::new();
+        for mut overdue in self.terms(seen, line, limit) {
             let credit = match overdue.missed {
                 Missed::Line => self.credits[self.credits.len() - 1].of(overdue.since),
                 _ => self.credits[overdue.rank].of(overdue.since),
             };
-            let due = overdue.since.saturating_add(nanoseconds(overdue.limit)).saturating_add(credit);
-            if due <= now {
-                hung.push(overdue);
-            } else {
-                next = next.min(due);
+            let silent = now.saturating_sub(overdue.since).saturating_sub(credit);
+            let left = nanoseconds(overdue.limit).saturating_sub(silent);
+            overdue.is_due = left == 0;
+            next = next.min(now.saturating_add(left));
+            if silent >= left {
+                late.push(overdue);
             }
         }
-        if hung.is_empty() {
+        if !late.iter().any(|overdue| overdue.is_due) {
             return Verdict::LookAgain(next);
         }
-        hung.sort_by_key(|overdue| overdue.since);
-        Verdict::Hung(hung)
+        late.sort_by_key(|overdue| overdue.since);
+        Verdict::Hung(late)
     }
 
     fn step_limit(&self, seen: &[Seen]) -> Duration {
@@ -230,7 +233,7 @@ impl Watch {
                 (Seen::Nothing, Some(line)) if nobody_beats => (Missed::Line, line, Some(step)),
                 (Seen::Nothing, _) => (Missed::Startup, self.started, self.limits.startup),
             };
-            terms.extend(limit.map(|limit| Overdue { rank, missed, since, limit }));
+            terms.extend(limit.map(|limit| Overdue { rank, missed, since, limit, is_due: false }));
         }
         terms
     }
