@@ -450,13 +450,16 @@ impl Task {
     // --- effects ----------------------------------------------------------------------------------------------
 
     fn input(&mut self, input: Input) {
+        if matches!(input, Input::Exited { .. }) {
+            self.settle_timers();
+        }
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => starting.early(input),
             Current::Running(running) => {
                 if running.group.may_signal(&input) {
                     // Nothing follows from it by itself.
-                    let _ = running.group.on_input(Input::Dead(running.dead()));
+                    let _ = running.group.on_input(Input::Dead(running.dead_before(&input)));
                 }
                 for effect in running.group.on_input(input) {
                     self.carry_out(effect);

@@ -6,12 +6,24 @@ use std::time::{Duration, Instant};
 
 use super::{Current, Running, Task};
 use crate::supervisor::deadlines::Timer;
+use crate::supervisor::event::TimerExpired;
+use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 
 /// How often what was told is compared with what the kernel says.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 impl Running {
+    /// Members that died before what the input is about. A timer expired when its worker lived, and the evidence took time
+    /// since.
+    pub(super) fn dead_before(&self, input: &Input) -> Vec<i32> {
+        let mut dead = self.dead();
+        if let Input::TimerExpired(TimerExpired { local_rank, .. }) = input {
+            dead.retain(|pid| self.group.rank_of(*pid) != Some(*local_rank));
+        }
+        dead
+    }
+
     /// Members that are dead and whose exits were not told yet.
     pub(super) fn dead(&self) -> Vec<i32> {
         let living: BTreeSet<i32> = self.group.living().collect();

@@ -187,6 +187,18 @@ impl Task {
         }
     }
 
+    /// A worker has ended while evidence is gathered. The question itself may have ended its wait (`pause` returns on any
+    /// signal), but not undone that its timer had expired.
+    pub(super) fn settle_timers(&mut self) {
+        let Some(gathering) = &mut self.gathering else { return };
+        let (timers, others): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut gathering.then).into_iter().partition(|then| matches!(then, Then::Input(_)));
+        gathering.then = others;
+        for then in timers {
+            self.follow_up(then, &[]);
+        }
+    }
+
     fn follow_up(&mut self, then: Then, found: &[Found]) {
         let input = match then {
             Then::Input(input) => Some(input),
@@ -218,6 +230,8 @@ impl Task {
             let Found { state, wait_channel, frame, .. } = found;
             ranks.push(RankSeen { local_rank, heartbeat, is_late: overdue.is_some(), state, wait_channel, frame });
         }
+        // Whoever was late may have ended meanwhile.
+        late.iter().find(|overdue| overdue.is_due && suspects[overdue.rank].is_late)?;
         let index = blame(&suspects)?;
         let (overdue, pid) = (overdue_of(index)?, running.members[index].pid);
         Some(WorkerHung {
