@@ -39,7 +39,7 @@ def _heartbeat(step: int | None = None) -> None:
     :class:`Section` (``heartbeat.section``).
 
     Args:
-        step: the number of the step that begins, 0 or more, for the report.
+        step: the number of the step that begins, 0 or more, for the report; -1: before the first one.
 
     Raises:
         ValueError: a negative or enormous step.
