@@ -25,7 +25,7 @@ TRAINING = """
 """
 
 HANGS = {
-    "sleep": "time.sleep(1000)",
+    "sleep": "from time import sleep; sleep(1000)",
     "loop": "while True: pass",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
     # The GIL is held by a lock that is never let go of, in C.
@@ -70,7 +70,7 @@ def test_a_rank_that_hangs_is_found_and_the_group_restarts(launch, worker_script
 
 
 def test_the_report_has_the_stack_and_the_last_heartbeats(launch, worker_script):
-    script = worker_script(training("def read_batch(): time.sleep(1000)\nread_batch()"))
+    script = worker_script(training("def read_batch(): os.read(reader, 1)\nread_batch()"))
     launched = launch("--nproc-per-node=3", "--hang-timeout=1", script)
     assert launched.wait() == 1
     assert re.search(r"traceback : hung: no heartbeat for [\d.]+ s", launched.stderr), launched.stderr
@@ -83,7 +83,7 @@ def test_the_report_has_the_stack_and_the_last_heartbeats(launch, worker_script)
 
 def test_a_handler_of_the_workers_own_costs_the_stacks_only(launch, worker_script, tmp_path):
     script = worker_script(
-        training("signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nwhile True: time.sleep(1000)")
+        training("signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nwhile True: os.read(reader, 1)")
     )
     logs = tmp_path / "logs"
     launched = launch("--nproc-per-node=3", "--hang-timeout=1", f"--log-dir={logs}", script)
@@ -94,9 +94,10 @@ def test_a_handler_of_the_workers_own_costs_the_stacks_only(launch, worker_scrip
 
 def test_a_program_below_the_worker_is_asked(launch, worker_script, tmp_path):
     script = worker_script("""
-        import time
+        import os
         from elasticrs.timer import heartbeat
-        def deep(): time.sleep(1000)
+        pipe = os.pipe()
+        def deep(): os.read(pipe[0], 1)
         heartbeat()
         deep()
     """)
@@ -199,12 +200,13 @@ def test_a_stopped_agent_finds_nobody_hung(launch, worker_script):
 @pytest.mark.slow
 def test_a_rank_that_is_missing_in_a_collective_of_torch_is_named(launch, worker_script):
     script = worker_script("""
-        import os, time
+        import os
         import torch
         import torch.distributed as dist
         from elasticrs.timer import heartbeat
+        pipe = os.pipe()
         def next_batch():
-            time.sleep(1000)
+            os.read(pipe[0], 1)
         dist.init_process_group("gloo")
         again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
         gradient = torch.ones(1000)
