@@ -110,6 +110,34 @@ def test_a_program_below_the_worker_is_asked(launch, worker_script, tmp_path):
     assert re.search(r"the program below it: pid \d+", evidence(logs, 0, 0))
 
 
+SPIES = {
+    "answers": 'echo "spied with $*"',
+    # Evidence does not keep the job: it is ended after two seconds.
+    "hangs": 'echo "spied with $*"; exec sleep 1000',
+}
+
+
+@pytest.mark.parametrize("how", SPIES)
+def test_who_has_no_handler_is_looked_into_by_py_spy(launch, worker_script, tmp_path, how):
+    spy = tmp_path / "bin" / "py-spy"
+    spy.parent.mkdir()
+    spy.write_text(f"#!/bin/sh\n{SPIES[how]}\n")
+    spy.chmod(0o755)
+    env = {"PATH": f"{spy.parent}{os.pathsep}{os.environ['PATH']}", "ELASTICRS_TRACEBACKS": "0"}
+    script = worker_script("""
+        import os
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        heartbeat()
+        os.read(pipe[0], 1)
+    """)
+    logs = tmp_path / "logs"
+    launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", f"--log-dir={logs}", script, env=env)
+    assert launched.wait() == 1
+    assert "hung: no heartbeat" in launched.stderr
+    assert re.search(r"^spied with dump --pid \d+$", evidence(logs, 0, 0), re.M)
+
+
 def test_a_section_has_its_own_limit(launch, worker_script):
     script = worker_script("""
         import os

@@ -10,9 +10,13 @@ import os
 
 
 def answer_with_stacks() -> None:
-    """Register the handler, unless there is one; under an agent of ours only. Costs nothing twice."""
+    """Register the handler, unless there is one; under an agent of ours only.
+
+    ``ELASTICRS_TRACEBACKS=0`` switches it off.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or "ELASTICRS_ROUND" not in os.environ:
+    is_off = os.environ.get("ELASTICRS_TRACEBACKS") == "0"
+    if not path or is_off or "ELASTICRS_ROUND" not in os.environ:
         return
     import faulthandler
     from _signal import SIGRTMIN  # type: ignore[import-not-found]
