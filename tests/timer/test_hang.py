@@ -225,6 +225,28 @@ def test_a_stopped_agent_finds_nobody_hung(launch, worker_script):
     os.close(writer)
 
 
+def test_a_suspended_job_has_nobody_who_hangs(launch, worker_script):
+    script = worker_script("""
+        import os, select
+        from elasticrs.timer import heartbeat
+        heartbeat()
+        os.write(1, b"UP\\n")
+        while not select.select([0], [], [], 0.05)[0]:
+            heartbeat()
+    """)
+    reader, writer = os.pipe()
+    launched = launch("--nproc-per-node=1", "--hang-timeout=1", script, stdin=reader)
+    os.close(reader)
+    launched.wait_for_line("UP")
+    launched.signal(signal.SIGTSTP)
+    launched.wait_stopped()
+    assert not wait_readable(launched.pidfd, 1.5)
+    launched.signal(signal.SIGCONT)
+    assert not wait_readable(launched.pidfd, 0.5)
+    os.close(writer)
+    assert launched.wait() == 0, launched.stderr
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_missing_in_a_collective_of_torch_is_named(launch, worker_script):
     script = worker_script("""
