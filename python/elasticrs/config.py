@@ -25,6 +25,8 @@ DEFAULT_MASTER_PORT = 29500
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 START_DEADLINE = 30.0
+LONGEST = 1e9
+"""Seconds: what the core's clock can count in nanoseconds, and far more than anybody waits."""
 SAFETY_TICK = 5.0
 """Seconds after which the agent looks around even though nothing was reported."""
 
@@ -226,6 +228,25 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
 
 
+def check_hang_timeouts(timeout: float | str | None, startup: float | None) -> None:
+    """Look at the limits of heartbeats that a program has given.
+
+    Args:
+        timeout: seconds, or ``"auto"``.
+        startup: seconds.
+
+    Raises:
+        ValueError: one of them is no limit, or the second one stands alone.
+    """
+    for name, value in (("hang_timeout", timeout), ("hang_startup_timeout", startup)):
+        is_limit = isinstance(value, (int, float)) and 0 < value <= LONGEST
+        if value is not None and not is_limit and (name, value) != ("hang_timeout", "auto"):
+            auto = " or 'auto'" if name == "hang_timeout" else ""
+            raise ValueError(f"{name} must be seconds above 0{auto}, got {value!r}")
+    if startup is not None and timeout is None:
+        raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")
+
+
 def seconds(text: str) -> float:
     """A span of time.
 
@@ -233,13 +254,12 @@ def seconds(text: str) -> float:
         ValueError: with what is expected, when it is negative, endless or no number.
     """
     expected = "seconds, 0 or more"
-    limit = 1e9  # What the core's clock can count in nanoseconds, and far more than anybody waits.
     try:
         value = float(text)
     except ValueError:
         raise ValueError(expected) from None
-    if value > limit:
-        raise ValueError(f"seconds, {limit:.0f} at most")
+    if value > LONGEST:
+        raise ValueError(f"seconds, {LONGEST:.0f} at most")
     if not value >= 0:
         raise ValueError(expected)
     return value

@@ -77,7 +77,7 @@ class Workers(ABC):
             self._timer_file = supervisor.watch_timers(environ.get("TORCHELASTIC_TIMER_FILE") or None)
         job = self._setup.job
         if job.hang_timeout is not None:
-            limit = job.hang_timeout if isinstance(job.hang_timeout, float) else None
+            limit = None if job.hang_timeout == "auto" else float(job.hang_timeout)
             supervisor.watch_hangs(limit, startup=job.hang_startup_timeout)
 
     def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:

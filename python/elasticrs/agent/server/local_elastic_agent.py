@@ -197,6 +197,8 @@ class LocalElasticAgent(ElasticAgent):
             rendezvous=rendezvous,
             cpus=_cpus(spec),
             virtual_local_rank=spec.virtual_local_rank,
+            hang_timeout=spec.hang_timeout,
+            hang_startup_timeout=spec.hang_startup_timeout,
         )
 
     def _workers(self, job: JobConfig) -> Workers:
