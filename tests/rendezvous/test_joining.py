@@ -4,6 +4,7 @@ import pytest
 
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Member, Phase, step
+from elasticrs.rendezvous.elastic.member_settings import MemberSettings
 from rendezvous.cluster import Cluster, running
 
 
@@ -91,7 +92,7 @@ def test_a_job_whose_agents_have_died_goes_on():
 
 def test_connecting_is_tried_again_with_growing_delays():
     cluster = Cluster()
-    member = Member(m.Settings("job", "01", "a", endpoint="head:29400", join_timeout=5))
+    member = Member(MemberSettings("job", "01", "a", endpoint="head:29400", join_timeout=5))
     delays = []
     step(member, m.Begin())
     for _ in range(7):
@@ -108,7 +109,7 @@ def test_connecting_is_tried_again_with_growing_delays():
 
 @pytest.mark.parametrize("kind", ["version", "token", "not_ours", "run"])
 def test_what_waiting_does_not_cure_is_final(kind):
-    member = Member(m.Settings("job", "01", "a"))
+    member = Member(MemberSettings("job", "01", "a"))
     step(member, m.Begin())
     _, actions = step(member, m.ConnectionLost(kind, "port 29400 is used by another program"))
     assert m.Exit(m.Outcome("refused", "port 29400 is used by another program")) in actions
@@ -195,7 +196,7 @@ def test_a_drained_node_is_not_lost_whoever_leads():
 
 
 def test_who_cannot_connect_is_told_why_and_that_it_is_tried_again():
-    member = Member(m.Settings("job", "01", "a", endpoint="b:29400", join_timeout=60))
+    member = Member(MemberSettings("job", "01", "a", endpoint="b:29400", join_timeout=60))
     step(member, m.Begin())
     step(member, m.ConnectionLost("refused", "connection refused"))
     _, actions = step(member, m.TimerFired("connect_news"))
@@ -233,7 +234,7 @@ def test_leaving_does_not_wait_for_a_silent_store():
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_leaving_before_there_is_anything(connected):
-    member = Member(m.Settings("job", "01", "a"))
+    member = Member(MemberSettings("job", "01", "a"))
     step(member, m.Begin())
     if connected:
         step(member, m.Connected(1, "10.0.0.1"))
@@ -263,7 +264,7 @@ def test_a_closed_job_stays_closed_when_the_store_goes_before_the_workers_have_s
 
 
 def test_a_node_without_a_port_leaves():
-    member = Member(m.Settings("job", "01", "a"))
+    member = Member(MemberSettings("job", "01", "a"))
     step(member, m.Begin())
     _, actions = step(member, m.StorePortFailed("all of 29500-29510 are used"))
     text = "node a: no port for the workers' store: all of 29500-29510 are used"
@@ -272,4 +273,4 @@ def test_a_node_without_a_port_leaves():
 
 def test_an_unknown_event_is_an_error():
     with pytest.raises(TypeError):
-        step(Member(m.Settings("job", "01", "a")), "hello")
+        step(Member(MemberSettings("job", "01", "a")), "hello")

@@ -251,8 +251,13 @@ class Driver:
     # --- effects ---
 
     def _connect(self, _action: messages.Connect) -> Iterable[Event]:
+        was_host = self.session.hosts
         lost = self.session.connect()
-        return () if lost is None else (lost,)
+        if lost is not None:
+            return (lost,)
+        if self.session.hosts and not was_host:
+            return (messages.StoreHosted(self.session.fallback_address()),)
+        return ()
 
     def _disconnect(self, _action: messages.Disconnect) -> Iterable[Event]:
         self.session.disconnect()

@@ -26,7 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.rendezvous.elastic.messages import Settings
+    from elasticrs.rendezvous.elastic.member_settings import MemberSettings
     from elasticrs.rendezvous.elastic.state import Member
 
 FIRST_DELAY = 0.02
@@ -36,7 +36,7 @@ LONGEST_DELAY = 0.5
 FIRST_NEWS = 5.0
 """Seconds without a connection before the user is told why."""
 
-FINAL = frozenset({"version", "token", "not_ours", "run"})
+FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host"})
 """Losses of a connection that no waiting cures."""
 
 FORGET_EARLIER = 64
@@ -172,6 +172,11 @@ def _give_up(member: Member, outcome: Outcome) -> None:
         member.outcome = outcome
 
 
+def store_hosted(member: Member, event: Any) -> None:
+    """The store is here after all, before anybody was connected to it."""
+    member.settings = member.settings.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
+
+
 # --- the job's record ---
 
 
@@ -214,7 +219,7 @@ def job_record(member: Member) -> dict[str, Any]:
     }
 
 
-def agreed(settings: Settings) -> dict[str, Any]:
+def agreed(settings: MemberSettings) -> dict[str, Any]:
     """Settings that have to be equal on all nodes."""
     return {
         "protocol": PROTOCOL,
@@ -228,7 +233,7 @@ def agreed(settings: Settings) -> dict[str, Any]:
     }
 
 
-def mismatch(settings: Settings, address: str, job: dict[str, Any]) -> str | None:
+def mismatch(settings: MemberSettings, address: str, job: dict[str, Any]) -> str | None:
     """What differs from the job that another node has started; ``None``: nothing that matters."""
     ours = agreed(settings)
     if settings.homogeneous and job.get("homogeneous"):

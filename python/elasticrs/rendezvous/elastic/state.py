@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from typing import Any, TypeAlias
 
     from elasticrs.rendezvous.elastic.lead import Lead
-    from elasticrs.rendezvous.elastic.messages import Action, Cause, Settings
+    from elasticrs.rendezvous.elastic.member_settings import MemberSettings
+    from elasticrs.rendezvous.elastic.messages import Action, Cause
     from elasticrs.rendezvous.elastic.records import Slot
 
     Answered: TypeAlias = Callable[["Member", Any], None]
@@ -134,7 +135,7 @@ class Member:
         "was_short",
     )
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: MemberSettings) -> None:
         self.settings = settings
         self.keys = Keys(settings.run_id)
         self.phase = Phase.NEW
