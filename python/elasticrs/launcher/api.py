@@ -17,6 +17,7 @@ from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous.api import RendezvousParameters
+from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
 from elasticrs.rendezvous.endpoint import parse_endpoint
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
@@ -56,7 +57,7 @@ class LaunchConfig:
         duplicate_stderr_filters: the same for standard error.
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
         shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
-        exit_barrier_timeout: seconds to wait for other nodes at the end;
+        exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs``,
             ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
 
     Raises:
@@ -98,7 +99,7 @@ class LaunchConfig:
         elif self.shutdown_timeout < 0:
             raise ValueError("shutdown_timeout must be non-negative")
         if self.exit_barrier_timeout is None:
-            self.exit_barrier_timeout = defaults.exit_barrier_timeout_from(os.environ)
+            self.exit_barrier_timeout = exit_barrier_timeout_of(self.rdzv_configs, os.environ, "rdzv_configs")
         elif self.exit_barrier_timeout < 0:
             raise ValueError("exit_barrier_timeout must be non-negative")
         if self.logs_specs is None:

@@ -104,6 +104,7 @@ class LocalElasticAgent(ElasticAgent):
         self._logs_specs = logs_specs
         self._health_check_server = health_check_server
         self._log_line_prefix_template = log_line_prefix_template
+        self._given_barrier_timeout = exit_barrier_timeout
         self._exit_barrier_timeout = (
             defaults.exit_barrier_timeout_from(os.environ)
             if exit_barrier_timeout is None
@@ -183,7 +184,7 @@ class LocalElasticAgent(ElasticAgent):
         rendezvous: Rendezvous | None = getattr(spec.rdzv_handler, "rendezvous", None)
         if rendezvous is not None:
             settings = rendezvous.settings.adapted(
-                grace=self._shutdown_timeout, exit_barrier_timeout=self._exit_barrier_timeout
+                grace=self._shutdown_timeout, exit_barrier_timeout=self._given_barrier_timeout
             )
             rendezvous = rendezvous.with_settings(settings)
         return JobConfig(
