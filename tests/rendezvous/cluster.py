@@ -111,10 +111,11 @@ class Cluster:
         self.store = Store(lambda *_: None)
         self._running = False
 
-    def add(self, name, begin=None, **differs):
+    def add(self, name, begin=None, local_address=None, **differs):
         number = f"{len(self.store.conns) + 1:02x}"
         settings = MemberSettings("job", number, name, endpoint="head:29400", **{**self.settings, **differs})
         agent = Agent(self, name, settings)
+        agent.address = local_address or agent.address
         self.agents.append(agent)
         if begin is not None:
             agent.send(begin)

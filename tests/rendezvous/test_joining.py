@@ -11,11 +11,11 @@ from rendezvous.cluster import Cluster, running
 @pytest.mark.parametrize(
     ("differs", "text"),
     [
-        ({"max_restarts": 3}, "max_restarts=3, but node a started this job with max_restarts=0"),
-        ({"min_nodes": 1}, "min_nodes=1, but node a started this job with min_nodes=2"),
-        ({"max_nodes": 9}, "max_nodes=9, but node a started this job with max_nodes=2"),
-        ({"backend": "etcd"}, "backend=etcd, but node a started this job with backend=c10d"),
-        ({"scale_up": False}, "scale_up=False, but node a started this job with scale_up=True"),
+        ({"max_restarts": 3}, "max_restarts=3, but node a (10.0.0.1) started this job with max_restarts=0"),
+        ({"min_nodes": 1}, "min_nodes=1, but node a (10.0.0.1) started this job with min_nodes=2"),
+        ({"max_nodes": 9}, "max_nodes=9, but node a (10.0.0.1) started this job with max_nodes=2"),
+        ({"backend": "etcd"}, "backend=etcd, but node a (10.0.0.1) started this job with backend=c10d"),
+        ({"scale_up": False}, "scale_up=False, but node a (10.0.0.1) started this job with scale_up=True"),
     ],
 )
 def test_settings_that_differ_are_refused_by_name(differs, text):
@@ -26,13 +26,22 @@ def test_settings_that_differ_are_refused_by_name(differs, text):
     assert not cluster.store.under(cluster.keys.nodes + b.member.settings.agent)
 
 
+def test_whose_settings_differ_is_named_as_others_know_it():
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    cluster.add("a", local_addr="a.test")
+    for name, local in (("b", "127.0.0.1"), ("c", "::1")):
+        refused = cluster.add(name, local_address=local, fallback_addr="head.test", max_restarts=3)
+        expected = f"node {name} (head.test): max_restarts=3, but node a (a.test) started this job with"
+        assert refused.outcome.message.startswith(expected)
+
+
 @pytest.mark.parametrize("homogeneous", [False, True])
 def test_different_nodes_are_refused_only_when_asked_for(homogeneous):
     cluster = Cluster(min_nodes=2, max_nodes=2, homogeneous=homogeneous)
     cluster.add("a", nproc=2)
     b = cluster.add("b", nproc=4)
     if homogeneous:
-        assert "nproc=4, but node a started this job with nproc=2" in b.outcome.message
+        assert "nproc=4, but node a (10.0.0.1) started this job with nproc=2" in b.outcome.message
     else:
         assert b.starts
 
@@ -197,10 +206,11 @@ def test_a_drained_node_is_not_lost_whoever_leads():
 
 def test_who_cannot_connect_is_told_why_and_that_it_is_tried_again():
     member = Member(MemberSettings("job", "01", "a", endpoint="b:29400", join_timeout=60))
-    step(member, m.Begin())
-    step(member, m.ConnectionLost("refused", "connection refused"))
-    _, actions = step(member, m.TimerFired("connect_news"))
-    text = "no way to the rendezvous store b:29400 yet, trying for 60 s: connection refused"
+    step(member, m.Begin(), 1_700_000_000 * 10**9)
+    step(member, m.ConnectionLost("refused", "connection refused"), 1_700_000_001 * 10**9)
+    _, actions = step(member, m.TimerFired("connect_news"), 1_700_000_005 * 10**9)
+    times = "since 2023-11-14 22:13:20 UTC, trying until 2023-11-14 22:14:20 UTC (join_timeout=60)"
+    text = f"no way to the rendezvous store b:29400 {times}: connection refused"
     assert actions == [m.Announce(text)]
 
 

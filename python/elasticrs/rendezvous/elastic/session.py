@@ -21,12 +21,18 @@ if TYPE_CHECKING:
 
 
 _REMEDIES = {
+    "refused": "nobody listens there (yet): does the agent of that node run, and do all nodes have the same "
+    "--rdzv-endpoint?",
+    "unreachable": "are there a route to that node and the right address?",
     "not_ours": "choose another port with --rdzv-endpoint HOST:PORT on all nodes",
     "run": "give all nodes of a job the same --rdzv-id, and each job a port of its own",
     "token": "give all nodes the same token (ELASTICRS_TOKEN, or token_file=PATH in --rdzv-conf)",
     "version": "install the same release of elasticrs on all nodes",
 }
 """What the user can do, by the kind of loss."""
+
+_BEFORE_MEETING = ("refused", "unreachable")
+"""Kinds that speak against the endpoint as long as nobody has been met there."""
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
@@ -139,13 +145,12 @@ class Session:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
                 # Another agent of this machine was faster, or another program has the port: its answer tells.
                 return
-            where = ", ".join(f"{host} port {port}" for host, port in listen)
             option, other = "--rdzv-endpoint HOST:PORT", ""
             if self._rendezvous.backend == "static":
                 option, other = "--master-port", " (is another agent with --node-rank 0 here?)"
             raise CannotHost(
-                f"the rendezvous store cannot listen on {where}: {error.strerror or error}{other}; choose "
-                f"another port with {option} on all nodes"
+                f"the rendezvous store cannot {error.strerror or error}{other}; choose another port with "
+                f"{option} on all nodes"
             ) from error
 
     def connect(self) -> ConnectionLost | None:
@@ -275,7 +280,7 @@ class Session:
     def _explained(self, lost: _core.ConnectionLost) -> str:
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
-        todo = _REMEDIES.get(lost.kind)
+        todo = None if lost.kind in _BEFORE_MEETING and self._has_met else _REMEDIES.get(lost.kind)
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def txn(self, action: Txn) -> None:
