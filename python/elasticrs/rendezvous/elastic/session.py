@@ -91,7 +91,7 @@ class Session:
         self._client: _core.CoordinationClient | None = None
         self._may_decide_again = False
         self._has_met = False
-        self._clock = Clock()
+        self._clock = Clock(0, None)
         self._shared: Store | None = None
         # Once a round runs, its workers have the port: there is no connecting any more.
         self._shares_early = rendezvous.backend == "static" and (home is not None or supervisor is None)
