@@ -861,12 +861,21 @@ def check_limits(processes: int, files: int = 0) -> None:
         ValueError: names the limit and its value.
     """
 
+def raise_descriptor_limit() -> int:
+    """Raise the soft ``RLIMIT_NOFILE`` of this process to the hard one, as far as permitted.
+
+    For a process that is all ours. Workers of supervisors that are made later get the limit that was.
+
+    Returns:
+        The soft limit that holds now.
+    """
+
 def kernel_features() -> dict[str, bool]:
     """What the running kernel offers: ``close_range``, ``pidfd_group_signal``, ``memfd_exec``,
     ``proc_children``.
     """
 
-def nursery_main(token: str) -> int:
+def nursery_main(start: str) -> int:
     """Be a nursery: for an interpreter that was started for this alone, where the embedded program cannot be
     executed.
 

@@ -44,19 +44,24 @@ def main(args: Sequence[str] | None = None) -> int:
     # Before all imports that take time: from here on no signal ends the process half-way.
     signals = catch_signals(_FIRST_SIGNALS)
     try:
-        return _main(sys.argv[1:] if args is None else args, signals)
+        return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
     finally:
         if signals is not None:
             # The exit code stands, and no signal shall take its place while the interpreter shuts down.
             signals.close(ignore=args is None)
 
 
-def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
+def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool) -> int:
     from elasticrs.config import UsageError
     from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 
     try:
         launch = resolve(parse(argv, os.environ), os.environ)
+        if owns_process and not launch.runs_path:
+            from elasticrs import _core
+
+            # Workers that Python itself starts would inherit it.
+            _core.raise_descriptor_limit()
         _check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:

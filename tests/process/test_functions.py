@@ -96,7 +96,7 @@ def work():
 print(json.dumps(list(launch(work, restarts=2).values())))
 """,
     )
-    assert seen == [["1", "1"]] * 3
+    assert seen == [["1", "2"]] * 3
     assert "exited with code 3; 2 siblings stopped; restarting (1 of 2 restarts left)" in stderr
 
 

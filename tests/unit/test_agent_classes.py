@@ -139,6 +139,9 @@ def test_times_come_from_the_environment(config, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "9")
     assert (config().shutdown_timeout, config().exit_barrier_timeout) == (4, 9)
     assert config(shutdown_timeout=1).shutdown_timeout == 1
+    configured = {"exit_barrier_timeout": "2.5"}
+    assert config(rdzv_configs=configured).exit_barrier_timeout == 2.5
+    assert config(rdzv_configs=configured, exit_barrier_timeout=1).exit_barrier_timeout == 1
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,7 @@ def test_times_come_from_the_environment(config, monkeypatch):
     [
         ({"shutdown_timeout": -1}, "shutdown_timeout must be non-negative"),
         ({"exit_barrier_timeout": -1}, "exit_barrier_timeout must be non-negative"),
+        ({"rdzv_configs": {"exit_barrier_timeout": "x"}}, "^rdzv_configs: exit_barrier_timeout: got 'x'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(config, changes, text):

@@ -53,7 +53,7 @@ AGAIN = [RendezvousCompleted(), Started()]
 def test_a_job_whose_workers_exit_0_succeeds():
     state, actions = play(UP + SUCCESS)
     assert state.phase is Phase.SUCCEEDED
-    assert actions == [Rendezvous(0), Start(0, 0), CloseRendezvous(), Exit(0)]
+    assert actions == [Rendezvous(1), Start(1, 0), CloseRendezvous(), Exit(0)]
 
 
 def test_a_failure_within_the_budget_restarts():
@@ -62,8 +62,8 @@ def test_a_failure_within_the_budget_restarts():
     assert actions[2:] == [
         CollectEvidence(),
         AnnounceRestart(0),
-        Rendezvous(1),
-        Start(1, 1),
+        Rendezvous(2),
+        Start(2, 1),
         CloseRendezvous(),
         Exit(0),
     ]
@@ -78,7 +78,7 @@ def test_a_failure_beyond_the_budget_fails_the_job():
 def test_the_death_of_the_nursery_is_charged_once():
     state, actions = play([*UP, GroupEnded("lost")])
     assert state.restarts == 1
-    assert Rendezvous(1) in actions
+    assert Rendezvous(2) in actions
 
 
 def test_stuck_workers_end_the_job_whatever_the_budget():
@@ -99,8 +99,8 @@ def test_workers_that_hung_in_the_kernel_end_the_job_whatever_the_budget():
 def test_a_port_conflict_is_not_charged():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", port_conflict=True)], max_restarts=0)
     assert state.phase is Phase.RENDEZVOUS
-    assert (state.restarts, state.round) == (0, 1)
-    assert actions[-2:] == [AnnounceRestart(0, charged=False), Rendezvous(1)]
+    assert (state.restarts, state.round) == (0, 2)
+    assert actions[-2:] == [AnnounceRestart(0, charged=False), Rendezvous(2)]
 
 
 def test_port_conflicts_without_end_fail():
@@ -225,7 +225,7 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts):
                     assert not failed, "AGENT-4"
                     assert not signalled, "AGENT-4"
         assert state.restarts <= max_restarts, "AGENT-2"
-        assert state.round <= max_restarts + MAX_PORT_RETRIES, "AGENT-2"
+        assert state.round <= 1 + max_restarts + MAX_PORT_RETRIES, "AGENT-2"
         assert state.phase.is_terminal == bool(exits), "AGENT-3"
         assert state.group_exists == group_exists
     if signalled and not group_exists:

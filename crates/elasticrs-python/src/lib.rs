@@ -35,7 +35,7 @@ mod _core {
         StartFailed, TimerExpired, WorkerExited, WorkerHung, WorkerPaused, WorkerResumed,
     };
     #[pymodule_export]
-    use crate::helpers::{check_limits, kernel_features, last_lines};
+    use crate::helpers::{check_limits, kernel_features, last_lines, raise_descriptor_limit};
     #[pymodule_export]
     use crate::nursery::nursery_main;
     #[pymodule_export]

@@ -62,7 +62,7 @@ class AgentState(Value):
         max_restarts: how many restarts may be charged.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         phase: where the agent stands.
-        round: number of the attempt, from 0, counting every one that was begun.
+        round: number of the attempt, from 1, counting every one that was begun.
         restarts: charged restarts; what workers see as ``TORCHELASTIC_RESTART_COUNT``.
         port_retries: attempts repeated because another process took the port of the workers' store.
         signum: the first signal that asked the agent to stop.
@@ -88,7 +88,7 @@ class AgentState(Value):
         max_restarts: int,
         shutdown_timeout: float,
         phase: Phase = Phase.INIT,
-        round: int = 0,  # noqa: A002 -- the field's own word
+        round: int = 1,  # noqa: A002 -- the field's own word
         restarts: int = 0,
         port_retries: int = 0,
         signum: int | None = None,

@@ -19,6 +19,7 @@ from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalExc
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry as rdzv_registry
 from elasticrs.rendezvous.api import RendezvousParameters
+from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
 from elasticrs.rendezvous.endpoint import parse_endpoint
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class LaunchConfig:
         duplicate_stderr_filters: the same for standard error.
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
         shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
-        exit_barrier_timeout: seconds to wait for other nodes at the end;
+        exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs``,
             ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
         hang_timeout: seconds without a heartbeat after which a rank has failed; ``"auto"``: learned from its
             steps; ``None``: nobody is watched. Not in torch, nor is the next one.
@@ -104,7 +105,7 @@ class LaunchConfig:
         elif self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must be non-negative, got {self.shutdown_timeout}")
         if self.exit_barrier_timeout is None:
-            self.exit_barrier_timeout = defaults.exit_barrier_timeout_from(os.environ)
+            self.exit_barrier_timeout = exit_barrier_timeout_of(self.rdzv_configs, os.environ, "rdzv_configs")
         elif self.exit_barrier_timeout < 0:
             raise ValueError(f"exit_barrier_timeout must be non-negative, got {self.exit_barrier_timeout}")
         if self.logs_specs is None:

@@ -392,7 +392,6 @@ def _described(
     endpoint: str = args.rdzv_endpoint.strip()
     if backend == STATIC and not endpoint:
         endpoint = _static_endpoint(args)
-    barrier = args.exit_barrier_timeout
     rendezvous, more = describe(
         backend,
         endpoint,
@@ -403,7 +402,7 @@ def _described(
         node_rank=0 if args.standalone else args.node_rank,
         local_addr=args.local_addr,
         grace=grace,
-        exit_barrier_timeout=config.exit_barrier_timeout_from(environ) if barrier is None else barrier,
+        exit_barrier_timeout=args.exit_barrier_timeout,
     )
     notices += more
     if is_plain:

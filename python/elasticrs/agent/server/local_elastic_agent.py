@@ -132,6 +132,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._logs_specs = logs_specs
         self._health_check_server = health_check_server
         self._log_line_prefix_template = log_line_prefix_template
+        self._given_barrier_timeout = exit_barrier_timeout
         self._uninterruptible_state_timeout = (
             defaults.uninterruptible_state_timeout_from(os.environ)
             if uninterruptible_state_timeout is None
@@ -263,7 +264,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if rendezvous is None:
             return None
         settings = rendezvous.settings.adapted(
-            grace=self._shutdown_timeout, exit_barrier_timeout=self._exit_barrier_timeout
+            grace=self._shutdown_timeout, exit_barrier_timeout=self._given_barrier_timeout
         )
         return rendezvous.with_settings(settings)
 
