@@ -238,3 +238,21 @@ def test_a_record_about_somebody_else_is_refused(start, worker_script):
             else:
                 assert launched.wait() == -signal.SIGKILL
                 assert other.wait(HANG) == -signal.SIGKILL
+
+
+UNINTERRUPTIBLE = """
+    import ctypes, os, signal
+    # The parent of a vfork is in state D until the child ends, and this one only waits.
+    CLONE_VFORK = 0x4000
+    libc = ctypes.CDLL(None)
+    stack = ctypes.create_string_buffer(1 << 16)
+    top = ctypes.c_void_p((ctypes.addressof(stack) + len(stack)) & ~15)
+    libc.clone(ctypes.cast(libc.pause, ctypes.c_void_p), top, CLONE_VFORK | signal.SIGCHLD, None)
+"""
+
+
+def test_a_worker_that_is_stuck_in_the_kernel_fails_the_job(start, worker_script):
+    script = worker_script(UNINTERRUPTIBLE)
+    env = {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "1"}
+    codes = {launcher: start(launcher, script, env=env).wait() for launcher in reversed(BOTH)}
+    assert codes == {"elasticrs": 1, "torchrun": 0}
