@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 mod coordination;
 mod error;
 mod event;
+mod health;
 mod helpers;
 mod lease;
 mod nursery;
@@ -34,6 +35,8 @@ mod _core {
         Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, LogTrouble, StartFailed,
         TimerExpired, WorkerExited, WorkerPaused, WorkerResumed,
     };
+    #[pymodule_export]
+    use crate::health::HealthServer;
     #[pymodule_export]
     use crate::helpers::{check_limits, kernel_features, last_lines};
     #[pymodule_export]

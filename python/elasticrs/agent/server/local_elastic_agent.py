@@ -26,6 +26,8 @@ from elasticrs.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from elasticrs.agent.server.health_check_server import HealthCheckServer as OurServer
+from elasticrs.agent.server.health_check_server import server_of_environment
 from elasticrs.agent.signals import catch_signals, ignored_signals
 from elasticrs.agent.state import Phase
 from elasticrs.config import JobConfig, ObserveSettings
@@ -136,9 +138,8 @@ class LocalElasticAgent(ElasticAgent):
         signals = catch_signals(self._signals)
         if signals is None:
             warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=2)
-        if self._health_check_server is not None:
-            self._health_check_server.start()
         console = Console()
+        server = self._start_server(console)
         decisions = self._decisions(job, console)
         try:
             agent = Agent(
@@ -148,7 +149,7 @@ class LocalElasticAgent(ElasticAgent):
                 signals=signals,
                 owns_process=False,
                 console=console,
-                observers=make_observers(job, self._observe()),
+                observers=make_observers(job, self._observe(), console.say, server),
             )
             result = agent.run()
         finally:
@@ -200,6 +201,24 @@ class LocalElasticAgent(ElasticAgent):
             cpus=_cpus(spec),
             virtual_local_rank=spec.virtual_local_rank,
         )
+
+    def _start_server(self, console: Console) -> OurServer | None:
+        """Start the server; one of ours is opened, and this agent's loop answers."""
+        if self._health_check_server is None:
+            try:
+                self._health_check_server = server_of_environment(os.environ)
+                if self._health_check_server is not None:
+                    self._health_check_server.open()
+            except (OSError, ValueError) as error:
+                self._health_check_server = None
+                console.say(f"no health check server: {error}")
+        server = self._health_check_server
+        if isinstance(server, OurServer) and type(server).start is OurServer.start:
+            server.open()
+            return server
+        if server is not None:
+            server.start()
+        return None
 
     def _observe(self) -> ObserveSettings:
         spec = self._worker_group.spec
