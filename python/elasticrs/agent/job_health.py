@@ -90,10 +90,10 @@ class HealthObserver(Observer):
             self._native.was_hung(max(0.0, time.time() - event.deadline))
         elif isinstance(event, _core.WorkerPaused):
             self._paused.add(event.local_rank)
-            self._is_stale = True
+            self._publish()
         elif isinstance(event, _core.WorkerResumed):
             self._paused.discard(event.local_rank)
-            self._is_stale = True
+            self._publish()
         elif isinstance(event, _core.WorkerExited):
             self._on_exit(event)
         elif isinstance(event, _core.GroupEnded):
