@@ -44,7 +44,7 @@ def samples_of():
             for family in families
             for sample in family.samples
         }
-        return lambda name, **labels: values[(f"elasticrs_{name}", *sorted(labels.items()))]
+        return lambda family, /, **labels: values[(f"elasticrs_{family}", *sorted(labels.items()))]
 
     return read
 

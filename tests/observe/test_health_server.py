@@ -190,19 +190,28 @@ def host(tmp_path):
     (tmp_path / "host.py").write_text(HOST)
     os.mkfifo(tmp_path / "fifo")
     os.mkfifo(tmp_path / "job")
+    started = []
 
     def start(kind):
         command = [sys.executable, "host.py", "fifo", kind]
-        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+        return started[-1]
 
-    return start
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def test_a_loop_that_hangs_turns_it_to_503(host, tmp_path):
-    with host("ours") as process:
+    process = host("ours")
+    with process.stdout:
         port = int(process.stdout.readline())
         # Until the workers run nobody needs to have asked.
         with open(tmp_path / "job", "w") as job:
+            # The worker runs before the loop is told so.
+            while get_json(port, "/readyz")[0] != 200:
+                pass
             get_json(port, "/healthz")
             code, health = get_json(port, "/healthz")
             assert (code, health["alive"]) == (503, False)
@@ -224,7 +233,8 @@ def test_a_loop_that_hangs_turns_it_to_503(host, tmp_path):
 
 
 def test_a_server_of_the_users_is_started_and_stopped(host, tmp_path):
-    with host("own") as process:
+    process = host("own")
+    with process.stdout:
         with open(tmp_path / "job", "w") as job:
             job.write("end\n")
         assert process.stdout.read().splitlines() == ["own start", "own stop", "done"]
