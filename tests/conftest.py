@@ -30,10 +30,18 @@ hypothesis.settings.load_profile(os.environ.get("ELASTICRS_HYPOTHESIS_PROFILE", 
 
 REQUIRE_ALL = os.environ.get("ELASTICRS_REQUIRE_ALL") == "1"
 
+FRAMEWORKS = ("accelerate", "lightning", "transformers")
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "privileged": (lambda: os.geteuid() == 0, "needs root"),
     "gpu": (lambda: Path("/dev/nvidiactl").exists(), "needs a CUDA device"),
-    "torch": (lambda: importlib.util.find_spec("torch") is not None, "needs torch"),
+    "torch": (lambda: is_installed("torch"), "needs torch"),
+    "frameworks": (lambda: all(map(is_installed, FRAMEWORKS)), f"needs {', '.join(FRAMEWORKS)}"),
 }
 
 
