@@ -42,7 +42,7 @@ def _pages(options: Options) -> list[Row]:
                 samples.add(launcher, (time.monotonic_ns() - began) / 1e6)
 
     take_turns(options, options.repeats(3, 1), one)
-    conditions = f"{WORKERS} workers, one scraper, a connection for each page; a page is made anew every 100 ms"
+    conditions = f"{WORKERS} workers, one scraper, a connection each time; the page is new every 100 ms"
     return [
         *samples.rows("scrape: page, p50", "ms", conditions),
         *samples.rows("scrape: page, p99", "ms", conditions, lambda values: percentile(values, 99)),
