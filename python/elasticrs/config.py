@@ -24,6 +24,7 @@ DEFAULT_MONITOR_INTERVAL = 0.1
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_HEALTH_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
+UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 START_DEADLINE = 30.0
@@ -53,6 +54,8 @@ class JobConfig:
         rendezvous: where and how the agent meets those of other nodes; ``None`` when there is nobody to meet.
         cpus: those that each worker may run on, by local rank; ``None`` for the agent's own.
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
+        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not looked at
+            when 0 or negative.
     """
 
     __slots__ = (
@@ -69,6 +72,7 @@ class JobConfig:
         "shutdown_timeout",
         "signals",
         "start_deadline",
+        "uninterruptible_state_timeout",
         "virtual_local_rank",
     )
 
@@ -89,6 +93,7 @@ class JobConfig:
         rendezvous: Rendezvous | None = None,
         cpus: Sequence[Sequence[int]] | None = None,
         virtual_local_rank: bool = False,
+        uninterruptible_state_timeout: float = 0.0,
     ) -> None:
         self.nproc = nproc
         self.run_id = run_id
@@ -104,6 +109,7 @@ class JobConfig:
         self.rendezvous = rendezvous
         self.cpus = cpus
         self.virtual_local_rank = virtual_local_rank
+        self.uninterruptible_state_timeout = uninterruptible_state_timeout
 
 
 class LogSettings(Value):
@@ -266,6 +272,16 @@ def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
         UsageError: the variable holds something else.
     """
     return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
+
+
+def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
+    """Seconds from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``; 0, which switches the check off, by
+    default, and as in torch for what is no number.
+    """
+    try:
+        return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
+    except ValueError:
+        return 0.0
 
 
 def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> float:

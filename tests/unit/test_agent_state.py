@@ -85,7 +85,15 @@ def test_stuck_workers_end_the_job_whatever_the_budget():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))], max_restarts=9)
     assert state.phase is Phase.FAILED
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert "SIGKILL does not end local rank(s) 0, 2" in report.message
+    assert report.message == "SIGKILL does not end local rank(s) 0, 2; this node is not fit for a restart"
+
+
+def test_workers_that_hung_in_the_kernel_end_the_job_whatever_the_budget():
+    state, actions = play([*UP, GroupEnded("stopped", unfit="asleep")], max_restarts=9)
+    assert state.phase is Phase.FAILED
+    assert [action.message for action in actions if isinstance(action, ReportFailure)] == [
+        "asleep; this node is not fit for a restart"
+    ]
 
 
 def test_a_port_conflict_is_not_charged():
@@ -170,6 +178,7 @@ events = st.one_of(
         st.sampled_from(["succeeded", "failed", "stopped", "lost"]),
         st.sampled_from([(), (), (), (1,)]),
         st.booleans(),
+        st.sampled_from([None, None, None, "hung"]),
     ),
     st.builds(SignalReceived, st.sampled_from([SIGTERM, SIGINT])),
 )
@@ -192,7 +201,7 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts):
         signalled |= isinstance(event, SignalReceived)
         if isinstance(event, GroupEnded) and group_exists:
             group_exists = False
-            stuck |= bool(event.stuck_ranks)
+            stuck |= bool(event.stuck_ranks or event.unfit)
             failed |= event.outcome != "succeeded"
         if group_exists and (
             isinstance(event, FailureSeen) or (isinstance(event, WorkerExited) and event.exitcode != 0)

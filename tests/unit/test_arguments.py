@@ -158,9 +158,12 @@ def test_ranks_of_two_digits_can_be_named():
         (["--nproc-per-nod3=1", "x"], {}, "unknown option --nproc-per-nod3 (did you mean --nproc-per-node?)"),
         (["--zzz", "x"], {}, "unknown option --zzz; --help lists them all"),
         (["-x", "x"], {}, "unknown option -x; --help lists them all"),
+        (["-nproc-per-node", "2"], {}, "unknown option -nproc-per-node (did you mean --nproc-per-node?)"),
+        (["--NNODES=1", "x"], {}, "unknown option --NNODES (did you mean --nnodes?)"),
+        (["--rdzv_endpont=1", "x"], {}, "unknown option --rdzv_endpont (did you mean --rdzv-endpoint?)"),
         (["--ma", "x"], {}, "--ma could be --max-restarts or --master-addr or --master-port"),
-        (["--role"], {}, "--role: a value is missing"),
-        (["--role", "--standalone", "x"], {}, "--role: a value is missing"),
+        (["--role"], {}, "--role: a value is missing, as in --role NAME"),
+        (["--role", "--standalone", "x"], {}, "--role: a value is missing, as in --role NAME"),
         (["--standalone=1", "x"], {}, "--standalone: got '1', expected no value"),
         ([], {}, "no script given: elasticrun [options] script [arguments of the script]"),
         (["-t", "4", "x"], {}, "-t: got '4', expected 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N"),  # noqa: E501
@@ -194,6 +197,10 @@ def test_what_is_wrong_with_the_script_is_said(tmp_path, script):
     missing = str(tmp_path / "no.py")
     with pytest.raises(UsageError, match=r"script '.*no.py' does not exist"):
         launch(missing)
+    with pytest.raises(UsageError, match=r"script '.*' is a folder without a __main__.py"):
+        launch(str(tmp_path))
+    (tmp_path / "__main__.py").touch()
+    launch(str(tmp_path))
     with pytest.raises(UsageError, match=r"script '.*train.py' is not executable"):
         launch("--no-python", script)
     with pytest.raises(UsageError, match=r"script 'no-such-program' was not found in PATH"):

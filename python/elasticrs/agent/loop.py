@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.observer import Observer
+    from elasticrs.agent.sleepers import Sleepers
     from elasticrs.config import JobConfig
     from elasticrs.workers import Workers
 
@@ -117,6 +118,12 @@ class Agent:
         self._result = JobResult()
         self._failure_ns: int | None = None
         self._asked: dict[int, float] = {}
+        self._sleepers: Sleepers | None = None
+        self._unfit: str | None = None
+        if job.uninterruptible_state_timeout > 0:
+            from elasticrs.agent.sleepers import Sleepers
+
+            self._sleepers = Sleepers(job.uninterruptible_state_timeout)
 
     def run(self) -> JobResult:
         """Run the job to its end.
@@ -185,13 +192,30 @@ class Agent:
                     return
                 self._carry_out(supervisor, action)
             self._console.flush()
-            event = supervisor.next_event(self._decisions.seconds_left())
+            event = supervisor.next_event(self._seconds_left())
             if event is not None:
                 _TRANSLATORS[type(event)](self, supervisor, event)
                 self._observers.seen(event, self._result)
             else:
                 self._take_signals(supervisor)
                 self._actions.extend(self._decisions.look_around())
+            if self._sleepers is not None:
+                self._look_for_sleepers(supervisor, self._sleepers)
+
+    def _seconds_left(self) -> float:
+        left = self._decisions.seconds_left()
+        return left if self._sleepers is None else min(left, self._sleepers.interval)
+
+    def _look_for_sleepers(self, supervisor: _core.Supervisor, sleepers: Sleepers) -> None:
+        """A worker that hangs in the kernel ends the job; see :mod:`elasticrs.agent.sleepers`."""
+        attempt = self._result.attempts[-1] if self._result.attempts else None
+        if attempt is None or self._unfit is not None or "ended" in attempt.stamps:
+            return
+        overdue = sleepers.look(dict(enumerate(attempt.pids)))
+        if overdue:
+            self._unfit = texts.asleep(overdue, self._job.uninterruptible_state_timeout)
+            self._console.say(f"{self._unfit}; stopping the workers")
+            supervisor.stop(_core.StopPolicy(signal.SIGTERM, self._job.shutdown_timeout))
 
     def _drain(self, supervisor: _core.Supervisor) -> None:
         """Let the console catch up, for a while."""
@@ -389,7 +413,8 @@ class Agent:
         if event.outcome == "succeeded":
             self._name_descendants("ended", event.ended, event.more_ended)
         conflict = event.outcome == "failed" and is_port_conflict(attempt)
-        self._events.append(machine.GroupEnded(event.outcome, tuple(event.stuck_ranks), conflict))
+        stuck = tuple(event.stuck_ranks)
+        self._events.append(machine.GroupEnded(event.outcome, stuck, conflict, self._unfit))
 
     def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
         name = texts.signal_name(event.signal)

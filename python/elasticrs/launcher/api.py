@@ -17,9 +17,9 @@ from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.rendezvous import registry as rdzv_registry
 from elasticrs.rendezvous.api import RendezvousParameters
 from elasticrs.rendezvous.endpoint import parse_endpoint
-from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,11 +97,11 @@ class LaunchConfig:
         if self.shutdown_timeout is None:
             self.shutdown_timeout = defaults.shutdown_timeout_from(os.environ)
         elif self.shutdown_timeout < 0:
-            raise ValueError("shutdown_timeout must be non-negative")
+            raise ValueError(f"shutdown_timeout must be non-negative, got {self.shutdown_timeout}")
         if self.exit_barrier_timeout is None:
             self.exit_barrier_timeout = defaults.exit_barrier_timeout_from(os.environ)
         elif self.exit_barrier_timeout < 0:
-            raise ValueError("exit_barrier_timeout must be non-negative")
+            raise ValueError(f"exit_barrier_timeout must be non-negative, got {self.exit_barrier_timeout}")
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
 
@@ -169,7 +169,7 @@ def launch_agent(
         local_world_size=config.nproc_per_node,
         entrypoint=entrypoint,
         args=tuple(args),
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=rdzv_registry.get_rendezvous_handler(parameters),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=master_addr,
@@ -225,10 +225,10 @@ def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list
     return entrypoint or ""
 
 
-def _get_addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
-    if parameters.backend != "static":
+def _get_addr_and_port(rdzv_parameters: RendezvousParameters) -> tuple[str | None, int | None]:
+    if rdzv_parameters.backend != "static":
         return None, None
-    endpoint = parameters.endpoint.strip()
+    endpoint = rdzv_parameters.endpoint.strip()
     if not endpoint:
         raise ValueError("endpoint is missing: the static rendezvous needs HOST:PORT")
     host, port = parse_endpoint("endpoint", endpoint)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
 _BY_NAME = {option.name: option for option in OPTIONS}
+_ALL = "; --help lists them all"
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
@@ -149,6 +150,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         rendezvous=meeting.rendezvous,
         cpus=_cpus(args.numa_binding, nproc, environ),
         virtual_local_rank=args.virtual_local_rank,
+        uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
     )
     logs = LogSettings(
         log_dir=args.log_dir,
@@ -229,7 +231,9 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
         raise HelpRequested("help")
     found = _BY_LETTER.get(letter)
     if found is None:
-        raise UsageError(f"unknown option -{letter}{_suggestion(argument)}")
+        near = _suggestion(argument[1:])
+        # With one dash a long name is a row of letters; what was meant is clear where it is like one.
+        raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
     if found.is_flag:
         more = _read("-" + tail, arguments) if tail else {}
         return {found.dest: True, **more}
@@ -259,8 +263,9 @@ def _find(typed: str) -> Option:
 def _suggestion(name: str) -> str:
     import difflib
 
-    near = difflib.get_close_matches(name, _BY_NAME, 1)
-    return f" (did you mean --{near[0]}?)" if near else "; --help lists them all"
+    typed = name.partition("=")[0].lower().replace("_", "-")
+    near = difflib.get_close_matches(typed, _BY_NAME, 1)
+    return f" (did you mean --{near[0]}?)" if near else _ALL
 
 
 def _value(option: Option, arguments: Iterator[str]) -> str:
@@ -268,7 +273,7 @@ def _value(option: Option, arguments: Iterator[str]) -> str:
     # As in argparse: what looks like an option is none's value, unless it is a negative number or has a
     # space.
     if text is None or (text.startswith("-") and len(text) > 1 and " " not in text and not _is_number(text)):
-        raise UsageError(f"{option.flag}: a value is missing")
+        raise UsageError(f"{option.flag}: a value is missing, as in {option.flag} {option.metavar}")
     return text
 
 
@@ -477,6 +482,8 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
 def _check_script(script: str) -> None:
     if not os.path.exists(script):
         raise UsageError(f"script {script!r} does not exist")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(f"script {script!r} is a folder without a __main__.py")
     if not os.access(script, os.R_OK):
         raise UsageError(f"script {script!r} cannot be read: permission denied")
 
