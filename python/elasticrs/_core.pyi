@@ -186,6 +186,69 @@ class TimerExpired:
     def seen_ns(self) -> int: ...
 
 @final
+class Heartbeat:
+    """The last sign of life that a worker gave by :func:`elasticrs.timer.heartbeat`."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def at_ns(self) -> int:
+        """When, monotonic."""
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def section(self) -> str | None:
+        """The section that it was in."""
+
+@final
+class RankSeen:
+    """What a worker was doing when another one, or it, was found to hang."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def heartbeat(self) -> Heartbeat | None: ...
+    @property
+    def is_late(self) -> bool:
+        """At least half of its limit has passed."""
+    @property
+    def state(self) -> str:
+        """One letter, as in ``/proc/PID/stat``; empty when that is not known."""
+    @property
+    def wait_channel(self) -> str:
+        """The kernel function that it waits in, as far as readable."""
+    @property
+    def frame(self) -> str | None:
+        """The innermost frame of its Python program."""
+
+@final
+class WorkerHung:
+    """A worker gave no sign of life for too long: it counts as failed, and :class:`FailureSeen` follows.
+
+    Of several that did not, it is the one that keeps the others waiting, as far as can be told.
+    """
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def missed(self) -> Literal["startup", "step", "section", "line"]:
+        """What it did not do in time: its first heartbeat, the next one, the end of a section, any line."""
+    @property
+    def since_ns(self) -> int:
+        """Its last sign of life, or the start of the group; monotonic."""
+    @property
+    def limit(self) -> float:
+        """How long it could take, in seconds."""
+    @property
+    def seen_ns(self) -> int:
+        """When it was found."""
+    @property
+    def ranks(self) -> list[RankSeen]:
+        """All workers that ran."""
+
+@final
 class WorkerPaused:
     """A worker has been stopped (SIGSTOP, SIGTSTP, …) for one second, and not by us."""
 
@@ -294,6 +357,7 @@ Event: TypeAlias = (
     | WorkerExited
     | FailureSeen
     | TimerExpired
+    | WorkerHung
     | WorkerPaused
     | WorkerResumed
     | Fenced
@@ -411,6 +475,30 @@ class Supervisor:
             FileExistsError: something else is at ``path``.
             OSError: somebody reads the FIFO there; timers are watched already; no such directory.
         """
+    def watch_hangs(self, limit: float | None, *, startup: float | None = None) -> None:
+        """Give the workers of the groups that follow a page for heartbeats (``ELASTICRS_HEARTBEAT``), and
+        watch them. :class:`WorkerHung` tells who hangs.
+
+        Args:
+            limit: seconds between two signs of life; ``None``: learned from the job's own steps.
+            startup: seconds from the start of a group to the first sign of life of each worker; ``None``:
+                any.
+
+        Raises:
+            ValueError: a limit is not finite, or not above 0.
+        """
+    def keep_evidence(
+        self, files: Sequence[tuple[str, str]], *, py_spy: str | PathLike[str] | None = None
+    ) -> None:
+        """Where to keep what the workers were doing when one of them hung, or a timer expired.
+
+        Args:
+            files: by local rank, of the group that is started next: the file into which the worker's hook
+                lets :mod:`faulthandler` write, and the one that is written.
+            py_spy: the program, for workers that do not answer.
+        """
+    def heartbeats(self) -> list[Heartbeat]:
+        """The last heartbeat of each worker that had any, of the group that runs or ran last."""
     def fence_at(self, from_now: float | None) -> bool:
         """Set the moment at which the nursery kills all workers, even if this process is stopped then.
 

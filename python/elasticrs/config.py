@@ -28,6 +28,8 @@ UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 START_DEADLINE = 30.0
+LONGEST = 1e9
+"""Seconds: what the core's clock can count in nanoseconds, and far more than anybody waits."""
 SAFETY_TICK = 5.0
 """Seconds after which the agent looks around even though nothing was reported."""
 
@@ -56,10 +58,15 @@ class JobConfig:
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
         uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not looked at
             when 0 or negative.
+        hang_timeout: seconds without a sign of life after which a rank has failed; ``"auto"``: learned from
+            its steps; ``None``: nobody is watched.
+        hang_startup_timeout: the same from the start to the first sign of life; ``None``: any time.
     """
 
     __slots__ = (
         "cpus",
+        "hang_startup_timeout",
+        "hang_timeout",
         "linger",
         "master_addr",
         "master_port",
@@ -94,6 +101,8 @@ class JobConfig:
         cpus: Sequence[Sequence[int]] | None = None,
         virtual_local_rank: bool = False,
         uninterruptible_state_timeout: float = 0.0,
+        hang_timeout: float | str | None = None,
+        hang_startup_timeout: float | None = None,
     ) -> None:
         self.nproc = nproc
         self.run_id = run_id
@@ -110,6 +119,8 @@ class JobConfig:
         self.cpus = cpus
         self.virtual_local_rank = virtual_local_rank
         self.uninterruptible_state_timeout = uninterruptible_state_timeout
+        self.hang_timeout = hang_timeout
+        self.hang_startup_timeout = hang_startup_timeout
 
 
 class LogSettings(Value):
@@ -294,6 +305,25 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
 
 
+def check_hang_timeouts(timeout: float | str | None, startup: float | None) -> None:
+    """Look at the limits of heartbeats that a program has given.
+
+    Args:
+        timeout: seconds, or ``"auto"``.
+        startup: seconds.
+
+    Raises:
+        ValueError: one of them is no limit, or the second one stands alone.
+    """
+    for name, value in (("hang_timeout", timeout), ("hang_startup_timeout", startup)):
+        is_limit = isinstance(value, (int, float)) and 0 < value <= LONGEST
+        if value is not None and not is_limit and (name, value) != ("hang_timeout", "auto"):
+            auto = " or 'auto'" if name == "hang_timeout" else ""
+            raise ValueError(f"{name} must be seconds above 0{auto}, got {value!r}")
+    if startup is not None and timeout is None:
+        raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")
+
+
 def seconds(text: str) -> float:
     """A span of time.
 
@@ -301,13 +331,12 @@ def seconds(text: str) -> float:
         ValueError: with what is expected, when it is negative, endless or no number.
     """
     expected = "seconds, 0 or more"
-    limit = 1e9  # What the core's clock can count in nanoseconds, and far more than anybody waits.
     try:
         value = float(text)
     except ValueError:
         raise ValueError(expected) from None
-    if value > limit:
-        raise ValueError(f"seconds, {limit:.0f} at most")
+    if value > LONGEST:
+        raise ValueError(f"seconds, {LONGEST:.0f} at most")
     if not value >= 0:
         raise ValueError(expected)
     return value

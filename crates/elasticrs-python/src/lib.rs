@@ -32,8 +32,8 @@ mod _core {
     use crate::error::SupervisorError;
     #[pymodule_export]
     use crate::event::{
-        Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, LogTrouble, StartFailed,
-        TimerExpired, WorkerExited, WorkerPaused, WorkerResumed,
+        Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, Heartbeat, LogTrouble, RankSeen,
+        StartFailed, TimerExpired, WorkerExited, WorkerHung, WorkerPaused, WorkerResumed,
     };
     #[pymodule_export]
     use crate::health::HealthServer;

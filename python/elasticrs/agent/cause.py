@@ -108,11 +108,20 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock) -> dict[str, Any] | 
         "local_rank": first.local_rank,
         "pid": first.pid,
         "exitcode": first.exitcode,
-        "message": _end(traceback_text(first), MAX_MESSAGE),
+        "message": _end(_message(attempt, first), MAX_MESSAGE),
         "lines": [_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
         "time_ns": clock.from_monotonic(at if at is not None else time.monotonic_ns()),
         "error_ns": clock.error_ns,
     }
+
+
+def _message(attempt: Attempt, first: ProcessFailure) -> str:
+    """What is known of it, with what says most at the end."""
+    text = traceback_text(first)
+    why = attempt.why_expired(first.local_rank)
+    if why is None or first.stack is None:
+        return text
+    return f"{text.removeprefix(why).lstrip()}\n{why}"
 
 
 def not_started(message: str, place: Place, clock: Clock) -> dict[str, Any]:

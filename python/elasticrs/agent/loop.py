@@ -293,7 +293,7 @@ class Agent:
             first = failed[0]
             who = self._who(first.local_rank, first.pid)
             if first.local_rank in attempt.expired:
-                return f"{who}: {texts.timer_expired(attempt.expired[first.local_rank])}"
+                return f"{who}: {attempt.why_expired(first.local_rank)}"
             cause = f"{who} {texts.how_it_ended(first.exitcode)}"
             counters = attempt.oom_kills, attempt.oom_kills_after
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
@@ -394,6 +394,9 @@ class Agent:
         else:
             self._console.say(f"{self._who(event.local_rank, event.pid)}: {texts.timer_expired(event)}")
 
+    def _on_hung(self, _supervisor: _core.Supervisor, event: _core.WorkerHung) -> None:
+        self._result.attempts[-1].expired.setdefault(event.local_rank, event)
+
     def _on_exit(self, _supervisor: _core.Supervisor, event: _core.WorkerExited) -> None:
         self._result.attempts[-1].exits[event.local_rank] = event
         self._events.append(machine.WorkerExited(event.local_rank, event.exitcode))
@@ -403,6 +406,8 @@ class Agent:
         attempt.stamps["ended"] = event.ended_ns
         attempt.nursery_exitcode = event.nursery_exitcode
         attempt.nursery_hung = event.nursery_hung
+        if self._job.hang_timeout is not None:
+            attempt.heartbeats = supervisor.heartbeats()
         self._workers.ended(supervisor, attempt)
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
             self._console.say(
@@ -460,6 +465,7 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.FdReady: Agent._on_fd,
     _core.FailureSeen: Agent._on_failure,
     _core.TimerExpired: Agent._on_timer,
+    _core.WorkerHung: Agent._on_hung,
     _core.WorkerExited: Agent._on_exit,
     _core.GroupEnded: Agent._on_ended,
     _core.Fenced: Agent._on_fenced,

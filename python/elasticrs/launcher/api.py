@@ -59,9 +59,12 @@ class LaunchConfig:
         shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
         exit_barrier_timeout: seconds to wait for other nodes at the end;
             ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
+        hang_timeout: seconds without a heartbeat after which a rank has failed; ``"auto"``: learned from its
+            steps; ``None``: nobody is watched. Not in torch, nor is the next one.
+        hang_startup_timeout: the same from the start of the workers to the first heartbeat.
 
     Raises:
-        ValueError: a negative time.
+        ValueError: a negative time, or a limit of heartbeats that is none.
     """
 
     min_nodes: int
@@ -88,6 +91,8 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     exit_barrier_timeout: float | None = None
+    hang_timeout: float | str | None = None
+    hang_startup_timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -104,6 +109,7 @@ class LaunchConfig:
             raise ValueError(f"exit_barrier_timeout must be non-negative, got {self.exit_barrier_timeout}")
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
+        defaults.check_hang_timeouts(self.hang_timeout, self.hang_startup_timeout)
 
 
 class elastic_launch:  # noqa: N801 -- torch's name
@@ -180,6 +186,8 @@ def launch_agent(
         duplicate_stdout_filters=config.duplicate_stdout_filters,
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
+        hang_timeout=config.hang_timeout,
+        hang_startup_timeout=config.hang_startup_timeout,
     )
     agent = LocalElasticAgent(
         spec=spec,

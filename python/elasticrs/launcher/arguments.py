@@ -151,6 +151,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         cpus=_cpus(args.numa_binding, nproc, environ),
         virtual_local_rank=args.virtual_local_rank,
         uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
+        hang_timeout=args.hang_timeout,
+        hang_startup_timeout=args.hang_startup_timeout,
     )
     logs = LogSettings(
         log_dir=args.log_dir,
@@ -165,6 +167,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     )
     if args.virtual_local_rank:
         _check_devices(nproc, environ)
+    if args.hang_startup_timeout is not None and args.hang_timeout is None:
+        raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
     notices += _useless(args)
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _names(args.signals_to_handle)}
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
@@ -250,7 +254,7 @@ def _find(typed: str) -> Option:
     candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
     # What is clear to torchrun stays clear, however many options we add.
     torchs = [option for option in candidates if option.group != OURS]
-    if name and not torchs and "help".startswith(name):
+    if not torchs and name and "help".startswith(name):
         raise HelpRequested("help")
     candidates = torchs or candidates
     if len(candidates) == 1:

@@ -180,6 +180,15 @@ def _health_port(text: str) -> int:
     return config.health_port(text)
 
 
+def _hang_timeout(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return _interval(text)
+    except ValueError:
+        raise ValueError("seconds, more than 0, or auto") from None
+
+
 def _drain(text: str) -> str:
     if text not in ("node", "job"):
         raise ValueError("node or job")
@@ -332,6 +341,22 @@ OPTIONS: tuple[Option, ...] = (
         _drain,
         "what a signal to this agent ends: node (the others go on; the default) or job",
         metavar="node|job",
+        group=OURS,
+    ),
+    Option(
+        "hang-timeout",
+        None,
+        _hang_timeout,
+        "a rank that gives no heartbeat for so long has failed; auto: learned from its steps",
+        metavar="SECONDS|auto",
+        group=OURS,
+    ),
+    Option(
+        "hang-startup-timeout",
+        None,
+        _interval,
+        "the same from the start of the workers to the first heartbeat (default: any time)",
+        metavar="SECONDS",
         group=OURS,
     ),
     Option(

@@ -52,6 +52,7 @@ use console::{Output, errno_of};
 use follow::{Opened, Sink};
 use pump::{Command, Pump};
 
+use crate::clock::Stamp;
 use crate::counters::{LogCounts, LogTotals};
 use crate::panics;
 
@@ -175,6 +176,8 @@ struct StreamInfo {
     counts: Option<Arc<LogCounts>>,
     /// Bytes that are not on the console, as of the thread's last look.
     behind: AtomicU64,
+    /// When something was read last, in nanoseconds of the monotonic clock; 0: never.
+    read_at: AtomicU64,
 }
 
 impl Logs {
@@ -216,8 +219,14 @@ impl Logs {
                 To::Console(dest) => Some(self.totals.of(stream.local_rank, *dest)),
                 To::Nowhere | To::File(_) => None,
             };
-            let (is_finishing, behind) = (AtomicBool::new(false), AtomicU64::new(0));
-            let info = Arc::new(StreamInfo { id, stream, is_finishing, counts, behind });
+            let info = Arc::new(StreamInfo {
+                id,
+                stream,
+                is_finishing: AtomicBool::new(false),
+                counts,
+                behind: AtomicU64::new(0),
+                read_at: AtomicU64::new(0),
+            });
             let sink = match &info.stream.to {
                 To::Nowhere => Ok(Sink::Nowhere),
                 To::Console(dest) => Ok(Sink::Console(output_of[*dest as usize])),
@@ -235,6 +244,19 @@ impl Logs {
         lock(&self.shared.streams).extend(opened.iter().map(|file| (file.info.id, Arc::clone(&file.info))));
         self.shared.send(Command::Follow(opened));
         Ok(ids)
+    }
+
+    /// When one of the followed ranks wrote something last, apart from finished streams; `now` while one has written
+    /// what could not be read so far. `None`: none has written anything.
+    pub fn last_written(&self, now: Stamp) -> Option<Stamp> {
+        let all = lock(&self.shared.streams);
+        let open = all.values().filter(|info| !info.is_finishing.load(Ordering::Relaxed));
+        open.filter_map(|info| {
+            let read_at = info.read_at.load(Ordering::Relaxed);
+            let is_behind = info.behind.load(Ordering::Relaxed) > 0;
+            (read_at > 0).then_some(if is_behind { now } else { Stamp(read_at) })
+        })
+        .max()
     }
 
     /// The writers of these streams are gone: they end where their files end.

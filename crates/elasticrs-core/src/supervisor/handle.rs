@@ -12,6 +12,8 @@ use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
+use super::event::Heartbeat;
+use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;
 use crate::counters::Counters;
@@ -21,6 +23,7 @@ use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::pidfd;
+use crate::timer::hang::Limits;
 
 /// How a supervisor works.
 #[derive(Debug, Clone)]
@@ -91,6 +94,9 @@ pub(super) enum Command {
     Spawn(Task),
     Guard(Option<OwnedFd>),
     WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
+    WatchHangs(Limits),
+    KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
+    Heartbeats(Reply<Vec<Heartbeat>>),
     Close { keep_descendants: bool },
 }
 
@@ -287,6 +293,32 @@ impl Supervisor {
     /// [`SupervisorError::Timers`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn watch_timers(&self, path: Option<PathBuf>) -> Result<PathBuf, SupervisorError> {
         self.ask(|reply| Command::WatchTimers(path, reply))?
+    }
+
+    /// Gives the workers of the groups that follow a page for their heartbeats (`ELASTICRS_HEARTBEAT`), and watches them;
+    /// see [`crate::timer::hang`]. [`super::Event::WorkerHung`] tells who hangs.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
+        self.tell(Command::WatchHangs(limits))
+    }
+
+    /// Where the evidence of the workers goes, by local rank, when one of them hangs or a timer expires: for the group that
+    /// is started next, and those after it. `py_spy` looks into workers that do not answer.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
+        self.tell(Command::KeepEvidence(files, py_spy))
+    }
+
+    /// The last heartbeat of each worker that had any, of the group that runs or ran last.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn heartbeats(&self) -> Result<Vec<Heartbeat>, SupervisorError> {
+        self.ask(Command::Heartbeats)
     }
 
     /// Gives the nursery this duplicate of the agent's connection to a store, in place of an earlier one.

@@ -283,6 +283,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             cpus=_cpus(spec),
             virtual_local_rank=spec.virtual_local_rank,
             uninterruptible_state_timeout=self._uninterruptible_state_timeout,
+            hang_timeout=spec.hang_timeout,
+            hang_startup_timeout=spec.hang_startup_timeout,
         )
 
     def _start_server(self) -> None:

@@ -39,9 +39,12 @@ class WorkerSpec:
         duplicate_stdout_filters: tee'd lines that contain one of these are copied to ``filtered_stdout``.
         duplicate_stderr_filters: the same for standard error.
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
+        hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        hang_startup_timeout: see there.
 
     Raises:
         AssertionError: no workers, no interval or no entrypoint (as in torch).
+        ValueError: a limit of heartbeats that is none.
     """
 
     role: str
@@ -60,12 +63,15 @@ class WorkerSpec:
     duplicate_stdout_filters: list[str] | None = None
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
+    hang_timeout: float | str | None = None
+    hang_startup_timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.local_world_size <= 0:
             raise AssertionError("local_world_size must be positive")
         if self.monitor_interval <= 0:
             raise AssertionError("monitor_interval must be positive")
+        defaults.check_hang_timeouts(self.hang_timeout, self.hang_startup_timeout)
         if self.fn:
             warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)
             self.entrypoint = self.fn

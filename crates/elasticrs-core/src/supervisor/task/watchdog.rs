@@ -374,7 +374,11 @@ impl Task {
         let expired = watchdog.expired(running, &mut tell);
         watchdog.arm();
         for timer in expired {
-            self.input(Input::TimerExpired(timer));
+            if timer.signal.is_some() {
+                self.gather(Input::TimerExpired(timer));
+            } else {
+                self.input(Input::TimerExpired(timer));
+            }
         }
     }
 }
