@@ -88,6 +88,9 @@ class HealthObserver(Observer):
         elif isinstance(event, _core.TimerExpired) and event.signal is not None:
             self._native.enter("hung")
             self._native.was_hung(max(0.0, time.time() - event.deadline))
+        elif isinstance(event, _core.WorkerHung):
+            self._native.enter("hung")
+            self._native.was_hung(max(0.0, (time.monotonic_ns() - event.since_ns) / 1e9))
         elif isinstance(event, _core.WorkerPaused):
             self._paused.add(event.local_rank)
             self._publish()
@@ -135,8 +138,7 @@ class HealthObserver(Observer):
         self._is_stale = True
         attempt = self._attempt
         if attempt is not None and attempt.first_failure == event.local_rank:
-            timer = attempt.expired.get(event.local_rank)
-            how = texts.how_it_ended(event.exitcode) if timer is None else texts.timer_expired(timer)
+            how = attempt.why_expired(event.local_rank) or texts.how_it_ended(event.exitcode)
             self._last_failure = {
                 "rank": attempt.plan.ranks[event.local_rank].global_rank,
                 "local_rank": event.local_rank,
