@@ -16,6 +16,7 @@ use super::event::Heartbeat;
 use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;
+use crate::counters::Counters;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
 use crate::nursery::fence;
 use crate::nursery::launch::{LaunchError, NurseryImage};
@@ -105,6 +106,7 @@ pub(super) struct Shared {
     pub(super) logs: Arc<Logs>,
     pub(super) nursery_pid: Arc<AtomicI32>,
     pub(super) fence: Fence,
+    pub(super) counters: Counters,
 }
 
 /// Moves the moment at which the nursery kills all workers, whether or not this process runs then.
@@ -161,6 +163,7 @@ pub struct Supervisor {
     thread: Mutex<Option<JoinHandle<()>>>,
     nursery_pid: Arc<AtomicI32>,
     fence: Fence,
+    counters: Counters,
     owner: u32,
 }
 
@@ -178,10 +181,11 @@ impl Supervisor {
         let nursery_pid = Arc::new(AtomicI32::new(0));
         let (commands, inbox) = unbounded_channel();
         let fence = Fence { shared: Arc::new(fence::Fence::new()?) };
+        let counters = Counters { logs: logs.totals(), ..Counters::default() };
         let (ready, started) = sync_channel(1);
         let thread = {
             let (queue, logs, nursery_pid) = (Arc::clone(&queue), Arc::clone(&logs), Arc::clone(&nursery_pid));
-            let shared = Shared { queue, logs, nursery_pid, fence: fence.clone() };
+            let shared = Shared { queue, logs, nursery_pid, fence: fence.clone(), counters: counters.clone() };
             std::thread::Builder::new()
                 .name("elasticrs".into())
                 .stack_size(512 * 1024)
@@ -193,7 +197,7 @@ impl Supervisor {
             Err(_) => return Err(SupervisorError::Ended),
         }
         let (thread, owner) = (Mutex::new(Some(thread)), std::process::id());
-        Ok(Self { commands, queue, logs, thread, nursery_pid, fence, owner })
+        Ok(Self { commands, queue, logs, thread, nursery_pid, fence, counters, owner })
     }
 
     /// The pid of the nursery, while there is one.
@@ -345,6 +349,11 @@ impl Supervisor {
     /// The handle for the deadline of this agent's lease.
     pub fn fence(&self) -> Fence {
         self.fence.clone()
+    }
+
+    /// What is counted; goes on being readable after the end.
+    pub fn counters(&self) -> Counters {
+        self.counters.clone()
     }
 
     /// Tells the agent what it should say to its user, from tasks given to [`Self::spawn`], as
