@@ -42,7 +42,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-multinode test test-rust test-python soak interop lint bench wheel clean force
+.PHONY: help setup build demo demo-hang demo-multinode test test-rust test-python soak interop lint bench wheel clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ $(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
 
 demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers
 	@$(PY) examples/ddp_digits/demo.py
+
+demo-hang: build ## the same, but one stops in a collective: it is found, its stack kept, and the job recovers
+	@$(PY) examples/hang/demo.py
 
 demo-multinode: build ## three hosts train; one is cut off, the job goes on with two, it comes back (namespaces if root)
 	@$(PY) examples/ddp_multinode/demo.py

@@ -191,7 +191,7 @@ class Run:
         if not self._timeline.exists():
             return {}
         records = map(json.loads, self._timeline.read_text(encoding="utf-8").splitlines())
-        return {record["attempt"]: record["ns"] for record in records if record["event"] == event}
+        return {record["restart_count"]: record["ns"] for record in records if record["event"] == event}
 
     def close(self) -> None:
         self.reports.close()

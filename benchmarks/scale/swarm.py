@@ -15,6 +15,7 @@ from benchmarks.scale.children import Lines, write_line
 from benchmarks.scale.server import raise_descriptors
 from elasticrs import _core
 from elasticrs.rendezvous.elastic import machine, messages
+from elasticrs.rendezvous.elastic.member_settings import MemberSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +57,7 @@ class Agent:
     )
 
     def __init__(self, swarm: "Swarm", number: int, agents: int) -> None:
-        settings = messages.Settings(
+        settings = MemberSettings(
             RUN_ID,
             f"{number:016x}",
             f"node{number}",

@@ -186,6 +186,69 @@ class TimerExpired:
     def seen_ns(self) -> int: ...
 
 @final
+class Heartbeat:
+    """The last sign of life that a worker gave by :func:`elasticrs.timer.heartbeat`."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def at_ns(self) -> int:
+        """When, monotonic."""
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def section(self) -> str | None:
+        """The section that it was in."""
+
+@final
+class RankSeen:
+    """What a worker was doing when another one, or it, was found to hang."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def heartbeat(self) -> Heartbeat | None: ...
+    @property
+    def is_late(self) -> bool:
+        """At least half of its limit has passed."""
+    @property
+    def state(self) -> str:
+        """One letter, as in ``/proc/PID/stat``; empty when that is not known."""
+    @property
+    def wait_channel(self) -> str:
+        """The kernel function that it waits in, as far as readable."""
+    @property
+    def frame(self) -> str | None:
+        """The innermost frame of its Python program."""
+
+@final
+class WorkerHung:
+    """A worker gave no sign of life for too long: it counts as failed, and :class:`FailureSeen` follows.
+
+    Of several that did not, it is the one that keeps the others waiting, as far as can be told.
+    """
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def missed(self) -> Literal["startup", "step", "section", "line"]:
+        """What it did not do in time: its first heartbeat, the next one, the end of a section, any line."""
+    @property
+    def since_ns(self) -> int:
+        """Its last sign of life, or the start of the group; monotonic."""
+    @property
+    def limit(self) -> float:
+        """How long it could take, in seconds."""
+    @property
+    def seen_ns(self) -> int:
+        """When it was found."""
+    @property
+    def ranks(self) -> list[RankSeen]:
+        """All workers that ran."""
+
+@final
 class WorkerPaused:
     """A worker has been stopped (SIGSTOP, SIGTSTP, …) for one second, and not by us."""
 
@@ -294,6 +357,7 @@ Event: TypeAlias = (
     | WorkerExited
     | FailureSeen
     | TimerExpired
+    | WorkerHung
     | WorkerPaused
     | WorkerResumed
     | Fenced
@@ -411,6 +475,30 @@ class Supervisor:
             FileExistsError: something else is at ``path``.
             OSError: somebody reads the FIFO there; timers are watched already; no such directory.
         """
+    def watch_hangs(self, limit: float | None, *, startup: float | None = None) -> None:
+        """Give the workers of the groups that follow a page for heartbeats (``ELASTICRS_HEARTBEAT``), and
+        watch them. :class:`WorkerHung` tells who hangs.
+
+        Args:
+            limit: seconds between two signs of life; ``None``: learned from the job's own steps.
+            startup: seconds from the start of a group to the first sign of life of each worker; ``None``:
+                any.
+
+        Raises:
+            ValueError: a limit is not finite, or not above 0.
+        """
+    def keep_evidence(
+        self, files: Sequence[tuple[str, str]], *, py_spy: str | PathLike[str] | None = None
+    ) -> None:
+        """Where to keep what the workers were doing when one of them hung, or a timer expired.
+
+        Args:
+            files: by local rank, of the group that is started next: the file into which the worker's hook
+                lets :mod:`faulthandler` write, and the one that is written.
+            py_spy: the program, for workers that do not answer.
+        """
+    def heartbeats(self) -> list[Heartbeat]:
+        """The last heartbeat of each worker that had any, of the group that runs or ran last."""
     def fence_at(self, from_now: float | None) -> bool:
         """Set the moment at which the nursery kills all workers, even if this process is stopped then.
 
@@ -446,6 +534,64 @@ class Supervisor:
         """
 
 # --- stores ---------------------------------------------------------------------------------------
+
+@final
+class HealthServer:
+    """Says over HTTP how an agent is, from a thread of its own. Not for children made by ``fork``.
+
+    Args:
+        host: where it listens.
+        port: its port; 0 for any that is free.
+        limit: seconds after which an agent that does not answer, or makes no progress, counts as dead.
+
+    Raises:
+        OSError: the address cannot be had; no descriptor or thread is left.
+    """
+
+    def __new__(cls, host: str, port: int, limit: float) -> HealthServer: ...
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+    @property
+    def fd(self) -> int:
+        """Readable while somebody waits for :meth:`answer`."""
+    def answer(self, age: float) -> None:
+        """The loop is alive, and the last progress was ``age`` seconds ago."""
+    def show(self, supervisor: Supervisor) -> None:
+        """Show what this supervisor counts."""
+    def publish(self, state: str, status: str, workers: Sequence[tuple[int, int, int]] | None = None) -> None:
+        """The job is in this state from now on.
+
+        Args:
+            state: of the workers; they are ready in the state ``HEALTHY``.
+            status: for ``/status``: the JSON of an object.
+            workers: rank, local rank and pid of each, while they run; as before when ``None``.
+
+        Raises:
+            ValueError: ``status`` is something else.
+        """
+    def enter(self, activity: str) -> None:
+        """What time goes to from now on.
+
+        Raises:
+            ValueError: no such activity.
+        """
+    def was_hung(self, seconds: float) -> None:
+        """So much of the productive time was none."""
+    def restarted(self, cause: str) -> None:
+        """The workers were started again.
+
+        Raises:
+            ValueError: no such cause.
+        """
+    def recovered(self, seconds: float) -> None:
+        """The workers run again, so long after a failure."""
+    def put(self, group: str, name: str, value: float) -> None:
+        """One value of ``put_metric``."""
+    def take_notices(self) -> list[str]:
+        """Lines for the user, since the last call."""
+    def close(self) -> None:
+        """Closes the port and ends the thread; returns when that is done. Idempotent."""
 
 @final
 class WorkerStore:
@@ -773,12 +919,21 @@ def check_limits(processes: int, files: int = 0) -> None:
         ValueError: names the limit and its value.
     """
 
+def raise_descriptor_limit() -> int:
+    """Raise the soft ``RLIMIT_NOFILE`` of this process to the hard one, as far as permitted.
+
+    For a process that is all ours. Workers of supervisors that are made later get the limit that was.
+
+    Returns:
+        The soft limit that holds now.
+    """
+
 def kernel_features() -> dict[str, bool]:
     """What the running kernel offers: ``close_range``, ``pidfd_group_signal``, ``memfd_exec``,
     ``proc_children``.
     """
 
-def nursery_main(token: str) -> int:
+def nursery_main(start: str) -> int:
     """Be a nursery: for an interpreter that was started for this alone, where the embedded program cannot be
     executed.
 

@@ -10,12 +10,12 @@ class Clock:
 
     Args:
         offset_ns: the store's wall clock minus ours.
-        error_ns: how far off that may be.
+        error_ns: how far off that may be; ``None`` as long as nobody has measured it.
     """
 
     __slots__ = ("error_ns", "offset_ns")
 
-    def __init__(self, offset_ns: int = 0, error_ns: int = 0) -> None:
+    def __init__(self, offset_ns: int = 0, error_ns: int | None = 0) -> None:
         self.offset_ns = offset_ns
         self.error_ns = error_ns
 

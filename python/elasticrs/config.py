@@ -22,9 +22,14 @@ DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
 DEFAULT_LINGER = 5.0
 DEFAULT_MONITOR_INTERVAL = 0.1
 DEFAULT_MASTER_PORT = 29500
+DEFAULT_HEALTH_TIMEOUT = 60.0
+LOOPBACK = "127.0.0.1"
+UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 START_DEADLINE = 30.0
+LONGEST = 1e9
+"""Seconds: what the core's clock can count in nanoseconds, and far more than anybody waits."""
 SAFETY_TICK = 5.0
 """Seconds after which the agent looks around even though nothing was reported."""
 
@@ -51,10 +56,17 @@ class JobConfig:
         rendezvous: where and how the agent meets those of other nodes; ``None`` when there is nobody to meet.
         cpus: those that each worker may run on, by local rank; ``None`` for the agent's own.
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
+        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not looked at
+            when 0 or negative.
+        hang_timeout: seconds without a sign of life after which a rank has failed; ``"auto"``: learned from
+            its steps; ``None``: nobody is watched.
+        hang_startup_timeout: the same from the start to the first sign of life; ``None``: any time.
     """
 
     __slots__ = (
         "cpus",
+        "hang_startup_timeout",
+        "hang_timeout",
         "linger",
         "master_addr",
         "master_port",
@@ -67,6 +79,7 @@ class JobConfig:
         "shutdown_timeout",
         "signals",
         "start_deadline",
+        "uninterruptible_state_timeout",
         "virtual_local_rank",
     )
 
@@ -87,6 +100,9 @@ class JobConfig:
         rendezvous: Rendezvous | None = None,
         cpus: Sequence[Sequence[int]] | None = None,
         virtual_local_rank: bool = False,
+        uninterruptible_state_timeout: float = 0.0,
+        hang_timeout: float | str | None = None,
+        hang_startup_timeout: float | None = None,
     ) -> None:
         self.nproc = nproc
         self.run_id = run_id
@@ -102,6 +118,9 @@ class JobConfig:
         self.rendezvous = rendezvous
         self.cpus = cpus
         self.virtual_local_rank = virtual_local_rank
+        self.uninterruptible_state_timeout = uninterruptible_state_timeout
+        self.hang_timeout = hang_timeout
+        self.hang_startup_timeout = hang_startup_timeout
 
 
 class LogSettings(Value):
@@ -154,6 +173,53 @@ class LogSettings(Value):
         self.specs = specs
 
 
+class ObserveSettings(Value):
+    """Who is told about a job.
+
+    Args:
+        event_log_handler: destination of events; see ``docs/events.md``.
+        entry_point: what events call the workers' program.
+        rdzv_backend: what events call the way in which the nodes meet.
+        has_metrics: somebody takes metrics.
+        health_port: of the health check server; ``None`` for none, 0 for any port that is free.
+        health_host: where it listens.
+        health_timeout: seconds without progress after which the agent counts as dead.
+    """
+
+    __slots__ = (
+        "entry_point",
+        "event_log_handler",
+        "has_metrics",
+        "health_host",
+        "health_port",
+        "health_timeout",
+        "rdzv_backend",
+    )
+
+    def __init__(
+        self,
+        event_log_handler: str = "null",
+        entry_point: str = "",
+        rdzv_backend: str = "c10d",
+        has_metrics: bool = False,
+        health_port: int | None = None,
+        health_host: str = LOOPBACK,
+        health_timeout: float = DEFAULT_HEALTH_TIMEOUT,
+    ) -> None:
+        self.event_log_handler = event_log_handler
+        self.entry_point = entry_point
+        self.rdzv_backend = rdzv_backend
+        self.has_metrics = has_metrics
+        self.health_port = health_port
+        self.health_host = health_host
+        self.health_timeout = health_timeout
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nobody is."""
+        return self.event_log_handler == "null" and not self.has_metrics and self.health_port is None
+
+
 def random_run_id() -> str:
     """A random UUID (version 4), as torchrun gives to a job without an id."""
     raw = bytearray(os.urandom(16))
@@ -189,6 +255,18 @@ def _signal_numbers(names: str, known: Mapping[str, int]) -> Iterator[int]:
         yield int(known[name])
 
 
+def health_port(text: str) -> int:
+    """A port of the health check server.
+
+    Raises:
+        ValueError: with what is expected.
+    """
+    limit = 65535
+    if not (text.isascii() and text.isdecimal()) or int(text) > limit:
+        raise ValueError(f"a port from 0 (any that is free) to {limit}")
+    return int(text)
+
+
 def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
     """Seconds from ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or the default.
 
@@ -207,6 +285,16 @@ def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
     return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
 
 
+def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
+    """Seconds from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``; 0, which switches the check off, by
+    default, and as in torch for what is no number.
+    """
+    try:
+        return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
+    except ValueError:
+        return 0.0
+
+
 def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> float:
     text = environ.get(name)
     if not text:
@@ -217,6 +305,25 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
 
 
+def check_hang_timeouts(timeout: float | str | None, startup: float | None) -> None:
+    """Look at the limits of heartbeats that a program has given.
+
+    Args:
+        timeout: seconds, or ``"auto"``.
+        startup: seconds.
+
+    Raises:
+        ValueError: one of them is no limit, or the second one stands alone.
+    """
+    for name, value in (("hang_timeout", timeout), ("hang_startup_timeout", startup)):
+        is_limit = isinstance(value, (int, float)) and 0 < value <= LONGEST
+        if value is not None and not is_limit and (name, value) != ("hang_timeout", "auto"):
+            auto = " or 'auto'" if name == "hang_timeout" else ""
+            raise ValueError(f"{name} must be seconds above 0{auto}, got {value!r}")
+    if startup is not None and timeout is None:
+        raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")
+
+
 def seconds(text: str) -> float:
     """A span of time.
 
@@ -224,13 +331,12 @@ def seconds(text: str) -> float:
         ValueError: with what is expected, when it is negative, endless or no number.
     """
     expected = "seconds, 0 or more"
-    limit = 1e9  # What the core's clock can count in nanoseconds, and far more than anybody waits.
     try:
         value = float(text)
     except ValueError:
         raise ValueError(expected) from None
-    if value > limit:
-        raise ValueError(f"seconds, {limit:.0f} at most")
+    if value > LONGEST:
+        raise ValueError(f"seconds, {LONGEST:.0f} at most")
     if not value >= 0:
         raise ValueError(expected)
     return value

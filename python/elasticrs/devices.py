@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 DRIVER = "/proc/driver/nvidia/gpus"
+CAPABILITIES = "/proc/driver/nvidia/capabilities"
 CHILD_TIMEOUT = 120.0
 """Seconds within which a child has to import torch and count; a cold network file system needs many."""
 
@@ -82,7 +83,8 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
     """
     if word == "cpu":
         return Count(cpu_count(), "cpu", "the operating system")
-    if word in ("gpu", "auto"):
+    sliced = word in ("gpu", "auto") and has_slices(environ)
+    if word in ("gpu", "auto") and not sliced:
         count = cuda_device_count(environ)
         if count:
             return Count(count, "cuda", "the driver's files")
@@ -90,6 +92,8 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
         if count:
             return Count(count, "cuda", "NVML")
     found = _ask_torch(word, environ)
+    if found is None and sliced:
+        return Count(1, "cuda", "the rule that CUDA shows a process one MIG slice")
     if found is None and word == "auto":
         return Count(cpu_count(), "cpu", "the operating system")
     if found is None and word not in ("gpu", "xpu"):
@@ -99,6 +103,34 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
         name = "CUDA" if word == "gpu" else word
         raise CountError(f"this machine shows no {name} device ({why})")
     return found
+
+
+def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> bool:
+    """Whether devices are divided (MIG): then their number says nothing of what CUDA shows, which is one
+    slice to a process, however many ``CUDA_VISIBLE_DEVICES`` names.
+
+    Args:
+        environ: for ``CUDA_VISIBLE_DEVICES``; where it names whole devices first, slices of others do not
+            matter.
+        capabilities: the folder in which the NVIDIA driver lists slices.
+    """
+    first = environ.get(_CUDA, "").split(",")[0].strip()
+    if first:
+        return first.startswith("MIG-")
+    try:
+        gpus = os.listdir(capabilities)
+    except OSError:
+        # No such driver.
+        return False
+    return any(_slices(os.path.join(capabilities, gpu, "mig")) for gpu in gpus)
+
+
+def _slices(folder: str) -> bool:
+    try:
+        return any(name.startswith("gi") for name in os.listdir(folder))
+    except OSError:
+        # It cannot be divided.
+        return False
 
 
 def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str = "/dev") -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.console import Console
     from elasticrs.agent.decisions import Decisions
+    from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.launcher.arguments import Launch
     from elasticrs.logs import LogPaths
@@ -43,19 +44,24 @@ def main(args: Sequence[str] | None = None) -> int:
     # Before all imports that take time: from here on no signal ends the process half-way.
     signals = catch_signals(_FIRST_SIGNALS)
     try:
-        return _main(sys.argv[1:] if args is None else args, signals)
+        return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
     finally:
         if signals is not None:
             # The exit code stands, and no signal shall take its place while the interpreter shuts down.
             signals.close(ignore=args is None)
 
 
-def _main(argv: Sequence[str], signals: SignalPipe | None) -> int:
+def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool) -> int:
     from elasticrs.config import UsageError
     from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 
     try:
         launch = resolve(parse(argv, os.environ), os.environ)
+        if owns_process and not launch.runs_path:
+            from elasticrs import _core
+
+            # Workers that Python itself starts would inherit it.
+            _core.raise_descriptor_limit()
         _check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:
@@ -87,6 +93,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     )
     for notice in launch.notices:
         console.say(notice)
+    observers = _observers(launch, console)
     workers = _script_workers(setup, launch) if launch.runs_path else CommandWorkers(setup, launch.command)
     agent = Agent(
         launch.job,
@@ -95,6 +102,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         signals=signals,
         owns_process=True,
         console=console,
+        observers=observers,
     )
     try:
         result = agent.run()
@@ -133,6 +141,14 @@ def _decisions(launch: Launch, console: Console) -> Decisions:
     from elasticrs.rendezvous.one_node import OneNodePlanner
 
     return OneNode(launch.job, OneNodePlanner(launch.job))
+
+
+def _observers(launch: Launch, console: Console) -> Sequence[Observer]:
+    if launch.observe.is_off:
+        return ()
+    from elasticrs.agent.observing import make_observers
+
+    return make_observers(launch.job, launch.observe, console.say)
 
 
 def _environment(launch: Launch) -> dict[str, str]:

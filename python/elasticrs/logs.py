@@ -131,6 +131,16 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
     return paths
 
 
+def hang_file(error_file: str) -> str:
+    """Where the agent keeps what a worker was doing when a rank hung.
+
+    Args:
+        error_file: of the worker; other files of a user's layout may share its folder.
+    """
+    folder, name = os.path.split(error_file)
+    return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
+
+
 def followed_files(settings: LogSettings, nproc: int) -> int:
     """How many log files the agent keeps open for the console and for copies while workers run.
 

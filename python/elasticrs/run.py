@@ -1,7 +1,11 @@
 """``python -m elasticrs.run``, and torch's functions behind its command line (``torch.distributed.run``).
 
-For programs that build on torchrun's own parser. The command line itself goes through
-:mod:`elasticrs.launch`, which does not need argparse.
+For programs that build on torchrun: they take its parser, fill in a namespace and call :func:`run`, or pass
+a list to :func:`main`. The command line itself goes through :mod:`elasticrs.launch`, which does not need
+argparse.
+
+A namespace holds what torchrun's does: text where torchrun keeps text (``nnodes``, ``tee``, …), checked
+already by the parser. One that was filled in by hand may leave out options, and may hold numbers.
 """
 
 from __future__ import annotations
@@ -9,24 +13,57 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from elasticrs import config as defaults
+from elasticrs import launch
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.config import UsageError
-from elasticrs.launch import main
-from elasticrs.launcher.arguments import Namespace, parse
+from elasticrs.launcher.arguments import Namespace
 from elasticrs.launcher.options import OPTIONS, SHELLS, Option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["get_args_parser", "main", "parse_args", "run_script_path"]
+    from elasticrs.launcher.api import LaunchConfig
+    from elasticrs.multiprocessing.api import LogsSpecs
+
+__all__ = [
+    "config_from_args",
+    "determine_local_world_size",
+    "get_args_parser",
+    "get_rdzv_endpoint",
+    "get_use_env",
+    "main",
+    "parse_args",
+    "parse_min_max_nnodes",
+    "run",
+    "run_script_path",
+]
+
+_TEXTS = {
+    "nnodes": "1:1",
+    "nproc_per_node": "1",
+    "rdzv_conf": "",
+    "redirects": "0",
+    "tee": "0",
+    "local_ranks_filter": "",
+    "log_line_prefix_template": "",
+    "signals_to_handle": defaults.DEFAULT_SIGNALS,
+}
+"""Options whose values torchrun keeps as they were typed, and their defaults."""
+
+_ANY_PORT = "localhost:0"
+_OLD_LAUNCHERS = "use_env"
+"""In torch only the launcher before torchrun has this option."""
 
 
 def get_args_parser() -> argparse.ArgumentParser:
     """An argparse parser with all options in both spellings, and defaults from ``PET_*`` variables."""
     parser = argparse.ArgumentParser(prog="elasticrun")
     for option in OPTIONS:
+        if option.dest == _OLD_LAUNCHERS:
+            continue
         spellings = dict.fromkeys((option.flag, "--" + option.dest))
         names = [f"-{option.short}", *spellings] if option.short else list(spellings)
         if option.name == "print-completion":
@@ -38,9 +75,9 @@ def get_args_parser() -> argparse.ArgumentParser:
             parser.add_argument(
                 *names,
                 type=_converter(option),
-                default=os.environ.get(option.variable, option.default)
+                default=os.environ.get(option.variable, _default(option))
                 if option.has_variable
-                else option.default,
+                else _default(option),
                 help=option.help.replace("%", "%%"),
                 metavar=option.metavar,
             )
@@ -49,16 +86,158 @@ def get_args_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(args: Sequence[str] | None = None) -> Namespace:
-    """Read a command line.
+def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
+    """Read a command line; a mistake ends the process with exit code 2, as in argparse.
 
     Args:
         args: without the program; the interpreter's own when ``None``.
+    """
+    return get_args_parser().parse_args(args)
+
+
+def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
+    """The fewest and the most nodes of ``N`` or ``MIN:MAX``.
 
     Raises:
-        UsageError: one line for the user.
+        RuntimeError: it has more parts.
+        ValueError: a part is no number.
     """
-    return parse(sys.argv[1:] if args is None else args, os.environ)
+    parts = nnodes.split(":")
+    if len(parts) > 2:
+        raise RuntimeError(f'nnodes={nnodes} is not in "MIN:MAX" format')
+    return int(parts[0]), int(parts[-1])
+
+
+def determine_local_world_size(nproc_per_node: str) -> int:
+    """How many workers ``--nproc-per-node`` is on this machine.
+
+    Args:
+        nproc_per_node: a number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or a device of an extension of torch.
+
+    Raises:
+        ValueError: no such device is here, or it is none of these.
+    """
+    from elasticrs import devices
+
+    if nproc_per_node.strip().isdecimal():
+        return int(nproc_per_node)
+    try:
+        return devices.worker_count(nproc_per_node, os.environ).number
+    except devices.UnknownDeviceError:
+        raise ValueError(f"Unsupported nproc_per_node value: {nproc_per_node}") from None
+
+
+def get_rdzv_endpoint(args: Any) -> str:
+    """Where nodes meet: with ``static`` and no endpoint, at the address and port of rank 0."""
+    if args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        port = defaults.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
+        return f"{args.master_addr}:{port}"
+    return str(args.rdzv_endpoint)
+
+
+def get_use_env(args: Any) -> bool:
+    """Whether workers find their local rank in the environment alone, as they do unless ``args.use_env`` says
+    otherwise.
+    """
+    return bool(getattr(args, _OLD_LAUNCHERS, True))
+
+
+def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """What :class:`~elasticrs.launcher.api.elastic_launch` takes, from a namespace.
+
+    As in torch, ``OMP_NUM_THREADS`` is set in this process when there are several workers and it is not set.
+
+    Args:
+        args: from :func:`parse_args`, or a namespace like that.
+
+    Returns:
+        The configuration, the function or program, and its arguments.
+
+    Raises:
+        ValueError: a value that makes no sense; the text names the option.
+    """
+    from elasticrs.launcher.api import LaunchConfig
+
+    values = _values(args)
+    low, high = values.nnodes
+    nproc = determine_local_world_size(str(values.nproc_per_node))
+    if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
+        _say("OMP_NUM_THREADS is not set: each of the workers gets 1; set it to what suits your job")
+        os.environ["OMP_NUM_THREADS"] = "1"
+    configuration = LaunchConfig(
+        min_nodes=low,
+        max_nodes=high,
+        nproc_per_node=nproc,
+        logs_specs=_logs_specs(values, nproc),
+        run_id=values.rdzv_id,
+        role=values.role,
+        rdzv_endpoint=get_rdzv_endpoint(values),
+        rdzv_backend=values.rdzv_backend,
+        rdzv_configs=_rdzv_configs(values),
+        max_restarts=values.max_restarts,
+        monitor_interval=values.monitor_interval,
+        start_method=values.start_method,
+        log_line_prefix_template=values.log_line_prefix_template
+        or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        local_addr=values.local_addr,
+        event_log_handler=values.event_log_handler,
+        numa_options=_numa_options(values.numa_binding),
+        signals_to_handle=values.signals_to_handle,
+        duplicate_stdout_filters=list(values.duplicate_stdout_filters) or None,
+        duplicate_stderr_filters=list(values.duplicate_stderr_filters) or None,
+        virtual_local_rank=values.virtual_local_rank,
+        shutdown_timeout=values.shutdown_timeout,
+        exit_barrier_timeout=values.exit_barrier_timeout,
+    )
+    return configuration, *_command(values, get_use_env(args))
+
+
+def run(args: Any) -> None:
+    """Run a job to its end.
+
+    Args:
+        args: as for :func:`config_from_args`. As in torch, ``standalone`` and a plain launch change the
+            rendezvous in it, and a missing ``master_port`` becomes 29500.
+
+    Raises:
+        ChildFailedError: workers failed.
+        SignalException: a signal asked to stop.
+        ValueError: a value that makes no sense.
+    """
+    from elasticrs.launcher.api import elastic_launch
+
+    values = _values(args)
+    is_plain = values.rdzv_backend == "static" and not values.rdzv_endpoint and values.master_port is None
+    if values.standalone or (is_plain and values.nnodes[1] == 1):
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", _ANY_PORT
+        args.rdzv_id = defaults.random_run_id()
+    if values.master_port is None:
+        args.master_port = defaults.DEFAULT_MASTER_PORT
+    if values.keep_descendants or values.linger != defaults.DEFAULT_LINGER:
+        _say("--linger and --keep-descendants are for the command line alone, and have no effect here")
+    configuration, command, arguments = config_from_args(args)
+    elastic_launch(configuration, command)(*arguments)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Torchrun's entry point.
+
+    Args:
+        args: the command line without the program. With ``None`` this is the program, and ends with its exit
+            code when that is not 0.
+
+    Raises:
+        ChildFailedError: workers failed.
+        SignalException: a signal asked to stop.
+    """
+    if args is None:
+        code = launch.main()
+        if code != 0:
+            sys.exit(code)
+        return
+    from elasticrs.multiprocessing.errors import record
+
+    record(run)(parse_args(args))
 
 
 def completion(shell: str) -> str:
@@ -93,19 +272,109 @@ class _PrintCompletion(argparse.Action):
         parser.exit()
 
 
+def _default(option: Option) -> object:
+    if option.dest in _TEXTS:
+        return _TEXTS[option.dest]
+    return list(option.default) if isinstance(option.default, tuple) else option.default
+
+
 def _converter(option: Option) -> Callable[[str], object]:
     def convert(text: str) -> object:
         if option.convert is None:
             raise TypeError(f"{option.flag} is a flag")
         try:
-            return option.convert(text)
+            value = option.convert(text)
         except UsageError:
             raise
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"got {text!r}, expected {error}") from None
+        if option.dest in _TEXTS:
+            return text
+        return list(value) if isinstance(value, tuple) else value
 
     return convert
 
 
+def _values(args: Any) -> Namespace:
+    """The values of all options, converted; those that the namespace leaves out have their defaults."""
+    found: dict[str, object] = {}
+    for option in OPTIONS:
+        value = getattr(args, option.dest, None)
+        if value is None:
+            value = _default(option)
+        if option.convert is not None and (isinstance(value, str) or option.dest in _TEXTS):
+            try:
+                value = option.convert(str(value))
+            except ValueError as error:
+                raise UsageError(f"{option.flag}: got {value!r}, expected {error}") from None
+        found[option.dest] = value
+    # The launcher's API takes names.
+    found["signals_to_handle"] = getattr(args, "signals_to_handle", None) or defaults.DEFAULT_SIGNALS
+    script = getattr(args, "training_script", "")
+    arguments = list(getattr(args, "training_script_args", None) or ())
+    return Namespace(**found, training_script=script, training_script_args=arguments)
+
+
+def _rdzv_configs(values: Namespace) -> dict[str, Any]:
+    configs: dict[str, Any] = dict(values.rdzv_conf)
+    if values.rdzv_backend == "static":
+        configs["rank"] = values.node_rank
+    elif values.node_rank != 0:
+        # Orders the nodes, where torch ignores it.
+        configs.setdefault("order_hint", values.node_rank)
+    if values.drain is not None:
+        configs["drain"] = values.drain
+    return configs
+
+
+def _get_logs_specs_class(logs_specs_name: str | None) -> type[LogsSpecs]:
+    from elasticrs.multiprocessing import plugins
+
+    chosen: type[LogsSpecs] = plugins._class(logs_specs_name or "default")
+    return chosen
+
+
+def _logs_specs(values: Namespace, nproc: int) -> LogsSpecs:
+    from elasticrs.config import LogSettings
+    from elasticrs.multiprocessing.plugins import make_logs_specs
+
+    settings = LogSettings(
+        log_dir=values.log_dir,
+        redirects=values.redirects,
+        tee=values.tee,
+        local_ranks_filter=values.local_ranks_filter,
+        capture_stderr=values.capture_stderr,
+        specs=values.logs_specs,
+    )
+    return make_logs_specs(settings, nproc)
+
+
+def _numa_options(mode: str | None) -> Any:
+    if mode is None:
+        return None
+    from elasticrs.numa import AffinityMode, NumaOptions
+
+    return NumaOptions(AffinityMode(mode))
+
+
+def _command(values: Namespace, use_env: bool) -> tuple[Callable[..., Any] | str, list[str]]:
+    local_rank = [] if use_env else ["--local-rank=${local_rank}"]
+    rest = [*local_rank, *values.training_script_args]
+    if values.run_path:
+        return run_script_path, [values.training_script, *rest]
+    if values.no_python:
+        if values.module:
+            raise UsageError("--no-python and --module exclude each other")
+        return values.training_script, rest
+    how = ["-u", "-m"] if values.module else ["-u"]
+    return os.environ.get("PYTHON_EXEC") or sys.executable, [*how, values.training_script, *rest]
+
+
+def _say(line: str) -> None:
+    from elasticrs.agent.console import Console
+
+    Console().say(line)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch.main())

@@ -30,7 +30,7 @@ def worker_env(
         run_id: the name of the job.
         master_addr: where the workers' store listens.
         master_port: its port.
-        round: number of the attempt from 0, counting also those that cost no restart.
+        round: number of the attempt from 1, counting also those that cost no restart.
         restarts: charged restarts so far.
         max_restarts: how many may be charged.
         inherited: the agent's own environment.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from abc import ABC, abstractmethod
 
 from elasticrs import _core
-from elasticrs.logs import LogPaths, RunLogs, coloured, line_prefix, wants_colour
+from elasticrs.logs import LogPaths, RunLogs, coloured, hang_file, line_prefix, wants_colour
 from elasticrs.worker_env import virtual_local_rank, worker_env
 
 TYPE_CHECKING = False
@@ -62,7 +63,8 @@ class Workers(ABC):
         self._timer_file: str | None = None
 
     def watch_timers(self, supervisor: _core.Supervisor) -> None:
-        """Watch expiration timers of all attempts, where ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` asks for it.
+        """Watch expiration timers of all attempts, where ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` asks for it,
+        and signs of life, where ``--hang-timeout`` does.
 
         Args:
             supervisor: by whom.
@@ -73,6 +75,10 @@ class Workers(ABC):
         environ = self._setup.environ
         if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
             self._timer_file = supervisor.watch_timers(environ.get("TORCHELASTIC_TIMER_FILE") or None)
+        job = self._setup.job
+        if job.hang_timeout is not None:
+            limit = None if job.hang_timeout == "auto" else float(job.hang_timeout)
+            supervisor.watch_hangs(limit, startup=job.hang_startup_timeout)
 
     def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
         """Begin to start all, or none; fills in the attempt's paths.
@@ -118,6 +124,10 @@ class Workers(ABC):
         streams = self._streams(attempt, paths)
         if streams:
             supervisor.follow(streams)
+        if self._timer_file is not None or job.hang_timeout is not None:
+            files = [path for _, path in sorted(paths.error_files.items())]
+            evidence = [(f"{path}.fault", hang_file(path)) for path in files] if all(files) else []
+            supervisor.keep_evidence(evidence, py_spy=_py_spy(environ))
         supervisor.start(group)
 
     def cpus(self, local_rank: int) -> Sequence[int] | None:
@@ -172,6 +182,12 @@ class Workers(ABC):
                     plain = os.fsencode(text)
                     streams.append(_core.LogStream(local_rank, path, copy, plain, contains=contains))
         return streams
+
+
+def _py_spy(environ: Mapping[str, str]) -> str | None:
+    folders = [*environ.get("PATH", os.defpath).split(os.pathsep), os.path.dirname(sys.executable)]
+    paths = (os.path.join(folder, "py-spy") for folder in folders)
+    return next((path for path in paths if os.access(path, os.X_OK)), None)
 
 
 class CommandWorkers(Workers):

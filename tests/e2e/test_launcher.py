@@ -324,7 +324,7 @@ def test_what_successful_workers_leave_is_ended_and_named(launch, worker_script)
 def test_a_port_that_was_taken_is_replaced_without_a_charge(launch, worker_script):
     script = worker_script("""
         import os, signal
-        if os.environ["ELASTICRS_ROUND"] == "0":
+        if os.environ["ELASTICRS_ROUND"] == "1":
             if os.environ["RANK"] == "0":
                 raise OSError(f"port: {os.environ['MASTER_PORT']}, name: EADDRINUSE: address already in use")
             signal.pause()

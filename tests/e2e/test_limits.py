@@ -6,6 +6,7 @@ Processes and descriptors are seen to by the guard around every test.
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,8 @@ def test_too_few_descriptors_are_told_before_anything_starts(launch, worker_scri
     prefix = ("prlimit", f"--nofile={limit}")
     arguments = ("--nproc-per-node", "8", "--log-dir", tmp_path / "logs", "--tee", "3")
     launched = launch(*arguments, worker_script(SAY), prefix=prefix)
-    assert_clear(launched, 2, "8 processes are more than RLIMIT_NOFILE with 16 log files allows")
+    wanted = "an agent with 8 workers and 16 log files needs 88 descriptors"
+    assert_clear(launched, 2, wanted, f"RLIMIT_NOFILE allows {limit}: raise it")
     assert "RUNS" not in launched.stdout
 
 
@@ -54,6 +56,21 @@ def test_eight_workers_fit_into_what_the_check_demands(launch, worker_script, tm
     launched = launch(*arguments, worker_script(SAY), prefix=prefix)
     assert launched.wait() == 0, launched.stderr
     launched.wait_for_lines("RUNS", 8)
+
+
+def test_the_agent_takes_all_descriptors_it_may_have_and_workers_keep_their_limit(launch, worker_script):
+    script = worker_script("""
+        import os, resource, signal
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.write(1, f"LIMITS {soft} {hard}\\n".encode())
+        signal.pause()
+    """)
+    launched = launch("--nproc-per-node", "8", script, prefix=("prlimit", "--nofile=50:400"))
+    launched.wait_for_lines("LIMITS", 8)
+    assert launched.stdout.count("LIMITS 50 400") == 8, launched.stdout
+    assert resource.prlimit(launched.pid, resource.RLIMIT_NOFILE) == (400, 400)
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
 
 
 def test_workers_without_files_need_fewer(launch, worker_script):

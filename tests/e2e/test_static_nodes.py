@@ -327,7 +327,7 @@ def test_missing_ranks_are_named(launch):
 def test_the_port_is_taken(launch):
     nodes = Nodes(launch, 2)
     with listening(nodes.port):
-        where = f"cannot listen on 127.0.0.1 port {nodes.port}"
+        where = f"cannot listen on 127.0.0.1:{nodes.port}: "
         line_of(nodes.start(0), where, "Address already in use", "--master-port")
 
 

@@ -253,6 +253,16 @@ class Network:
         relay.set(**how)
         return relay
 
+    def name(self, **names: Host) -> None:
+        """These hosts get further names; a name that is known already leads elsewhere from now on."""
+        lines = self.hosts_file.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if line.split()[1] not in names]
+        # In one write and in place: the file is mounted on every host.
+        text = "\n".join([*kept, *(f"{host.address} {name}" for name, host in names.items())]) + "\n"
+        with self.hosts_file.open("r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
+
     def separate(self, *hosts: Host) -> None:
         """These hosts do not reach each other any more, but all others, who reach them; nobody is told."""
         self.switch.configure(*(f"link set {host.port} type bridge_slave isolated on" for host in hosts))

@@ -117,6 +117,24 @@ def test_an_agent_may_die_after_its_workers_have_finished(two):
     job.finish(agents[:1], on(agents[0], workers))
 
 
+def test_who_comes_while_the_host_of_the_store_lingers_is_told_of_the_success(two):
+    job, agents, workers = two()
+    job.tell(on(agents[1], workers), SUCCEED)
+    store = agents[0].host
+    store.run(sys.executable, "-c", WAIT_FOR_KEY, store.address, PORT, "/elasticrs/job/done/1/1")
+    # It has to read how the job ended, and cannot: the host waits for it.
+    agents[1].signal(signal.SIGSTOP)
+    job.tell(on(agents[0], workers), SUCCEED)
+    (late,) = job.start(agents[1].host)
+    assert job.ended(late) == [1]
+    assert "job job is closed: succeeded at 20" in late.launched.stderr, job.story("no outcome")
+    assert late.workers() == []
+    agents[1].signal(signal.SIGCONT)
+    job.ended()
+    assert agents[0].launched.wait() == 0, job.story("the host has not succeeded")
+    job.assert_empty()
+
+
 def test_a_finished_node_waits_no_longer_than_it_was_told(two):
     job, agents, workers = two("--exit-barrier-timeout", "1")
     job.tell(on(agents[1], workers), SUCCEED)

@@ -77,6 +77,46 @@ def test_the_store_may_come_last(hosts, multinode):
         relay.close()
 
 
+@pytest.mark.slow
+@pytest.mark.beyond_torchrun
+def test_the_name_of_the_endpoint_may_become_known_late(network, multinode):
+    net = network(2)
+    job = multinode(net.hosts[0], "2")
+    agents = job.start(*net.hosts, endpoint=f"late:{PORT}")
+    for agent in agents:
+        job.line(agent, "cannot resolve 'late'")
+    net.name(late=net.hosts[0])
+    workers = job.formed(*agents)
+    # Both have come to the host by that name.
+    assert net.hosts[0].address in net.hosts[1].run("getent", "ahosts", workers[0].master).stdout.split()
+    job.finish(agents, fail_once(job, agents, workers))
+
+
+@pytest.mark.slow
+@pytest.mark.beyond_torchrun
+def test_the_name_of_the_endpoint_may_lead_elsewhere_at_first(network, multinode):
+    net = network(3)
+    net.name(moving=net.hosts[2])
+    job = multinode(net.hosts[0], "2")
+    agents = job.start(*net.hosts[:2], endpoint=f"moving:{PORT}")
+    for agent in agents:
+        job.line(agent, f"no way to the rendezvous store moving:{PORT} .*refused")
+    net.name(moving=net.hosts[0])
+    job.finish(agents, job.formed(*agents))
+
+
+@pytest.mark.slow
+@pytest.mark.beyond_torchrun
+def test_a_port_that_cannot_be_had_ends_an_agent_that_is_to_host_late(network, multinode):
+    net = network(1)
+    job = multinode(net.hosts[0], "2", conf={"bind_addr": "10.77.0.99"})
+    (agent,) = job.start(*net.hosts, endpoint=f"late:{PORT}")
+    job.line(agent, "cannot resolve 'late'")
+    net.name(late=net.hosts[0])
+    assert job.ended(agent) == [1]
+    job.line(agent, f"cannot listen on 10.77.0.99:{PORT}: ")
+
+
 def test_agents_need_not_reach_each_other_but_the_store(network, multinode):
     net = network(3)
     net.separate(*net.hosts[1:])

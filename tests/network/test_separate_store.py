@@ -154,6 +154,35 @@ def test_without_the_store_all_end_and_say_so(hosts, multinode, befalls):
     job.assert_empty(*machines)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_the_store_is_killed_at_a_random_moment(hosts, multinode, seed):
+    *machines, store_host = hosts(3)
+    job = multinode(store_host, "2", conf={**QUICK, "store_lost_timeout": 2, "join_timeout": 4})
+    with store_on(store_host) as store:
+        agents = job.start(*machines)
+        agents[0].launched.read_for(random.Random(seed).uniform(0.0, 1.5))
+        store.signal(KILL)
+        assert job.ended() == [1, 1]
+    for agent in agents:
+        assert job.endpoint in agent.launched.stderr, job.story("no host:port")
+        assert "Traceback" not in agent.launched.stderr, job.story("a traceback")
+    job.assert_empty(*machines)
+
+
+@pytest.mark.slow
+def test_a_bad_network_between_the_nodes_and_the_store(hosts, multinode, impair):
+    *machines, store_host = hosts(3)
+    impair(store_host, seed=1, delay=0.05, jitter=0.01, loss=0.05, duplicate=0.02)
+    with store_on(store_host):
+        job = multinode(store_host, "2")
+        agents = job.start(*machines)
+        job.tell(job.formed(*agents, timeout=60)[-1:], FAIL)
+        again = job.formed(*agents, timeout=60)
+        assert {worker.restart for worker in again} == {1}
+        job.finish(agents, again, timeout=60)
+
+
 def test_a_store_that_was_started_anew_is_not_the_same(hosts, multinode):
     *machines, store_host = hosts(3)
     job = multinode(store_host, "2", conf=QUICK)

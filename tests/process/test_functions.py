@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from elasticrs.launcher import LaunchConfig
+
 HOST = """
 import json, multiprocessing.resource_tracker, os, signal, subprocess, sys, threading, time
 from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
@@ -94,7 +96,7 @@ def work():
 print(json.dumps(list(launch(work, restarts=2).values())))
 """,
     )
-    assert seen == [["1", "1"]] * 3
+    assert seen == [["1", "2"]] * 3
     assert "exited with code 3; 2 siblings stopped; restarting (1 of 2 restarts left)" in stderr
 
 
@@ -315,3 +317,48 @@ print(json.dumps(said))
 """,
     )
     assert found == ["start", "stop", "false"]
+
+
+def test_a_function_that_hangs_has_failed(tmp_path):
+    message, _ = host(
+        tmp_path,
+        """
+def work():
+    from elasticrs.timer import heartbeat
+    pipe = os.pipe()
+    heartbeat(rank())
+    if rank() == 1:
+        os.read(pipe[0], 1)
+    with heartbeat.section("the others may take any time", limit=None):
+        os.read(pipe[0], 1)
+""",
+        """
+try:
+    launch(work, hang_timeout=1)
+except ChildFailedError as error:
+    failure = error.failures[1]
+    print(json.dumps([sorted(error.failures), failure.exitcode, failure.message, failure.stack]))
+""",
+    )
+    ranks, exitcode, text, stack = message
+    assert (1 in ranks, exitcode) == (True, -9)
+    assert "hung: no heartbeat for" in text
+    assert "stopped at step 1" in text
+    assert "in work" in stack
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        ({"hang_timeout": 0}, "hang_timeout must be seconds above 0 or 'auto', got 0"),
+        ({"hang_timeout": "soon"}, "hang_timeout must be seconds above 0 or 'auto', got 'soon'"),
+        (
+            {"hang_timeout": 5, "hang_startup_timeout": -1},
+            "hang_startup_timeout must be seconds above 0, got -1",
+        ),
+        ({"hang_startup_timeout": 5}, "hang_startup_timeout needs hang_timeout: seconds or 'auto'"),
+    ],
+)
+def test_limits_of_heartbeats_that_are_none_are_refused(limits, problem):
+    with pytest.raises(ValueError, match=f"^{problem}$"):
+        LaunchConfig(1, 1, 1, **limits)

@@ -3,6 +3,7 @@
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.machine import Member, step
+from elasticrs.rendezvous.elastic.member_settings import MemberSettings
 from elasticrs.rendezvous.elastic.records import Head
 
 from .store import Conn, Store
@@ -110,11 +111,14 @@ class Cluster:
         self.store = Store(lambda *_: None)
         self._running = False
 
-    def add(self, name, **differs):
+    def add(self, name, begin=None, local_address=None, **differs):
         number = f"{len(self.store.conns) + 1:02x}"
-        settings = m.Settings("job", number, name, endpoint="head:29400", **{**self.settings, **differs})
+        settings = MemberSettings("job", number, name, endpoint="head:29400", **{**self.settings, **differs})
         agent = Agent(self, name, settings)
+        agent.address = local_address or agent.address
         self.agents.append(agent)
+        if begin is not None:
+            agent.send(begin)
         agent.send(m.Begin())
         return agent
 

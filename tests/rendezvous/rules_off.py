@@ -145,7 +145,7 @@ def leaves_before_the_store_knows(member):
 
 
 @rule("mismatch", joining)
-def any_settings_will_do(settings, address, job):
+def any_settings_will_do(settings, shown, job):
     return None
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Member, Phase, step
+from elasticrs.rendezvous.elastic.member_settings import MemberSettings
 from rendezvous.cluster import Cluster
 
 PORT = 29500
@@ -154,7 +155,9 @@ def test_missing_ranks_are_named_with_those_that_are_there():
 
 
 def test_a_lent_port_is_tried_again_and_told_of_once():
-    settings = m.Settings("job", "01", "a", endpoint="h:29500", join_timeout=5, master_port=PORT, node_rank=1)
+    settings = MemberSettings(
+        "job", "01", "a", endpoint="h:29500", join_timeout=5, master_port=PORT, node_rank=1
+    )
     member = Member(settings)
     step(member, m.Begin())
     told = []

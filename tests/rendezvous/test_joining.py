@@ -4,17 +4,18 @@ import pytest
 
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Member, Phase, step
+from elasticrs.rendezvous.elastic.member_settings import MemberSettings
 from rendezvous.cluster import Cluster, running
 
 
 @pytest.mark.parametrize(
     ("differs", "text"),
     [
-        ({"max_restarts": 3}, "max_restarts=3, but node a started this job with max_restarts=0"),
-        ({"min_nodes": 1}, "min_nodes=1, but node a started this job with min_nodes=2"),
-        ({"max_nodes": 9}, "max_nodes=9, but node a started this job with max_nodes=2"),
-        ({"backend": "etcd"}, "backend=etcd, but node a started this job with backend=c10d"),
-        ({"scale_up": False}, "scale_up=False, but node a started this job with scale_up=True"),
+        ({"max_restarts": 3}, "max_restarts=3, but node a (10.0.0.1) started this job with max_restarts=0"),
+        ({"min_nodes": 1}, "min_nodes=1, but node a (10.0.0.1) started this job with min_nodes=2"),
+        ({"max_nodes": 9}, "max_nodes=9, but node a (10.0.0.1) started this job with max_nodes=2"),
+        ({"backend": "etcd"}, "backend=etcd, but node a (10.0.0.1) started this job with backend=c10d"),
+        ({"scale_up": False}, "scale_up=False, but node a (10.0.0.1) started this job with scale_up=True"),
     ],
 )
 def test_settings_that_differ_are_refused_by_name(differs, text):
@@ -25,13 +26,22 @@ def test_settings_that_differ_are_refused_by_name(differs, text):
     assert not cluster.store.under(cluster.keys.nodes + b.member.settings.agent)
 
 
+def test_whose_settings_differ_is_named_as_others_know_it():
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    cluster.add("a", local_addr="a.test")
+    for name, local in (("b", "127.0.0.1"), ("c", "::1")):
+        refused = cluster.add(name, local_address=local, fallback_addr="head.test", max_restarts=3)
+        expected = f"node {name} (head.test): max_restarts=3, but node a (a.test) started this job with"
+        assert refused.outcome.message.startswith(expected)
+
+
 @pytest.mark.parametrize("homogeneous", [False, True])
 def test_different_nodes_are_refused_only_when_asked_for(homogeneous):
     cluster = Cluster(min_nodes=2, max_nodes=2, homogeneous=homogeneous)
     cluster.add("a", nproc=2)
     b = cluster.add("b", nproc=4)
     if homogeneous:
-        assert "nproc=4, but node a started this job with nproc=2" in b.outcome.message
+        assert "nproc=4, but node a (10.0.0.1) started this job with nproc=2" in b.outcome.message
     else:
         assert b.starts
 
@@ -91,7 +101,7 @@ def test_a_job_whose_agents_have_died_goes_on():
 
 def test_connecting_is_tried_again_with_growing_delays():
     cluster = Cluster()
-    member = Member(m.Settings("job", "01", "a", endpoint="head:29400", join_timeout=5))
+    member = Member(MemberSettings("job", "01", "a", endpoint="head:29400", join_timeout=5))
     delays = []
     step(member, m.Begin())
     for _ in range(7):
@@ -108,7 +118,7 @@ def test_connecting_is_tried_again_with_growing_delays():
 
 @pytest.mark.parametrize("kind", ["version", "token", "not_ours", "run"])
 def test_what_waiting_does_not_cure_is_final(kind):
-    member = Member(m.Settings("job", "01", "a"))
+    member = Member(MemberSettings("job", "01", "a"))
     step(member, m.Begin())
     _, actions = step(member, m.ConnectionLost(kind, "port 29400 is used by another program"))
     assert m.Exit(m.Outcome("refused", "port 29400 is used by another program")) in actions
@@ -195,11 +205,12 @@ def test_a_drained_node_is_not_lost_whoever_leads():
 
 
 def test_who_cannot_connect_is_told_why_and_that_it_is_tried_again():
-    member = Member(m.Settings("job", "01", "a", endpoint="b:29400", join_timeout=60))
-    step(member, m.Begin())
-    step(member, m.ConnectionLost("refused", "connection refused"))
-    _, actions = step(member, m.TimerFired("connect_news"))
-    text = "no way to the rendezvous store b:29400 yet, trying for 60 s: connection refused"
+    member = Member(MemberSettings("job", "01", "a", endpoint="b:29400", join_timeout=60))
+    step(member, m.Begin(), 1_700_000_000 * 10**9)
+    step(member, m.ConnectionLost("refused", "connection refused"), 1_700_000_001 * 10**9)
+    _, actions = step(member, m.TimerFired("connect_news"), 1_700_000_005 * 10**9)
+    times = "since 2023-11-14 22:13:20 UTC, trying until 2023-11-14 22:14:20 UTC (join_timeout=60)"
+    text = f"no way to the rendezvous store b:29400 {times}: connection refused"
     assert actions == [m.Announce(text)]
 
 
@@ -233,7 +244,7 @@ def test_leaving_does_not_wait_for_a_silent_store():
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_leaving_before_there_is_anything(connected):
-    member = Member(m.Settings("job", "01", "a"))
+    member = Member(MemberSettings("job", "01", "a"))
     step(member, m.Begin())
     if connected:
         step(member, m.Connected(1, "10.0.0.1"))
@@ -263,7 +274,7 @@ def test_a_closed_job_stays_closed_when_the_store_goes_before_the_workers_have_s
 
 
 def test_a_node_without_a_port_leaves():
-    member = Member(m.Settings("job", "01", "a"))
+    member = Member(MemberSettings("job", "01", "a"))
     step(member, m.Begin())
     _, actions = step(member, m.StorePortFailed("all of 29500-29510 are used"))
     text = "node a: no port for the workers' store: all of 29500-29510 are used"
@@ -272,4 +283,4 @@ def test_a_node_without_a_port_leaves():
 
 def test_an_unknown_event_is_an_error():
     with pytest.raises(TypeError):
-        step(Member(m.Settings("job", "01", "a")), "hello")
+        step(Member(MemberSettings("job", "01", "a")), "hello")

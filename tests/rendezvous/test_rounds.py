@@ -267,6 +267,11 @@ def test_rank_0_and_the_host_of_the_store_stay_to_the_end():
     _, host, _ = cluster.add("a"), cluster.add("b", hosts_store=True), cluster.add("c")
     host.send(m.WorkersDone())
     assert "barrier" not in host.timers
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    other, late = cluster.add("a"), cluster.add("b", begin=m.StoreHosted("b.test"))
+    assert (late.member.settings.fallback_addr, other.member.settings.fallback_addr) == ("b.test", None)
+    late.send(m.WorkersDone())
+    assert "barrier" not in late.timers
 
 
 def test_what_cannot_be_started_is_tried_again_without_a_charge():

@@ -7,6 +7,7 @@ fails any more, and what the job has come to is judged.
 
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Member, Phase, step
+from elasticrs.rendezvous.elastic.member_settings import MemberSettings
 
 from .checks import Checks, ViolationError, require
 from .store import Conn, Store
@@ -124,7 +125,7 @@ class World:
             # Who comes late has the rank of another one: instead of it, or by mistake.
             node_rank = (self.spawned - 1) % self.config["max_nodes"]
             by_hand = {"node_rank": node_rank, "order_hint": node_rank, "master_port": FIXED_PORT}
-        settings = m.Settings(
+        settings = MemberSettings(
             "job",
             f"{self.spawned:02x}",
             name,

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -171,7 +172,7 @@ def test_a_store_that_is_not_there_is_an_error():
         connect("127.0.0.1", port, RUN)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_server_of_its_own(tmp_path, signum):
     # Editors end a file with a newline; all else belongs to the token, as it does for agents.
     (tmp_path / "token").write_bytes(b"secret \n")
@@ -192,8 +193,44 @@ def test_a_server_of_its_own(tmp_path, signum):
         out, err = process.communicate(timeout=procs.HANG)
         store.close()
     assert (process.returncode, out) == (0, "")
-    assert err.endswith("the token of this client is not that of the store\n")
-    assert err.count("\n") == 1
+    refused, closing = err.splitlines()
+    assert refused.endswith("the token of this client is not that of the store")
+    assert closing == f"elasticrs store: {signum.name}: closing (connected clients: 1)"
+
+
+def test_a_server_of_its_own_survives_nohup_and_a_lost_terminal():
+    serve = [sys.executable, "-m", "elasticrs.store", "--port", "0"]
+    with subprocess.Popen(
+        ["nohup", *serve], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert b"serving at" in process.stdout.readline()
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert b"SIGTERM: closing" in process.communicate(timeout=procs.HANG)[1]
+        assert process.returncode == 0
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        serve, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        line = b""
+        while not line.endswith(b"\n"):
+            line += os.read(ours, 100)
+        assert b"serving at" in line
+        # What the kernel does to the foreground of a terminal that goes; writing to it fails from now on.
+        os.close(ours)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(procs.HANG) == 0
+
+
+def test_a_server_of_its_own_takes_all_descriptors_it_may_have():
+    command = ["prlimit", "--nofile=100:300", sys.executable, "-m", "elasticrs.store", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (300, 300)
+        process.terminate()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Workers with timers under the command line: torch's own client, and records written by hand."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 
+import pytest
 from helpers.procs import wait_readable
 
 ENABLED = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
@@ -143,3 +145,113 @@ def test_nothing_is_left_of_a_fifo_that_the_user_named(launch, worker_script, tm
     assert launched.wait() == 0, launched.stderr
     assert launched.stdout == f"{path}\n"
     assert not path.exists()
+
+
+@pytest.mark.slow
+def test_of_64_workers_those_that_are_stopped_are_told_and_nobody_else(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        from elasticrs import timer
+        client = timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"], signal=0)
+        if int(os.environ["RANK"]) % 8 == 5:
+            with timer.expires(after=1, scope="stopped", client=client):
+                os.kill(os.getpid(), signal.SIGSTOP)
+        while True:
+            with timer.expires(after=60, scope="step", client=client):
+                signal.sigtimedwait([], 0.01)
+    """)
+    launched = launch("--nproc-per-node", "64", "--shutdown-timeout", "5", script, env=ENABLED)
+    told = launched.wait_for_lines(r"rank (\d+) \(pid \d+\): timer expired: scope '(\w+)'", 8)
+    assert {(int(line[1]), line[2]) for line in told} == {(rank, "stopped") for rank in range(5, 64, 8)}
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() != 0
+    assert launched.stderr.count("timer expired") == 8
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a pid namespace needs root")
+def test_a_record_of_an_earlier_agents_worker_with_the_same_pid_is_refused(launch, worker_script, tmp_path):
+    path = tmp_path / "timers"
+    script = worker_script("""
+        import os
+        fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+        os.write(1, f"UP {os.getpid()} {fields[19]}\\n".encode())
+        os.read(0, 1)
+    """)
+    prefix = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--")
+    reader, writer = os.pipe()
+    ups = []
+    for _ in range(2):
+        launched = launch(
+            *("--nproc-per-node", "1", script),
+            env={**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)},
+            prefix=prefix,
+            stdin=reader,
+        )
+        ups.append(launched.wait_for_line(r"UP (\d+) (\d+)"))
+        if len(ups) == 1:
+            # The whole container goes, and the agent cannot clean up.
+            (agent,) = (each for each in launched.descendants() if each.ppid == launched.pid)
+            os.kill(agent.pid, signal.SIGKILL)
+            launched.wait()
+            assert path.exists()
+    assert ups[0][1] == ups[1][1], "pids repeat in a namespace"
+    for up in ups:
+        fields = {
+            "version": 1,
+            "pid": int(up[1]),
+            "scope_id": f"of {up[2]}",
+            "expiration_time": 1,
+            "signal": 9,
+        }
+        path.write_text(json.dumps({**fields, "deadline_ns": 0, "start_time": int(up[2])}) + "\n")
+    assert launched.wait() == 1, launched.stderr
+    assert f"timer expired: scope 'of {ups[1][2]}'" in launched.stderr
+    assert f"scope 'of {ups[0][2]}'" not in launched.stderr
+    assert "because its pid belongs to another process now" in launched.stderr
+    os.close(reader)
+    os.close(writer)
+
+
+def test_the_report_has_the_stack_of_a_worker_whose_timer_expired(launch, worker_script):
+    script = worker_script("""
+        import os
+        from elasticrs import timer
+        timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+        pipe = os.pipe()
+        def evaluate():
+            with timer.expires(after=0.2, scope="evaluation"):
+                os.read(pipe[0], 1)
+        evaluate() if os.environ["RANK"] == "1" else os.read(pipe[0], 1)
+    """)
+    launched = launch("--nproc-per-node", "2", script, env=ENABLED)
+    assert launched.wait() == 1
+    assert "timer expired: scope 'evaluation'" in launched.stderr
+    assert re.search(r'    File ".*worker.py", line 8 in evaluate$', launched.stderr, re.M), launched.stderr
+    kept = re.search(r"  hang      : (.*/attempt_0/1/hang.txt)$", launched.stderr, re.M)
+    assert kept
+    with open(kept[1], encoding="utf-8") as file:
+        text = file.read()
+    assert text.startswith("a timer of local rank 1 expired: scope 'evaluation'\n")
+    with open(kept[1].replace("/1/hang", "/0/hang"), encoding="utf-8") as file:
+        assert "in <module>" in file.read(), "the others are asked as well"
+
+
+def test_a_step_of_the_clock_neither_expires_nor_delays_a_timer(launch, worker_script):
+    # As if the clock had been set, by an hour, between the moment of writing and that of reading.
+    script = worker_script(BY_HAND + """
+    def acquire_at(scope, wall, after_ns):
+        fields = {"version": 1, "pid": os.getpid(), "scope_id": scope, "signal": 0}
+        fields |= {"expiration_time": time.time() + wall, "deadline_ns": time.monotonic_ns() + after_ns}
+        with open(path, "w") as fifo:
+            fifo.write(json.dumps(fields) + "\\n")
+    acquire_at("forward", -3600, 3600 * 10**9)
+    acquire_at("back", 3600, 0)
+    os.read(0, 1)
+""")  # fmt: skip
+    reader, writer = os.pipe()
+    launched = launch("--nproc-per-node", "1", script, env=ENABLED, stdin=reader)
+    os.close(reader)
+    launched.wait_for_line(r"timer expired: scope 'back'")
+    os.close(writer)
+    assert launched.wait() == 0, launched.stderr
+    assert "'forward'" not in launched.stderr

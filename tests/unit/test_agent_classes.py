@@ -1,5 +1,8 @@
 """Torch's agent classes, and the configuration of a launch."""
 
+import json
+import signal
+
 import pytest
 
 from elasticrs.agent.server import (
@@ -10,11 +13,13 @@ from elasticrs.agent.server import (
     WorkerGroup,
     WorkerSpec,
     WorkerState,
+    api,
 )
+from elasticrs.agent.server.api import _RoleInstanceInfo
 from elasticrs.launcher import LaunchConfig
 from elasticrs.launcher.api import _get_entrypoint_name
-from elasticrs.multiprocessing import DefaultLogsSpecs
-from elasticrs.rendezvous import RendezvousParameters
+from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException
+from elasticrs.rendezvous import RendezvousHandler, RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 
@@ -134,6 +139,9 @@ def test_times_come_from_the_environment(config, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "9")
     assert (config().shutdown_timeout, config().exit_barrier_timeout) == (4, 9)
     assert config(shutdown_timeout=1).shutdown_timeout == 1
+    configured = {"exit_barrier_timeout": "2.5"}
+    assert config(rdzv_configs=configured).exit_barrier_timeout == 2.5
+    assert config(rdzv_configs=configured, exit_barrier_timeout=1).exit_barrier_timeout == 1
 
 
 @pytest.mark.parametrize(
@@ -141,6 +149,7 @@ def test_times_come_from_the_environment(config, monkeypatch):
     [
         ({"shutdown_timeout": -1}, "shutdown_timeout must be non-negative"),
         ({"exit_barrier_timeout": -1}, "exit_barrier_timeout must be non-negative"),
+        ({"rdzv_configs": {"exit_barrier_timeout": "x"}}, "^rdzv_configs: exit_barrier_timeout: got 'x'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(config, changes, text):
@@ -155,3 +164,167 @@ def test_the_name_of_a_job_is_its_script_or_function():
     assert _get_entrypoint_name(sys.executable, ["-u", "train.py", "-x"]) == "train.py"
     assert _get_entrypoint_name("/bin/echo", ["x"]) == "/bin/echo"
     assert _get_entrypoint_name(None, []) == ""
+
+
+class Older(Scripted):
+    """As one had to write it for torch 2.5 and 2.6."""
+
+    def _stop_workers(self, _worker_group, is_restart=False):
+        self.calls.append(("stop", is_restart))
+        self._shutdown(is_restart=is_restart)
+
+    def _shutdown(self, death_sig=signal.SIGTERM, is_restart=False):
+        self.calls.append(("shutdown", death_sig, is_restart))
+
+
+class Forwarding(Scripted):
+    """Passes on whatever comes."""
+
+    def _stop_workers(self, *args, **kwargs):
+        self.calls.append(("stop", len(args), kwargs))
+
+    def _shutdown(self, *args, **kwargs):
+        self.calls.append(("shutdown", args, kwargs))
+
+
+class Interrupted(Scripted):
+    """A signal comes while the workers run, and perhaps again while they are shut down."""
+
+    def _monitor_workers(self, _worker_group):
+        raise SignalException("stopped", signal.SIGINT)
+
+    def _shutdown(self, death_sig=signal.SIGTERM, timeout=30):
+        self.calls.append((death_sig, timeout))
+        if next(self.states) == "again":
+            raise SignalException("stopped again", signal.SIGTERM)
+
+
+def test_hooks_of_older_releases_get_what_they_take(handler):
+    agent = Older(spec(handler), [WorkerState.FAILED, WorkerState.FAILED])
+    assert agent.run().is_failed()
+    term = signal.SIGTERM
+    assert agent.calls[1:3] == [("stop", True), ("shutdown", term, True)]
+    assert agent.calls[-3:] == [("stop", False), ("shutdown", term, False), ("shutdown", term, False)]
+
+
+def test_hooks_that_take_anything_get_what_torch_passes_now(handler):
+    agent = Forwarding(spec(handler), [WorkerState.FAILED, WorkerState.SUCCEEDED])
+    agent.run()
+    assert agent.calls[1] == ("stop", 1, {})
+    assert agent.calls[-1] == ("shutdown", (), {"timeout": 30})
+
+
+def test_a_signal_is_passed_on_once(handler):
+    agent = Interrupted(spec(handler), ["ended"])
+    with pytest.raises(SignalException, match=r"stopped$"):
+        agent.run()
+    assert agent.calls[1:] == [(signal.SIGINT, 30)]
+
+
+def test_who_asks_twice_wants_it_now(handler):
+    agent = Interrupted(spec(handler), ["again", "ended"])
+    with pytest.raises(SignalException, match="stopped again"):
+        agent.run()
+    assert agent.calls[1:] == [(signal.SIGINT, 30), (signal.SIGKILL, 0)]
+
+
+def test_an_unhealthy_end_is_a_failure(handler):
+    agent = Scripted(spec(handler, max_restarts=0), [WorkerState.UNHEALTHY])
+    # Not so in torch.
+    assert agent.run().is_failed()
+
+
+def test_what_agents_tell_each_other_is_torchs():
+    info = _RoleInstanceInfo("trainer", 1, 4)
+    again = _RoleInstanceInfo.deserialize(info.serialize())
+    assert (again.role, again.rank, again.local_world_size) == ("trainer", 1, 4)
+    other, reader = _RoleInstanceInfo("trainer", 3, 4), _RoleInstanceInfo("reader", 0, 1)
+    assert [_RoleInstanceInfo.compare(*pair) for pair in ((info, other), (info, reader), (reader, info))] == [
+        -2,
+        1,
+        -1,
+    ]
+    assert _RoleInstanceInfo.find_role_boundaries([reader, info, other], "trainer") == (1, 2)
+    assert _RoleInstanceInfo.find_role_boundaries([reader], "trainer") == (-1, -1)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """What the agent records, taken where torch's own tests take it."""
+    events, numbers = [], {}
+    monkeypatch.setattr(api, "record", lambda event, destination: events.append((event, destination)))
+    monkeypatch.setattr(api, "put_metric", lambda name, value: numbers.setdefault(name, []).append(value))
+    return events, numbers
+
+
+def test_events_and_metrics_are_torchs(handler, recorded):
+    events, numbers = recorded
+    made = spec(handler, event_log_handler="console")
+    Scripted(made, [WorkerState.FAILED, WorkerState.SUCCEEDED]).run()
+    begin = ["RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "START"]
+    assert [event.metadata["state"] for event, _ in events] == [*begin, *begin, "SUCCEEDED", "SUCCEEDED"]
+    assert {destination for _, destination in events} == {"console"}
+    last = events[-1][0]
+    assert (last.name, last.source.value) == ("torchelastic.worker.status.SUCCEEDED", "WORKER")
+    assert (last.metadata["global_rank"], last.metadata["agent_restarts"]) == (1, 1)
+    assert json.loads(last.metadata["metadata"]) == {
+        "group_world_size": 1, "entry_point": "entrypoint", "local_rank": [1], "role_rank": [1],
+        "role_world_size": [2], "exit_code": [None], "worker_pid": [None],
+    }  # fmt: skip
+    assert numbers == {
+        "workers.trainer.remaining_restarts": [1, 0],
+        "workers.trainer.failed": [1],
+        "workers.trainer.succeeded": [1],
+        "workers.trainer.flakiness": [50],
+        "workers.trainer.run_total": [1],
+        "workers.trainer.run_success_with_retries": [1],
+        "workers.trainer.run_success_no_retries": [0],
+        "workers.trainer.run_failed_with_retries": [0],
+        "workers.trainer.run_failed_no_retries": [0],
+    }
+
+
+def test_a_worker_that_was_stopped_for_another_is_told_so(handler, recorded):
+    events, numbers = recorded
+    Scripted(spec(handler, max_restarts=0), [WorkerState.FAILED]).run()
+    assert [event.metadata["state"] for event, _ in events[-2:]] == ["TERMINATED"] * 2
+    assert numbers["workers.trainer.flakiness"] == [100]
+
+
+def test_a_value_of_some_workers_alone_is_an_error(handler):
+    agent = Scripted(spec(handler), [])
+    result = RunResult(WorkerState.SUCCEEDED, {0: "value"})
+    agent._initialize_workers(agent.get_worker_group())
+    with pytest.raises(ValueError, match="Unknown worker: 1"):
+        agent._record_worker_events(result)
+
+
+class Delegating(RendezvousHandler):
+    """A handler of the user's own; what it is asked does not matter here."""
+
+    get_backend = next_rendezvous = is_closed = set_closed = num_nodes_waiting = lambda _self: None
+    get_run_id = shutdown = lambda _self: "job"
+
+
+class OverSomeBackEnd(Delegating):
+    """Ours, without settings of a rendezvous."""
+
+    __module__ = "elasticrs.rendezvous.some"
+
+
+class Metered(LocalElasticAgent):
+    """Replaces what only records."""
+
+    def _record_metrics(self, group_results):
+        """Nothing is wanted."""
+
+
+def test_torchs_loop_runs_where_somebody_else_has_a_say(handler, tmp_path):
+    def waits(kind, its_handler):
+        return kind(spec(its_handler), DefaultLogsSpecs(str(tmp_path)))._waits_for_events
+
+    assert waits(LocalElasticAgent, handler)
+    assert not waits(LocalElasticAgent, Delegating())
+    assert not waits(LocalElasticAgent, OverSomeBackEnd())
+    assert not waits(Metered, handler)
+    assert waits(type("Renamed", (LocalElasticAgent,), {}), handler)

@@ -53,7 +53,7 @@ AGAIN = [RendezvousCompleted(), Started()]
 def test_a_job_whose_workers_exit_0_succeeds():
     state, actions = play(UP + SUCCESS)
     assert state.phase is Phase.SUCCEEDED
-    assert actions == [Rendezvous(0), Start(0, 0), CloseRendezvous(), Exit(0)]
+    assert actions == [Rendezvous(1), Start(1, 0), CloseRendezvous(), Exit(0)]
 
 
 def test_a_failure_within_the_budget_restarts():
@@ -62,8 +62,8 @@ def test_a_failure_within_the_budget_restarts():
     assert actions[2:] == [
         CollectEvidence(),
         AnnounceRestart(0),
-        Rendezvous(1),
-        Start(1, 1),
+        Rendezvous(2),
+        Start(2, 1),
         CloseRendezvous(),
         Exit(0),
     ]
@@ -78,21 +78,29 @@ def test_a_failure_beyond_the_budget_fails_the_job():
 def test_the_death_of_the_nursery_is_charged_once():
     state, actions = play([*UP, GroupEnded("lost")])
     assert state.restarts == 1
-    assert Rendezvous(1) in actions
+    assert Rendezvous(2) in actions
 
 
 def test_stuck_workers_end_the_job_whatever_the_budget():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))], max_restarts=9)
     assert state.phase is Phase.FAILED
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert "SIGKILL does not end local rank(s) 0, 2" in report.message
+    assert report.message == "SIGKILL does not end local rank(s) 0, 2; this node is not fit for a restart"
+
+
+def test_workers_that_hung_in_the_kernel_end_the_job_whatever_the_budget():
+    state, actions = play([*UP, GroupEnded("stopped", unfit="asleep")], max_restarts=9)
+    assert state.phase is Phase.FAILED
+    assert [action.message for action in actions if isinstance(action, ReportFailure)] == [
+        "asleep; this node is not fit for a restart"
+    ]
 
 
 def test_a_port_conflict_is_not_charged():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", port_conflict=True)], max_restarts=0)
     assert state.phase is Phase.RENDEZVOUS
-    assert (state.restarts, state.round) == (0, 1)
-    assert actions[-2:] == [AnnounceRestart(0, charged=False), Rendezvous(1)]
+    assert (state.restarts, state.round) == (0, 2)
+    assert actions[-2:] == [AnnounceRestart(0, charged=False), Rendezvous(2)]
 
 
 def test_port_conflicts_without_end_fail():
@@ -170,6 +178,7 @@ events = st.one_of(
         st.sampled_from(["succeeded", "failed", "stopped", "lost"]),
         st.sampled_from([(), (), (), (1,)]),
         st.booleans(),
+        st.sampled_from([None, None, None, "hung"]),
     ),
     st.builds(SignalReceived, st.sampled_from([SIGTERM, SIGINT])),
 )
@@ -192,7 +201,7 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts):
         signalled |= isinstance(event, SignalReceived)
         if isinstance(event, GroupEnded) and group_exists:
             group_exists = False
-            stuck |= bool(event.stuck_ranks)
+            stuck |= bool(event.stuck_ranks or event.unfit)
             failed |= event.outcome != "succeeded"
         if group_exists and (
             isinstance(event, FailureSeen) or (isinstance(event, WorkerExited) and event.exitcode != 0)
@@ -216,7 +225,7 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts):
                     assert not failed, "AGENT-4"
                     assert not signalled, "AGENT-4"
         assert state.restarts <= max_restarts, "AGENT-2"
-        assert state.round <= max_restarts + MAX_PORT_RETRIES, "AGENT-2"
+        assert state.round <= 1 + max_restarts + MAX_PORT_RETRIES, "AGENT-2"
         assert state.phase.is_terminal == bool(exits), "AGENT-3"
         assert state.group_exists == group_exists
     if signalled and not group_exists:

@@ -158,14 +158,20 @@ def test_ranks_of_two_digits_can_be_named():
         (["--nproc-per-nod3=1", "x"], {}, "unknown option --nproc-per-nod3 (did you mean --nproc-per-node?)"),
         (["--zzz", "x"], {}, "unknown option --zzz; --help lists them all"),
         (["-x", "x"], {}, "unknown option -x; --help lists them all"),
+        (["-nproc-per-node", "2"], {}, "unknown option -nproc-per-node (did you mean --nproc-per-node?)"),
+        (["--NNODES=1", "x"], {}, "unknown option --NNODES (did you mean --nnodes?)"),
+        (["--rdzv_endpont=1", "x"], {}, "unknown option --rdzv_endpont (did you mean --rdzv-endpoint?)"),
         (["--ma", "x"], {}, "--ma could be --max-restarts or --master-addr or --master-port"),
-        (["--role"], {}, "--role: a value is missing"),
-        (["--role", "--standalone", "x"], {}, "--role: a value is missing"),
+        (["--role"], {}, "--role: a value is missing, as in --role NAME"),
+        (["--role", "--standalone", "x"], {}, "--role: a value is missing, as in --role NAME"),
         (["--standalone=1", "x"], {}, "--standalone: got '1', expected no value"),
         ([], {}, "no script given: elasticrun [options] script [arguments of the script]"),
         (["-t", "4", "x"], {}, "-t: got '4', expected 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N"),  # noqa: E501
         (["--local-ranks-filter=a", "x"], {}, "--local-ranks-filter: got 'a', expected local ranks separated by commas, such as 0,3"),  # noqa: E501
         (["--shutdown-timeout=-1", "x"], {}, "--shutdown-timeout: got '-1', expected seconds, 0 or more"),
+        (["--hang-timeout=0", "x"], {}, "--hang-timeout: got '0', expected seconds, more than 0, or auto"),
+        (["--hang-timeout=soon", "x"], {}, "--hang-timeout: got 'soon', expected seconds, more than 0, or auto"),  # noqa: E501
+        (["--hang-startup-timeout=0", "x"], {}, "--hang-startup-timeout: got '0', expected seconds, more than 0"),  # noqa: E501
         (["--monitor-interval=0", "x"], {}, "--monitor-interval: got '0', expected seconds, more than 0"),
         (["--monitor-interval=nan", "x"], {}, "--monitor-interval: got 'nan', expected seconds, 0 or more"),
         (["--master-port=70000", "x"], {}, "--master-port: got '70000', expected a port, 0 to 65535"),
@@ -194,6 +200,10 @@ def test_what_is_wrong_with_the_script_is_said(tmp_path, script):
     missing = str(tmp_path / "no.py")
     with pytest.raises(UsageError, match=r"script '.*no.py' does not exist"):
         launch(missing)
+    with pytest.raises(UsageError, match=r"script '.*' is a folder without a __main__.py"):
+        launch(str(tmp_path))
+    (tmp_path / "__main__.py").touch()
+    launch(str(tmp_path))
     with pytest.raises(UsageError, match=r"script '.*train.py' is not executable"):
         launch("--no-python", script)
     with pytest.raises(UsageError, match=r"script 'no-such-program' was not found in PATH"):
@@ -317,3 +327,17 @@ def test_the_grammar_is_argparses(options, script_arguments):
     argv = [word for piece in options for word in piece] + ["train.py", *script_arguments]
     expected = vars(_reference().parse_args(argv))
     assert vars(parse(argv, {})) == expected
+
+
+def test_a_rank_may_hang_for_a_fixed_or_a_learned_time(script):
+    assert launch(script).job.hang_timeout is None
+    assert launch("--hang-timeout", "90", script).job.hang_timeout == 90.0
+    job = launch("--hang-timeout", "auto", "--hang-startup-timeout", "600", script).job
+    assert (job.hang_timeout, job.hang_startup_timeout) == ("auto", 600.0)
+    with pytest.raises(UsageError, match="--hang-startup-timeout needs --hang-timeout"):
+        launch("--hang-startup-timeout", "600", script)
+
+
+def test_help_may_still_be_shortened_to_its_first_letter():
+    with pytest.raises(HelpRequested):
+        parse(["--h"], {})

@@ -4,6 +4,8 @@ import json
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from elasticrs.agent.attempt import Attempt, Plan
 from elasticrs.agent.cause import (
     MAX_LINE,
@@ -20,6 +22,7 @@ from elasticrs.clock import Clock
 from elasticrs.logs import LogPaths
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.ranks import NodeShare, assign
+from elasticrs.rendezvous.elastic.records import bound_cause
 
 PLACE = Place("b", "host-b", 1)
 
@@ -105,6 +108,20 @@ def test_the_report_of_another_node_shows_the_first_cause_and_not_its_own_victim
     assert "exitcode  : -9 (pid: 101)  (SIGKILL)" in root
     assert "on node b; times of different nodes are comparable to 0.5 ms" in root
     assert "Stopped by elasticrs after the first failure: ranks 0, 1 (SIGTERM)" in text
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "shown"),
+    [
+        (300_000, 200_001, "comparable to 0.6 ms"),
+        (0, 900, "comparable to 0.1 ms"),
+        (None, 900, "their clocks had not been compared yet"),
+        (900, None, "their clocks had not been compared yet"),
+    ],
+)
+def test_the_error_of_the_clocks_is_a_bound_or_unknown(theirs, ours, shown):
+    cause = own_cause(attempt_of([(1, -9, None)]), PLACE, Clock(error_ns=theirs))
+    assert shown in remote_failure(bound_cause(cause), Clock(error_ns=ours)).note
 
 
 def test_the_failure_of_this_node_is_not_shown_twice():

@@ -15,6 +15,7 @@ from elasticrs.rendezvous.elastic.hosting import (
     SystemResolver,
     chosen_address,
     decide,
+    decide_again,
     fallback_address,
     host_identity,
     is_loopback,
@@ -277,6 +278,27 @@ def test_an_address_can_be_chosen(endpoint, address):
 )
 def test_the_fallback_is_what_other_machines_reach(endpoint, machine, address):
     assert fallback_address(endpoint, decide(endpoint, machine), machine) == address
+
+
+def test_what_a_name_stands_for_may_change():
+    early = Machine("pod", own=["10.0.0.1"], known={"old": ["10.0.0.9"]})
+    late = Machine("pod", own=["10.0.0.1"], known={"new": ["10.0.0.1"], "old": ["10.0.0.1"]})
+    for name in ("new", "old"):
+        endpoint = rendezvous(name)
+        first = decide(endpoint, early)
+        assert not first.may_host
+        assert decide_again(first, endpoint, early) == first
+        again = decide_again(first, endpoint, late)
+        assert again == decide(endpoint, late)
+        assert again.may_host
+        assert fallback_address(endpoint, again, late) == name
+
+
+def test_what_the_user_decided_stays():
+    for is_host in (False, True):
+        endpoint = rendezvous("new", is_host=is_host)
+        first = decide(endpoint, NODE2)
+        assert decide_again(first, endpoint, Machine("new", own=["10.0.0.2"])) is first
 
 
 def test_agents_that_share_loopback_are_on_one_host(tmp_path):

@@ -112,6 +112,35 @@ def test_torch_is_asked_in_a_child_where_nothing_else_can_tell(ask):
     assert ask("auto").number == ask("cpu").number == devices.cpu_count()
 
 
+@pytest.fixture
+def slices(tmp_path):
+    """The driver's folder of a machine with one whole and one divided GPU."""
+    for folder in ("gpu0", "gpu1/mig/gi1", "mig"):
+        (tmp_path / "capabilities" / folder).mkdir(parents=True)
+    return str(tmp_path / "capabilities")
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, True), ("", True), ("MIG-1,MIG-2", True), (" MIG-1", True), ("GPU-1,MIG-2", False), ("0", False)],
+)
+def test_slices_are_known_by_the_variable_or_the_driver(slices, visible, expected):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert devices.has_slices(environ, slices) == expected
+    assert devices.has_slices(environ, slices + "/no") == (expected and bool(visible))
+
+
+def test_slices_are_torchs_to_count(ask, monkeypatch):
+    # The files would say something else.
+    monkeypatch.setattr(devices, "cuda_device_count", lambda _environ: 8)
+    visible = {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}
+    assert ask("gpu", CUDA="1", **visible).number == 1
+    assert ask("gpu").number == 8
+    monkeypatch.setattr(devices, "_ask_torch", lambda _word, _environ: None)
+    assert ask("gpu", **visible).number == 1
+    assert ask("auto", **visible) == Count(1, "cuda", "the rule that CUDA shows a process one MIG slice")
+
+
 def test_the_working_directory_has_no_part_in_it(ask, tmp_path, monkeypatch):
     (tmp_path / "here" / "torch").mkdir(parents=True)
     (tmp_path / "here" / "torch" / "__init__.py").write_text("raise SystemExit(1)")

@@ -51,7 +51,7 @@ def test_settle_is_the_longest_stop_and_the_lease_and_a_margin():
 ANY_SECONDS = {
     "scale_up_delay",
     "last_call_timeout",
-    *("restart_call_timeout", "close_timeout", "store_lost_timeout", "short_round"),
+    *("restart_call_timeout", "close_timeout", "exit_barrier_timeout", "store_lost_timeout", "short_round"),
 }
 SOME_SECONDS = {"join_timeout", "connect_timeout"}
 NO_EFFECT = {
@@ -76,6 +76,51 @@ def test_spans_have_fractions_and_limits(name):
         assert mistake(**{name: "0"}) == f"--rdzv-conf: {name}: got '0', expected {expected}"
     else:
         assert getattr(settings(**{name: 0}), name) == 0
+
+
+TORCHS = {
+    "join_timeout": "600",
+    "last_call_timeout": "30",
+    "close_timeout": "30",
+    "heartbeat_timeout": "5",
+    "keep_alive_interval": "5",
+    "keep_alive_max_attempt": "3",
+    "store_type": "tcp",
+    "read_timeout": "60",
+    "cas_backoff_max_seconds": "0.5",
+    "is_host": "True",
+    "rank": "0",
+    "timeout": "900",
+}
+ETCDS = ("protocol", "ssl_cert", "ssl_cert_key", "ca_cert", "etcd_prefix", "cert", "key", "cacert")
+
+
+def test_every_key_of_torchs_static_and_c10d_is_known():
+    made = settings(**TORCHS)
+    assert (made.ttl, made.is_host, made.rank) == (15, True, 0)
+
+
+@pytest.mark.parametrize("name", ETCDS)
+def test_keys_of_etcd_are_refused(name):
+    assert mistake(**{name: "x"}).startswith(f"--rdzv-conf: unknown key {name}")
+
+
+def test_the_exit_barrier_has_four_sources():
+    variable = {"TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT": "4"}
+    key = {"exit_barrier_timeout": "3"}
+
+    def found(given, environ, option=None):
+        return read_settings(given, environ, exit_barrier_timeout=option)[0].exit_barrier_timeout
+
+    assert [found(key, variable, 2), found(key, variable), found({}, variable), found({}, {})] == [
+        2,
+        3,
+        4,
+        300,
+    ]
+    assert settings(**key).adapted(grace=1).exit_barrier_timeout == 3
+    with pytest.raises(UsageError, match=r"^TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT: got 'x'"):
+        found({}, {"TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT": "x"})
 
 
 @pytest.mark.parametrize(("name", "value"), NO_EFFECT.items())

@@ -1,14 +1,30 @@
 """The argparse parser for programs that build on torchrun's."""
 
+import argparse
 import json
+import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from elasticrs.config import DEFAULT_SIGNALS
 from elasticrs.launcher.arguments import parse
 from elasticrs.launcher.options import OPTIONS, OURS
-from elasticrs.run import get_args_parser, parse_args
+from elasticrs.multiprocessing import DefaultLogsSpecs, Std
+from elasticrs.run import (
+    _get_logs_specs_class,
+    _values,
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    get_rdzv_endpoint,
+    get_use_env,
+    parse_args,
+    parse_min_max_nnodes,
+    run_script_path,
+)
 
 ARGV = ["--nproc_per_node=2", "--max-restarts", "3", "-t", "0:1", "-m", "train", "--x", "1"]
 
@@ -17,9 +33,162 @@ def test_both_parsers_agree(monkeypatch):
     monkeypatch.setenv("PET_ROLE", "reader")
     monkeypatch.setenv("PET_STANDALONE", "1")
     ours = vars(parse(ARGV, {"PET_ROLE": "reader", "PET_STANDALONE": "1"}))
-    theirs = vars(get_args_parser().parse_args(ARGV))
-    assert theirs == ours == vars(parse_args(ARGV))
+    theirs = vars(_values(get_args_parser().parse_args(ARGV)))
+    assert theirs.pop("signals_to_handle") == DEFAULT_SIGNALS
+    del ours["signals_to_handle"]
+    # Torch's empty text is nothing, too.
+    theirs["log_line_prefix_template"] = theirs["log_line_prefix_template"] or None
+    as_lists = {name: list(ours[name]) for name in ("duplicate_stdout_filters", "duplicate_stderr_filters")}
+    assert theirs == {**ours, **as_lists}
     assert (theirs["nproc_per_node"], theirs["role"], theirs["standalone"]) == (2, "reader", True)
+
+
+def test_a_namespace_holds_texts_where_torchruns_does():
+    args = parse_args(["--nnodes=1:2", "--nproc-per-node=2", "-t", "0:1", "--rdzv-conf=a=1", "x"])
+    assert (args.nnodes, args.nproc_per_node, args.tee, args.rdzv_conf) == ("1:2", "2", "0:1", "a=1")
+
+
+@pytest.fixture
+def namespace(tmp_path):
+    """Filled in by hand, by a program that knows torchrun's options alone."""
+    return lambda **given: argparse.Namespace(
+        **{"training_script": "train.py", "training_script_args": ["--x"], "log_dir": str(tmp_path), **given}
+    )
+
+
+def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.delenv("PYTHON_EXEC", raising=False)
+    given = {
+        "nnodes": "2:3", "nproc_per_node": 2, "rdzv_backend": "c10d", "rdzv_endpoint": "host:1",
+        "rdzv_id": "job", "rdzv_conf": "timeout=7", "node_rank": 1, "tee": "3", "redirects": "0:1",
+        "max_restarts": 5, "shutdown_timeout": "4", "duplicate_stdout_filters": ["a,b"],
+        "numa_binding": "node", "signals_to_handle": "SIGUSR1", "capture_stderr": False,
+    }  # fmt: skip
+    made, command, arguments = config_from_args(namespace(**given))
+    assert (made.min_nodes, made.max_nodes, made.nproc_per_node, made.run_id) == (2, 3, 2, "job")
+    assert (made.rdzv_backend, made.rdzv_endpoint) == ("c10d", "host:1")
+    assert made.rdzv_configs == {"timeout": "7", "order_hint": 1}
+    assert (made.max_restarts, made.shutdown_timeout, made.signals_to_handle) == (5, 4, "SIGUSR1")
+    assert made.duplicate_stdout_filters == ["a,b"]
+    assert made.numa_options.affinity_mode.value == "node"
+    assert (made.logs_specs._tee, made.logs_specs._redirects) == (Std.ALL, {0: Std.OUT})
+    assert (command, arguments) == (sys.executable, ["-u", "train.py", "--x"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"module": True}, (sys.executable, ["-u", "-m", "train.py", "--x"])),
+        ({"no_python": True}, ("train.py", ["--x"])),
+        ({"run_path": True, "no_python": True}, (run_script_path, ["train.py", "--x"])),
+        ({"use_env": False}, (sys.executable, ["-u", "train.py", "--local-rank=${local_rank}", "--x"])),
+        ({"use_env": True}, (sys.executable, ["-u", "train.py", "--x"])),
+    ],
+)
+def test_the_command_is_torchruns(namespace, monkeypatch, given, expected):
+    monkeypatch.delenv("PYTHON_EXEC", raising=False)
+    assert config_from_args(namespace(**given))[1:] == expected
+
+
+def test_one_thread_for_each_of_several_workers(namespace, monkeypatch, capfd):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    config_from_args(namespace(nproc_per_node="1"))
+    assert "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    del os.environ["OMP_NUM_THREADS"]
+    config_from_args(namespace(nproc_per_node="2"))
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS is not set" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"nnodes": "1:2:3"}, "--nnodes: got '1:2:3', expected N or MIN:MAX"),
+        ({"max_restarts": "-1"}, "--max-restarts: got '-1', expected a whole number, 0 or more"),
+        ({"nproc_per_node": "tpu9"}, "Unsupported nproc_per_node value: tpu9"),
+        ({"module": True, "no_python": True}, "--no-python and --module exclude each other"),
+        ({"logs_specs": "mine"}, "--logs-specs: got 'mine', installed are"),
+    ],
+)
+def test_what_makes_no_sense_in_a_namespace_is_named(namespace, given, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        config_from_args(namespace(**given))
+
+
+def test_small_functions_are_torchs(namespace):
+    assert parse_min_max_nnodes("2") == (2, 2)
+    assert parse_min_max_nnodes("1:4") == (1, 4)
+    with pytest.raises(RuntimeError, match='nnodes=1:2:3 is not in "MIN:MAX" format'):
+        parse_min_max_nnodes("1:2:3")
+    assert determine_local_world_size("3") == 3
+    assert determine_local_world_size("cpu") == os.cpu_count()
+    static = namespace(rdzv_backend="static", rdzv_endpoint="", master_addr="host", master_port=7)
+    assert get_rdzv_endpoint(static) == "host:7"
+    assert get_rdzv_endpoint(namespace(rdzv_backend="c10d", rdzv_endpoint="a:1")) == "a:1"
+    assert get_use_env(parse_args(["x"]))
+    assert _get_logs_specs_class(None) is DefaultLogsSpecs
+
+
+PROGRAM = """
+import argparse, os, sys
+import elasticrs.run as distrib_run
+from elasticrs.multiprocessing.errors import ChildFailedError
+
+def accelerates(default, **own):
+    # It takes the values that the parser knows from a namespace of its own.
+    found, _ = distrib_run.get_args_parser().parse_known_args(default)
+    for name, value in own.items():
+        if name in vars(found):
+            setattr(found, name, value)
+    return found
+
+def fails(*options):
+    try:
+        distrib_run.main(["--standalone", *options, "--log-dir", logs, script, "3"])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print("FAILED", rank, failure.exitcode, flush=True)
+
+if __name__ == "__main__":
+    script, logs = sys.argv[1:]
+    own = {"nproc_per_node": "2", "training_script_args": ["0"], "log_dir": logs, "use_cpu": True}
+    args = accelerates([script], **own)
+    distrib_run.run(args)
+    print("RUN", args.rdzv_backend, args.rdzv_endpoint, args.master_port, flush=True)
+    distrib_run.main(["--nproc-per-node=2", "--log-dir", logs, script, "0"])
+    print("MAIN", flush=True)
+    fails()
+    fails("--run-path")
+    import multiprocessing.resource_tracker
+    multiprocessing.resource_tracker._resource_tracker._stop()
+"""
+
+
+def test_programs_run_jobs_as_with_torchrun(launch, worker_script):
+    script = worker_script("""
+        import os, sys
+        os.write(1, "RANK {RANK} OF {WORLD_SIZE}\\n".format(**os.environ).encode())
+        sys.exit(int(sys.argv[1]))
+    """)
+    program = worker_script(PROGRAM, "program.py")
+    started = launch(program, script, program.parent / "logs", argv=[sys.executable])
+    assert started.wait() == 0, started.stderr
+    lines = started.stdout.splitlines()
+    two = ["RANK 0 OF 2", "RANK 1 OF 2"]
+    assert sorted(lines[:2]) == sorted(lines[3:5]) == two
+    assert (lines[2], lines[5]) == ("RUN c10d localhost:0 29500", "MAIN")
+    assert lines[6:] == ["RANK 0 OF 1", "FAILED 0 3"] * 2
+
+
+def test_as_a_program_it_is_the_command_line(launch, worker_script):
+    script = worker_script("import sys; sys.exit(4)")
+    code = "import elasticrs.run as run; run.main(); print('no failure')"
+    started = launch(script, argv=[sys.executable, "-c", code])
+    assert started.wait() == 1
+    assert "no failure" not in started.stdout
+    assert launch("--help", argv=[sys.executable, "-m", "elasticrs.run"]).wait() == 0
 
 
 def test_mistakes_are_named(capsys):
@@ -56,10 +225,12 @@ def test_torchruns_options_are_all_there_with_their_defaults():
     ours = {option.dest: option for option in OPTIONS if option.group != OURS}
     assert ours.keys() == theirs.keys()
     spellings_of = {action.dest: action.option_strings for action in get_args_parser()._actions}
+    values = vars(parse_args(["x"]))
     for dest, (spellings, is_flag, has_variable, default) in theirs.items():
         option = ours[dest]
         assert sorted(spellings_of[dest]) == spellings
         assert (option.is_flag, option.has_variable) == (is_flag, has_variable), dest
         expected = option.convert(default) if isinstance(default, str) and default else default
+        assert dest == "print_completion" or values[dest] == default or not (values[dest] or default), dest
         # What torch leaves empty has a value of its kind here.
         assert parse(["x"], {}).__dict__[dest] == expected or not (option.default or expected), dest

@@ -78,6 +78,10 @@ def test_settings_come_along(launch):
     ).job.rendezvous.settings
     assert (made.join_timeout, made.token, made.drain, made.order_hint) == (0.5, b"a=b", "job", 3)
     assert (made.settle, made.exit_barrier_timeout) == (7 + 5 + 5, 9)
+    barrier = "--rdzv-conf=exit_barrier_timeout=2"
+    assert launch(*C10D, barrier).job.rendezvous.settings.exit_barrier_timeout == 2
+    both = launch(*C10D, barrier, "--exit-barrier-timeout=9", TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT="6")
+    assert both.job.rendezvous.settings.exit_barrier_timeout == 9
     assert launch(*C10D, "--rdzv-conf=order_hint=8", "--node-rank=3").job.rendezvous.settings.order_hint == 8
     assert launch(*C10D, "--rdzv-conf=drain=job").job.rendezvous.settings.drain == "job"
     assert launch(*C10D, "--rdzv-conf=drain=job", "--drain=node").job.rendezvous.settings.drain == "node"

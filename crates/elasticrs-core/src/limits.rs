@@ -3,7 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use nix::sys::resource::{Resource, getrlimit};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::geteuid;
 
 /// Descriptors that the agent needs beside one for each worker.
@@ -11,14 +13,53 @@ const OWN_DESCRIPTORS: u64 = 64;
 
 /// A limit that the wanted number of processes exceeds.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{wanted} processes are more than {limit} allows ({allowed})")]
-pub struct TooMany {
-    /// How many are wanted.
-    pub wanted: u64,
-    /// The limit, in words that can be looked up.
-    pub limit: String,
-    /// How many it allows.
-    pub allowed: u64,
+pub enum TooMany {
+    /// One of processes.
+    #[error("{wanted} processes are more than {limit} allows ({allowed})")]
+    Processes {
+        /// How many are wanted.
+        wanted: u64,
+        /// The limit, in words that can be looked up.
+        limit: String,
+        /// How many it allows.
+        allowed: u64,
+    },
+    /// That of descriptors.
+    #[error("an agent with {of} needs {needed} descriptors, RLIMIT_NOFILE allows {allowed}: raise it (ulimit -n)")]
+    Descriptors {
+        /// What the agent needs them for, in words.
+        of: String,
+        /// How many are needed, those of the agent included.
+        needed: u64,
+        /// How many it allows.
+        allowed: u64,
+    },
+}
+
+fn counted(number: u64, one: &str, many: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { many })
+}
+
+/// The soft limit of descriptors before it was raised; 0: it was not.
+static GIVEN: AtomicU64 = AtomicU64::new(0);
+
+/// Raises this process's soft limit of descriptors to the hard one, as far as permitted; returns the one that holds.
+///
+/// For a process of our own: programs that use `select` break with descriptors from 1024, which is why the soft limit is
+/// lower. Nurseries started later, and with them workers, get the limit that was.
+pub fn raise_descriptors() -> u64 {
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 0 };
+    // It fails where `fs.nr_open` was lowered below the hard limit.
+    if soft < hard && setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
+        let _ = GIVEN.compare_exchange(0, soft, Ordering::Relaxed, Ordering::Relaxed);
+        return hard;
+    }
+    soft
+}
+
+/// The soft limit of descriptors that this process had before [`raise_descriptors`] changed it.
+pub(crate) fn given_descriptors() -> Option<u64> {
+    Some(GIVEN.load(Ordering::Relaxed)).filter(|&soft| soft != 0)
 }
 
 /// Compares with `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE` and the `pids.max` of all control groups above this process.
@@ -30,23 +71,24 @@ pub struct TooMany {
 /// The first limit that is exceeded.
 pub fn check(processes: u64, files: u64) -> Result<(), TooMany> {
     let soft = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
-    let nofile = soft(Resource::RLIMIT_NOFILE).map(|n| n.saturating_sub(OWN_DESCRIPTORS.saturating_add(files)));
-    let nofile_name = match files {
-        0 => "RLIMIT_NOFILE".to_owned(),
-        _ => format!("RLIMIT_NOFILE with {files} log files"),
-    };
     // Root is not held to it.
     let nproc = soft(Resource::RLIMIT_NPROC).filter(|_| !geteuid().is_root());
-    let known = [
-        ("kernel.pid_max", read_number(Path::new("/proc/sys/kernel/pid_max"))),
-        ("RLIMIT_NPROC", nproc),
-        (nofile_name.as_str(), nofile),
-    ];
+    let known = [("kernel.pid_max", read_number(Path::new("/proc/sys/kernel/pid_max"))), ("RLIMIT_NPROC", nproc)];
     let known = known.into_iter().filter_map(|(name, allowed)| Some((name.to_owned(), allowed?)));
     let groups = pids_files().into_iter().filter_map(|path| Some((path.display().to_string(), read_number(&path)?)));
     known.chain(groups).try_for_each(|(limit, allowed)| {
-        if processes > allowed { Err(TooMany { wanted: processes, limit, allowed }) } else { Ok(()) }
-    })
+        if processes > allowed { Err(TooMany::Processes { wanted: processes, limit, allowed }) } else { Ok(()) }
+    })?;
+    let needed = OWN_DESCRIPTORS.saturating_add(processes).saturating_add(files);
+    match soft(Resource::RLIMIT_NOFILE) {
+        Some(allowed) if needed > allowed => {
+            let workers = counted(processes, "worker", "workers");
+            let of =
+                if files > 0 { format!("{workers} and {}", counted(files, "log file", "log files")) } else { workers };
+            Err(TooMany::Descriptors { of, needed, allowed })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A file that holds one number; `max` and anything else is no limit.
@@ -135,7 +177,8 @@ mod tests {
     #[test]
     fn followed_files_take_descriptors_too() {
         let error = check(1, u64::MAX).unwrap_err();
-        let expected = format!("1 processes are more than RLIMIT_NOFILE with {} log files allows (0)", u64::MAX);
-        assert_eq!(error.to_string(), expected);
+        let expected =
+            format!("an agent with 1 worker and {0} log files needs {0} descriptors, RLIMIT_NOFILE allows ", u64::MAX);
+        assert!(error.to_string().starts_with(&expected), "{error}");
     }
 }

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use elasticrs_core::exit::{Usage, WorkerExit};
 use elasticrs_core::nursery::protocol;
 use elasticrs_core::supervisor::{self, Event, Outcome, StartFailure};
+use elasticrs_core::timer::hang::Missed;
 use pyo3::prelude::*;
 
 use crate::error::SupervisorError;
@@ -64,6 +65,37 @@ pub struct TimerExpired {
     others: u32,
     signal: Option<i32>,
     seen_ns: u64,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+#[derive(Clone)]
+pub struct Heartbeat {
+    local_rank: u32,
+    at_ns: u64,
+    step: Option<u64>,
+    section: Option<String>,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+#[derive(Clone)]
+pub struct RankSeen {
+    local_rank: u32,
+    heartbeat: Option<Heartbeat>,
+    is_late: bool,
+    state: String,
+    wait_channel: String,
+    frame: Option<String>,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct WorkerHung {
+    local_rank: u32,
+    pid: i32,
+    missed: &'static str,
+    since_ns: u64,
+    limit: f64,
+    seen_ns: u64,
+    ranks: Vec<RankSeen>,
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
@@ -168,6 +200,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
             object(py, FailureSeen { local_rank, seen_ns: seen.0, signalled_ns: signalled.0, siblings })
         }
         Event::TimerExpired(timer) => object(py, timer_expired(timer)),
+        Event::WorkerHung(hung) => object(py, worker_hung(*hung)),
         Event::WorkerPaused { local_rank, pid, signal } => object(py, WorkerPaused { local_rank, pid, signal }),
         Event::WorkerResumed { local_rank, pid } => object(py, WorkerResumed { local_rank, pid }),
         Event::Fenced { at } => object(py, Fenced { fenced_ns: at.0 }),
@@ -202,6 +235,36 @@ fn timer_expired(timer: supervisor::TimerExpired) -> TimerExpired {
     let supervisor::TimerExpired { local_rank, pid, scope, at, deadline_ms, others, signal, seen } = timer;
     let (deadline, signal) = (deadline_ms as f64 / 1000.0, signal.map(elasticrs_core::signal::Signal::number));
     TimerExpired { local_rank, pid, scope, at, deadline, others, signal, seen_ns: seen.0 }
+}
+
+/// See `Supervisor.heartbeats`.
+pub fn heartbeat(beat: supervisor::Heartbeat) -> Heartbeat {
+    Heartbeat { local_rank: beat.local_rank, at_ns: beat.at.0, step: beat.step, section: beat.section }
+}
+
+fn worker_hung(hung: supervisor::WorkerHung) -> WorkerHung {
+    let rank = |seen: supervisor::RankSeen| RankSeen {
+        local_rank: seen.local_rank,
+        heartbeat: seen.heartbeat.map(heartbeat),
+        is_late: seen.is_late,
+        state: seen.state.to_string().trim().to_owned(),
+        wait_channel: seen.wait_channel,
+        frame: seen.frame,
+    };
+    WorkerHung {
+        local_rank: hung.local_rank,
+        pid: hung.pid,
+        missed: match hung.missed {
+            Missed::Startup => "startup",
+            Missed::Step => "step",
+            Missed::Section => "section",
+            Missed::Line => "line",
+        },
+        since_ns: hung.since.0,
+        limit: hung.limit.as_secs_f64(),
+        seen_ns: hung.seen.0,
+        ranks: hung.ranks.into_iter().map(rank).collect(),
+    }
 }
 
 fn outcome_name(outcome: Outcome) -> &'static str {

@@ -25,6 +25,11 @@ pub fn check_limits(processes: u64, files: u64) -> PyResult<()> {
 }
 
 #[pyfunction]
+pub fn raise_descriptor_limit() -> u64 {
+    limits::raise_descriptors()
+}
+
+#[pyfunction]
 pub fn kernel_features() -> HashMap<&'static str, bool> {
     let features = Features::get();
     HashMap::from([

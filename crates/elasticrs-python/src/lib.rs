@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 mod coordination;
 mod error;
 mod event;
+mod health;
 mod helpers;
 mod lease;
 mod nursery;
@@ -31,11 +32,13 @@ mod _core {
     use crate::error::SupervisorError;
     #[pymodule_export]
     use crate::event::{
-        Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, LogTrouble, StartFailed,
-        TimerExpired, WorkerExited, WorkerPaused, WorkerResumed,
+        Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, Heartbeat, LogTrouble, RankSeen,
+        StartFailed, TimerExpired, WorkerExited, WorkerHung, WorkerPaused, WorkerResumed,
     };
     #[pymodule_export]
-    use crate::helpers::{check_limits, kernel_features, last_lines};
+    use crate::health::HealthServer;
+    #[pymodule_export]
+    use crate::helpers::{check_limits, kernel_features, last_lines, raise_descriptor_limit};
     #[pymodule_export]
     use crate::nursery::nursery_main;
     #[pymodule_export]

@@ -45,6 +45,6 @@ fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
 
 /// The nursery's program, for a process that was started for it alone; returns its exit code.
 #[pyfunction]
-pub fn nursery_main(py: Python<'_>, token: &str) -> u8 {
-    py.detach(|| server::run(Some(token)))
+pub fn nursery_main(py: Python<'_>, start: &str) -> u8 {
+    py.detach(|| server::run(Some(start)))
 }

@@ -5,13 +5,16 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use elasticrs_core::clock::boot_now;
+use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{self as core, Config};
 use elasticrs_core::sys::duplicate::duplicate;
+use elasticrs_core::timer::hang::{Limits, StepLimit};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::{Error, os_error};
-use crate::event::{FdReady, object, to_python};
+use crate::event::{FdReady, Heartbeat, heartbeat, object, to_python};
 use crate::nursery;
 use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
 
@@ -73,6 +76,28 @@ impl Supervisor {
     #[pyo3(signature = (path=None))]
     fn watch_timers(&self, py: Python<'_>, path: Option<PathBuf>) -> PyResult<OsString> {
         Ok(py.detach(|| self.inner.watch_timers(path)).map_err(Error)?.into_os_string())
+    }
+
+    #[pyo3(signature = (limit, *, startup=None))]
+    fn watch_hangs(&self, limit: Option<f64>, startup: Option<f64>) -> PyResult<()> {
+        let positive = |seconds: f64| match duration(seconds, "a limit")? {
+            limit if limit.is_zero() => Err(PyValueError::new_err("a limit must be more than 0 seconds")),
+            limit => Ok(limit),
+        };
+        let step = limit.map(positive).transpose()?.map_or(StepLimit::Learned, StepLimit::Fixed);
+        let limits = Limits { step, startup: startup.map(positive).transpose()? };
+        Ok(self.inner.watch_hangs(limits).map_err(Error)?)
+    }
+
+    #[pyo3(signature = (files, *, py_spy=None))]
+    fn keep_evidence(&self, files: Vec<(PathBuf, PathBuf)>, py_spy: Option<PathBuf>) -> PyResult<()> {
+        let files = files.into_iter().map(|(stacks, report)| EvidenceFiles { stacks, report }).collect();
+        Ok(self.inner.keep_evidence(files, py_spy).map_err(Error)?)
+    }
+
+    fn heartbeats(&self, py: Python<'_>) -> PyResult<Vec<Heartbeat>> {
+        let beats = py.detach(|| self.inner.heartbeats()).map_err(Error)?;
+        Ok(beats.into_iter().map(heartbeat).collect())
     }
 
     fn fence_at(&self, from_now: Option<f64>) -> PyResult<bool> {

@@ -6,7 +6,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticrs._core import TimerExpired, WorkerExited, WorkerStore
+    from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerStore
     from elasticrs.logs import LogPaths
     from elasticrs.ports import ReservedPort
     from elasticrs.ranks import WorkerRanks
@@ -67,7 +67,8 @@ class Attempt:
         pids: of the workers, by local rank.
         exits: by local rank, in the order in which they were seen.
         first_failure: the local rank that failed first.
-        expired: by local rank, the timer for which we ended the worker.
+        expired: by local rank, the timer, or the silence, for which we ended the worker.
+        heartbeats: the last one of each worker that gave any, when it had ended.
         oom_kills: the counters of the OOM killer when it started.
         oom_kills_after: the same counters when it had failed.
         signalled: siblings that were signalled for it.
@@ -78,6 +79,7 @@ class Attempt:
         "exits",
         "expired",
         "first_failure",
+        "heartbeats",
         "name",
         "nursery_exitcode",
         "nursery_hung",
@@ -101,13 +103,33 @@ class Attempt:
         self.pids: list[int] = []
         self.exits: dict[int, WorkerExited] = {}
         self.first_failure: int | None = None
-        self.expired: dict[int, TimerExpired] = {}
+        self.expired: dict[int, TimerExpired | WorkerHung] = {}
+        self.heartbeats: list[Heartbeat] = []
         self.oom_kills: dict[str, int] = {}
         self.oom_kills_after: dict[str, int] = {}
         self.signalled = 0
         self.nursery_exitcode: int | None = None
         self.nursery_hung = False
         self.stamps: dict[str, int] = {}
+
+    def why_expired(self, local_rank: int) -> str | None:
+        """Why we ended this worker before it ended by itself; ``None`` when we did not."""
+        event = self.expired.get(local_rank)
+        if event is None:
+            return None
+        from elasticrs import _core
+
+        if isinstance(event, _core.TimerExpired):
+            from elasticrs.agent.texts import timer_expired
+
+            return timer_expired(event)
+        from elasticrs.agent.hangs import hung
+
+        return hung(event, self.global_ranks())
+
+    def global_ranks(self) -> dict[int, int]:
+        """By local rank."""
+        return {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
 
     def failed_exits(self) -> list[WorkerExited]:
         """The workers that did not exit with 0, or that a timer of theirs ended: the first failure first, the

@@ -6,7 +6,7 @@ A cause is a dictionary that can be written as JSON::
     round, rank, local_rank, pid  which worker; no ``rank`` when the workers could not be started
     exitcode                      as in ``ProcessFailure``
     message, lines                its traceback or what else is known, and its last lines on stderr; shortened
-    time_ns, error_ns             when, on the wall clock of the store, and how far off that may be
+    time_ns, error_ns             when, on the wall clock of the store, and how far off that may be, if known
 
 Imported only when something went wrong.
 """
@@ -108,11 +108,20 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock) -> dict[str, Any] | 
         "local_rank": first.local_rank,
         "pid": first.pid,
         "exitcode": first.exitcode,
-        "message": _end(traceback_text(first), MAX_MESSAGE),
+        "message": _end(_message(attempt, first), MAX_MESSAGE),
         "lines": [_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
         "time_ns": clock.from_monotonic(at if at is not None else time.monotonic_ns()),
         "error_ns": clock.error_ns,
     }
+
+
+def _message(attempt: Attempt, first: ProcessFailure) -> str:
+    """What is known of it, with what says most at the end."""
+    text = traceback_text(first)
+    why = attempt.why_expired(first.local_rank)
+    if why is None or first.stack is None:
+        return text
+    return f"{text.removeprefix(why).lstrip()}\n{why}"
 
 
 def not_started(message: str, place: Place, clock: Clock) -> dict[str, Any]:
@@ -139,7 +148,6 @@ def remote_failure(cause: dict[str, Any], clock: Clock) -> ProcessFailure:
         clock: of the store.
     """
     exitcode = cause.get("exitcode")
-    error_ms = (cause.get("error_ns", 0) + clock.error_ns) / 1e6
     return ProcessFailure(
         int(cause["local_rank"]),
         int(cause["pid"]),
@@ -147,10 +155,18 @@ def remote_failure(cause: dict[str, Any], clock: Clock) -> ProcessFailure:
         "",
         seen_ns=clock.to_monotonic(int(cause["time_ns"])),
         cause=str(cause["message"]) if cause.get("message") else None,
-        note=f"on node {cause.get('node')}; times of different nodes are comparable to {error_ms:.1f} ms",
+        note=f"on node {cause.get('node')}; {_comparable(cause.get('error_ns'), clock.error_ns)}",
         stderr_tail=[str(line) for line in cause.get("lines", ())],
         host=str(cause.get("host")),
     )
+
+
+def _comparable(theirs: int | None, ours: int | None) -> str:
+    if theirs is None or ours is None:
+        return "times of different nodes may be off: their clocks had not been compared yet"
+    # Rounded up: what is shown is a bound.
+    tenths = max(1, -(-(theirs + ours) // 100_000))
+    return f"times of different nodes are comparable to {tenths / 10:.1f} ms"
 
 
 def who(cause: dict[str, Any]) -> str:

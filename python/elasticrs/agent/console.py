@@ -37,6 +37,11 @@ class Console:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
 
+    @property
+    def waiting(self) -> int:
+        """How many pieces were not taken yet."""
+        return 0 if self._is_gone else len(self._lines)
+
     def say(self, text: str) -> None:
         """One line, with our name before it.
 

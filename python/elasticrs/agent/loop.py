@@ -19,16 +19,19 @@ from elasticrs.agent import texts
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.console import Console
 from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
+from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.signals import SignalPipe, stop_this_process
 from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from elasticrs.agent.decisions import Decisions
+    from elasticrs.agent.observer import Observer
+    from elasticrs.agent.sleepers import Sleepers
     from elasticrs.config import JobConfig
     from elasticrs.workers import Workers
 
@@ -89,6 +92,7 @@ class Agent:
         signals: the caught signals; ``None`` outside of the main thread.
         owns_process: the process is ours alone (the command line).
         console: for lines to the user.
+        observers: hear of everything.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Agent:
         signals: SignalPipe | None,
         owns_process: bool,
         console: Console | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._job = job
         self._workers = workers
@@ -107,11 +112,18 @@ class Agent:
         self._signals = signals
         self._owns_process = owns_process
         self._console = console or Console()
+        self._observers = Observers(observers, self._console.say)
         self._events: deque[machine.Event] = deque()
         self._actions: deque[machine.Action] = deque()
         self._result = JobResult()
         self._failure_ns: int | None = None
         self._asked: dict[int, float] = {}
+        self._sleepers: Sleepers | None = None
+        self._unfit: str | None = None
+        if job.uninterruptible_state_timeout > 0:
+            from elasticrs.agent.sleepers import Sleepers
+
+            self._sleepers = Sleepers(job.uninterruptible_state_timeout)
 
     def run(self) -> JobResult:
         """Run the job to its end.
@@ -124,6 +136,15 @@ class Agent:
             OSError: the same, for want of descriptors or of a recent kernel.
             Exception: of the user's: a function or a value that cannot be pickled, a rendezvous handler.
         """
+        try:
+            result = self._run()
+        except BaseException as error:
+            self._observers.ended(self._result, error)
+            raise
+        self._observers.ended(result)
+        return result
+
+    def _run(self) -> JobResult:
         self._take_signals(None)
         self._events.append(machine.Begin())
         supervisor: _core.Supervisor | None = None
@@ -134,6 +155,7 @@ class Agent:
                     supervisor.watch_fd(self._signals.fd)
                 self._workers.watch_timers(supervisor)
                 self._decisions.open(supervisor)
+                self._observers.opened(supervisor)
                 self._drive(supervisor)
         finally:
             self._release_plan()
@@ -163,18 +185,37 @@ class Agent:
                     self._actions.extend(self._decisions.step(self._events.popleft()))
                     continue
                 action = self._actions.popleft()
+                self._observers.acting(action, self._decisions.plan)
                 if isinstance(action, machine.Exit):
                     self._finish(action)
                     self._drain(supervisor)
                     return
                 self._carry_out(supervisor, action)
             self._console.flush()
-            event = supervisor.next_event(self._decisions.seconds_left())
+            event = supervisor.next_event(self._seconds_left())
             if event is not None:
                 _TRANSLATORS[type(event)](self, supervisor, event)
+                self._observers.seen(event, self._result)
             else:
                 self._take_signals(supervisor)
                 self._actions.extend(self._decisions.look_around())
+            if self._sleepers is not None:
+                self._look_for_sleepers(supervisor, self._sleepers)
+
+    def _seconds_left(self) -> float:
+        left = self._decisions.seconds_left()
+        return left if self._sleepers is None else min(left, self._sleepers.interval)
+
+    def _look_for_sleepers(self, supervisor: _core.Supervisor, sleepers: Sleepers) -> None:
+        """A worker that hangs in the kernel ends the job; see :mod:`elasticrs.agent.sleepers`."""
+        attempt = self._result.attempts[-1] if self._result.attempts else None
+        if attempt is None or self._unfit is not None or "ended" in attempt.stamps:
+            return
+        overdue = sleepers.look(dict(enumerate(attempt.pids)))
+        if overdue:
+            self._unfit = texts.asleep(overdue, self._job.uninterruptible_state_timeout)
+            self._console.say(f"{self._unfit}; stopping the workers")
+            supervisor.stop(_core.StopPolicy(signal.SIGTERM, self._job.shutdown_timeout))
 
     def _drain(self, supervisor: _core.Supervisor) -> None:
         """Let the console catch up, for a while."""
@@ -252,7 +293,7 @@ class Agent:
             first = failed[0]
             who = self._who(first.local_rank, first.pid)
             if first.local_rank in attempt.expired:
-                return f"{who}: {texts.timer_expired(attempt.expired[first.local_rank])}"
+                return f"{who}: {attempt.why_expired(first.local_rank)}"
             cause = f"{who} {texts.how_it_ended(first.exitcode)}"
             counters = attempt.oom_kills, attempt.oom_kills_after
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
@@ -314,6 +355,8 @@ class Agent:
         if self._signals is not None and event.fd == self._signals.fd:
             self._take_signals(supervisor)
             return
+        if self._observers.fd_ready(event.fd):
+            return
         actions = self._decisions.fd_ready(event.fd)
         if actions is None:
             self._workers.fd_ready(supervisor, event.fd)
@@ -351,6 +394,9 @@ class Agent:
         else:
             self._console.say(f"{self._who(event.local_rank, event.pid)}: {texts.timer_expired(event)}")
 
+    def _on_hung(self, _supervisor: _core.Supervisor, event: _core.WorkerHung) -> None:
+        self._result.attempts[-1].expired.setdefault(event.local_rank, event)
+
     def _on_exit(self, _supervisor: _core.Supervisor, event: _core.WorkerExited) -> None:
         self._result.attempts[-1].exits[event.local_rank] = event
         self._events.append(machine.WorkerExited(event.local_rank, event.exitcode))
@@ -360,6 +406,8 @@ class Agent:
         attempt.stamps["ended"] = event.ended_ns
         attempt.nursery_exitcode = event.nursery_exitcode
         attempt.nursery_hung = event.nursery_hung
+        if self._job.hang_timeout is not None:
+            attempt.heartbeats = supervisor.heartbeats()
         self._workers.ended(supervisor, attempt)
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
             self._console.say(
@@ -370,7 +418,8 @@ class Agent:
         if event.outcome == "succeeded":
             self._name_descendants("ended", event.ended, event.more_ended)
         conflict = event.outcome == "failed" and is_port_conflict(attempt)
-        self._events.append(machine.GroupEnded(event.outcome, tuple(event.stuck_ranks), conflict))
+        stuck = tuple(event.stuck_ranks)
+        self._events.append(machine.GroupEnded(event.outcome, stuck, conflict, self._unfit))
 
     def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
         name = texts.signal_name(event.signal)
@@ -416,6 +465,7 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.FdReady: Agent._on_fd,
     _core.FailureSeen: Agent._on_failure,
     _core.TimerExpired: Agent._on_timer,
+    _core.WorkerHung: Agent._on_hung,
     _core.WorkerExited: Agent._on_exit,
     _core.GroupEnded: Agent._on_ended,
     _core.Fenced: Agent._on_fenced,

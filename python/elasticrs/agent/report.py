@@ -10,6 +10,7 @@ import os
 from elasticrs import _core
 from elasticrs.agent import texts
 from elasticrs.agent.evidence import oom_note
+from elasticrs.logs import hang_file
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.root_cause import victims
@@ -129,8 +130,26 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     )
     if timer is not None and failure.error_file != NOT_AVAILABLE:
         # What it said when the signal came is in the message; why it came must be told as well.
-        failure.note = texts.timer_expired(timer)
+        failure.note = attempt.why_expired(rank)
+    _add_hang(attempt, worker, failure)
     return failure
+
+
+def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFailure) -> None:
+    """Where it hung, and the last heartbeats of all."""
+    rank = worker.local_rank
+    if rank in attempt.expired and attempt.paths is not None and attempt.paths.error_files.get(rank):
+        from elasticrs.agent import hangs
+
+        path = hang_file(attempt.paths.error_files[rank])
+        if os.path.isfile(path):
+            failure.stack = hangs.stack(path)
+            failure.log_paths["hang"] = path
+    if attempt.heartbeats and rank == attempt.first_failure:
+        from elasticrs.agent import hangs
+
+        end_ns = attempt.stamps.get("failure_seen", worker.seen_ns)
+        failure.more_notes = hangs.heartbeat_notes(attempt.heartbeats, end_ns, attempt.global_ranks())
 
 
 def _tail(path: str) -> list[str]:
@@ -143,7 +162,7 @@ def _tail(path: str) -> list[str]:
 
 def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
     if worker.local_rank in attempt.expired:
-        return texts.timer_expired(attempt.expired[worker.local_rank])
+        return attempt.why_expired(worker.local_rank)
     if attempt.nursery_exitcode is not None:
         how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
         return f"the nursery {how}, and the worker with it"

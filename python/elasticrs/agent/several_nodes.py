@@ -215,18 +215,16 @@ class SeveralNodes(Decisions):
         from elasticrs.agent.cause import own_cause
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
-        stuck = None
-        if event.stuck_ranks:
-            ranks = ", ".join(map(str, event.stuck_ranks))
-            stuck = f"SIGKILL does not end local rank(s) {ranks}; this node is not fit for a restart"
-        if self._phase is not machine.Phase.STOPPING or self._first_failure is not None:
+        # Workers that were stopped because one hung in the kernel have not failed.
+        is_failure = self._phase is not machine.Phase.STOPPING and event.unfit is None
+        if is_failure or self._first_failure is not None:
             cause = own_cause(attempt, self._place(), self._clock())
             if cause is not None and self._first_word is not None:
                 # The estimate of the store's clock moves: what is known in full must not seem later for that.
                 cause["time_ns"] = min(cause["time_ns"], self._first_word["time_ns"])
         else:
             cause = None
-        return self._over(messages.GroupEnded(cause, stuck))
+        return self._over(messages.GroupEnded(cause, event.why_unfit))
 
     def _place(self) -> Any:
         from elasticrs.agent.cause import Place

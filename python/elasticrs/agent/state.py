@@ -16,7 +16,7 @@ Invariants, each held by a property test:
 - **AGENT-4** exit code 0 is given only when every worker of the last group exited 0 and nobody asked to stop.
 - **AGENT-5** after the first signal nothing is started any more, and the agent exits when the group has
   ended.
-- **AGENT-6** a node with workers that SIGKILL did not end is not used again.
+- **AGENT-6** a node with workers that SIGKILL did not end, or that hung in the kernel, is not used again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 from enum import Enum
 
 from elasticrs._value import Value
+from elasticrs.agent import texts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class AgentState(Value):
         max_restarts: how many restarts may be charged.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         phase: where the agent stands.
-        round: number of the attempt, from 0, counting every one that was begun.
+        round: number of the attempt, from 1, counting every one that was begun.
         restarts: charged restarts; what workers see as ``TORCHELASTIC_RESTART_COUNT``.
         port_retries: attempts repeated because another process took the port of the workers' store.
         signum: the first signal that asked the agent to stop.
@@ -87,7 +88,7 @@ class AgentState(Value):
         max_restarts: int,
         shutdown_timeout: float,
         phase: Phase = Phase.INIT,
-        round: int = 0,  # noqa: A002 -- the field's own word
+        round: int = 1,  # noqa: A002 -- the field's own word
         restarts: int = 0,
         port_retries: int = 0,
         signum: int | None = None,
@@ -207,16 +208,27 @@ class GroupEnded(Event):
         outcome: how it ended.
         stuck_ranks: workers that SIGKILL did not end.
         port_conflict: the workers' store could not have the port that we had chosen.
+        unfit: why this node cannot be used again, when it is not for ``stuck_ranks``.
     """
 
-    __slots__ = ("outcome", "port_conflict", "stuck_ranks")
+    __slots__ = ("outcome", "port_conflict", "stuck_ranks", "unfit")
 
     def __init__(
-        self, outcome: Outcome, stuck_ranks: tuple[int, ...] = (), port_conflict: bool = False
+        self,
+        outcome: Outcome,
+        stuck_ranks: tuple[int, ...] = (),
+        port_conflict: bool = False,
+        unfit: str | None = None,
     ) -> None:
         self.outcome = outcome
         self.stuck_ranks = stuck_ranks
         self.port_conflict = port_conflict
+        self.unfit = unfit
+
+    @property
+    def why_unfit(self) -> str | None:
+        """What makes this node unfit for another attempt; ``None`` when it is fit."""
+        return texts.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
 
 
 class SignalReceived(Event):
@@ -394,10 +406,8 @@ def _on_group(
     ended = state._next(state.phase, group_exists=False)
     if state.signum is not None:
         return ended._next(Phase.STOPPED), [CollectEvidence(), Exit(1)]
-    if event.stuck_ranks:
-        ranks = ", ".join(map(str, event.stuck_ranks))
-        message = f"SIGKILL does not end local rank(s) {ranks}; this node is not fit for a restart"
-        return _fail(ended, message, evidence=True)
+    if event.why_unfit is not None:
+        return _fail(ended, texts.not_restarted(event.why_unfit), evidence=True)
     if event.outcome == "succeeded" and not state.worker_failed:
         return ended._next(Phase.SUCCEEDED), [CloseRendezvous(), Exit(0)]
     if event.port_conflict and state.port_retries < MAX_PORT_RETRIES:

@@ -6,6 +6,8 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from elasticrs._core import TimerExpired
 
 PREFIX = "elasticrs: "
@@ -68,6 +70,35 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
     if asked != signum:
         return f"asked again: {signal_name(signum)} to all workers"
     return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s"
+
+
+def stuck(local_ranks: Iterable[int]) -> str:
+    """What makes a node unfit where SIGKILL had no effect.
+
+    Args:
+        local_ranks: of the workers that are still there.
+    """
+    return f"SIGKILL does not end local rank(s) {', '.join(map(str, local_ranks))}"
+
+
+def asleep(seconds: Mapping[int, float], limit: float) -> str:
+    """What makes a node unfit whose workers hang in the kernel.
+
+    Args:
+        seconds: how long the workers have been there, by local rank.
+        limit: how long they may.
+    """
+    who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
+    return f"local rank(s) {who} in uninterruptible sleep (state D), {limit:g} s are allowed"
+
+
+def not_restarted(why: str) -> str:
+    """That nothing is started any more on this node.
+
+    Args:
+        why: what makes it unfit.
+    """
+    return f"{why}; this node is not fit for a restart"
 
 
 def milliseconds(span_ns: int) -> str:

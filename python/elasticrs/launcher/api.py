@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
+from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.rendezvous import registry as rdzv_registry
 from elasticrs.rendezvous.api import RendezvousParameters
+from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
 from elasticrs.rendezvous.endpoint import parse_endpoint
-from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,20 +49,23 @@ class LaunchConfig:
         monitor_interval: seconds between two looks of a user's own agent; ours reacts at once.
         start_method: for functions.
         log_line_prefix_template: before tee'd lines.
-        metrics_cfg: settings of metrics.
+        metrics_cfg: for :func:`elasticrs.metrics.initialize_metrics`.
         local_addr: address of this node.
-        event_log_handler: where events go; this release has none.
+        event_log_handler: where events go; see :func:`elasticrs.events.get_logging_handler`.
         numa_options: binds workers to CPUs; see :class:`elasticrs.numa.NumaOptions`.
         signals_to_handle: names, separated by commas.
         duplicate_stdout_filters: tee'd lines that contain one of these are copied to one more file.
         duplicate_stderr_filters: the same for standard error.
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
         shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
-        exit_barrier_timeout: seconds to wait for other nodes at the end;
+        exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs``,
             ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
+        hang_timeout: seconds without a heartbeat after which a rank has failed; ``"auto"``: learned from its
+            steps; ``None``: nobody is watched. Not in torch, nor is the next one.
+        hang_startup_timeout: the same from the start of the workers to the first heartbeat.
 
     Raises:
-        ValueError: a negative time.
+        ValueError: a negative time, or a limit of heartbeats that is none.
     """
 
     min_nodes: int
@@ -87,6 +92,8 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     exit_barrier_timeout: float | None = None
+    hang_timeout: float | str | None = None
+    hang_startup_timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -96,13 +103,14 @@ class LaunchConfig:
         if self.shutdown_timeout is None:
             self.shutdown_timeout = defaults.shutdown_timeout_from(os.environ)
         elif self.shutdown_timeout < 0:
-            raise ValueError("shutdown_timeout must be non-negative")
+            raise ValueError(f"shutdown_timeout must be non-negative, got {self.shutdown_timeout}")
         if self.exit_barrier_timeout is None:
-            self.exit_barrier_timeout = defaults.exit_barrier_timeout_from(os.environ)
+            self.exit_barrier_timeout = exit_barrier_timeout_of(self.rdzv_configs, os.environ, "rdzv_configs")
         elif self.exit_barrier_timeout < 0:
-            raise ValueError("exit_barrier_timeout must be non-negative")
+            raise ValueError(f"exit_barrier_timeout must be non-negative, got {self.exit_barrier_timeout}")
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
+        defaults.check_hang_timeouts(self.hang_timeout, self.hang_startup_timeout)
 
 
 class elastic_launch:  # noqa: N801 -- torch's name
@@ -168,7 +176,7 @@ def launch_agent(
         local_world_size=config.nproc_per_node,
         entrypoint=entrypoint,
         args=tuple(args),
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=rdzv_registry.get_rendezvous_handler(parameters),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=master_addr,
@@ -179,6 +187,8 @@ def launch_agent(
         duplicate_stdout_filters=config.duplicate_stdout_filters,
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
+        hang_timeout=config.hang_timeout,
+        hang_startup_timeout=config.hang_startup_timeout,
     )
     agent = LocalElasticAgent(
         spec=spec,
@@ -193,6 +203,7 @@ def launch_agent(
     name = _get_entrypoint_name(entrypoint, args)
     is_signalled = False
     try:
+        initialize_metrics(MetricsConfig(config.metrics_cfg))
         result = agent.run()
         if result.is_failed():
             raise ChildFailedError(name=name, failures=result.failures)
@@ -223,10 +234,10 @@ def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list
     return entrypoint or ""
 
 
-def _get_addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
-    if parameters.backend != "static":
+def _get_addr_and_port(rdzv_parameters: RendezvousParameters) -> tuple[str | None, int | None]:
+    if rdzv_parameters.backend != "static":
         return None, None
-    endpoint = parameters.endpoint.strip()
+    endpoint = rdzv_parameters.endpoint.strip()
     if not endpoint:
         raise ValueError("endpoint is missing: the static rendezvous needs HOST:PORT")
     host, port = parse_endpoint("endpoint", endpoint)

@@ -11,7 +11,7 @@ import os
 import sys
 
 from elasticrs import config
-from elasticrs.config import JobConfig, LogSettings, UsageError
+from elasticrs.config import JobConfig, LogSettings, ObserveSettings, UsageError
 from elasticrs.launcher.options import OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
 _BY_NAME = {option.name: option for option in OPTIONS}
+_ALL = "; --help lists them all"
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
@@ -65,10 +66,11 @@ class Launch:
         command: program and arguments of a worker.
         notices: lines for the user, such as a default that was chosen.
         variables: what is added to the environment of every worker.
+        observe: who is told about it.
         runs_path: the command is a script and its arguments, for :func:`run_script_path`.
     """
 
-    __slots__ = ("command", "job", "logs", "notices", "runs_path", "variables")
+    __slots__ = ("command", "job", "logs", "notices", "observe", "runs_path", "variables")
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class Launch:
         command: list[str],
         notices: list[str],
         variables: dict[str, str],
+        observe: ObserveSettings,
         runs_path: bool = False,
     ) -> None:
         self.job = job
@@ -84,6 +87,7 @@ class Launch:
         self.command = command
         self.notices = notices
         self.variables = variables
+        self.observe = observe
         self.runs_path = runs_path
 
 
@@ -146,6 +150,9 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         rendezvous=meeting.rendezvous,
         cpus=_cpus(args.numa_binding, nproc, environ),
         virtual_local_rank=args.virtual_local_rank,
+        uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
+        hang_timeout=args.hang_timeout,
+        hang_startup_timeout=args.hang_startup_timeout,
     )
     logs = LogSettings(
         log_dir=args.log_dir,
@@ -160,6 +167,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     )
     if args.virtual_local_rank:
         _check_devices(nproc, environ)
+    if args.hang_startup_timeout is not None and args.hang_timeout is None:
+        raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
     notices += _useless(args)
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _names(args.signals_to_handle)}
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
@@ -167,7 +176,46 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         notices.append(
             "OMP_NUM_THREADS is not set: each of the workers gets 1; set it to what suits your job"
         )
-    return Launch(job, logs, command, notices, variables, args.run_path)
+    return Launch(
+        job,
+        logs,
+        command,
+        notices,
+        variables,
+        _observe(args, command, meeting, environ, notices),
+        args.run_path,
+    )
+
+
+def _observe(
+    args: Namespace, command: list[str], meeting: _Meeting, environ: Mapping[str, str], notices: list[str]
+) -> ObserveSettings:
+    metrics = os.path.join(os.path.dirname(os.path.dirname(__file__)), "metrics")
+    return ObserveSettings(
+        args.event_log_handler,
+        os.path.basename(command[0]),
+        "static" if args.rdzv_backend == "static" and meeting.rendezvous is not None else "c10d",
+        # The one way to take metrics of the command line; see `elasticrs.metrics`.
+        has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
+        health_port=_health_port(args, environ, notices),
+        health_host=args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK,
+        health_timeout=args.health_check_timeout,
+    )
+
+
+def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> int | None:
+    port: int | None = args.health_check_port
+    text = environ.get("TORCHELASTIC_HEALTH_CHECK_PORT")
+    if port is not None or text is None:
+        return port
+    try:
+        return config.health_port(text)
+    except ValueError as error:
+        # As in torch, no reason to refuse the job.
+        notices.append(
+            f"no health check server: TORCHELASTIC_HEALTH_CHECK_PORT: got {text!r}, expected {error}"
+        )
+        return None
 
 
 def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
@@ -187,7 +235,9 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
         raise HelpRequested("help")
     found = _BY_LETTER.get(letter)
     if found is None:
-        raise UsageError(f"unknown option -{letter}{_suggestion(argument)}")
+        near = _suggestion(argument[1:])
+        # With one dash a long name is a row of letters; what was meant is clear where it is like one.
+        raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
     if found.is_flag:
         more = _read("-" + tail, arguments) if tail else {}
         return {found.dest: True, **more}
@@ -203,21 +253,23 @@ def _find(typed: str) -> Option:
         raise HelpRequested(name)
     candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
     # What is clear to torchrun stays clear, however many options we add.
-    candidates = [option for option in candidates if option.group != OURS] or candidates
+    torchs = [option for option in candidates if option.group != OURS]
+    if not torchs and name and "help".startswith(name):
+        raise HelpRequested("help")
+    candidates = torchs or candidates
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
         raise UsageError(f"{typed} could be " + " or ".join(option.flag for option in candidates))
-    if name and "help".startswith(name):
-        raise HelpRequested("help")
     raise UsageError(f"unknown option {typed}{_suggestion(name)}")
 
 
 def _suggestion(name: str) -> str:
     import difflib
 
-    near = difflib.get_close_matches(name, _BY_NAME, 1)
-    return f" (did you mean --{near[0]}?)" if near else "; --help lists them all"
+    typed = name.partition("=")[0].lower().replace("_", "-")
+    near = difflib.get_close_matches(typed, _BY_NAME, 1)
+    return f" (did you mean --{near[0]}?)" if near else _ALL
 
 
 def _value(option: Option, arguments: Iterator[str]) -> str:
@@ -225,7 +277,7 @@ def _value(option: Option, arguments: Iterator[str]) -> str:
     # As in argparse: what looks like an option is none's value, unless it is a negative number or has a
     # space.
     if text is None or (text.startswith("-") and len(text) > 1 and " " not in text and not _is_number(text)):
-        raise UsageError(f"{option.flag}: a value is missing")
+        raise UsageError(f"{option.flag}: a value is missing, as in {option.flag} {option.metavar}")
     return text
 
 
@@ -368,7 +420,6 @@ def _described(
     endpoint: str = args.rdzv_endpoint.strip()
     if backend == STATIC and not endpoint:
         endpoint = _static_endpoint(args)
-    barrier = args.exit_barrier_timeout
     rendezvous, more = describe(
         backend,
         endpoint,
@@ -379,7 +430,7 @@ def _described(
         node_rank=0 if args.standalone else args.node_rank,
         local_addr=args.local_addr,
         grace=grace,
-        exit_barrier_timeout=config.exit_barrier_timeout_from(environ) if barrier is None else barrier,
+        exit_barrier_timeout=args.exit_barrier_timeout,
     )
     notices += more
     if is_plain:
@@ -434,6 +485,8 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
 def _check_script(script: str) -> None:
     if not os.path.exists(script):
         raise UsageError(f"script {script!r} does not exist")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(f"script {script!r} is a folder without a __main__.py")
     if not os.access(script, os.R_OK):
         raise UsageError(f"script {script!r} cannot be read: permission denied")
 

@@ -176,6 +176,19 @@ def _start_method(text: str) -> str:
     return text
 
 
+def _health_port(text: str) -> int:
+    return config.health_port(text)
+
+
+def _hang_timeout(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return _interval(text)
+    except ValueError:
+        raise ValueError("seconds, more than 0, or auto") from None
+
+
 def _drain(text: str) -> str:
     if text not in ("node", "job"):
         raise ValueError("node or job")
@@ -213,7 +226,13 @@ OPTIONS: tuple[Option, ...] = (
         metavar="SECONDS",
     ),
     Option("start-method", "spawn", _start_method, "for functions, not for scripts", metavar="METHOD"),
-    Option("event-log-handler", "null", str, "accepted; this release has no events", metavar="NAME"),
+    Option(
+        "event-log-handler",
+        "null",
+        str,
+        "where events go: null, console, file:PATH or an entry point in elasticrs.event_handlers",
+        metavar="NAME",
+    ),
     Option(
         "role", "default", str, "role of the workers, in their environment and in log lines", metavar="NAME"
     ),
@@ -325,10 +344,50 @@ OPTIONS: tuple[Option, ...] = (
         group=OURS,
     ),
     Option(
+        "hang-timeout",
+        None,
+        _hang_timeout,
+        "a rank that gives no heartbeat for so long has failed; auto: learned from its steps",
+        metavar="SECONDS|auto",
+        group=OURS,
+    ),
+    Option(
+        "hang-startup-timeout",
+        None,
+        _interval,
+        "the same from the start of the workers to the first heartbeat (default: any time)",
+        metavar="SECONDS",
+        group=OURS,
+    ),
+    Option(
         "use-env",
         False,
         None,
         "accepted, and always so: for command lines of torch.distributed.launch",
+        group=OURS,
+    ),
+    Option(
+        "health-check-port",
+        None,
+        _health_port,
+        "serve /healthz, /readyz, /metrics, /status (default: TORCHELASTIC_HEALTH_CHECK_PORT)",
+        metavar="PORT",
+        group=OURS,
+    ),
+    Option(
+        "health-check-host",
+        None,
+        str,
+        "where it listens (default: ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)",
+        metavar="HOST",
+        group=OURS,
+    ),
+    Option(
+        "health-check-timeout",
+        config.DEFAULT_HEALTH_TIMEOUT,
+        config.seconds,
+        "seconds without progress after which /healthz says 503 (default 60)",
+        metavar="SECONDS",
         group=OURS,
     ),
     Option("keep-descendants", False, None, "leave processes alone that successful workers left", group=OURS),

@@ -1,4 +1,4 @@
-"""How the nodes of a job find each other: torch's interfaces, and handlers for one node."""
+"""How the nodes of a job find each other: torch's interfaces, and handlers for them."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ def __getattr__(name: str) -> object:
     # The command line comes through this package and needs none of these.
     if name in __all__:
         from elasticrs.rendezvous import api
+
+        if name == "rendezvous_handler_registry":
+            # Whoever asks it expects to find the handlers in it.
+            from elasticrs.rendezvous import registry  # noqa: F401
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,10 @@
-"""Rendezvous handlers by the name of their backend."""
+"""Rendezvous handlers by the name of their backend: ours, registered ones, and those of installed packages.
+
+A package registers handlers in the entry point groups ``elasticrs.rendezvous_handlers`` and
+``torchrun.handlers``; ours goes first. An entry point is a function without arguments that returns a creator,
+as in torch. It is loaded when its name is asked for, not when the registry is imported: a broken package
+troubles only who wants its handler.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +17,39 @@ from elasticrs.rendezvous.static import OneNodeRendezvous
 
 __all__ = ["get_rendezvous_handler"]
 
+GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
+
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler that the parameters name: ours, or one that a user registered.
+    """Make the handler that the parameters name: ours, or one that a user or a package registered.
 
     Args:
         params: what to make it from.
 
     Raises:
-        ValueError: no such backend, or bad settings.
+        ValueError: no such backend, one that cannot be loaded, or bad settings.
     """
-    if not rendezvous_handler_registry.is_registered(params.backend):
+    if not rendezvous_handler_registry.is_registered(params.backend) and not _register_from_package(
+        params.backend
+    ):
         check_backend(params.backend, PYTHON)
     return rendezvous_handler_registry.create_handler(params)
+
+
+def _register_from_package(name: str) -> bool:
+    from importlib import metadata
+
+    for group in GROUPS:
+        for entry in metadata.entry_points(group=group, name=name):
+            try:
+                creator = entry.load()()
+            except Exception as error:
+                raise ValueError(
+                    f"the rendezvous backend {name!r} cannot be loaded from {entry.value}: {error!r}"
+                ) from error
+            rendezvous_handler_registry.register(name, creator)
+            return True
+    return False
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
@@ -46,5 +72,15 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     return ElasticRendezvousHandler(rendezvous, params.backend)
 
 
+def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
+    if str(params.get("store_type", "tcp")).strip().lower() != "file":
+        return _create(params)
+    from elasticrs.rendezvous.c10d_rendezvous_backend import create_backend
+    from elasticrs.rendezvous.dynamic_rendezvous import create_handler
+
+    backend, store = create_backend(params)
+    return create_handler(store, backend, params)
+
+
 for _backend in BACKENDS:
-    rendezvous_handler_registry.register(_backend, _create)
+    rendezvous_handler_registry.register(_backend, _create_c10d if _backend == "c10d" else _create)

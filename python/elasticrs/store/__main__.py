@@ -1,7 +1,7 @@
 """``python -m elasticrs.store``: a store of its own, off the training nodes.
 
-Prints one line with its address when it serves, and ends with 0 on SIGTERM and SIGINT. What does not fit is
-one line on stderr, and exit code 2.
+Prints one line with its address when it serves. SIGTERM, SIGINT and SIGHUP end it in order, with one line and
+exit code 0. What does not fit is one line on stderr, and exit code 2.
 """
 
 from __future__ import annotations
@@ -50,18 +50,34 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
     return token
 
 
-def _serve(server: _core.CoordinationServer, stop: socket.socket) -> None:
-    """Until a signal comes."""
+def _serve(server: _core.CoordinationServer, stop: socket.socket) -> signal.Signals:
+    """Until a signal comes; which one."""
     poll = select.poll()
     poll.register(stop, select.POLLIN)
     poll.register(server.fd, select.POLLIN)
     while all(fd != stop.fileno() for fd, _ in poll.poll()):
         for line in server.take_notices():
-            print(f"elasticrs store: {line}", file=sys.stderr, flush=True)
+            _say(line)
+    return signal.Signals(stop.recv(1)[0])
+
+
+def _say(line: str) -> None:
+    try:
+        # Without a buffer, which would fail once more at exit.
+        os.write(2, f"elasticrs store: {line}\n".encode(errors="backslashreplace"))
+    except OSError:
+        # The terminal has gone, as SIGHUP tells: whoever is connected is served and told all the same.
+        return
+
+
+def _signals() -> list[signal.Signals]:
+    """Those that end it; ``nohup`` has SIGHUP ignored."""
+    stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if stays else [signal.SIGHUP])]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code."""
+    """Serve until a signal comes; the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not 0 <= args.port <= 65535:
@@ -76,8 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with stop, wake:
         wake.setblocking(False)
         signal.set_wakeup_fd(wake.fileno())
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in _signals():
             signal.signal(signum, lambda *_: None)
+        # One for each client.
+        _core.raise_descriptor_limit()
         try:
             server = _core.CoordinationServer(
                 [(args.host, args.port)],
@@ -91,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         host = f"[{args.host}]" if ":" in args.host else args.host or "*"
         print(f"elasticrs store: serving at {host}:{server.port}", flush=True)
         try:
-            _serve(server, stop)
+            ended_by = _serve(server, stop)
+            _say(f"{ended_by.name}: closing (connected clients: {server.sessions()})")
         finally:
             server.close()
             signal.set_wakeup_fd(-1)

@@ -8,12 +8,14 @@ As ``torch.distributed.elastic.timer``. In a worker that was started with
     with timer.expires(after=60, scope="step"):
         loss.backward()
 
-The agent then ends this worker, and restarts the group, when the block takes more than a minute. Importing
+The agent then ends this worker, and restarts the group, when the block takes more than a minute. With
+``--hang-timeout`` nothing has to be wrapped: ``timer.heartbeat(step)`` once in each step is enough. Importing
 this costs a worker next to nothing: nothing native, and nothing that the interpreter does not load anyway.
 """
 
 from elasticrs.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer, configure, expires
 from elasticrs.timer.file_based_local_timer import FileTimerClient, FileTimerRequest
+from elasticrs.timer.heartbeats import heartbeat
 from elasticrs.timer.local_timer import LocalTimerClient, LocalTimerServer, MultiprocessingRequestQueue
 
 TYPE_CHECKING = False
@@ -33,6 +35,7 @@ __all__ = [
     "TimerServer",
     "configure",
     "expires",
+    "heartbeat",
 ]
 
 

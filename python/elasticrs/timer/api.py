@@ -205,6 +205,9 @@ def configure(timer_client: TimerClient) -> None:
     """
     global _timer_client  # noqa: PLW0603 -- what torch's function is for
     _timer_client = timer_client
+    from elasticrs._worker.stacks import answer_with_stacks
+
+    answer_with_stacks()
 
 
 _lock = RLock()

@@ -30,6 +30,7 @@ use super::console::Output;
 use super::lines::{LineSplitter, Unit};
 use super::matching::LineFilter;
 use super::{Notice, Notify, StreamId, StreamInfo, To};
+use crate::clock::Stamp;
 
 /// One turn of one file.
 const BLOCK: usize = 64 * 1024;
@@ -462,8 +463,12 @@ impl Followed {
                 output.compact();
                 let show = show(&self.info, self.filter.as_mut(), output);
                 self.splitter.push(&block[..n], now, show);
+                if let Some(counts) = &self.info.counts {
+                    counts.add(&block[..n]);
+                }
                 self.offset += n as u64;
                 self.taken += n as u64;
+                self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
                 self.mark(output);
                 let is_full_block = n == block.len();
                 if is_full_block {

@@ -52,13 +52,15 @@ use console::{Output, errno_of};
 use follow::{Opened, Sink};
 use pump::{Command, Pump};
 
+use crate::clock::Stamp;
+use crate::counters::{LogCounts, LogTotals};
 use crate::panics;
 
 /// How long [`Logs::close`] waits for a thread that is not stuck.
 const CLOSE_GRACE: Duration = Duration::from_millis(200);
 
 /// A descriptor of the agent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dest {
     /// Descriptor 1.
     Stdout,
@@ -142,6 +144,7 @@ type Notify = Arc<dyn Fn(Notice) + Send + Sync>;
 pub struct Logs {
     shared: Arc<Shared>,
     notify: Notify,
+    totals: Arc<LogTotals>,
     thread: Mutex<Thread>,
 }
 
@@ -169,8 +172,12 @@ struct StreamInfo {
     id: StreamId,
     stream: LogStream,
     is_finishing: AtomicBool,
+    /// Of what goes to the console.
+    counts: Option<Arc<LogCounts>>,
     /// Bytes that are not on the console, as of the thread's last look.
     behind: AtomicU64,
+    /// When something was read last, in nanoseconds of the monotonic clock; 0: never.
+    read_at: AtomicU64,
 }
 
 impl Logs {
@@ -188,7 +195,12 @@ impl Logs {
             is_gone: AtomicBool::new(false),
         };
         let thread = Mutex::new(Thread::NotStarted(Some(console)));
-        Ok(Self { shared: Arc::new(shared), notify: Arc::new(notify), thread })
+        Ok(Self { shared: Arc::new(shared), notify: Arc::new(notify), totals: Arc::default(), thread })
+    }
+
+    /// What was read so far.
+    pub fn totals(&self) -> Arc<LogTotals> {
+        Arc::clone(&self.totals)
     }
 
     /// Shows what is written to these files from now on. A file that cannot be opened is reported as
@@ -203,8 +215,18 @@ impl Logs {
         for stream in streams {
             let id = StreamId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
             ids.push(id);
-            let info =
-                Arc::new(StreamInfo { id, stream, is_finishing: AtomicBool::new(false), behind: AtomicU64::new(0) });
+            let counts = match &stream.to {
+                To::Console(dest) => Some(self.totals.of(stream.local_rank, *dest)),
+                To::Nowhere | To::File(_) => None,
+            };
+            let info = Arc::new(StreamInfo {
+                id,
+                stream,
+                is_finishing: AtomicBool::new(false),
+                counts,
+                behind: AtomicU64::new(0),
+                read_at: AtomicU64::new(0),
+            });
             let sink = match &info.stream.to {
                 To::Nowhere => Ok(Sink::Nowhere),
                 To::Console(dest) => Ok(Sink::Console(output_of[*dest as usize])),
@@ -222,6 +244,19 @@ impl Logs {
         lock(&self.shared.streams).extend(opened.iter().map(|file| (file.info.id, Arc::clone(&file.info))));
         self.shared.send(Command::Follow(opened));
         Ok(ids)
+    }
+
+    /// When one of the followed ranks wrote something last, apart from finished streams; `now` while one has written
+    /// what could not be read so far. `None`: none has written anything.
+    pub fn last_written(&self, now: Stamp) -> Option<Stamp> {
+        let all = lock(&self.shared.streams);
+        let open = all.values().filter(|info| !info.is_finishing.load(Ordering::Relaxed));
+        open.filter_map(|info| {
+            let read_at = info.read_at.load(Ordering::Relaxed);
+            let is_behind = info.behind.load(Ordering::Relaxed) > 0;
+            (read_at > 0).then_some(if is_behind { now } else { Stamp(read_at) })
+        })
+        .max()
     }
 
     /// The writers of these streams are gone: they end where their files end.

@@ -13,7 +13,9 @@ use nix::fcntl::OFlag;
 use super::NAME;
 use super::link::AgentLink;
 use super::protocol::{FIXED_FDS, Stage};
+use super::start::Start;
 use super::token::Token;
+use crate::limits::given_descriptors;
 use crate::sys::features::{UnsupportedKernel, check_floor};
 use crate::sys::spawn::{self, Command, Failure, Program, Stack, Standard};
 use crate::sys::{fds, pidfd};
@@ -89,7 +91,7 @@ impl From<Errno> for LaunchError {
 ///
 /// Safe in a process with threads. The nursery does not depend on the calling thread: it watches this process.
 /// It inherits descriptors 0 to 2, the working directory, the limits and the umask of this moment, and workers inherit
-/// them from it. Images are tried in order, since an embedded one cannot be executed everywhere (`vm.memfd_noexec`,
+/// them from it; but for a soft limit of descriptors that was raised for this process alone. Images are tried in order, since an embedded one cannot be executed everywhere (`vm.memfd_noexec`,
 /// security modules).
 pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
     check_floor()?;
@@ -118,7 +120,7 @@ pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
                 (Program::Paths(vec![path]), args.clone(), environment())
             }
         };
-        let argv = argv.into_iter().chain([token.to_string().into()]);
+        let argv = argv.into_iter().chain([Start { token, descriptors: given_descriptors() }.to_string().into()]);
         let command = Command {
             program,
             argv: argv.map(|arg| c_string(arg.into_vec())).collect::<Result<_, _>>()?,

@@ -24,6 +24,7 @@
 //! | [`launch`] | the agent: starting a nursery |
 //! | [`sweep`] | the agent: what to do when the nursery itself was lost |
 //! | [`fence`] | both: the deadline that they share |
+//! | [`start`] | both: what the nursery is told at its start |
 //! | [`token`], [`tree`] | both: who descends from whom |
 
 pub mod fence;
@@ -32,6 +33,7 @@ pub mod launch;
 pub mod link;
 pub mod protocol;
 pub mod server;
+pub mod start;
 #[cfg(feature = "agent")]
 pub mod sweep;
 pub mod token;

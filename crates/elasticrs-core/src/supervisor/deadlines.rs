@@ -15,6 +15,8 @@ pub enum Timer {
     Sweep,
     /// Time to compare what was told with what the kernel says.
     Check,
+    /// Somebody may hang by then.
+    Hang,
     /// The worker of this local rank is reported as paused.
     Paused(u32),
 }

@@ -1,12 +1,14 @@
 //! What the supervisor tells.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::clock::Stamp;
 use crate::exit::{Usage, WorkerExit};
 use crate::logs::{Dest, Notice};
 use crate::nursery::protocol::{Descendant, Stage};
 use crate::signal::Signal;
+use crate::timer::hang::Missed;
 
 /// One thing that happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,6 +51,8 @@ pub enum Event {
     /// An expiration timer of a worker, or of a descendant of one, was not released in time. With a signal, the worker
     /// counts as failed, and [`Self::FailureSeen`] follows.
     TimerExpired(TimerExpired),
+    /// A worker gave no sign of life for too long. It counts as failed, and [`Self::FailureSeen`] follows.
+    WorkerHung(Box<WorkerHung>),
     /// A worker has been stopped for a second, and not by us.
     WorkerPaused {
         /// The worker.
@@ -148,6 +152,55 @@ pub struct TimerExpired {
     pub signal: Option<Signal>,
     /// When it was seen.
     pub seen: Stamp,
+}
+
+/// The last sign of life of a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Heartbeat {
+    /// Whose.
+    pub local_rank: u32,
+    /// When.
+    pub at: Stamp,
+    /// The step that it was in.
+    pub step: Option<u64>,
+    /// The section that it was in.
+    pub section: Option<String>,
+}
+
+/// A worker that hangs, and what all of them were doing then.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkerHung {
+    /// The worker that keeps the others waiting, as far as can be told.
+    pub local_rank: u32,
+    /// Its pid.
+    pub pid: i32,
+    /// What it did not do in time.
+    pub missed: Missed,
+    /// Its last sign of life, or the start of the group.
+    pub since: Stamp,
+    /// How long it could take.
+    pub limit: Duration,
+    /// When it was found.
+    pub seen: Stamp,
+    /// All that run, by local rank.
+    pub ranks: Vec<RankSeen>,
+}
+
+/// What a worker was doing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankSeen {
+    /// Which.
+    pub local_rank: u32,
+    /// Its last heartbeat.
+    pub heartbeat: Option<Heartbeat>,
+    /// At least half of its limit has passed.
+    pub is_late: bool,
+    /// One letter, as in `/proc/PID/stat`; a blank when that is not known.
+    pub state: char,
+    /// The kernel function that it waits in; empty when it runs, or that cannot be read.
+    pub wait_channel: String,
+    /// The innermost frame of its Python program.
+    pub frame: Option<String>,
 }
 
 /// What became of the processes that workers left behind.

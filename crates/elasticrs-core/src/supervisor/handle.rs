@@ -12,14 +12,18 @@ use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
+use super::event::Heartbeat;
+use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;
+use crate::counters::Counters;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
 use crate::nursery::fence;
 use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::pidfd;
+use crate::timer::hang::Limits;
 
 /// How a supervisor works.
 #[derive(Debug, Clone)]
@@ -90,6 +94,9 @@ pub(super) enum Command {
     Spawn(Task),
     Guard(Option<OwnedFd>),
     WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
+    WatchHangs(Limits),
+    KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
+    Heartbeats(Reply<Vec<Heartbeat>>),
     Close { keep_descendants: bool },
 }
 
@@ -99,6 +106,7 @@ pub(super) struct Shared {
     pub(super) logs: Arc<Logs>,
     pub(super) nursery_pid: Arc<AtomicI32>,
     pub(super) fence: Fence,
+    pub(super) counters: Counters,
 }
 
 /// Moves the moment at which the nursery kills all workers, whether or not this process runs then.
@@ -155,6 +163,7 @@ pub struct Supervisor {
     thread: Mutex<Option<JoinHandle<()>>>,
     nursery_pid: Arc<AtomicI32>,
     fence: Fence,
+    counters: Counters,
     owner: u32,
 }
 
@@ -172,10 +181,11 @@ impl Supervisor {
         let nursery_pid = Arc::new(AtomicI32::new(0));
         let (commands, inbox) = unbounded_channel();
         let fence = Fence { shared: Arc::new(fence::Fence::new()?) };
+        let counters = Counters { logs: logs.totals(), ..Counters::default() };
         let (ready, started) = sync_channel(1);
         let thread = {
             let (queue, logs, nursery_pid) = (Arc::clone(&queue), Arc::clone(&logs), Arc::clone(&nursery_pid));
-            let shared = Shared { queue, logs, nursery_pid, fence: fence.clone() };
+            let shared = Shared { queue, logs, nursery_pid, fence: fence.clone(), counters: counters.clone() };
             std::thread::Builder::new()
                 .name("elasticrs".into())
                 .stack_size(512 * 1024)
@@ -187,7 +197,7 @@ impl Supervisor {
             Err(_) => return Err(SupervisorError::Ended),
         }
         let (thread, owner) = (Mutex::new(Some(thread)), std::process::id());
-        Ok(Self { commands, queue, logs, thread, nursery_pid, fence, owner })
+        Ok(Self { commands, queue, logs, thread, nursery_pid, fence, counters, owner })
     }
 
     /// The pid of the nursery, while there is one.
@@ -285,6 +295,32 @@ impl Supervisor {
         self.ask(|reply| Command::WatchTimers(path, reply))?
     }
 
+    /// Gives the workers of the groups that follow a page for their heartbeats (`ELASTICRS_HEARTBEAT`), and watches them;
+    /// see [`crate::timer::hang`]. [`super::Event::WorkerHung`] tells who hangs.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
+        self.tell(Command::WatchHangs(limits))
+    }
+
+    /// Where the evidence of the workers goes, by local rank, when one of them hangs or a timer expires: for the group that
+    /// is started next, and those after it. `py_spy` looks into workers that do not answer.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
+        self.tell(Command::KeepEvidence(files, py_spy))
+    }
+
+    /// The last heartbeat of each worker that had any, of the group that runs or ran last.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn heartbeats(&self) -> Result<Vec<Heartbeat>, SupervisorError> {
+        self.ask(Command::Heartbeats)
+    }
+
     /// Gives the nursery this duplicate of the agent's connection to a store, in place of an earlier one.
     ///
     /// The nursery closes it when it ends, and outlives a dead agent until nothing of the workers is left: the connection
@@ -313,6 +349,11 @@ impl Supervisor {
     /// The handle for the deadline of this agent's lease.
     pub fn fence(&self) -> Fence {
         self.fence.clone()
+    }
+
+    /// What is counted; goes on being readable after the end.
+    pub fn counters(&self) -> Counters {
+        self.counters.clone()
     }
 
     /// Tells the agent what it should say to its user, from tasks given to [`Self::spawn`], as

@@ -16,6 +16,7 @@
 
 mod deadlines;
 mod event;
+pub mod evidence;
 mod handle;
 mod nursery_io;
 pub mod queue;
@@ -24,5 +25,5 @@ pub mod state;
 mod task;
 mod watch;
 
-pub use event::{Event, NurseryEnd, Outcome, StartFailure, Swept, TimerExpired};
+pub use event::{Event, Heartbeat, NurseryEnd, Outcome, RankSeen, StartFailure, Swept, TimerExpired, WorkerHung};
 pub use handle::{Config, Fence, Keeper, Supervisor, SupervisorError, Task};

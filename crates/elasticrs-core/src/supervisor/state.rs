@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 pub use super::deadlines::Timer;
-use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired};
+use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired, WorkerHung};
 use crate::clock::Stamp;
 use crate::exit::{Usage, WorkerExit};
 use crate::signal::Signal;
@@ -65,6 +65,8 @@ pub enum Input {
     Dead(Vec<i32>),
     /// A timer of a member, or of a descendant of one, was not released in time.
     TimerExpired(TimerExpired),
+    /// A member gave no sign of life for too long.
+    Hung(Box<WorkerHung>),
     /// One more member, which Python started.
     Adopted {
         /// Its rank.
@@ -205,6 +207,11 @@ impl Group {
         self.phase == Phase::Ended
     }
 
+    /// Whether nothing ends it so far.
+    pub fn is_running(&self) -> bool {
+        self.phase == Phase::Running
+    }
+
     /// The rank of the member with this pid, if it has not ended.
     pub fn rank_of(&self, pid: i32) -> Option<u32> {
         self.members.iter().find(|m| m.pid == pid && m.runs()).map(|m| m.local_rank)
@@ -219,7 +226,11 @@ impl Group {
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
             Input::Exited { exit, .. } => self.phase == Phase::Running && !exit.is_success(),
-            Input::Stop(_) | Input::Signal(..) | Input::Expired(Timer::Kill) | Input::TimerExpired(_) => true,
+            Input::Stop(_)
+            | Input::Signal(..)
+            | Input::Expired(Timer::Kill)
+            | Input::TimerExpired(_)
+            | Input::Hung(_) => true,
             _ => false,
         }
     }
@@ -245,6 +256,7 @@ impl Group {
             Input::Fenced => self.on_fenced(&mut effects),
             Input::Dead(pids) => self.members.iter_mut().for_each(|m| m.dead |= pids.contains(&m.pid)),
             Input::TimerExpired(timer) => self.on_timer_expired(timer, &mut effects),
+            Input::Hung(hung) => self.on_hung(hung, &mut effects),
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
         }
         effects
@@ -355,7 +367,7 @@ impl Group {
                 }
             }
             // A deadline whose reason has passed in the meantime, or those that are the executor's.
-            Timer::Kill | Timer::GiveUp | Timer::Start | Timer::Sweep | Timer::Check => {}
+            Timer::Kill | Timer::GiveUp | Timer::Start | Timer::Sweep | Timer::Check | Timer::Hang => {}
         }
     }
 
@@ -413,12 +425,30 @@ impl Group {
             member.sent = Some(signal);
         }
         effects.push(Effect::SignalProcess { pid, signal });
-        self.outcome = Outcome::Failed;
-        let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
-        let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
-        self.begin_stop(self.on_failure, (worker == pid).then_some(worker), effects);
+        let siblings = self.fail(worker, (worker == pid).then_some(worker), effects);
         effects.push(Effect::Tell(Event::TimerExpired(timer)));
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    }
+
+    /// Nothing that a hung worker could do on SIGTERM is worth its grace: it did not come to that for much longer.
+    fn on_hung(&mut self, hung: Box<WorkerHung>, effects: &mut Vec<Effect>) {
+        let WorkerHung { local_rank, seen, .. } = *hung;
+        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
+        let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
+        let worker = member.pid;
+        member.sent = Some(Signal::KILL);
+        effects.push(Effect::Signal { pid: worker, signal: Signal::KILL });
+        let siblings = self.fail(worker, Some(worker), effects);
+        effects.push(Effect::Tell(Event::WorkerHung(hung)));
+        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    }
+
+    /// The stop after a worker failed that has not ended yet; returns how many siblings it has.
+    fn fail(&mut self, worker: i32, but: Option<i32>, effects: &mut Vec<Effect>) -> u32 {
+        self.outcome = Outcome::Failed;
+        let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
+        self.begin_stop(self.on_failure, but, effects);
+        u32::try_from(siblings).unwrap_or(u32::MAX)
     }
 
     fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {

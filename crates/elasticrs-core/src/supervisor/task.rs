@@ -1,8 +1,7 @@
 //! The runtime thread: one loop that owns the nursery's link, the pidfds and the deadlines, and carries effects out.
 
-use std::collections::BTreeSet;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,6 +12,7 @@ use tokio::task::{JoinError, JoinHandle, JoinSet, LocalSet};
 
 use super::deadlines::{Deadlines, Timer, after};
 use super::event::{Event, NurseryEnd, StartFailure, Swept};
+use super::evidence::Found;
 use super::handle::{Command, Config, Reply, Shared, SupervisorError};
 use super::nursery_io::{FromNursery, Nursery};
 use super::start::{Starting, spawn_requests};
@@ -28,9 +28,13 @@ use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
 use crate::sys::pidfd;
 
+mod check;
 mod guard;
+mod hang;
 mod watchdog;
 
+use check::CHECK_INTERVAL;
+use hang::{Gathering, Hangs};
 use watchdog::{Ring, Watchdog};
 
 /// How long `close` waits for a nursery to end what is left.
@@ -73,26 +77,12 @@ pub(super) fn run(
     }
 }
 
-/// How often what was told is compared with what the kernel says.
-const CHECK_INTERVAL: Duration = Duration::from_secs(5);
-
 /// A running group and the descriptors through which its members are signalled.
 struct Running {
     group: Group,
     members: Vec<Member>,
     /// Pids that were dead, and not reported so, at the last check.
     unreported: Vec<i32>,
-}
-
-impl Running {
-    /// Members that are dead and whose exits were not told yet.
-    fn dead(&self) -> Vec<i32> {
-        let living: BTreeSet<i32> = self.group.living().collect();
-        let living = self.members.iter().filter(|member| living.contains(&member.pid));
-        let (pids, pidfds): (Vec<_>, Vec<_>) = living.map(|member| (member.pid, member.pidfd.as_fd())).unzip();
-        let ended = watch::ended(&pidfds);
-        pids.into_iter().zip(ended).filter_map(|(pid, ended)| ended.then_some(pid)).collect()
-    }
 }
 
 struct Member {
@@ -128,6 +118,8 @@ struct Task {
     swept: Swept,
     own_sweep: Option<JoinHandle<Swept>>,
     watchdog: Option<Watchdog>,
+    hangs: Hangs,
+    gathering: Option<Gathering>,
 }
 
 /// What woke the loop.
@@ -139,6 +131,7 @@ enum Wake {
     Command(Command),
     Deadline,
     Timers(Ring),
+    Evidence(Vec<Found>),
     Close { keep_descendants: bool },
 }
 
@@ -164,6 +157,8 @@ impl Task {
             swept: Swept::default(),
             own_sweep: None,
             watchdog: None,
+            hangs: Hangs::default(),
+            gathering: None,
         };
         task.use_nursery(nursery);
         Ok(task)
@@ -188,6 +183,7 @@ impl Task {
                 Wake::Command(command) => self.on_command(command),
                 Wake::Deadline => self.on_deadline(),
                 Wake::Timers(ring) => self.on_ring(&ring),
+                Wake::Evidence(found) => self.on_evidence(&found),
                 Wake::Close { keep_descendants } => return self.close(keep_descendants).await,
             }
         }
@@ -207,6 +203,9 @@ impl Task {
                 Wake::Swept(or_panic(swept))
             }
             Some(ended) = self.tasks.join_next() => Wake::Task(ended),
+            found = async { self.gathering.as_mut().expect("guarded below").found().await }, if self.gathering.is_some() => {
+                Wake::Evidence(found)
+            }
             command = inbox.recv() => match command {
                 Some(Command::Close { keep_descendants }) => Wake::Close { keep_descendants },
                 Some(command) => Wake::Command(command),
@@ -253,7 +252,7 @@ impl Task {
 
     fn on_command(&mut self, command: Command) {
         match command {
-            Command::Start(group, reply) => answer(&reply, self.begin_start(&group)),
+            Command::Start(group, reply) => answer(&reply, self.begin_start(*group)),
             Command::Adopt { local_rank, pid, pidfd, reply } => answer(&reply, self.adopt(local_rank, pid, pidfd)),
             Command::Stop(policy) => self.stop(policy),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
@@ -274,6 +273,9 @@ impl Task {
                 self.tasks.spawn_local(async move { task().await });
             }
             Command::WatchTimers(path, reply) => answer(&reply, self.watch_timers(path.as_deref())),
+            Command::WatchHangs(limits) => self.hangs.limits = Some(limits),
+            Command::KeepEvidence(files, py_spy) => (self.hangs.files, self.hangs.py_spy) = (files, py_spy),
+            Command::Heartbeats(reply) => answer(&reply, self.hangs.heartbeats()),
             Command::Guard(connection) => self.guard(connection),
             Command::Close { .. } => unreachable!("taken by `wake`"),
         }
@@ -288,7 +290,7 @@ impl Task {
 
     // --- starting ---------------------------------------------------------------------------------------------
 
-    fn begin_start(&mut self, spec: &GroupSpec) -> Result<(), SupervisorError> {
+    fn begin_start(&mut self, mut spec: GroupSpec) -> Result<(), SupervisorError> {
         if !matches!(self.current, Current::Idle) {
             return Err(SupervisorError::Busy);
         }
@@ -296,14 +298,15 @@ impl Task {
             let nursery = Nursery::launch(&self.config.nursery)?;
             self.use_nursery(nursery);
         }
+        self.hangs.give_pages(&mut spec)?;
         let nursery = self.nursery.as_mut().expect("launched above");
         // What earlier starts have reported is of no interest.
         nursery.stage_reached();
-        for (request, fds) in spawn_requests(spec)? {
+        for (request, fds) in spawn_requests(&spec)? {
             nursery.send(&request, fds);
         }
         self.deadlines.arm(Timer::Start, spec.start_deadline, Instant::now());
-        self.current = Current::Starting(Starting::new(spec));
+        self.current = Current::Starting(Starting::new(&spec));
         self.start_when_answered();
         Ok(())
     }
@@ -336,6 +339,7 @@ impl Task {
             .push(Event::GroupStarted { pids: members.iter().map(|m| m.pid).collect(), started: Stamp::now() });
         self.current = Current::Running(Running { group, members, unreported: Vec::new() });
         self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
+        self.begin_watch();
         for input in early {
             self.input(input);
         }
@@ -395,27 +399,14 @@ impl Task {
                         nursery.kill_hung();
                     }
                 }
-                Timer::Check => self.check(),
+                Timer::Check => {
+                    self.check();
+                    self.look();
+                }
+                Timer::Hang => self.look(),
                 Timer::Kill | Timer::GiveUp | Timer::Paused(_) => self.input(Input::Expired(timer)),
             }
         }
-    }
-
-    /// A worker is dead without a word from the nursery: it is stopped. One that keeps silent for a whole interval
-    /// hangs.
-    fn check(&mut self) {
-        if self.config.owns_process && std::process::id() == 1 {
-            watch::reap_orphans(self.nursery.as_ref().map(|nursery| nursery.pid));
-        }
-        let Current::Running(running) = &mut self.current else { return };
-        let is_adopted = |pid: i32| running.members.iter().any(|m| m.pid == pid && m.adopted);
-        let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid)).collect();
-        let overdue = dead.iter().any(|pid| running.unreported.contains(pid));
-        if let (false, Some(nursery)) = (dead.is_empty(), &mut self.nursery) {
-            if overdue { nursery.kill_hung() } else { nursery.resume() }
-        }
-        running.unreported = dead;
-        self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
     }
 
     fn on_nursery_death(&mut self, exit: WorkerExit) {
@@ -459,13 +450,16 @@ impl Task {
     // --- effects ----------------------------------------------------------------------------------------------
 
     fn input(&mut self, input: Input) {
+        if matches!(input, Input::Exited { .. }) {
+            self.settle_timers();
+        }
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => starting.early(input),
             Current::Running(running) => {
                 if running.group.may_signal(&input) {
                     // Nothing follows from it by itself.
-                    let _ = running.group.on_input(Input::Dead(running.dead()));
+                    let _ = running.group.on_input(Input::Dead(running.dead_before(&input)));
                 }
                 for effect in running.group.on_input(input) {
                     self.carry_out(effect);
@@ -488,12 +482,14 @@ impl Task {
             Effect::Disarm(timer) => self.deadlines.disarm(timer),
             Effect::Freeze => {
                 self.deadlines.freeze(now);
+                self.hangs.freeze();
                 if let Some(watchdog) = &mut self.watchdog {
                     watchdog.freeze();
                 }
             }
             Effect::Thaw => {
                 self.deadlines.thaw(now);
+                self.thaw_watch();
                 if let Some(watchdog) = &mut self.watchdog {
                     watchdog.thaw();
                 }
@@ -554,6 +550,8 @@ impl Task {
         self.current = Current::Idle;
         self.deadlines.clear();
         self.watched = JoinSet::new();
+        self.gathering = None;
+        self.hangs.end();
         if let Some(watchdog) = &mut self.watchdog {
             watchdog.clear();
         }

@@ -15,10 +15,11 @@ use nix::sys::stat::Mode;
 /// What is mapped; the kernel rounds it up to its own pages.
 const LENGTH: NonZeroUsize = NonZeroUsize::new(SIZE as usize).expect("a constant above zero");
 const SIZE: u16 = 4096;
+const WORDS: usize = SIZE as usize / size_of::<u64>();
 /// A file that cannot shrink cannot turn an access into SIGBUS.
 const SEALS: SealFlag = SealFlag::F_SEAL_SEAL.union(SealFlag::F_SEAL_SHRINK).union(SealFlag::F_SEAL_GROW);
 
-/// Shared memory behind a descriptor (close-on-exec). It begins with one number; the rest is unused.
+/// Shared memory behind a descriptor (close-on-exec): numbers, of which some uses need only the first.
 #[derive(Debug)]
 pub struct Page {
     memory: NonNull<AtomicU64>,
@@ -71,6 +72,14 @@ impl Page {
         // SAFETY: page-aligned, large enough, mapped while `self` lives, and every value is one of the type. The other
         // process uses it as an atomic as well.
         unsafe { self.memory.as_ref() }
+    }
+}
+
+impl Page {
+    /// All of it as numbers.
+    pub fn words(&self) -> &[AtomicU64] {
+        // SAFETY: as for `number`; the mapping has room for so many, and is never written but as atomics by us.
+        unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), WORDS) }
     }
 }
 

@@ -14,9 +14,14 @@
 //!   a pidfd that was opened when their first record was read;
 //! - **TIM-4** no bytes, in no amount, do more than be counted and complained of: memory is bounded by constants;
 //! - **TIM-5** the timers of a process end with it.
+//!
+//! Heartbeats are the other half: a worker leaves them in a page of memory ([`pages`]), and [`hang`] says who gave none
+//! for too long.
 
 pub mod complaints;
 pub mod fifo;
+pub mod hang;
 pub mod lines;
+pub mod pages;
 pub mod record;
 pub mod table;

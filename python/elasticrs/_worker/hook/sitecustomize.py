@@ -68,14 +68,18 @@ def _install(path: str) -> None:
     sys.excepthook = excepthook
     atexit.register(at_exit)
 
-    if faulthandler.is_enabled():
-        return
     try:
         # A number, not a file object: nothing that the interpreter could close or warn about at its end.
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
         return  # The report will lack the stack of a crash; that is no reason to disturb the worker.
-    faulthandler.enable(descriptor)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(descriptor)
+    # On this signal the worker tells where it is; the agent sends it when a rank hangs. See `stacks.py`.
+    from _signal import SIG_DFL, SIGRTMIN, getsignal  # type: ignore[import-not-found]
+
+    if getsignal(SIGRTMIN + 12) == SIG_DFL:
+        faulthandler.register(SIGRTMIN + 12, descriptor, all_threads=True)
 
 
 def _start() -> None:

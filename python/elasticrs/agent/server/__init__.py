@@ -9,9 +9,15 @@ from elasticrs.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
+from elasticrs.agent.server.local_elastic_agent import (
+    TORCHELASTIC_ENABLE_FILE_TIMER,
+    TORCHELASTIC_TIMER_FILE,
+    LocalElasticAgent,
+)
 
 __all__ = [
+    "TORCHELASTIC_ENABLE_FILE_TIMER",
+    "TORCHELASTIC_TIMER_FILE",
     "ElasticAgent",
     "LocalElasticAgent",
     "RunResult",

@@ -1,4 +1,4 @@
-"""Torch's agent classes: what workers are, what state they are in, and agents that can be subclassed.
+"""Torch's agent classes: agents that can be subclassed, and what they say of workers.
 
 :class:`SimpleElasticAgent` runs the hooks of a subclass in torch's order, looking at the workers every
 ``monitor_interval``. The agent that waits instead of looking is
@@ -7,25 +7,36 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import os
 import signal
 import time
-import warnings
+import traceback
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from enum import Enum
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
 from elasticrs.agent.server import rank_exchange
+from elasticrs.agent.server.worker_group import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+    _RoleInstanceInfo,
+)
+from elasticrs.events import Event, EventSource, record
+from elasticrs.events.hostname import fq_hostname as _get_fq_hostname
+from elasticrs.metrics import prof, put_metric
+from elasticrs.multiprocessing.api import SignalException
 from elasticrs.ranks import NodeShare, node_ranks
-from elasticrs.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler
+from elasticrs.rendezvous.api import RendezvousGracefulExitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from elasticrs.multiprocessing.errors import ProcessFailure
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "DEFAULT_ROLE",
@@ -36,189 +47,16 @@ __all__ = [
     "WorkerGroup",
     "WorkerSpec",
     "WorkerState",
+    "_RoleInstanceInfo",
 ]
 
 DEFAULT_ROLE = "default"
+_TERMINAL_STATE_SYNC_ID = rank_exchange.TERMINAL_STATE_SYNC_ID
+
+_BARRIER_PERIOD = 0.1
+"""Seconds between two looks at the exit barrier, at most."""
 
 _log = logging.getLogger("elasticrs.agent")
-
-
-@dataclass
-class WorkerSpec:
-    """What the workers of one node are.
-
-    Args:
-        role: theirs.
-        local_world_size: how many.
-        rdzv_handler: how their node meets the others.
-        fn: deprecated name of ``entrypoint``.
-        entrypoint: a function or a program.
-        args: for it.
-        max_restarts: before the job fails.
-        monitor_interval: seconds between two looks of :class:`SimpleElasticAgent`.
-        master_port: of the workers' store; the rendezvous tells when ``None``.
-        master_addr: of the workers' store; the rendezvous tells when ``None``.
-        local_addr: of this node.
-        event_log_handler: where events go; this release has none.
-        numa_options: binds workers to CPUs; see :class:`elasticrs.numa.NumaOptions`.
-        duplicate_stdout_filters: tee'd lines that contain one of these are copied to ``filtered_stdout``.
-        duplicate_stderr_filters: the same for standard error.
-        virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
-
-    Raises:
-        AssertionError: no workers, no interval or no entrypoint (as in torch).
-    """
-
-    role: str
-    local_world_size: int
-    rdzv_handler: RendezvousHandler
-    fn: Callable[..., Any] | None = None
-    entrypoint: Callable[..., Any] | str | None = None
-    args: tuple[Any, ...] = ()
-    max_restarts: int = 3
-    monitor_interval: float = defaults.DEFAULT_MONITOR_INTERVAL
-    master_port: int | None = None
-    master_addr: str | None = None
-    local_addr: str | None = None
-    event_log_handler: str = "null"
-    numa_options: Any = None
-    duplicate_stdout_filters: list[str] | None = None
-    duplicate_stderr_filters: list[str] | None = None
-    virtual_local_rank: bool = False
-
-    def __post_init__(self) -> None:
-        if self.local_world_size <= 0:
-            raise AssertionError("local_world_size must be positive")
-        if self.monitor_interval <= 0:
-            raise AssertionError("monitor_interval must be positive")
-        if self.fn:
-            warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)
-            self.entrypoint = self.fn
-        if not self.entrypoint:
-            raise AssertionError("an entrypoint is required")
-
-    def get_entrypoint_name(self) -> str:
-        """The base name of a program, the qualified name of a function."""
-        if isinstance(self.entrypoint, str):
-            return os.path.basename(self.entrypoint)
-        if self.entrypoint is None:
-            return ""
-        return self.entrypoint.__qualname__
-
-
-class Worker:
-    """One worker of a group; -1 stands for a rank that is not assigned yet."""
-
-    __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
-
-    def __init__(
-        self,
-        local_rank: int,
-        global_rank: int = -1,
-        role_rank: int = -1,
-        world_size: int = -1,
-        role_world_size: int = -1,
-    ) -> None:
-        self.id: Any = None
-        self.local_rank = local_rank
-        self.global_rank = global_rank
-        self.role_rank = role_rank
-        self.world_size = world_size
-        self.role_world_size = role_world_size
-
-    def __str__(self) -> str:
-        return (
-            f"local_rank={self.local_rank},global_rank={self.global_rank},role_rank={self.role_rank},"
-            f"world_size={self.world_size},role_world_size={self.role_world_size}"
-        )
-
-    __repr__ = __str__
-
-
-class WorkerState(str, Enum):
-    """The state of a group of workers, which is that of all of them."""
-
-    UNKNOWN = "UNKNOWN"
-    INIT = "INIT"
-    HEALTHY = "HEALTHY"
-    UNHEALTHY = "UNHEALTHY"
-    STOPPED = "STOPPED"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-
-    @staticmethod
-    def is_running(state: WorkerState) -> bool:
-        """Whether the processes of such a group are there."""
-        return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
-
-
-class WorkerGroup:
-    """The workers of one node.
-
-    Attributes:
-        store: shared by the nodes of the round, as torch's; ``None`` with one node.
-    """
-
-    __slots__ = (
-        "_open_store",
-        "_store",
-        "group_rank",
-        "group_world_size",
-        "master_addr",
-        "master_port",
-        "spec",
-        "state",
-        "workers",
-    )
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.spec = spec
-        self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
-        self._store: Any = None
-        self._open_store: Callable[[], Any] | None = None
-        self.group_rank: int | None = None
-        self.group_world_size: int | None = None
-        self.master_addr: str | None = None
-        self.master_port: int | None = None
-        self.state = WorkerState.INIT
-
-    @property
-    def store(self) -> Any:
-        """See the class."""
-        if self._open_store is not None:
-            self.store = self._open_store()
-        return self._store
-
-    @store.setter
-    def store(self, store: Any) -> None:
-        self._store, self._open_store = store, None
-
-    def share(self, open_store: Callable[[], Any]) -> None:
-        """Have a store, which is opened by who looks at it first. Not in torch.
-
-        Args:
-            open_store: makes it.
-        """
-        self._store, self._open_store = None, open_store
-
-
-@dataclass
-class RunResult:
-    """How a group ended, by **global** rank.
-
-    Args:
-        state: SUCCEEDED or FAILED at the end.
-        return_values: of functions.
-        failures: of those that failed.
-    """
-
-    state: WorkerState
-    return_values: dict[int, Any] = field(default_factory=dict)
-    failures: dict[int, ProcessFailure] = field(default_factory=dict)
-
-    def is_failed(self) -> bool:
-        """Whether it failed."""
-        return self.state == WorkerState.FAILED
 
 
 class ElasticAgent(ABC):
@@ -235,6 +73,9 @@ class ElasticAgent(ABC):
 
 class SimpleElasticAgent(ElasticAgent):
     """An agent whose subclass says how workers are started, watched and stopped.
+
+    The hooks and their order are torch's. A subclass that was written for an older release is called as it
+    was there: ``_stop_workers`` and ``_shutdown`` get those arguments that they take.
 
     Args:
         spec: the workers.
@@ -261,6 +102,7 @@ class SimpleElasticAgent(ElasticAgent):
             defaults.shutdown_timeout_from(os.environ) if shutdown_timeout is None else shutdown_timeout
         )
         self._total_execution_time = 0
+        self._in_exit_barrier = False
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:  # noqa: ARG002 -- torch's signature
         """See :class:`ElasticAgent`."""
@@ -272,7 +114,11 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop them all."""
+        """Stop them all.
+
+        In releases 2.5 and 2.6 of torch it had a second argument, ``is_restart``: a method that has one gets
+        it.
+        """
 
     @abstractmethod
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -280,25 +126,40 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        """Release everything; workers that are still there get the signal."""
+        """Release everything; workers that are still there get the signal.
 
+        Older releases of torch know no ``timeout``, and 2.5 and 2.6 an ``is_restart``: a method gets what it
+        has.
+        """
+
+    @prof
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         spec = worker_group.spec
-        info = spec.rdzv_handler.next_rendezvous()
+        with self.record_duration("RENDEZVOUS"):
+            info = spec.rdzv_handler.next_rendezvous()
         bootstrap = info.bootstrap_store_info
-        self._store = worker_group.store = info.store
+        self._store = info.store
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
+            workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
+        worker_group.workers = workers
+        worker_group.store = info.store
         worker_group.group_rank = info.rank
         worker_group.group_world_size = info.world_size
-        worker_group.workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
         worker_group.master_addr = spec.master_addr or (bootstrap.master_addr if bootstrap else None)
         worker_group.master_port = spec.master_port or (bootstrap.master_port if bootstrap else None)
+        _log.info(
+            "[%s] round with %d node(s) complete: group rank %d, global ranks %s, workers meet at %s:%s",
+            spec.role,
+            info.world_size,
+            info.rank,
+            [worker.global_rank for worker in worker_group.workers],
+            worker_group.master_addr,
+            worker_group.master_port,
+        )
 
+    @prof
     def _assign_worker_ranks(
-        self,
-        store: Any,
-        group_rank: int,
-        group_world_size: int,
-        spec: WorkerSpec,
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Agree on ranks over the store, in torch's terms; without it where all nodes are alike, which is to
         say with one node, or with ``TORCH_ELASTIC_WORKER_IDENTICAL=1``.
@@ -313,49 +174,92 @@ class SimpleElasticAgent(ElasticAgent):
             for each in ranks.workers(own)
         ]
 
+    @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         self._rendezvous(worker_group)
         ids = self._start_workers(worker_group)
         for local_rank, worker_id in ids.items():
-            worker_group.workers[local_rank].id = worker_id
+            worker = worker_group.workers[local_rank]
+            worker.id = worker_id
+            event = self._construct_event("START", EventSource.WORKER, worker)
+            record(event, worker_group.spec.event_log_handler)
         worker_group.state = WorkerState.HEALTHY
 
+    @prof
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        self._stop_workers(worker_group)
+        _call(self._stop_workers, worker_group, is_restart=True)
         worker_group.state = WorkerState.STOPPED
         self._initialize_workers(worker_group)
 
+    @prof
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """See :class:`ElasticAgent`; whatever happens, ``_shutdown`` is called at the end."""
+        """See :class:`ElasticAgent`; whatever happens, ``_shutdown`` is called at the end.
+
+        Raises:
+            SignalException: a signal asked to stop; ``_shutdown`` has passed it on.
+        """
+        return self._run_and_shut_down(role)
+
+    def _run_and_shut_down(self, role: str) -> RunResult:
         started = time.monotonic()
+        is_shut_down = False
         try:
-            return self._invoke_run(role)
+            result = self._invoke_run(role)
+            self._total_execution_time = int(time.monotonic() - started)
+            self._record_metrics(result)
+            self._record_worker_events(result)
+            return result
         except RendezvousGracefulExitError as error:
             # In torch this returns nothing, which its launcher does not expect.
             _log.info("%s", error)
             self._worker_group.state = WorkerState.SUCCEEDED
             return RunResult(WorkerState.SUCCEEDED)
+        except SignalException as error:
+            _log.warning("%s received: shutting down", error.sigval.name)
+            is_shut_down = True
+            self._shut_down_for(error.sigval)
+            raise
         finally:
-            self._shutdown()
+            if not is_shut_down:
+                _call(self._shutdown, timeout=self._shutdown_timeout)
             self._total_execution_time = int(time.monotonic() - started)
 
+    def _shut_down_for(self, sigval: signal.Signals) -> None:
+        try:
+            _call(self._shutdown, sigval, timeout=self._shutdown_timeout)
+        except SignalException:
+            # Whoever asks twice wants it now.
+            _call(self._shutdown, signal.SIGKILL, timeout=0)
+            raise
+
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        group = self.get_worker_group(role)
+        group = self._worker_group
         self._initialize_workers(group)
         while True:
-            time.sleep(group.spec.monitor_interval)
+            self._pause(group.spec.monitor_interval)
             result = self._monitor_workers(group)
             group.state = result.state
+            put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
+            put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
             if result.state == WorkerState.SUCCEEDED:
-                if self._exit_barrier(group):
+                # Torch's hook returns nothing, and so may a user's.
+                if self._exit_barrier() is not False:
                     return result
                 # Another node has failed, and all run again.
                 self._restart_workers(group)
             elif result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
                 if self._remaining_restarts <= 0:
-                    self._stop_workers(group)
+                    _call(self._stop_workers, group)
                     group.state = WorkerState.FAILED
-                    return RunResult(WorkerState.FAILED, failures=result.failures)
+                    # In torch UNHEALTHY stands, which is no failure to its launcher.
+                    return RunResult(WorkerState.FAILED, result.return_values, result.failures)
+                _log.warning(
+                    "[%s] workers are %s; restarting (%d of %d restarts left)",
+                    group.spec.role,
+                    result.state.name,
+                    self._remaining_restarts - 1,
+                    group.spec.max_restarts,
+                )
                 self._remaining_restarts -= 1
                 self._restart_workers(group)
             elif result.state == WorkerState.HEALTHY:
@@ -365,31 +269,163 @@ class SimpleElasticAgent(ElasticAgent):
             else:
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
 
-    def _exit_barrier(self, group: WorkerGroup) -> bool:
+    def _pause(self, seconds: float) -> None:
+        """Wait between two looks; not in torch. A subclass that is told of events may return earlier."""
+        time.sleep(seconds)
+
+    def _exit_barrier(self) -> bool | None:
         """Wait until all nodes have finished, at most ``exit_barrier_timeout``.
 
         Returns:
-            Whether that is all; otherwise the round has ended for another reason.
+            ``False``: the round has ended for another reason. Not in torch, whose hook returns nothing.
         """
+        group = self._worker_group
         handler = group.spec.rdzv_handler
         set_succeeded = getattr(handler, "set_succeeded", None)
         if set_succeeded is not None:
             set_succeeded()
         if group.store is None or group.group_world_size is None or group.group_world_size == 1:
             return True
-        deadline = time.monotonic() + self._exit_barrier_timeout
+        self._in_exit_barrier = True
         try:
-            barrier = rank_exchange.ExitBarrier(group.store, group.group_world_size)
-            while not barrier.is_over():
-                # Another handler, as torch's, shows newcomers here: no reason to run again.
-                if set_succeeded is not None and handler.num_nodes_waiting() > 0:
-                    return False
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    _log.warning("other nodes have not finished in %g s", self._exit_barrier_timeout)
-                    break
-                time.sleep(min(group.spec.monitor_interval, left))
+            # Another handler, as torch's, shows newcomers here: no reason to run again.
+            return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
             # As in torch: the work is done, and whoever served the store may have been the first to leave.
             _log.warning("the store was lost in the exit barrier: %s", error)
+            return True
+        finally:
+            self._in_exit_barrier = False
+
+    def _wait_for_others(self, group: WorkerGroup, *, watches: bool) -> bool:
+        deadline = time.monotonic() + self._exit_barrier_timeout
+        barrier = rank_exchange.ExitBarrier(group.store, group.group_world_size or 1)
+        while not barrier.is_over():
+            if watches and group.spec.rdzv_handler.num_nodes_waiting() > 0:
+                return False
+            left = deadline - time.monotonic()
+            if left <= 0:
+                _log.warning("other nodes have not finished in %g s", self._exit_barrier_timeout)
+                break
+            time.sleep(min(group.spec.monitor_interval, _BARRIER_PERIOD, left))
         return True
+
+    # --- events and metrics ---
+
+    def get_event_failed(self) -> Event:
+        """That this agent has failed, with the error that is being handled."""
+        return self._construct_event("FAILED", EventSource.AGENT, raw_error=traceback.format_exc())
+
+    def get_event_succeeded(self) -> Event:
+        """That this agent has come to its end."""
+        return self._construct_event("SUCCEEDED", EventSource.AGENT)
+
+    @contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Record an event that says how long something took.
+
+        Args:
+            state: the name of it.
+        """
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            milliseconds = (time.perf_counter() - started) * 1000
+            event = self._construct_event(state, EventSource.AGENT, duration_ms=milliseconds)
+            record(event, self._worker_group.spec.event_log_handler)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        for worker in self._worker_group.workers:
+            failure = result.failures.get(worker.global_rank)
+            event = self._construct_event(
+                self._get_worker_state(worker, result),
+                EventSource.WORKER,
+                worker,
+                raw_error=json.dumps(failure.error_file_data) if failure else None,
+                exit_code=failure.exitcode if failure else None,
+                worker_pid=failure.pid if failure else None,
+            )
+            record(event, self._worker_group.spec.event_log_handler)
+
+    def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
+        has_failed = worker.global_rank in result.failures
+        if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
+            # It was stopped because of others.
+            return "TERMINATED"
+        # Values mean nothing where workers are programs, and a subclass may give none.
+        if has_failed or worker.global_rank in result.return_values or not result.return_values:
+            return result.state.value
+        raise ValueError(f"Unknown worker: {worker.global_rank}")
+
+    def _construct_event(
+        self,
+        state: str,
+        source: EventSource,
+        worker: Worker | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+        exit_code: int | None = None,
+        worker_pid: int | None = None,
+    ) -> Event:
+        group, spec = self._worker_group, self._worker_group.spec
+        more: dict[str, Any] = {
+            "group_world_size": group.group_world_size,
+            "entry_point": spec.get_entrypoint_name(),
+        }
+        if worker is not None:
+            # Lists of one, as readers of torch's events know them.
+            more["local_rank"] = (worker.local_rank,)
+            more["role_rank"] = (worker.role_rank,)
+            more["role_world_size"] = (worker.role_world_size,)
+            more["exit_code"] = (exit_code,)
+            more["worker_pid"] = (worker_pid,)
+        metadata = {
+            "run_id": spec.rdzv_handler.get_run_id(),
+            "global_rank": None if worker is None else worker.global_rank,
+            "group_rank": group.group_rank,
+            "worker_id": None if worker is None else str(worker.id),
+            "role": spec.role,
+            "hostname": _get_fq_hostname(),
+            "state": state,
+            "total_run_time": self._total_execution_time,
+            "rdzv_backend": spec.rdzv_handler.get_backend(),
+            "raw_error": raw_error,
+            "metadata": json.dumps(more),
+            "agent_restarts": spec.max_restarts - self._remaining_restarts,
+            "duration_ms": duration_ms,
+        }
+        return Event(f"torchelastic.worker.status.{state}", source, metadata=metadata)
+
+    def _record_metrics(self, group_results: RunResult) -> None:
+        failed, spec = group_results.is_failed(), self._worker_group.spec
+        restarted = self._remaining_restarts != spec.max_restarts
+        self._record_flakiness_metric(failed)
+        put_metric(f"workers.{spec.role}.run_total", 1)
+        for outcome, is_it in (("success", not failed), ("failed", failed)):
+            self._record_metric_with_condition(f"run_{outcome}_with_retries", is_it and restarted)
+            self._record_metric_with_condition(f"run_{outcome}_no_retries", is_it and not restarted)
+
+    def _record_metric_with_condition(self, metric_name: str, condition: bool) -> None:
+        put_metric(f"workers.{self._worker_group.spec.role}.{metric_name}", 1 if condition else 0)
+
+    def _record_flakiness_metric(self, is_failed: bool = False) -> None:
+        spec = self._worker_group.spec
+        left = (self._remaining_restarts + 1) / (spec.max_restarts + 1)
+        flakiness = 100.0 if is_failed else 100.0 - 100.0 * left
+        put_metric(f"workers.{spec.role}.flakiness", int(flakiness))
+
+
+def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """Call a hook that may have been written for another release.
+
+    Args:
+        method: of a subclass.
+        *arguments: what every release passes.
+        **named: what only some do: ``timeout`` the newer ones, ``is_restart`` those that named it.
+    """
+    taken = inspect.signature(method).parameters
+    kinds = {each.kind for each in taken.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds or "timeout" not in named:
+        named = {name: value for name, value in named.items() if name in taken}
+    method(*arguments, **named)

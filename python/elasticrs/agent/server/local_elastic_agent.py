@@ -5,32 +5,43 @@ It takes torch's :class:`~elasticrs.agent.server.WorkerSpec` and runs the same l
 
 from __future__ import annotations
 
+import logging
 import os
-import time
+import signal
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs import config as defaults
 from elasticrs._worker import hook_environment
+from elasticrs.agent import texts
 from elasticrs.agent.attempt import Plan
 from elasticrs.agent.console import Console
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent, JobResult
+from elasticrs.agent.observing import make_observers
 from elasticrs.agent.server.api import (
     DEFAULT_ROLE,
-    ElasticAgent,
     RunResult,
+    SimpleElasticAgent,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
+from elasticrs.agent.server.health_check_server import HealthCheckServer as OurServer
+from elasticrs.agent.server.health_check_server import server_of_environment
+from elasticrs.agent.server.polled_workers import PolledWorkers
+from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.agent.signals import catch_signals, ignored_signals
+from elasticrs.agent.sleepers import Sleepers
 from elasticrs.agent.state import Phase
-from elasticrs.config import JobConfig
+from elasticrs.config import JobConfig, ObserveSettings
+from elasticrs.events import record
+from elasticrs.metrics import prof
+from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.ports import ReservedPort
-from elasticrs.ranks import NodeShare, assign
+from elasticrs.ranks import NodeShare, WorkerRanks, assign
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
 from elasticrs.rendezvous.static import OneNodeRendezvous
 from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
@@ -41,6 +52,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.decisions import Decisions
     from elasticrs.multiprocessing.api import LogsSpecs
+    from elasticrs.multiprocessing.errors import ProcessFailure
     from elasticrs.rendezvous.elastic.messages import Outcome
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.store import Store
@@ -53,11 +65,28 @@ if TYPE_CHECKING:
         def stop(self) -> None: ...
 
 
-__all__ = ["LocalElasticAgent"]
+__all__ = [
+    "TORCHELASTIC_ENABLE_FILE_TIMER",
+    "TORCHELASTIC_HEALTH_CHECK_PORT",
+    "TORCHELASTIC_TIMER_FILE",
+    "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
+    "LocalElasticAgent",
+]
+
+TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
+TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
+TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = defaults.UNINTERRUPTIBLE_STATE_VARIABLE
+
+_log = logging.getLogger("elasticrs.agent")
 
 
-class LocalElasticAgent(ElasticAgent):
+class LocalElasticAgent(SimpleElasticAgent):
     """Runs the workers of one node.
+
+    It waits for events, as the command line does. A subclass that overrides one of torch's hooks, and a
+    rendezvous handler that is not ours, get torch's loop instead (:class:`SimpleElasticAgent`), which calls
+    all hooks, over the same workers.
 
     Args:
         spec: the workers.
@@ -69,7 +98,9 @@ class LocalElasticAgent(ElasticAgent):
         shutdown_timeout: seconds between the signal and SIGKILL; from the environment or 30 when ``None``.
         health_check_server: started before the workers and stopped after them: anything with ``start`` and
             ``stop``.
-        uninterruptible_state_timeout: not supported by this release.
+        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep before the job
+            fails; from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`` when ``None``; not looked at when 0 or
+            negative.
         signals_to_handle: names; from ``TORCHELASTIC_SIGNALS_TO_HANDLE``, or the usual four, when ``None``.
 
     Raises:
@@ -89,36 +120,30 @@ class LocalElasticAgent(ElasticAgent):
         *,
         signals_to_handle: str | None = None,
     ) -> None:
+        super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
         if callable(spec.entrypoint) and start_method != "spawn":
             raise ValueError(f"start_method {start_method!r} is not supported by this release: use 'spawn'")
-        if uninterruptible_state_timeout is not None:
-            raise ValueError("uninterruptible_state_timeout is not supported by this release")
         names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
         try:
             self._signals = defaults.parse_signals(names or defaults.DEFAULT_SIGNALS)
         except ValueError as error:
             raise ValueError(f"signals_to_handle: expected {error}") from None
         self._signal_names = names or defaults.DEFAULT_SIGNALS
-        self._worker_group = WorkerGroup(spec)
-        self._remaining_restarts = spec.max_restarts
+        self._start_method = start_method
+        self._rdzv_handler = spec.rdzv_handler
         self._logs_specs = logs_specs
         self._health_check_server = health_check_server
         self._log_line_prefix_template = log_line_prefix_template
-        self._exit_barrier_timeout = (
-            defaults.exit_barrier_timeout_from(os.environ)
-            if exit_barrier_timeout is None
-            else exit_barrier_timeout
+        self._given_barrier_timeout = exit_barrier_timeout
+        self._uninterruptible_state_timeout = (
+            defaults.uninterruptible_state_timeout_from(os.environ)
+            if uninterruptible_state_timeout is None
+            else uninterruptible_state_timeout
         )
-        self._shutdown_timeout = (
-            defaults.shutdown_timeout_from(os.environ) if shutdown_timeout is None else shutdown_timeout
-        )
-        self._total_execution_time = 0
+        self._sleepers = Sleepers(self._uninterruptible_state_timeout)
+        self._pcontext: PolledWorkers | None = None
 
-    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:  # noqa: ARG002 -- torch's signature
-        """See :class:`ElasticAgent`."""
-        return self._worker_group
-
-    def run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002 -- torch's signature
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run until the workers have succeeded, or failed too often.
 
         Raises:
@@ -127,17 +152,74 @@ class LocalElasticAgent(ElasticAgent):
             RuntimeError: the workers could not be started.
             ValueError: the machine's limits do not allow that many.
         """
-        started = time.monotonic()
-        job = self._job()
+        self._start_server()
+        try:
+            if self._waits_for_events:
+                # Measured by who observes the loop.
+                return self._run_and_shut_down(role)
+            with raised_signals(self._signals, SignalException, self._interrupt):
+                return self._run_hooks(role)
+        finally:
+            pcontext, self._pcontext = self._pcontext, None
+            if pcontext is not None:
+                pcontext.release()
+            if self._health_check_server is not None:
+                self._health_check_server.stop()
+
+    def _interrupt(self, error: BaseException) -> bool:
+        return self._pcontext is not None and self._pcontext.interrupt(error)
+
+    def _run_hooks(self, role: str) -> RunResult:
+        """Where nobody observes; in torch the launcher records how the agent ended."""
+        destination = self._worker_group.spec.event_log_handler
+        try:
+            result: RunResult = super().run(role)
+        except Exception:
+            record(self.get_event_failed(), destination)
+            raise
+        record(self.get_event_succeeded(), destination)
+        return result
+
+    @property
+    def _waits_for_events(self) -> bool:
+        """Whether nobody else has a say: neither a subclass nor a handler of the user's."""
+        handler = self._worker_group.spec.rdzv_handler
+        # One of ours over a back end of the user's has no settings of a rendezvous.
+        meets = isinstance(handler, OneNodeRendezvous) or getattr(handler, "rendezvous", None) is not None
+        is_ours = type(handler).__module__.partition(".")[0] == __name__.partition(".")[0]
+        own = all(getattr(getattr(self, name), "__func__", None) is hook for name, hook in _OWN_HOOKS.items())
+        return own and meets and is_ours
+
+    # --- the loop that waits ---
+
+    def _record_metrics(self, group_results: RunResult) -> None:
+        if not self._waits_for_events:
+            # The loop that waits is observed: see :mod:`elasticrs.agent.job_metrics`.
+            super()._record_metrics(group_results)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        if not self._waits_for_events:
+            super()._record_worker_events(result)
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        _core.check_limits(self._worker_group.spec.local_world_size)
+        if self._waits_for_events:
+            return self._follow_events()
+        result: RunResult = super()._invoke_run(role)
+        if result.is_failed() and not result.failures:
+            # It was not a worker that failed first; what there is to know of them is told all the same.
+            result.failures = self._failures()
+        return result
+
+    def _follow_events(self) -> RunResult:
+        job = self._job(self._rendezvous_settings())
         if job.rendezvous is not None and self._worker_group.spec.rdzv_handler.is_closed():
             raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
-        _core.check_limits(job.nproc)
         signals = catch_signals(self._signals)
         if signals is None:
-            warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=2)
-        if self._health_check_server is not None:
-            self._health_check_server.start()
+            warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=5)
         console = Console()
+        server = self._server_of_the_loop()
         decisions = self._decisions(job, console)
         try:
             agent = Agent(
@@ -147,19 +229,20 @@ class LocalElasticAgent(ElasticAgent):
                 signals=signals,
                 owns_process=False,
                 console=console,
+                observers=make_observers(job, self._observe(), console.say, server),
             )
             result = agent.run()
         finally:
             if signals is not None:
                 signals.close()
-            if self._health_check_server is not None:
-                self._health_check_server.stop()
-            self._total_execution_time = int(time.monotonic() - started)
         return self._run_result(result, getattr(decisions, "outcome", None))
 
     def _decisions(self, job: JobConfig, console: Console) -> Decisions:
         if job.rendezvous is None:
-            return OneNode(job, _Planner(self._worker_group))
+            handler = self._worker_group.spec.rdzv_handler
+            if not isinstance(handler, OneNodeRendezvous):
+                raise TypeError(f"{type(handler).__name__} has no settings of a rendezvous")
+            return OneNode(job, _Planner(self._worker_group, handler))
         from elasticrs.agent.several_nodes import SeveralNodes
 
         return SeveralNodes(
@@ -177,15 +260,18 @@ class LocalElasticAgent(ElasticAgent):
         self._worker_group.share(open_store)
         _update(self._worker_group, plan)
 
-    def _job(self) -> JobConfig:
+    def _rendezvous_settings(self) -> Rendezvous | None:
+        """Where it is ours, the agent takes its settings and reacts to events, instead of asking it."""
+        rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
+        if rendezvous is None:
+            return None
+        settings = rendezvous.settings.adapted(
+            grace=self._shutdown_timeout, exit_barrier_timeout=self._given_barrier_timeout
+        )
+        return rendezvous.with_settings(settings)
+
+    def _job(self, rendezvous: Rendezvous | None = None) -> JobConfig:
         spec = self._worker_group.spec
-        # Where it is ours, the agent takes its settings and reacts to events, instead of asking it.
-        rendezvous: Rendezvous | None = getattr(spec.rdzv_handler, "rendezvous", None)
-        if rendezvous is not None:
-            settings = rendezvous.settings.adapted(
-                grace=self._shutdown_timeout, exit_barrier_timeout=self._exit_barrier_timeout
-            )
-            rendezvous = rendezvous.with_settings(settings)
         return JobConfig(
             spec.local_world_size,
             spec.rdzv_handler.get_run_id(),
@@ -197,7 +283,38 @@ class LocalElasticAgent(ElasticAgent):
             rendezvous=rendezvous,
             cpus=_cpus(spec),
             virtual_local_rank=spec.virtual_local_rank,
+            uninterruptible_state_timeout=self._uninterruptible_state_timeout,
+            hang_timeout=spec.hang_timeout,
+            hang_startup_timeout=spec.hang_startup_timeout,
         )
+
+    def _start_server(self) -> None:
+        """Of the caller, or what ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for."""
+        if self._health_check_server is None:
+            try:
+                made = server_of_environment(os.environ)
+                if made is not None:
+                    made.open()
+                    self._health_check_server = made
+            except (OSError, ValueError) as error:
+                Console().say(f"no health check server: {error}")
+        server = self._server_of_the_loop()
+        if server is not None:
+            server.open()
+        elif self._health_check_server is not None:
+            self._health_check_server.start()
+
+    def _server_of_the_loop(self) -> OurServer | None:
+        """The server, where the loop that waits answers for it; another one has its own ways."""
+        server = self._health_check_server
+        if isinstance(server, OurServer) and type(server).start is OurServer.start and self._waits_for_events:
+            return server
+        return None
+
+    def _observe(self) -> ObserveSettings:
+        spec = self._worker_group.spec
+        entry_point, backend = spec.get_entrypoint_name(), spec.rdzv_handler.get_backend()
+        return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
 
     def _workers(self, job: JobConfig) -> Workers:
         spec = self._worker_group.spec
@@ -223,10 +340,6 @@ class LocalElasticAgent(ElasticAgent):
             group.state = WorkerState.SUCCEEDED
             return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
         if result.signum is not None:
-            import signal
-
-            from elasticrs.multiprocessing.api import SignalException
-
             group.state = WorkerState.STOPPED
             sigval = signal.Signals(result.signum)
             raise SignalException(f"stopped by {sigval.name}", sigval)
@@ -241,6 +354,122 @@ class LocalElasticAgent(ElasticAgent):
                 raise error_of(outcome)
             raise RuntimeError(result.message or "the workers could not be started")
         return RunResult(WorkerState.FAILED, failures=failed)
+
+    # --- torch's hooks, for the loop that looks ---
+
+    @prof
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        if self._pcontext is None:
+            job = self._job()
+            self._pcontext = PolledWorkers(job, self._workers(job), Console())
+        restarts = spec.max_restarts - self._remaining_restarts
+        return self._pcontext.start(_plan_of(worker_group), restarts)
+
+    @prof
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 -- torch's signature
+        self._shutdown(timeout=self._shutdown_timeout)
+
+    @prof
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        pcontext = self._pcontext
+        if pcontext is None:
+            raise RuntimeError("no workers were started")
+        ids = {worker.id for worker in worker_group.workers}
+        if ids != set(pcontext.pids().values()):
+            _log.error("the ids of the workers, %s, are none of ours: %s", ids, pcontext.pids())
+            return RunResult(WorkerState.UNKNOWN)
+        # After the first failure the others are being stopped: how they end belongs to the result.
+        found = pcontext.wait(-1 if pcontext.has_failed else 0)
+        if found is None:
+            return self._check_sleepers(pcontext)
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        if found.is_failed():
+            failures = {ranks[local]: failure for local, failure in found.failures.items()}
+            return RunResult(WorkerState.FAILED, failures=failures)
+        values = {ranks[local]: value for local, value in found.return_values.items()}
+        return RunResult(WorkerState.SUCCEEDED, return_values=values)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, timeout)
+
+    def _pause(self, seconds: float) -> None:
+        if self._pcontext is None:
+            super()._pause(seconds)
+        else:
+            self._pcontext.wait_for_news(seconds)
+
+    def _check_sleepers(self, pcontext: PolledWorkers) -> RunResult:
+        overdue = self._sleepers.look(pcontext.pids())
+        if not overdue:
+            return RunResult(WorkerState.HEALTHY)
+        # What such a process holds in the kernel is in the way of its successor.
+        self._remaining_restarts = 0
+        _log.error("%s; no restart follows", texts.asleep(overdue, self._uninterruptible_state_timeout))
+        return RunResult(WorkerState.UNHEALTHY)
+
+    def _failures(self) -> dict[int, ProcessFailure]:
+        attempt = self._pcontext.attempt if self._pcontext is not None else None
+        if attempt is None:
+            return {}
+        from elasticrs.agent.report import failures
+
+        return failures(attempt)
+
+
+_HOOKS = (
+    "_assign_worker_ranks",
+    "_construct_event",
+    "_exit_barrier",
+    "_get_worker_state",
+    "_initialize_workers",
+    "_invoke_run",
+    "_monitor_workers",
+    "_record_flakiness_metric",
+    "_record_metric_with_condition",
+    "_record_metrics",
+    "_record_worker_events",
+    "_rendezvous",
+    "_restart_workers",
+    "_shutdown",
+    "_start_workers",
+    "_stop_workers",
+    "record_duration",
+)
+_OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
+"""As they are before anybody replaces one, in a subclass, in the class or in an object."""
+
+
+def _plan_of(group: WorkerGroup) -> Plan:
+    """What the hooks have agreed on."""
+    spec = group.spec
+    if group.group_rank is None or group.group_world_size is None:
+        raise RuntimeError("workers are started before a rendezvous")
+    ranks = [
+        WorkerRanks(
+            spec.role,
+            worker.local_rank,
+            worker.global_rank,
+            group.group_rank,
+            worker.role_rank,
+            spec.local_world_size,
+            worker.world_size,
+            group.group_world_size,
+            worker.role_world_size,
+        )
+        for worker in group.workers
+    ]
+    reserved = None
+    if group.master_port is None:
+        if group.group_world_size > 1:
+            raise RendezvousError("the rendezvous gave no port for the workers' store")
+        reserved = ReservedPort()
+        group.master_port = reserved.number
+    # A port of the user's own is rank 0's to listen on.
+    use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
+    address = group.master_addr or "localhost"
+    return Plan(ranks, address, group.master_port, reserved, use_agent_store=use_agent_store)
 
 
 def _cpus(spec: WorkerSpec) -> list[list[int]] | None:
@@ -260,37 +489,26 @@ def _cpus(spec: WorkerSpec) -> list[list[int]] | None:
 
 
 class _Planner:
-    """Plans from a user's rendezvous handler; keeps the worker group up to date."""
+    """Plans from the handler of a node by itself; keeps the worker group up to date."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, handler: OneNodeRendezvous) -> None:
         self._group = group
+        self._handler = handler
 
     def next(self, _supervisor: _core.Supervisor) -> Plan:
-        group, spec = self._group, self._group.spec
-        info = spec.rdzv_handler.next_rendezvous()
-        if info.world_size != 1:
-            raise RendezvousError(
-                f"{info.world_size} nodes of a rendezvous that is not ours: LocalElasticAgent asks for one "
-                "node only; a subclass of SimpleElasticAgent may have several"
-            )
-        reserved: ReservedPort | None = None
-        store: _core.WorkerStore | None = None
-        bootstrap = info.bootstrap_store_info
-        address = spec.master_addr or (bootstrap.master_addr if bootstrap else "localhost")
-        port = spec.master_port or (bootstrap.master_port if bootstrap else None)
-        if isinstance(spec.rdzv_handler, OneNodeRendezvous):
-            reserved, store = spec.rdzv_handler.reserved_port, spec.rdzv_handler.agent_store
-        elif port is None:
-            reserved = ReservedPort()
-        if port is None:
-            if reserved is None:
-                raise RendezvousError("the rendezvous gave no port for the workers' store")
-            port = reserved.number
-        ranks = assign([NodeShare(spec.role, spec.local_world_size)], info.rank)
-        group.store = info.store
-        # A port of the user's own is rank 0's to listen on.
-        use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
-        plan = Plan(ranks, address, port, reserved, store=store, use_agent_store=use_agent_store)
+        group, spec, handler = self._group, self._group.spec, self._handler
+        bootstrap = handler.next_rendezvous().bootstrap_store_info
+        if bootstrap is None:
+            raise RendezvousError("the rendezvous gave no address for the workers' store")
+        plan = Plan(
+            assign([NodeShare(spec.role, spec.local_world_size)], 0),
+            spec.master_addr or bootstrap.master_addr,
+            spec.master_port or bootstrap.master_port,
+            handler.reserved_port,
+            store=handler.agent_store,
+            # A port of the user's own is rank 0's to listen on.
+            use_agent_store=handler.use_agent_store and spec.master_port is None,
+        )
         _update(group, plan)
         return plan
 

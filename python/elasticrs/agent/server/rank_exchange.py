@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from elasticrs.agent.server.worker_group import _RoleInstanceInfo
 from elasticrs.ranks import NodeRanks, NodeShare, node_ranks
 
+TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 _INFO = "torchelastic/role_info/"
 _RANKS = "torchelastic/assigned_ranks/"
-_BARRIER = "torchelastic/agent/terminal_state"
 
 
 def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
@@ -26,8 +27,8 @@ def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare)
         group_world_size: nodes in the round.
         own: what this node brings into the round.
     """
-    told = {"role": own.role, "rank": group_rank, "local_world_size": own.local_world_size}
-    store.set(f"{_INFO}{group_rank}", json.dumps(told))
+    told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
+    store.set(f"{_INFO}{group_rank}", told.serialize().decode())
     if group_rank == 0:
         everybody = range(group_world_size)
         nodes = [_share(data) for data in store.multi_get([f"{_INFO}{rank}" for rank in everybody])]
@@ -41,8 +42,8 @@ def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare)
 
 
 def _share(data: bytes) -> NodeShare:
-    told = json.loads(data)
-    return NodeShare(str(told["role"]), int(told["local_world_size"]))
+    told = _RoleInstanceInfo.deserialize(data)
+    return NodeShare(str(told.role), int(told.local_world_size))
 
 
 class ExitBarrier:
@@ -55,9 +56,9 @@ class ExitBarrier:
 
     def __init__(self, store: Any, group_world_size: int) -> None:
         self._store = store
-        if store.add(f"{_BARRIER}/num_members", 1) == group_world_size:
-            store.set(f"{_BARRIER}/last_member", "<val_ignored>")
+        if store.add(f"{TERMINAL_STATE_SYNC_ID}/num_members", 1) == group_world_size:
+            store.set(f"{TERMINAL_STATE_SYNC_ID}/last_member", "<val_ignored>")
 
     def is_over(self) -> bool:
         """Whether all nodes have finished; never waits for them."""
-        return bool(self._store.check([f"{_BARRIER}/last_member"]))
+        return bool(self._store.check([f"{TERMINAL_STATE_SYNC_ID}/last_member"]))

@@ -60,6 +60,9 @@ class ErrorHandler:
             faulthandler.enable(all_threads=True)
         except Exception as error:  # A missing stderr, or one without a descriptor.
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
+        from elasticrs._worker.stacks import answer_with_stacks
+
+        answer_with_stacks()
 
     def record_exception(self, e: BaseException) -> None:
         """Write the error file, if there is a path for it.

@@ -49,7 +49,8 @@ class ProcessFailure:
         timestamp: of the failure, in seconds since the epoch.
         recorded_ns: when the worker itself recorded its error, monotonic; ``None`` when it has not.
         recorded_pid: the process that did; not ``pid`` when the worker is a wrapper around it.
-        stack: of all threads when a fault such as SIGSEGV struck.
+        stack: of all threads when a fault such as SIGSEGV struck, or of one that hung.
+        more_notes: further lines for the report.
     """
 
     __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
@@ -86,6 +87,8 @@ class ProcessFailure:
         self.recorded_ns: int | None = None
         self.recorded_pid: int | None = None
         self.stack = _read_stack(error_file) if self.signal_number() in _FAULTS else None
+
+        self.more_notes: Sequence[str] = ()
 
         age_ns = 0 if seen_ns is None else time.monotonic_ns() - seen_ns
         self.wall_ns = time.time_ns() - age_ns

@@ -145,6 +145,7 @@ def _once(traceback: str, place: str, shown: dict[str, str]) -> str:
 def _notes(failure: ProcessFailure) -> Iterable[str]:
     if failure.note:
         yield failure.note
+    yield from failure.more_notes
     if failure.recorded_pid not in {None, failure.pid}:
         yield f"the traceback is of process {failure.recorded_pid}, which the worker had started"
     if failure.recorded_ns is not None and failure.signal_number() and failure.seen_ns is not None:
@@ -167,7 +168,7 @@ def _stopped(ranks: Sequence[int], failures: Mapping[int, ProcessFailure]) -> li
     by_end: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         by_end.setdefault(_stopped_how(failures[rank]), []).append(rank)
-    ends = [f"{_ranks(group)} ({end})" for end, group in by_end.items()]
+    ends = [f"{ranks_text(group)} ({end})" for end, group in by_end.items()]
     if not ends:
         return []
     title = "Stopped by elasticrs after the first failure:"
@@ -181,8 +182,12 @@ def _stopped_how(failure: ProcessFailure) -> str:
     return "SIGKILL, still there after the grace period" if sent == _SIGKILL else signal_name(sent)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``, ``ranks 0-6, 8``."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``, ``ranks 0-6, 8``.
+
+    Args:
+        ranks: in ascending order.
+    """
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:

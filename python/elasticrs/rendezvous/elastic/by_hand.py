@@ -44,8 +44,7 @@ def claim(member: Member, node_rank: int) -> Claim:
     """The part of T1 that takes the node rank of a registration."""
     settings, key = member.settings, member.keys.rank(node_rank)
     compare = ("missing", key) if member.claim is None else ("value", key, member.claim)
-    address = settings.local_addr or member.address
-    value = encode([settings.agent, member.member, f"{settings.node} ({address})"])
+    value = encode([settings.agent, member.member, member.node().shown])
     return Claim(compare, ("put", key, value, True), ("get", key))
 
 
@@ -83,7 +82,7 @@ def timeout(member: Member) -> None:
     if member.rank_holder is None or member.registered or member.phase is Phase.EXIT:
         return
     settings = member.settings
-    own = f"{settings.node} ({settings.local_addr or member.address})"
+    own = member.node().shown
     text = (
         f"node rank {settings.node_rank} was given to two nodes, {member.rank_holder} and {own}: give each "
         f"node its own --node-rank, from 0 to {settings.max_nodes - 1}"

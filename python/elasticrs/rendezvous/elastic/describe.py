@@ -12,7 +12,7 @@ The command line and the Python API come through here, so that both accept the s
 
 from __future__ import annotations
 
-from elasticrs.config import DEFAULT_EXIT_BARRIER_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT, UsageError
+from elasticrs.config import DEFAULT_SHUTDOWN_TIMEOUT, UsageError
 from elasticrs.rendezvous.elastic.hosting import is_loopback_name
 from elasticrs.rendezvous.elastic.settings import DEFAULT_PORT, Rendezvous, read_settings
 from elasticrs.rendezvous.endpoint import parse_endpoint
@@ -90,7 +90,7 @@ def describe(
     node_rank: int | None = None,
     local_addr: str | None = None,
     grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
-    exit_barrier_timeout: float = DEFAULT_EXIT_BARRIER_TIMEOUT,
+    exit_barrier_timeout: float | None = None,
     words: Words = COMMAND_LINE,
 ) -> tuple[Rendezvous | None, list[str]]:
     """Check everything that can be checked without asking the network.
@@ -101,11 +101,11 @@ def describe(
         run_id: the name of the job.
         nodes: fewest and most nodes, already in order.
         config: settings by key.
-        environ: for the token.
+        environ: for the token, and the exit barrier's time.
         node_rank: rank of this node; ``None`` when nobody gave one.
         local_addr: address of this node, if the user has named one.
         grace: seconds that workers may take to stop.
-        exit_barrier_timeout: seconds that a node which has succeeded waits for the others.
+        exit_barrier_timeout: of an option, before all else that says so.
         words: what the user knows things by.
 
     Returns:

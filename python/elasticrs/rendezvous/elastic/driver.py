@@ -12,7 +12,6 @@ from collections import deque
 from elasticrs import _core
 from elasticrs.ports import ReservedPort
 from elasticrs.rendezvous.elastic import messages
-from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.messages import Outcome
@@ -131,7 +130,9 @@ class Driver:
     def poll(self) -> list[Action]:
         """Take what the store and the timers have; never blocks."""
         left: list[Action] = []
-        for event in drop_stale(self.session.take(), Keys(self.session.job).head):
+        if self._member is None:
+            return left
+        for event in drop_stale(self.session.take(), self._member.keys.head):
             left += self.tell(event)
         for name in self._timers.take_due():
             if name == _PORT:
@@ -251,8 +252,13 @@ class Driver:
     # --- effects ---
 
     def _connect(self, _action: messages.Connect) -> Iterable[Event]:
+        was_host = self.session.hosts
         lost = self.session.connect()
-        return () if lost is None else (lost,)
+        if lost is not None:
+            return (lost,)
+        if self.session.hosts and not was_host:
+            return (messages.StoreHosted(self.session.fallback_address()),)
+        return ()
 
     def _disconnect(self, _action: messages.Disconnect) -> Iterable[Event]:
         self.session.disconnect()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.rendezvous.elastic.lead import Lead
-    from elasticrs.rendezvous.elastic.messages import Settings
+    from elasticrs.rendezvous.elastic.member_settings import MemberSettings
     from elasticrs.rendezvous.elastic.state import Member
     from elasticrs.rendezvous.elastic.view import View
 
@@ -97,13 +97,13 @@ def _is_time(member: Member, lead: Lead, view: View) -> bool:
     return True
 
 
-def _shown(view: View, settings: Settings) -> list[str]:
+def _shown(view: View, settings: MemberSettings) -> list[str]:
     if settings.node_rank is not None:
         return by_hand.shown(view)
     return sorted(view.nodes[each].shown for each in view.candidates)
 
 
-def _too_few(view: View, settings: Settings) -> str:
+def _too_few(view: View, settings: MemberSettings) -> str:
     count = len(view.candidates)
     text = f"{count} of at least {nodes(settings.min_nodes)} after {settings.join_timeout:g} s"
     if count:
@@ -161,7 +161,7 @@ def _form(member: Member, lead: Lead, view: View, ended: Head | None, alive: lis
     write(member, lead, [*guard, *here], ops)
 
 
-def _members(view: View, settings: Settings) -> list[str]:
+def _members(view: View, settings: MemberSettings) -> list[str]:
     """Who takes part, by group rank."""
     of_agent = {agent_of(each): each for each in view.candidates}
     offered = []

@@ -8,7 +8,9 @@ Decisions are pure functions over a :class:`Resolver`; :class:`SystemResolver` a
 - **HOST-2** A loopback name is served on loopback only, everything else on all interfaces unless
   ``bind_addr`` says otherwise: a host's own name may mean 127.0.1.1 to itself and something else to others.
 - **HOST-3** A name that cannot be resolved is no mistake yet: in a cluster names appear after the containers
-  do. Such an agent is a client, which tries again, and :attr:`Hosting.trouble` is what it says in the end.
+  do, and lead to a former container for a while. Such an agent is a client, which tries again, and decides
+  again each time that nobody answers at an address of the name. :attr:`Hosting.trouble` is what it says in
+  the end.
 - **ADDR-1** A node gives to the others the address that the user names (with ``static`` the endpoint's host
   for rank 0, as in torch), else its own end of the connection to the store: that needs no name service, and
   is of the interface that leads to the other nodes. Torch gives out the host's full name, which the others
@@ -123,6 +125,23 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     name = _plain(rendezvous.host)
     if any(_plain(own) == name for own in resolver.host_names()):
         return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is the name of this host")
+    return _by_address(rendezvous, resolver)
+
+
+def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
+    """Whether this agent hosts the store after all: what the endpoint's name stands for may have changed.
+
+    Args:
+        hosting: what was decided.
+        rendezvous: the endpoint and the settings.
+        resolver: whom to ask; about the endpoint alone, as a host keeps its names.
+    """
+    if hosting.is_explicit or hosting.may_host:
+        return hosting
+    return _by_address(rendezvous, resolver)
+
+
+def _by_address(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     try:
         addresses = resolver.resolve(rendezvous.host)
     except OSError as error:

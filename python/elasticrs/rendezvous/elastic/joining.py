@@ -20,13 +20,13 @@ from elasticrs.rendezvous.elastic.messages import (
 )
 from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, decode, encode
 from elasticrs.rendezvous.elastic.state import Phase
-from elasticrs.rendezvous.elastic.texts import closed_line
+from elasticrs.rendezvous.elastic.texts import closed_line, utc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.rendezvous.elastic.messages import Settings
+    from elasticrs.rendezvous.elastic.member_settings import MemberSettings
     from elasticrs.rendezvous.elastic.state import Member
 
 FIRST_DELAY = 0.02
@@ -36,7 +36,7 @@ LONGEST_DELAY = 0.5
 FIRST_NEWS = 5.0
 """Seconds without a connection before the user is told why."""
 
-FINAL = frozenset({"version", "token", "not_ours", "run"})
+FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host"})
 """Losses of a connection that no waiting cures."""
 
 FORGET_EARLIER = 64
@@ -47,6 +47,7 @@ def begin(member: Member) -> None:
     """Start to join."""
     if member.phase is not Phase.NEW:
         return
+    member.begun = member.now
     member.arm("connect", member.settings.join_timeout)
     member.arm("connect_news", FIRST_NEWS)
     if member.port is None:
@@ -161,8 +162,11 @@ def connect_news(member: Member) -> None:
     if member.was_registered or member.phase is not Phase.CONNECTING or member.lost is None:
         return
     settings = member.settings
-    text = f"no way to the rendezvous store {settings.endpoint} yet, trying for {settings.join_timeout:g} s"
-    member.do(Announce(f"{text}: {member.lost}"))
+    until = utc(member.begun + int(settings.join_timeout * 1e9))
+    text = (
+        f"no way to the rendezvous store {settings.endpoint} since {utc(member.begun)}, trying until {until}"
+    )
+    member.do(Announce(f"{text} (join_timeout={settings.join_timeout:g}): {member.lost}"))
 
 
 def _give_up(member: Member, outcome: Outcome) -> None:
@@ -170,6 +174,11 @@ def _give_up(member: Member, outcome: Outcome) -> None:
         member.exit(outcome)
     else:
         member.outcome = outcome
+
+
+def store_hosted(member: Member, event: Any) -> None:
+    """The store is here after all, before anybody was connected to it."""
+    member.settings = member.settings.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
 
 
 # --- the job's record ---
@@ -207,14 +216,14 @@ def job_record(member: Member) -> dict[str, Any]:
     settings = member.settings
     return {
         "uuid": f"{settings.agent}.{member.incarnation}",
-        "node": settings.node,
+        "node": member.node().shown,
         **agreed(settings),
         "role": settings.role,
         "nproc": settings.nproc,
     }
 
 
-def agreed(settings: Settings) -> dict[str, Any]:
+def agreed(settings: MemberSettings) -> dict[str, Any]:
     """Settings that have to be equal on all nodes."""
     return {
         "protocol": PROTOCOL,
@@ -228,15 +237,21 @@ def agreed(settings: Settings) -> dict[str, Any]:
     }
 
 
-def mismatch(settings: Settings, address: str, job: dict[str, Any]) -> str | None:
-    """What differs from the job that another node has started; ``None``: nothing that matters."""
+def mismatch(settings: MemberSettings, shown: str, job: dict[str, Any]) -> str | None:
+    """What differs from the job that another node has started; ``None``: nothing that matters.
+
+    Args:
+        settings: of this node.
+        shown: its name and address, for the user.
+        job: the record of the job.
+    """
     ours = agreed(settings)
     if settings.homogeneous and job.get("homogeneous"):
         ours.update(role=settings.role, nproc=settings.nproc)
     for name, value in ours.items():
         if job.get(name) != value:
             return (
-                f"node {settings.node} ({address}): {name}={value},"
+                f"node {shown}: {name}={value},"
                 f" but node {job.get('node')} started this job with {name}={job.get(name)}"
             )
     return None
@@ -258,7 +273,7 @@ def _job_known(member: Member, reply: Any) -> None:
         register(member)
         return
     job, head, nodes = reply.results
-    difference = mismatch(member.settings, member.address, decode(job.value))
+    difference = mismatch(member.settings, member.node().shown, decode(job.value))
     if member.settings.fresh and not nodes and (head is not None or difference is not None):
         _start_anew(member, job, 0 if head is None else head.mod_revision)
         return
@@ -323,7 +338,7 @@ def register(member: Member) -> None:
     member.idle, member.slot = 0, None
     own = keys.node(member.member)
     ops = earlier_registrations(member, incarnation)
-    ops += [("put", own, member.node(), True), ("predecessor", keys.nodes, own)]
+    ops += [("put", own, member.node().encode(), True), ("predecessor", keys.nodes, own)]
     compares: list[tuple[Any, ...]] = [("create", keys.job, member.job_revision)]
     otherwise: list[tuple[Any, ...]] = []
     if member.settings.node_rank is not None:

@@ -110,6 +110,7 @@ _HANDLERS: dict[str, Callable[[Member, Any], None]] = {
     "GroupEnded": rounds.group_ended,
     "TimerFired": _timer_fired,
     "Leave": leaving.leave,
+    "StoreHosted": joining.store_hosted,
     "StorePort": joining.store_port,
     "StorePortFailed": _store_port_failed,
 }

@@ -292,7 +292,7 @@ def say_idle(member: Member, number: int) -> None:
     if is_leaving(member):
         return
     member.idle = number
-    put = ("put", member.keys.node(member.member), member.node(_earlier_cause(member, number)), True)
+    put = ("put", member.keys.node(member.member), member.node(_earlier_cause(member, number)).encode(), True)
     member.txn(own_registration(member), [put], _idle_known)
 
 

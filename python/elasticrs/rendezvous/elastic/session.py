@@ -8,22 +8,31 @@ import os
 from elasticrs import _core
 from elasticrs.clock import Clock
 from elasticrs.rendezvous.elastic import hosting
-from elasticrs.rendezvous.elastic.messages import ConnectionLost, Settings
+from elasticrs.rendezvous.elastic.member_settings import MemberSettings
+from elasticrs.rendezvous.elastic.messages import ConnectionLost
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from elasticrs.rendezvous.elastic.messages import Event, Txn, Unwatch, Watch
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.store import Store
 
 
 _REMEDIES = {
+    "refused": "nobody listens there (yet): does the agent of that node run, and do all nodes have the same "
+    "--rdzv-endpoint?",
+    "unreachable": "are there a route to that node and the right address?",
     "not_ours": "choose another port with --rdzv-endpoint HOST:PORT on all nodes",
     "run": "give all nodes of a job the same --rdzv-id, and each job a port of its own",
     "token": "give all nodes the same token (ELASTICRS_TOKEN, or token_file=PATH in --rdzv-conf)",
     "version": "install the same release of elasticrs on all nodes",
 }
 """What the user can do, by the kind of loss."""
+
+_BEFORE_MEETING = ("refused", "unreachable")
+"""Kinds that speak against the endpoint as long as nobody has been met there."""
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
@@ -80,7 +89,9 @@ class Session:
         self._hosting = hosting.decide(rendezvous, self._resolver)
         self._server: _core.CoordinationServer | None = None
         self._client: _core.CoordinationClient | None = None
-        self._clock = Clock()
+        self._may_decide_again = False
+        self._has_met = False
+        self._clock = Clock(0, None)
         self._shared: Store | None = None
         # Once a round runs, its workers have the port: there is no connecting any more.
         self._shares_early = rendezvous.backend == "static" and (home is not None or supervisor is None)
@@ -134,18 +145,27 @@ class Session:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
                 # Another agent of this machine was faster, or another program has the port: its answer tells.
                 return
-            where = ", ".join(f"{host} port {port}" for host, port in listen)
             option, other = "--rdzv-endpoint HOST:PORT", ""
             if self._rendezvous.backend == "static":
                 option, other = "--master-port", " (is another agent with --node-rank 0 here?)"
             raise CannotHost(
-                f"the rendezvous store cannot listen on {where}: {error.strerror or error}{other}; choose "
-                f"another port with {option} on all nodes"
+                f"the rendezvous store cannot {error.strerror or error}{other}; choose another port with "
+                f"{option} on all nodes"
             ) from error
 
     def connect(self) -> ConnectionLost | None:
-        """Begin to connect; :class:`Connected` or :class:`ConnectionLost` comes out of :meth:`take`."""
+        """Begin to connect; :class:`Connected` or :class:`ConnectionLost` comes out of :meth:`take`.
+
+        Until there has been a connection, who hosts the store is decided again before each attempt but the
+        first.
+        """
         self.disconnect()
+        if self._may_decide_again and self._server is None:
+            self._hosting = hosting.decide_again(self._hosting, self._rendezvous, self._resolver)
+            try:
+                self.host_if_possible()
+            except CannotHost as error:
+                return ConnectionLost("cannot_host", str(error))
         if self._shares_early:
             self._share_early()
         settings = self._rendezvous.settings
@@ -192,12 +212,16 @@ class Session:
         events: list[Event] = []
         for event in self._client.take():
             if isinstance(event, _core.ConnectionLost):
+                # Asking for a name may take long: it is known when the client, which asks on a thread of its
+                # own, has got further than that.
+                self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, _core.Connected) and self._shares_early and self._shared is None:
                 # The port came back between the two.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"no second connection to {self._rendezvous.endpoint}")]
             else:
+                self._has_met = True
                 events.append(event)  # type: ignore[arg-type]  # the same attributes
         return events
 
@@ -205,8 +229,8 @@ class Session:
         """Block until :meth:`take` has something, without a loop that watches :attr:`fd`."""
         return self._client is not None and self._client.wait(timeout)
 
-    def settings(self, *, role: str, nproc: int, max_restarts: int) -> Settings:
-        """What the machine has to know; complete once it is settled who hosts.
+    def settings(self, *, role: str, nproc: int, max_restarts: int) -> MemberSettings:
+        """What the machine has to know when it begins.
 
         Args:
             role: of this node's workers.
@@ -214,7 +238,16 @@ class Session:
             max_restarts: of the job.
         """
         rendezvous, given = self._rendezvous, self._rendezvous.settings
-        return Settings(
+        # What the user has set, under the names that both know it by.
+        common: dict[str, Any] = {
+            name: getattr(given, name) for name in MemberSettings.__slots__ if hasattr(given, name)
+        }
+        common |= {
+            "store_lost_timeout": self._store_lost_timeout(),
+            "fallback_addr": self.fallback_address(),
+            "hosts_store": self.hosts,
+        }
+        return MemberSettings(
             self.job,
             os.urandom(8).hex(),
             node_name(),
@@ -225,29 +258,17 @@ class Session:
             max_restarts=max_restarts,
             role=role,
             nproc=nproc,
-            order_hint=given.order_hint,
             master_port=rendezvous.port if rendezvous.backend == "static" else None,
             node_rank=rendezvous.node_rank,
             rank_timeout=given.ttl + 1.0,
             local_addr=hosting.chosen_address(rendezvous),
-            fallback_addr=hosting.fallback_address(rendezvous, self._hosting, self._resolver),
             backend=rendezvous.backend,
-            hosts_store=self.hosts,
-            homogeneous=given.homogeneous,
-            fresh=given.fresh,
-            scale_up=given.scale_up,
-            join_timeout=given.join_timeout,
-            last_call_timeout=given.last_call_timeout,
-            restart_call_timeout=given.restart_call_timeout,
-            settle=given.settle,
-            scale_up_delay=given.scale_up_delay,
-            close_timeout=given.close_timeout,
-            exit_barrier_timeout=given.exit_barrier_timeout,
-            store_lost_timeout=self._store_lost_timeout(),
-            short_round=given.short_round,
-            max_short_losses=given.max_short_losses,
-            max_node_losses=given.max_node_losses,
+            **common,
         )
+
+    def fallback_address(self) -> str | None:
+        """Where other machines reach this node when its end of the connection is a loopback one."""
+        return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _store_lost_timeout(self) -> float:
         given = self._rendezvous.settings
@@ -259,7 +280,7 @@ class Session:
     def _explained(self, lost: _core.ConnectionLost) -> str:
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
-        todo = _REMEDIES.get(lost.kind)
+        todo = None if lost.kind in _BEFORE_MEETING and self._has_met else _REMEDIES.get(lost.kind)
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def txn(self, action: Txn) -> None:

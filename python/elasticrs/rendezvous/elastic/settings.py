@@ -14,7 +14,12 @@ from __future__ import annotations
 import os
 
 from elasticrs._value import Value
-from elasticrs.config import DEFAULT_EXIT_BARRIER_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT, UsageError
+from elasticrs.config import (
+    DEFAULT_EXIT_BARRIER_TIMEOUT,
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    UsageError,
+    exit_barrier_timeout_from,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -197,6 +202,8 @@ KEYS: tuple[Key, ...] = (
     Key("scale_up_delay", 1.0, _seconds(0), "from a waiting node to the restart that takes it in"),
     Key("settle", None, _seconds(0, above=True), "for lost rounds to end; default: grace + lease + 5"),
     Key("close_timeout", 30.0, _seconds(0), "that the host of the store waits for the others at the end"),
+    Key("exit_barrier_timeout", DEFAULT_EXIT_BARRIER_TIMEOUT, _seconds(0),
+        "that a node which has finished waits for the others"),
     Key("store_lost_timeout", 10.0, _seconds(0), "to find the store again before the job fails"),
     Key("connect_timeout", 5.0, _seconds(0, above=True), "for one attempt to connect"),
     Key("keep_alive_interval", 1.0, _seconds(0.05, 3600), "between two signs of life"),
@@ -236,11 +243,9 @@ class Settings(Value):
     Args:
         values: by key; the default for what is not there.
         grace: seconds that workers may take to stop on this node.
-        exit_barrier_timeout: seconds that a node which has succeeded waits for the others.
 
     Attributes:
         settle: where it is not set, the grace, the lease and 5 s together.
-        exit_barrier_timeout: as passed.
         is_settle_given: whether it is set.
     """
 
@@ -273,14 +278,13 @@ class Settings(Value):
         exit_barrier_timeout: float
         is_settle_given: bool
 
-    __slots__ = (*(key.name for key in KEYS if key.is_stored), "exit_barrier_timeout", "is_settle_given")
+    __slots__ = (*(key.name for key in KEYS if key.is_stored), "is_settle_given")
 
     def __init__(
         self,
         values: Mapping[str, object] | None = None,
         *,
         grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
-        exit_barrier_timeout: float = DEFAULT_EXIT_BARRIER_TIMEOUT,
     ) -> None:
         given = values or {}
         for key in KEYS:
@@ -289,19 +293,20 @@ class Settings(Value):
         self.is_settle_given = given.get("settle") is not None
         if not self.is_settle_given:
             self.settle = grace + self.ttl + _SETTLE_MARGIN
-        self.exit_barrier_timeout = exit_barrier_timeout
 
-    def adapted(self, *, grace: float, exit_barrier_timeout: float) -> Settings:
+    def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
         """The same for an agent whose times were not known when these were read.
 
         Args:
             grace: seconds that workers may take to stop on this node.
-            exit_barrier_timeout: seconds that a node which has succeeded waits for the others.
+            exit_barrier_timeout: in place of what was read; ``None``: that.
         """
-        values = {key.name: getattr(self, key.name) for key in KEYS if key.is_stored}
+        values: dict[str, object] = {key.name: getattr(self, key.name) for key in KEYS if key.is_stored}
         if not self.is_settle_given:
             del values["settle"]
-        return Settings(values, grace=grace, exit_barrier_timeout=exit_barrier_timeout)
+        if exit_barrier_timeout is not None:
+            values["exit_barrier_timeout"] = exit_barrier_timeout
+        return Settings(values, grace=grace)
 
     @property
     def ttl(self) -> float:
@@ -397,16 +402,16 @@ def read_settings(
     *,
     source: str = "--rdzv-conf",
     grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
-    exit_barrier_timeout: float = DEFAULT_EXIT_BARRIER_TIMEOUT,
+    exit_barrier_timeout: float | None = None,
 ) -> tuple[Settings, list[str]]:
     """Check and convert settings.
 
     Args:
         given: by key, as text or as what a Python program passes.
-        environ: for the token.
+        environ: for the token, and the exit barrier's time.
         source: what the user knows them by, for errors.
         grace: seconds that workers may take to stop on this node.
-        exit_barrier_timeout: seconds that a node which has succeeded waits for the others.
+        exit_barrier_timeout: of an option, before all else that says so.
 
     Returns:
         The settings, and lines for the user.
@@ -417,13 +422,34 @@ def read_settings(
     values = {name: _read(name, value, source) for name, value in given.items()}
     notices: list[str] = []
     values["token"] = _find_token(values, environ, source, notices)
-    settings = Settings(values, grace=grace, exit_barrier_timeout=exit_barrier_timeout)
+    if exit_barrier_timeout is not None:
+        values["exit_barrier_timeout"] = exit_barrier_timeout
+    else:
+        values["exit_barrier_timeout"] = exit_barrier_timeout_of(given, environ, source)
+    settings = Settings(values, grace=grace)
     if settings.settle <= settings.ttl:
         raise UsageError(
             f"{source}: settle: got {given['settle']!r}, expected seconds, more than "
             f"keep_alive_interval x keep_alive_max_attempt ({settings.ttl:g})"
         )
     return settings, notices
+
+
+def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
+    """How long a node that has finished waits for the others, where no option says so.
+
+    Args:
+        given: settings by key, as in :func:`read_settings`.
+        environ: for ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``.
+        source: what the user knows the settings by, for errors.
+
+    Raises:
+        UsageError: one line: a bad value.
+    """
+    name = "exit_barrier_timeout"
+    if given.get(name) is None:
+        return exit_barrier_timeout_from(environ)
+    return Settings({name: _read(name, given[name], source)}).exit_barrier_timeout
 
 
 def _read(name: str, value: object, source: str) -> object:

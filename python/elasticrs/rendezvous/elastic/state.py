@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from typing import Any, TypeAlias
 
     from elasticrs.rendezvous.elastic.lead import Lead
-    from elasticrs.rendezvous.elastic.messages import Action, Cause, Settings
+    from elasticrs.rendezvous.elastic.member_settings import MemberSettings
+    from elasticrs.rendezvous.elastic.messages import Action, Cause
     from elasticrs.rendezvous.elastic.records import Slot
 
     Answered: TypeAlias = Callable[["Member", Any], None]
@@ -70,6 +71,7 @@ class Member:
         predecessor: the key whose end makes this agent ask whether it leads.
         lead: what it knows as a leader.
         lost: why there is no connection.
+        begun: ``now`` when it began to join.
         delay: seconds until the next attempt to connect.
         was_registered: there was a registration once.
         claim: an earlier registration of this agent that still has its node rank, as the store has it.
@@ -91,6 +93,7 @@ class Member:
         "address",
         "aged_round",
         "barrier_over",
+        "begun",
         "claim",
         "closing",
         "connected",
@@ -134,7 +137,7 @@ class Member:
         "was_short",
     )
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: MemberSettings) -> None:
         self.settings = settings
         self.keys = Keys(settings.run_id)
         self.phase = Phase.NEW
@@ -179,6 +182,7 @@ class Member:
         self.told_of_port = False
         self.barrier_over = False
         self.now = 0
+        self.begun = 0
         self._tag = 0
         self._answers: dict[int, Answered] = {}
         self._actions: list[Action] = []
@@ -232,8 +236,8 @@ class Member:
         """Whether the head says that this round runs."""
         return self.head is not None and self.head.state == "RUNNING" and self.head.round == number
 
-    def node(self, cause: Cause | None = None) -> bytes:
-        """The value of this agent's registration."""
+    def node(self, cause: Cause | None = None) -> Node:
+        """The registration of this agent."""
         settings = self.settings
         return Node(
             settings.node,
@@ -247,7 +251,7 @@ class Member:
             settings.fallback_addr,
             settings.order_hint,
             bound_cause(cause),
-        ).encode()
+        )
 
     def stop(self, why: str, *, fenced: bool = False) -> None:
         """Stop the workers, if there are any; SIGKILL follows a gentler stop."""

@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.rendezvous.elastic.messages import Settings
+    from elasticrs.rendezvous.elastic.member_settings import MemberSettings
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.rendezvous.elastic.view import View
 
@@ -80,7 +80,7 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     return best
 
 
-def judge(view: View, head: Head, settings: Settings, was_short: bool | None) -> Verdict:
+def judge(view: View, head: Head, settings: MemberSettings, was_short: bool | None) -> Verdict:
     """What follows from an ended round, once every member has stopped or is gone, or ``settle`` has passed.
 
     Args:
@@ -112,7 +112,7 @@ def judge(view: View, head: Head, settings: Settings, was_short: bool | None) ->
     return Verdict(charge, witnesses(view) if charge else [], counted, reason)
 
 
-def _reason(view: View, head: Head, counted: Head, settings: Settings) -> str | None:
+def _reason(view: View, head: Head, counted: Head, settings: MemberSettings) -> str | None:
     end = head.end or {}
     if kind_of(head) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
         return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"

@@ -25,7 +25,7 @@ use super::NAME;
 use super::fence::Fence;
 use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
-use super::token::Token;
+use super::start::Start;
 use super::tree::Ended;
 use crate::clock::Stamp;
 use crate::exit::WorkerExit;
@@ -36,13 +36,13 @@ use crate::sys::{fds, priority, signals};
 /// When the agent is gone, or its lease, this long is tried; then what does not die has its SIGKILL pending and needs nobody.
 const LAST_SWEEP: Duration = Duration::from_secs(10);
 
-/// Runs the nursery on the descriptors [`FIXED_FDS`], marked by the token in decimal; returns when it is over.
+/// Runs the nursery on the descriptors [`FIXED_FDS`], with the text of a [`Start`]; returns when it is over.
 ///
 /// The process must be single-threaded and made for this alone.
 /// The result is the exit code: 0, or an error number (255 where there is none). The agent sees it together with the
 /// closed socket; there is nobody else to tell.
-pub fn run(token: Option<&str>) -> u8 {
-    match Nursery::new(token.and_then(Token::parse)).and_then(Nursery::serve) {
+pub fn run(start: Option<&str>) -> u8 {
+    match Nursery::new(start.and_then(Start::parse)).and_then(Nursery::serve) {
         Ok(()) => 0,
         Err(error) => error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255),
     }
@@ -78,11 +78,14 @@ struct Nursery {
 }
 
 impl Nursery {
-    fn new(token: Option<Token>) -> io::Result<Self> {
+    fn new(start: Option<Start>) -> io::Result<Self> {
         let [socket, agent, stages] = fds::take_inherited(FIXED_FDS)?;
         fds::close_from(FIXED_FDS.into_iter().fold(2, i32::max) + 1)?;
         if getsid(None)? != getpid() {
             setsid()?;
+        }
+        if let Some(start) = start {
+            start.limit_descriptors()?;
         }
         prctl::set_child_subreaper(true)?;
         prctl::set_name(NAME)?;
@@ -103,7 +106,7 @@ impl Nursery {
             stages,
             child_signals,
             stack: Stack::new()?,
-            marked: token.is_some_and(|token| token.apply().is_ok()),
+            marked: start.is_some_and(|start| start.token.apply().is_ok()),
             oom_score_adj: lower_oom_score(),
             workers: BTreeSet::new(),
             sessions: BTreeSet::new(),

@@ -3,6 +3,7 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use super::*;
+use crate::timer::hang::Missed;
 
 const PIDS: [i32; 4] = [100, 101, 102, 103];
 const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) };
@@ -285,6 +286,28 @@ fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
     assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Failed), "whatever it exits with");
 }
 
+fn hung(local_rank: u32) -> Input {
+    let (missed, limit) = (Missed::Step, Duration::from_secs(60));
+    let (pid, since, seen, ranks) = (0, Stamp(1), Stamp(7), Vec::new());
+    Input::Hung(Box::new(WorkerHung { local_rank, pid, missed, since, limit, seen, ranks }))
+}
+
+#[test]
+fn a_hung_worker_is_killed_at_once_and_its_siblings_are_stopped() {
+    let mut group = lingering();
+    let effects = group.on_input(hung(2));
+    assert_eq!(effects[0], Effect::Signal { pid: 102, signal: Signal::KILL });
+    assert_eq!(signals(&effects)[1..], [100, 101, 103].map(|pid| (pid, Signal::TERM)));
+    let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
+    let [Effect::Tell(Event::WorkerHung(_)), Effect::TellFailure { local_rank: 2, siblings: 3, .. }] = told[..] else {
+        panic!("SUP-3: {effects:?}");
+    };
+    assert_eq!(group.on_input(hung(1)), [], "the stop has its own deadline");
+    let mut group = lingering();
+    let _ = group.on_input(exited(102, DONE));
+    assert_eq!(group.on_input(hung(2)), [], "it has ended");
+}
+
 #[test]
 fn a_descendant_of_a_worker_that_hangs_fails_the_worker() {
     let mut group = lingering();
@@ -326,6 +349,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => any::<bool>().prop_map(|hung| Input::NurseryLost(NurseryEnd { exit: FAILED, hung })),
         1 => Just(Input::Fenced),
         1 => (0..4_u32, any::<bool>()).prop_map(|(rank, reaps)| expired(rank, 100, reaps.then_some(Signal::KILL))),
+        1 => (0..4_u32).prop_map(hung),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
         2 => Just(swept()),
     ]

@@ -1,0 +1,310 @@
+//! What the workers of a group were doing when one of them hung: taken before any of them is signalled otherwise.
+//!
+//! From `/proc`: state, wait channel and, where it may be read, the kernel stack of each thread. From a Python worker:
+//! its stacks, which `faulthandler` writes on [`stack_signal`] into the file that the worker's hook has opened. Its
+//! handler is written in C and needs no GIL, so a worker that is blocked in a collective, or never lets go of the GIL,
+//! answers as well. `py-spy` looks into those that do not, where it is installed.
+//!
+//! - **EVI-1** nobody gets the signal without a handler for it and the hook's file;
+//! - **EVI-2** all ranks are asked at once, and all of it ends by the deadline that the caller gives.
+
+use std::fmt::Write as _;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write as _};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use super::watch::wait_channel;
+use crate::nursery::tree::{Status, descendants};
+use crate::sys::pidfd;
+
+/// For all ranks together.
+pub const LIMIT: Duration = Duration::from_secs(2);
+/// Of it, for the answers of `faulthandler`; `py-spy` gets the rest.
+const ANSWERS: Duration = Duration::from_millis(1200);
+/// A file that has not grown for so long is whole.
+const SETTLED: Duration = Duration::from_millis(40);
+const PAUSE: Duration = Duration::from_millis(5);
+const MAX_THREADS: usize = 64;
+const MAX_DESCENDANTS: usize = 64;
+const MAX_STACKS: u64 = 256 * 1024;
+
+/// The signal on which a worker writes its stacks. `python/elasticrs/_worker/hook/sitecustomize.py` has it as well.
+pub fn stack_signal() -> i32 {
+    libc::SIGRTMIN() + 12
+}
+
+/// Where the evidence of one worker goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EvidenceFiles {
+    /// The file that the worker's hook has opened for `faulthandler`.
+    pub stacks: PathBuf,
+    /// What is written here.
+    pub report: PathBuf,
+}
+
+/// A worker that is looked at.
+#[derive(Debug, Clone)]
+pub(super) struct Subject {
+    pub(super) local_rank: u32,
+    pub(super) pid: i32,
+    pub(super) files: Option<EvidenceFiles>,
+    /// The first line of the report.
+    pub(super) title: String,
+}
+
+/// What was found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Found {
+    pub(super) local_rank: u32,
+    /// One letter, as in `/proc/PID/stat`; a blank when it has ended.
+    pub(super) state: char,
+    pub(super) wait_channel: String,
+    /// The innermost Python frame of the thread that answered, the main thread as a rule.
+    pub(super) frame: Option<String>,
+    /// Why there is no report.
+    pub(super) problem: Option<String>,
+}
+
+/// Looks at all; blocks until `deadline` at most, apart from a disk that does not answer.
+pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, deadline: Instant) -> Vec<Found> {
+    let mut looks: Vec<Look> = subjects.into_iter().map(Look::begin).collect();
+    await_answers(&mut looks, deadline.min(Instant::now() + ANSWERS));
+    let reports: Vec<_> = looks.into_iter().map(|look| look.write(py_spy)).collect();
+    let mut running: Vec<Child> = Vec::new();
+    let mut found = Vec::new();
+    for (one, spy) in reports {
+        running.extend(spy);
+        found.push(one);
+    }
+    while Instant::now() < deadline && !running.is_empty() {
+        running.retain_mut(|spy| matches!(spy.try_wait(), Ok(None)));
+        std::thread::sleep(PAUSE);
+    }
+    for mut spy in running {
+        // It is our child and not reaped yet: neither can fail, and what it has written stays.
+        let _ = spy.kill();
+        let _ = spy.wait();
+    }
+    found
+}
+
+/// One worker while it is looked at.
+struct Look {
+    subject: Subject,
+    /// The process that answers: the worker, or the Python program below it.
+    target: i32,
+    status: Option<Status>,
+    kernel: String,
+    answer: Option<Answer>,
+}
+
+/// The answer of `faulthandler`, from this place in the file on.
+struct Answer {
+    file: File,
+    start: u64,
+    length: u64,
+    grew: Instant,
+}
+
+impl Answer {
+    fn is_whole(&self) -> bool {
+        self.length > self.start && self.grew.elapsed() >= SETTLED
+    }
+}
+
+fn await_answers(looks: &mut [Look], deadline: Instant) {
+    loop {
+        let mut waits = false;
+        for answer in looks.iter_mut().filter_map(|look| look.answer.as_mut()) {
+            let length = answer.file.metadata().map_or(answer.length, |facts| facts.len());
+            if length != answer.length {
+                (answer.length, answer.grew) = (length, Instant::now());
+            }
+            waits |= !answer.is_whole();
+        }
+        if !waits || Instant::now() >= deadline {
+            return;
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+impl Look {
+    fn begin(subject: Subject) -> Self {
+        let asked = target_of(subject.pid);
+        let target = asked.as_ref().map_or(subject.pid, |(pid, _)| *pid);
+        // Before it is disturbed.
+        let (status, kernel) = (Status::of(subject.pid), kernel_side(target));
+        let answer = asked.filter(|(pid, _)| can_answer(*pid));
+        let answer = answer.and_then(|(_, pidfd)| ask(&pidfd, &subject.files.as_ref()?.stacks).ok());
+        Self { subject, target, status, kernel, answer }
+    }
+
+    fn write(mut self, py_spy: Option<&Path>) -> (Found, Option<Child>) {
+        let stacks = self.answer.take().and_then(|answer| self.read(answer).ok()).unwrap_or_default();
+        let mut found = Found {
+            local_rank: self.subject.local_rank,
+            state: self.status.map_or(' ', |status| status.state),
+            wait_channel: wait_channel(self.subject.pid),
+            frame: innermost_frame(&stacks),
+            problem: None,
+        };
+        let Some(files) = &self.subject.files else { return (found, None) };
+        let written = OpenOptions::new().create(true).append(true).open(&files.report);
+        let spy = written.and_then(|mut file| {
+            file.write_all(self.text(&stacks, found.state).as_bytes())?;
+            if !stacks.is_empty() || self.status.is_none() {
+                return Ok(None);
+            }
+            py_spy.map(|program| spy_on(program, self.target, file)).transpose()
+        });
+        match spy {
+            Ok(spy) => (found, spy),
+            Err(error) => {
+                found.problem = Some(format!("{}: {error}", files.report.display()));
+                (found, None)
+            }
+        }
+    }
+
+    /// Takes the answer out of the file, which is for the stacks of crashes.
+    fn read(&self, answer: Answer) -> io::Result<String> {
+        let start = answer.start;
+        let stacks = answer.read()?;
+        if let Some(files) = &self.subject.files {
+            File::options().write(true).open(&files.stacks)?.set_len(start)?;
+        }
+        Ok(stacks)
+    }
+
+    fn text(&self, stacks: &str, state: char) -> String {
+        let mut text = format!("{}\npid {}, state {state}\n", self.subject.title, self.subject.pid);
+        if self.target != self.subject.pid {
+            // Writing to a string cannot fail, here and below.
+            let _ = writeln!(text, "the program below it: pid {}", self.target);
+        }
+        if stacks.is_empty() {
+            text.push_str("\nno Python stacks: it has no handler for the signal, or it did not answer\n");
+        } else {
+            let _ = write!(text, "\nPython stacks, the most recent call first\n\n{}\n", stacks.trim_end());
+        }
+        let _ = write!(text, "\nthreads in the kernel: state, name, wait channel, stack\n\n{}", self.kernel);
+        text
+    }
+}
+
+/// The first process from here downwards that has a handler for the signal.
+fn target_of(pid: i32) -> Option<(i32, OwnedFd)> {
+    let below = descendants(pid, &[]).map(|listed| listed.pid).take(MAX_DESCENDANTS);
+    let open = |pid| pidfd::open(pid).ok().map(|pidfd| (pid, pidfd));
+    // Opened first: what is read then is about this process, or it has ended.
+    std::iter::once(pid).chain(below).filter_map(open).find(|(pid, _)| has_handler(*pid))
+}
+
+/// EVI-1, from the mask of caught signals in `/proc/PID/status`.
+fn has_handler(pid: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    mask & (1 << (stack_signal() - 1)) != 0
+}
+
+fn can_answer(pid: i32) -> bool {
+    Status::of(pid).is_some_and(|status| !matches!(status.state, 'T' | 't' | 'Z' | 'X'))
+}
+
+fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
+    let file = File::open(stacks)?;
+    let start = file.metadata()?.len();
+    pidfd::send_signal(pidfd, stack_signal())?;
+    Ok(Answer { file, start, length: start, grew: Instant::now() })
+}
+
+impl Answer {
+    fn read(mut self) -> io::Result<String> {
+        let mut bytes = Vec::new();
+        self.file.seek(SeekFrom::Start(self.start))?;
+        self.file.take(MAX_STACKS).read_to_end(&mut bytes)?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+}
+
+/// Of the thread that has taken the signal, or of the last one, which is the main thread.
+fn innermost_frame(stacks: &str) -> Option<String> {
+    let current = stacks.find("Current thread").or_else(|| stacks.rfind("Thread 0x"))?;
+    let frame = stacks[current..].lines().skip(1).map(str::trim).find(|line| line.starts_with("File "))?;
+    Some(frame.to_owned())
+}
+
+/// One line for each thread of a process, and its kernel stack where that may be read.
+fn kernel_side(pid: i32) -> String {
+    let mut text = String::new();
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    for thread in threads.take(MAX_THREADS) {
+        let read = |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+        let stat = read("stat");
+        let state = stat.rsplit(')').next().and_then(|rest| rest.trim_start().chars().next()).unwrap_or('?');
+        let channel = Some(read("wchan")).filter(|name| !matches!(name.as_str(), "" | "0"));
+        let (id, name) = (thread.file_name(), read("comm"));
+        let channel = channel.as_deref().unwrap_or("-");
+        let _ = writeln!(text, "{} {state} {} {channel}", id.display(), name.trim_end());
+        for frame in read("stack").lines() {
+            let _ = writeln!(text, "    {}", frame.trim_start_matches("[<0>] "));
+        }
+    }
+    text
+}
+
+fn spy_on(program: &Path, pid: i32, report: File) -> io::Result<Child> {
+    let errors = report.try_clone()?;
+    let mut command = Command::new(program);
+    command.args(["dump", "--pid", &pid.to_string()]).stdin(Stdio::null()).stdout(report).stderr(errors).spawn()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DUMP: &str = "Thread 0x00007f0000000001 (most recent call first):\n  File \"a.py\", line 3 in wait\n\n\
+        Current thread 0x00007f0000000002 (most recent call first):\n  File \"b.py\", line 7 in all_reduce\n  \
+        File \"b.py\", line 9 in <module>\n";
+
+    #[test]
+    fn the_frame_is_that_of_the_thread_that_answered() {
+        assert_eq!(innermost_frame(DUMP).as_deref(), Some("File \"b.py\", line 7 in all_reduce"));
+        let others = DUMP.replace("Current thread", "Thread");
+        assert_eq!(innermost_frame(&others).as_deref(), Some("File \"b.py\", line 7 in all_reduce"));
+        assert_eq!(innermost_frame(""), None);
+    }
+
+    #[test]
+    fn who_has_no_handler_gets_no_signal() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let pid = child.id().cast_signed();
+        assert!(!has_handler(pid));
+        let folder = tempfile::tempdir().unwrap();
+        let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
+        File::create(&files.stacks).unwrap();
+        let subject = Subject { local_rank: 3, pid, files: Some(files.clone()), title: "rank 3 hangs".into() };
+        let found = gather(vec![subject], None, Instant::now() + LIMIT);
+        assert_eq!((found[0].local_rank, &found[0].frame, &found[0].problem), (3, &None, &None));
+        assert!(child.try_wait().unwrap().is_none(), "it lives");
+        let report = fs::read_to_string(&files.report).unwrap();
+        assert!(report.starts_with("rank 3 hangs\npid "), "{report}");
+        assert!(report.contains("no Python stacks") && report.contains(" cat "), "{report}");
+        drop(child.stdin.take());
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_report_that_cannot_be_written_is_told() {
+        let files = EvidenceFiles { stacks: "/nonexistent/a".into(), report: "/nonexistent/hang.txt".into() };
+        let pid = std::process::id().cast_signed();
+        let subject = Subject { local_rank: 0, pid, files: Some(files), title: String::new() };
+        let found = gather(vec![subject], None, Instant::now() + LIMIT);
+        assert!(found[0].problem.as_deref().is_some_and(|problem| problem.contains("/nonexistent/hang.txt")));
+    }
+}

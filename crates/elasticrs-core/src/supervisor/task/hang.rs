@@ -1,0 +1,262 @@
+//! Workers that hang: their heartbeats, the look at them when a limit passes, and the evidence before anybody is reaped.
+//!
+//! See [`crate::timer::hang`] for the rules and [`super::super::evidence`] for what is kept.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinHandle;
+
+use super::{Current, Running, Task};
+use crate::clock::Stamp;
+use crate::spec::{GroupSpec, PassedFd};
+use crate::supervisor::deadlines::Timer;
+use crate::supervisor::event::{Event, Heartbeat, RankSeen, TimerExpired, WorkerHung};
+use crate::supervisor::evidence::{self, EvidenceFiles, Found, Subject};
+use crate::supervisor::state::Input;
+use crate::timer::hang::{Limits, Overdue, Seen, Suspect, Verdict, Watch, blame};
+use crate::timer::pages::HeartbeatPage;
+
+/// The number under which a worker gets its page; the next free one when the caller passes that.
+const PAGE_FD: i32 = 198;
+/// A disk that does not answer must not keep a hung job.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// What is known of the heartbeats of a group.
+#[derive(Default)]
+pub(super) struct Hangs {
+    pub(super) limits: Option<Limits>,
+    pub(super) files: Vec<EvidenceFiles>,
+    pub(super) py_spy: Option<PathBuf>,
+    /// By local rank; those of the last group stay until the next one.
+    pages: Vec<HeartbeatPage>,
+    watch: Option<Watch>,
+}
+
+impl Hangs {
+    /// Adds a page for each worker, if they are watched.
+    pub(super) fn give_pages(&mut self, spec: &mut GroupSpec) -> io::Result<()> {
+        self.pages.clear();
+        if self.limits.is_none() {
+            return Ok(());
+        }
+        for process in &mut spec.processes {
+            let page = HeartbeatPage::new()?;
+            let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);
+            let target = (PAGE_FD..i32::MAX).find(|number| !is_taken(*number)).unwrap_or(PAGE_FD);
+            let (descriptor, name) = page.share(target)?;
+            let source = u32::try_from(spec.descriptors.len()).map_err(io::Error::other)?;
+            spec.descriptors.push(descriptor);
+            process.pass_fds.push(PassedFd { source, target });
+            process.env.push(OsString::from(format!("ELASTICRS_HEARTBEAT={name}")));
+            self.pages.push(page);
+        }
+        Ok(())
+    }
+
+    pub(super) fn heartbeats(&self) -> Vec<Heartbeat> {
+        let now = Stamp::now().0;
+        (0..).zip(&self.pages).filter_map(|(local_rank, page)| heartbeat(local_rank, &page.read(now))).collect()
+    }
+
+    pub(super) fn freeze(&mut self) {
+        if let Some(watch) = &mut self.watch {
+            watch.freeze(Stamp::now().0);
+        }
+    }
+
+    pub(super) fn end(&mut self) {
+        self.watch = None;
+    }
+
+    fn seen(&self, running: &Running, now: u64) -> Vec<Seen> {
+        let read = |member: &super::Member| match running.group.rank_of(member.pid) {
+            Some(local_rank) => self.pages.get(local_rank as usize).map_or(Seen::Nothing, |page| page.read(now)),
+            None => Seen::Ended,
+        };
+        running.members.iter().map(read).collect()
+    }
+}
+
+fn heartbeat(local_rank: u32, seen: &Seen) -> Option<Heartbeat> {
+    let Seen::Beat(beat) = seen else { return None };
+    let section = beat.section.as_ref().map(|section| section.name.clone());
+    Some(Heartbeat { local_rank, at: Stamp(beat.last), step: beat.step, section })
+}
+
+/// Evidence is being gathered, in a thread of its own.
+pub(super) struct Gathering {
+    task: JoinHandle<Vec<Found>>,
+    deadline: Instant,
+    then: Vec<Then>,
+}
+
+enum Then {
+    Input(Input),
+    Hung { late: Vec<Overdue>, seen: Vec<Seen>, at: Stamp },
+}
+
+impl Gathering {
+    /// What was found by the deadline. Cancel-safe.
+    pub(super) async fn found(&mut self) -> Vec<Found> {
+        match tokio::time::timeout_at(self.deadline.into(), &mut self.task).await {
+            Ok(Ok(found)) => found,
+            // It panicked, or a disk does not answer: the job goes on without.
+            Ok(Err(_)) | Err(_) => Vec::new(),
+        }
+    }
+}
+
+impl Task {
+    pub(super) fn begin_watch(&mut self) {
+        let (Current::Running(running), Some(limits)) = (&self.current, self.hangs.limits) else { return };
+        self.hangs.watch = Some(Watch::new(limits, running.members.len(), Stamp::now().0));
+        self.look();
+    }
+
+    pub(super) fn thaw_watch(&mut self) {
+        let Current::Running(running) = &self.current else { return };
+        let now = Stamp::now();
+        let (seen, line) = (self.hangs.seen(running, now.0), self.shared.logs.last_written(now));
+        if let Some(watch) = &mut self.hangs.watch {
+            watch.thaw(now.0, &seen, line.map(|at| at.0));
+        }
+    }
+
+    /// Judges, and sets the time of the next look.
+    pub(super) fn look(&mut self) {
+        let Current::Running(running) = &self.current else { return };
+        if !running.group.is_running() || self.gathering.is_some() || self.hangs.watch.is_none() {
+            return;
+        }
+        let now = Stamp::now();
+        let seen = self.hangs.seen(running, now.0);
+        // What Python starts joins later, and has no page.
+        let seen = seen.into_iter().take(self.hangs.pages.len()).collect::<Vec<_>>();
+        let line = self.shared.logs.last_written(now).map(|at| at.0);
+        let Some(watch) = &mut self.hangs.watch else { return };
+        match watch.look(now.0, &seen, line) {
+            Verdict::LookAgain(at) => {
+                let delay = Duration::from_nanos(at.saturating_sub(now.0));
+                self.deadlines.arm(Timer::Hang, delay, Instant::now());
+            }
+            Verdict::Hung(late) => self.gather_for(Then::Hung { late, seen, at: now }),
+        }
+    }
+
+    /// Takes the evidence first, then the input.
+    pub(super) fn gather(&mut self, input: Input) {
+        self.gather_for(Then::Input(input));
+    }
+
+    fn gather_for(&mut self, then: Then) {
+        if let Some(gathering) = &mut self.gathering {
+            return gathering.then.push(then);
+        }
+        let Current::Running(running) = &self.current else { return };
+        if !running.group.is_running() {
+            return self.follow_up(then, &[]);
+        }
+        let title = title(&then);
+        let subjects: Vec<Subject> = running
+            .members
+            .iter()
+            .filter_map(|member| Some((member.pid, running.group.rank_of(member.pid)?)))
+            .map(|(pid, local_rank)| Subject {
+                local_rank,
+                pid,
+                files: self.hangs.files.get(local_rank as usize).cloned(),
+                title: title.clone(),
+            })
+            .collect();
+        let (py_spy, deadline) = (self.hangs.py_spy.clone(), Instant::now() + evidence::LIMIT);
+        let task = tokio::task::spawn_blocking(move || evidence::gather(subjects, py_spy.as_deref(), deadline));
+        self.gathering = Some(Gathering { task, deadline: deadline + PATIENCE, then: vec![then] });
+    }
+
+    pub(super) fn on_evidence(&mut self, found: &[Found]) {
+        let Some(gathering) = self.gathering.take() else { return };
+        for message in found.iter().filter_map(|found| found.problem.as_ref()) {
+            let message = format!("the evidence of a hang could not be written: {message}");
+            self.shared.queue.push(Event::Degraded { message });
+        }
+        for then in gathering.then {
+            self.follow_up(then, found);
+        }
+    }
+
+    /// A worker has ended while evidence is gathered. The question itself may have ended its wait (`pause` returns on any
+    /// signal), but not undone that its timer had expired.
+    pub(super) fn settle_timers(&mut self) {
+        let Some(gathering) = &mut self.gathering else { return };
+        let (timers, others): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut gathering.then).into_iter().partition(|then| matches!(then, Then::Input(_)));
+        gathering.then = others;
+        for then in timers {
+            self.follow_up(then, &[]);
+        }
+    }
+
+    fn follow_up(&mut self, then: Then, found: &[Found]) {
+        let input = match then {
+            Then::Input(input) => Some(input),
+            Then::Hung { late, seen, at } => self.verdict(&late, &seen, at, found).map(|hung| Input::Hung(hung.into())),
+        };
+        if let Some(input) = input {
+            self.input(input);
+        }
+    }
+
+    /// Who is to blame of those that are late.
+    fn verdict(&self, late: &[Overdue], seen: &[Seen], at: Stamp, found: &[Found]) -> Option<WorkerHung> {
+        let Current::Running(running) = &self.current else { return None };
+        let overdue_of = |index: usize| late.iter().find(|overdue| overdue.rank == index);
+        let mut suspects = vec![Suspect::default(); seen.len()];
+        let mut ranks = Vec::new();
+        for (index, (seen, suspect)) in seen.iter().zip(&mut suspects).enumerate() {
+            let Some(local_rank) = running.group.rank_of(running.members[index].pid) else { continue };
+            let found = found.iter().find(|found| found.local_rank == local_rank).cloned().unwrap_or_default();
+            let heartbeat = heartbeat(local_rank, seen);
+            let overdue = overdue_of(index);
+            *suspect = Suspect {
+                is_late: overdue.is_some(),
+                is_stopped: matches!(found.state, 'T' | 't'),
+                step: heartbeat.as_ref().and_then(|beat| beat.step),
+                last: overdue.map_or(at.0, |overdue| overdue.since),
+                frame: found.frame.clone(),
+            };
+            let Found { state, wait_channel, frame, .. } = found;
+            ranks.push(RankSeen { local_rank, heartbeat, is_late: overdue.is_some(), state, wait_channel, frame });
+        }
+        // Whoever was late may have ended meanwhile.
+        late.iter().find(|overdue| overdue.is_due && suspects[overdue.rank].is_late)?;
+        let index = blame(&suspects)?;
+        let (overdue, pid) = (overdue_of(index)?, running.members[index].pid);
+        Some(WorkerHung {
+            local_rank: running.group.rank_of(pid)?,
+            pid,
+            missed: overdue.missed,
+            since: Stamp(overdue.since),
+            limit: overdue.limit,
+            seen: at,
+            ranks,
+        })
+    }
+}
+
+fn title(then: &Then) -> String {
+    match then {
+        Then::Input(Input::TimerExpired(TimerExpired { local_rank, scope, .. })) => {
+            let scope: String = scope.chars().filter(|character| !character.is_control()).take(100).collect();
+            format!("a timer of local rank {local_rank} expired: scope '{scope}'")
+        }
+        Then::Hung { late, at, .. } => {
+            let first = late.iter().find(|overdue| overdue.is_due);
+            let silent = first.map_or(0, |overdue| at.0.saturating_sub(overdue.since)) / 1_000_000;
+            format!("no sign of life for {}.{:03} s", silent / 1000, silent % 1000)
+        }
+        Then::Input(_) => String::new(),
+    }
+}

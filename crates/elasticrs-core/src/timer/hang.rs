@@ -1,0 +1,309 @@
+//! Who hangs: heartbeats and lines of the ranks in, a verdict and the time of the next look out. No clock, no I/O.
+//!
+//! All times are nanoseconds of the monotonic clock. Invariants, cited by the tests:
+//!
+//! - **HANG-1** a rank is hung only if its limit has passed since its last sign of life, and never before its first one,
+//!   unless there is a limit for the start;
+//! - **HANG-2** time in which nobody ran does not count: that of a suspended group, and every gap in the calls of
+//!   [`Watch::look`], which comes at least every [`LOOK_EVERY`];
+//! - **HANG-3** the next look is no later than the first moment at which a rank can be hung by the limits of steps;
+//! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all.
+
+use std::time::Duration;
+
+/// The watch is called at least this often.
+pub const LOOK_EVERY: Duration = Duration::from_secs(5);
+/// A gap of so much more means that this process, and perhaps the whole machine, was stopped.
+const SLACK: Duration = Duration::from_secs(1);
+/// The learned limit is never below this.
+pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
+/// The limit while too little is known to learn from.
+pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
+/// How many steps have to be known.
+pub const ENOUGH_STEPS: usize = 16;
+
+/// What a rank may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StepLimit {
+    /// From one heartbeat to the next.
+    Fixed(Duration),
+    /// See [`learned`].
+    Learned,
+}
+
+/// What a group may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Between two signs of life.
+    pub step: StepLimit,
+    /// From the start of the group to the first one of each rank.
+    pub startup: Option<Duration>,
+}
+
+/// What a rank has said of itself last.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Beat {
+    /// When.
+    pub last: u64,
+    /// The step that it was in.
+    pub step: Option<u64>,
+    /// The section that it was in.
+    pub section: Option<Section>,
+    /// How long its last steps took.
+    pub steps: Vec<u64>,
+}
+
+/// A part of the program with a limit of its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Section {
+    /// Its name.
+    pub name: String,
+    /// From entering it, or the last heartbeat in it; `None`: it may take any time.
+    pub limit: Option<u64>,
+}
+
+/// What is known of a rank at a look.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Seen {
+    /// It has ended.
+    Ended,
+    /// It has not given any heartbeat.
+    Nothing,
+    /// It has.
+    Beat(Beat),
+}
+
+/// What a rank did not do in time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Missed {
+    /// Its first heartbeat.
+    Startup,
+    /// The next heartbeat.
+    Step,
+    /// The end of a section.
+    Section,
+    /// A line, and so did all others.
+    Line,
+}
+
+/// A rank of which at least half of its limit has passed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Overdue {
+    /// Its index among the ranks.
+    pub rank: usize,
+    /// What it has missed.
+    pub missed: Missed,
+    /// Its last sign of life, or the start of the group.
+    pub since: u64,
+    /// What it had.
+    pub limit: Duration,
+    /// All of it has passed.
+    pub is_due: bool,
+}
+
+/// The outcome of a look.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// Nobody hangs; look again then.
+    LookAgain(u64),
+    /// Some do; these are late, the one with the oldest sign of life first.
+    Hung(Vec<Overdue>),
+}
+
+/// The limit that follows from how long steps took: the longest of a minute, ten times the median, three times the
+/// longest. `None` when too few are known.
+///
+/// The median makes it follow the job, whatever single steps did. The longest is there for what belongs to the job and
+/// happens now and then, such as an evaluation every hundred steps.
+pub fn learned(mut steps: Vec<u64>) -> Option<Duration> {
+    if steps.len() < ENOUGH_STEPS {
+        return None;
+    }
+    let middle = steps.len() / 2;
+    let (_, median, above) = steps.select_nth_unstable(middle);
+    let longest = above.iter().copied().max().unwrap_or(*median);
+    let nanoseconds = median.saturating_mul(10).max(longest.saturating_mul(3));
+    Some(Duration::from_nanos(nanoseconds).max(LEAST_LEARNED))
+}
+
+/// Time that does not count for a sign of life: more of it is added while there is no newer one.
+#[derive(Debug, Clone, Copy, Default)]
+struct Credit {
+    since: u64,
+    amount: u64,
+}
+
+impl Credit {
+    fn of(self, since: u64) -> u64 {
+        if self.since == since { self.amount } else { 0 }
+    }
+
+    fn add(&mut self, since: u64, amount: u64) {
+        *self = Self { since, amount: self.of(since).saturating_add(amount) };
+    }
+}
+
+/// The state between the looks at one group.
+#[derive(Debug)]
+pub struct Watch {
+    limits: Limits,
+    started: u64,
+    /// By rank, and one more for the lines.
+    credits: Vec<Credit>,
+    looked: u64,
+    frozen_at: Option<u64>,
+}
+
+impl Watch {
+    /// A group of so many ranks, which runs since `started`.
+    pub fn new(limits: Limits, ranks: usize, started: u64) -> Self {
+        Self { limits, started, credits: vec![Credit::default(); ranks + 1], looked: started, frozen_at: None }
+    }
+
+    /// The group is suspended from now on.
+    pub fn freeze(&mut self, now: u64) {
+        self.frozen_at.get_or_insert(now);
+    }
+
+    /// It goes on.
+    pub fn thaw(&mut self, now: u64, seen: &[Seen], line: Option<u64>) {
+        if let Some(since) = self.frozen_at.take() {
+            self.forgive(now.saturating_sub(since), now, seen, line);
+            self.looked = now;
+        }
+    }
+
+    /// Judges. `line` is when the last line of any rank came.
+    pub fn look(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Verdict {
+        if self.frozen_at.is_some() {
+            return Verdict::LookAgain(now.saturating_add(nanoseconds(LOOK_EVERY)));
+        }
+        let gap = now.saturating_sub(self.looked);
+        if gap > nanoseconds(LOOK_EVERY + SLACK) {
+            self.forgive(gap, now, seen, line);
+        }
+        self.looked = now;
+        let limit = self.step_limit(seen);
+        let mut next = now.saturating_add(nanoseconds(limit));
+        let mut late = Vec::new();
+        for mut overdue in self.terms(seen, line, limit) {
+            let credit = match overdue.missed {
+                Missed::Line => self.credits[self.credits.len() - 1].of(overdue.since),
+                _ => self.credits[overdue.rank].of(overdue.since),
+            };
+            let silent = now.saturating_sub(overdue.since).saturating_sub(credit);
+            let left = nanoseconds(overdue.limit).saturating_sub(silent);
+            overdue.is_due = left == 0;
+            next = next.min(now.saturating_add(left));
+            if silent >= left {
+                late.push(overdue);
+            }
+        }
+        if !late.iter().any(|overdue| overdue.is_due) {
+            return Verdict::LookAgain(next);
+        }
+        late.sort_by_key(|overdue| overdue.since);
+        Verdict::Hung(late)
+    }
+
+    fn step_limit(&self, seen: &[Seen]) -> Duration {
+        match self.limits.step {
+            StepLimit::Fixed(limit) => limit,
+            StepLimit::Learned => {
+                let steps = seen.iter().filter_map(|seen| match seen {
+                    Seen::Beat(beat) => Some(&beat.steps),
+                    Seen::Ended | Seen::Nothing => None,
+                });
+                learned(steps.flatten().copied().collect()).unwrap_or(UNLEARNED)
+            }
+        }
+    }
+
+    /// What each rank has to do, since when, and how long it may take.
+    fn terms(&self, seen: &[Seen], line: Option<u64>, step: Duration) -> Vec<Overdue> {
+        let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
+        let mut terms = Vec::new();
+        for (rank, seen) in seen.iter().enumerate() {
+            let (missed, since, limit) = match (seen, line) {
+                (Seen::Ended, _) => continue,
+                (Seen::Beat(Beat { last, section: None, .. }), _) => (Missed::Step, *last, Some(step)),
+                (Seen::Beat(Beat { last, section: Some(section), .. }), _) => {
+                    (Missed::Section, *last, section.limit.map(Duration::from_nanos))
+                }
+                (Seen::Nothing, Some(line)) if nobody_beats => (Missed::Line, line, Some(step)),
+                (Seen::Nothing, _) => (Missed::Startup, self.started, self.limits.startup),
+            };
+            terms.extend(limit.map(|limit| Overdue { rank, missed, since, limit, is_due: false }));
+        }
+        terms
+    }
+
+    fn forgive(&mut self, gap: u64, now: u64, seen: &[Seen], line: Option<u64>) {
+        let signs = seen.iter().map(|seen| match seen {
+            Seen::Beat(beat) => beat.last,
+            Seen::Nothing | Seen::Ended => self.started,
+        });
+        let signs: Vec<u64> = signs.chain([line.unwrap_or(self.started)]).collect();
+        for (credit, since) in self.credits.iter_mut().zip(signs) {
+            credit.add(since, gap.min(now.saturating_sub(since)));
+        }
+    }
+}
+
+/// What evidence says of a rank, for [`blame`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Suspect {
+    /// More than half of its limit has passed.
+    pub is_late: bool,
+    /// A signal has stopped it.
+    pub is_stopped: bool,
+    /// The step that it was in.
+    pub step: Option<u64>,
+    /// Its last sign of life.
+    pub last: u64,
+    /// Where its main thread stands.
+    pub frame: Option<String>,
+}
+
+/// Which of several ranks keeps the others waiting, by index: most of those that are late wait in a collective for it.
+///
+/// In this order: one that a signal has stopped; the one that is steps behind all others; the only one that stands
+/// elsewhere in the program than all the others, of three or more; the one with the oldest sign of life. `None` when
+/// nobody is late.
+pub fn blame(suspects: &[Suspect]) -> Option<usize> {
+    let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
+    if let Some((stopped, _)) = late().find(|(_, suspect)| suspect.is_stopped) {
+        return Some(stopped);
+    }
+    let least = late().filter_map(|(_, suspect)| suspect.step).min();
+    let behind: Vec<usize> = late().filter(|(_, suspect)| suspect.step == least).map(|(index, _)| index).collect();
+    if let ([only], true) = (behind.as_slice(), late().count() > 1) {
+        return Some(*only);
+    }
+    odd_one_out(suspects).or_else(|| late().min_by_key(|(_, suspect)| suspect.last).map(|(index, _)| index))
+}
+
+fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
+    let placed: Vec<(usize, &str)> = suspects
+        .iter()
+        .enumerate()
+        .filter(|(_, suspect)| suspect.is_late)
+        .filter_map(|(index, suspect)| suspect.frame.as_deref().map(|frame| (index, frame)))
+        .collect();
+    if placed.len() < 3 {
+        return None;
+    }
+    let alone = |frame: &str| placed.iter().filter(|(_, other)| *other == frame).count() == 1;
+    let mut odd = placed.iter().filter(|(_, frame)| alone(frame));
+    let (index, frame) = odd.next()?;
+    let first_of_others = placed.iter().map(|(_, other)| other).find(|other| *other != frame)?;
+    let others_agree = placed.iter().all(|(_, other)| other == frame || other == first_of_others);
+    (odd.next().is_none() && others_agree).then_some(*index)
+}
+
+fn nanoseconds(span: Duration) -> u64 {
+    u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests;

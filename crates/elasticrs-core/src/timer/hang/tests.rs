@@ -1,0 +1,220 @@
+use proptest::prelude::*;
+
+use super::*;
+
+const SECOND: u64 = 1_000_000_000;
+
+fn fixed(seconds: u64) -> Limits {
+    Limits { step: StepLimit::Fixed(Duration::from_secs(seconds)), startup: None }
+}
+
+fn beat(at: u64) -> Seen {
+    Seen::Beat(Beat { last: at * SECOND, ..Beat::default() })
+}
+
+fn section(at: u64, limit: Option<u64>) -> Seen {
+    let section = Some(Section { name: "checkpoint".into(), limit: limit.map(|limit| limit * SECOND) });
+    Seen::Beat(Beat { last: at * SECOND, section, ..Beat::default() })
+}
+
+/// Looks every second from `from` to `to`; the second at which somebody was hung, and who.
+fn watch(watch: &mut Watch, from: u64, to: u64, seen: &[Seen], line: Option<u64>) -> Option<(u64, Vec<usize>)> {
+    (from..=to).find_map(|now| match watch.look(now * SECOND, seen, line.map(|at| at * SECOND)) {
+        Verdict::LookAgain(_) => None,
+        Verdict::Hung(hung) => Some((now, hung.iter().filter(|late| late.is_due).map(|late| late.rank).collect())),
+    })
+}
+
+#[test]
+fn a_rank_is_watched_from_its_first_heartbeat() {
+    let mut ranks = Watch::new(fixed(10), 2, 0);
+    assert_eq!(watch(&mut ranks, 1, 100, &[Seen::Nothing, Seen::Nothing], None), None);
+    assert_eq!(watch(&mut ranks, 101, 200, &[Seen::Nothing, beat(100)], None), Some((110, vec![1])));
+}
+
+#[test]
+fn a_start_has_a_limit_of_its_own() {
+    let limits = Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) };
+    let mut ranks = Watch::new(limits, 2, 0);
+    assert_eq!(watch(&mut ranks, 1, 60, &[Seen::Nothing, beat(39)], None), Some((40, vec![0])));
+}
+
+#[test]
+fn a_section_has_its_own_limit_or_none() {
+    let mut ranks = Watch::new(fixed(10), 1, 0);
+    assert_eq!(watch(&mut ranks, 1, 100, &[section(0, Some(50))], None), Some((50, vec![0])));
+    assert_eq!(watch(&mut Watch::new(fixed(10), 1, 0), 1, 1000, &[section(0, None)], None), None);
+    assert_eq!(watch(&mut Watch::new(fixed(10), 1, 0), 1, 9, &[section(0, Some(3))], None), Some((3, vec![0])));
+}
+
+#[test]
+fn without_a_heartbeat_the_silence_of_all_counts() {
+    let nobody = [Seen::Nothing, Seen::Nothing];
+    assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &nobody, Some(5)), Some((15, vec![0, 1])));
+    // HANG-4
+    let one = [Seen::Nothing, beat(58)];
+    assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &one, Some(5)), None);
+}
+
+#[test]
+fn who_has_ended_does_not_hang() {
+    assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &[Seen::Ended, Seen::Nothing], None), None);
+}
+
+#[test]
+fn the_oldest_sign_of_life_comes_first() {
+    let mut ranks = Watch::new(fixed(10), 3, 0);
+    assert_eq!(ranks.look(3 * SECOND, &[beat(2), beat(1), beat(0)], None), Verdict::LookAgain(10 * SECOND), "HANG-3");
+    let mut ranks = Watch::new(fixed(2), 3, 0);
+    let Verdict::Hung(hung) = ranks.look(4 * SECOND, &[beat(2), beat(1), beat(3)], None) else {
+        panic!("two are hung")
+    };
+    assert_eq!(
+        hung.iter().map(|late| (late.rank, late.is_due)).collect::<Vec<_>>(),
+        [(1, true), (0, true), (2, false)]
+    );
+}
+
+#[test]
+fn a_stopped_agent_or_machine_makes_nobody_hung() {
+    // HANG-2: nobody ran from 3 to 103.
+    let mut ranks = Watch::new(fixed(10), 1, 0);
+    assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
+    assert_eq!(watch(&mut ranks, 103, 200, &[beat(2)], None), Some((112, vec![0])));
+    // The agent alone was stopped: the rank went on until 50.
+    let mut ranks = Watch::new(fixed(10), 1, 0);
+    assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
+    assert_eq!(watch(&mut ranks, 53, 200, &[beat(50)], None), Some((63, vec![0])));
+}
+
+#[test]
+fn suspended_time_does_not_count() {
+    let mut ranks = Watch::new(fixed(10), 1, 0);
+    let seen = [beat(2)];
+    assert_eq!(watch(&mut ranks, 1, 3, &seen, None), None);
+    ranks.freeze(3 * SECOND);
+    assert_eq!(watch(&mut ranks, 4, 90, &seen, None), None);
+    ranks.thaw(90 * SECOND, &seen, None);
+    assert_eq!(watch(&mut ranks, 91, 200, &seen, None), Some((99, vec![0])));
+}
+
+#[test]
+fn a_limit_is_learned_from_steps() {
+    assert_eq!(learned(vec![SECOND; ENOUGH_STEPS - 1]), None);
+    assert_eq!(learned(vec![SECOND; 100]), Some(LEAST_LEARNED));
+    assert_eq!(learned(vec![20 * SECOND; 100]), Some(Duration::from_secs(200)));
+    let mut steps = vec![SECOND; 99];
+    steps.push(50 * SECOND);
+    assert_eq!(learned(steps), Some(Duration::from_secs(150)));
+    let limits = Limits { step: StepLimit::Learned, startup: None };
+    let seen = |steps| Seen::Beat(Beat { last: SECOND, steps, ..Beat::default() });
+    let few = [seen(vec![SECOND; 3])];
+    assert_eq!(watch(&mut Watch::new(limits, 1, 0), 1, 2000, &few, None), Some((1801, vec![0])));
+    // Those of all ranks together.
+    let many = [seen(vec![7 * SECOND; 8]), seen(vec![7 * SECOND; 8])];
+    assert_eq!(watch(&mut Watch::new(limits, 2, 0), 1, 2000, &many, None), Some((71, vec![0, 1])));
+}
+
+fn suspect(step: u64, last: u64, frame: &str) -> Suspect {
+    let frame = (!frame.is_empty()).then(|| frame.to_owned());
+    Suspect { is_late: true, is_stopped: false, step: Some(step), last, frame }
+}
+
+#[test]
+fn the_one_who_keeps_the_others_waiting_is_blamed() {
+    let waits = |last| suspect(7, last, "all_reduce");
+    assert_eq!(blame(&[waits(1), suspect(6, 3, "all_reduce"), waits(2)]), Some(1), "it is a step behind");
+    assert_eq!(blame(&[waits(1), waits(3), suspect(7, 4, "read"), waits(2)]), Some(2), "it stands elsewhere");
+    assert_eq!(blame(&[waits(3), waits(1), suspect(7, 4, "")]), Some(1), "its last sign is the oldest");
+    assert_eq!(blame(&[waits(1), suspect(7, 4, "read")]), Some(0), "of two nobody is the odd one");
+    let stopped = Suspect { is_stopped: true, ..suspect(9, 9, "") };
+    assert_eq!(blame(&[suspect(1, 1, "read"), stopped]), Some(1));
+    let fine = Suspect { is_late: false, ..suspect(1, 1, "read") };
+    assert_eq!(blame(&[fine.clone(), waits(5)]), Some(1));
+    assert_eq!(blame(&[fine]), None);
+}
+
+fn any_seen() -> impl Strategy<Value = Seen> {
+    let at = 0_u64..200 * SECOND;
+    prop_oneof![
+        Just(Seen::Ended),
+        Just(Seen::Nothing),
+        (at, proptest::option::of(1_u64..9), proptest::option::of(proptest::option::of(SECOND..90 * SECOND))).prop_map(
+            |(last, step, limit)| {
+                let section = limit.map(|limit| Section { name: String::new(), limit });
+                Seen::Beat(Beat { last, step, section, steps: Vec::new() })
+            }
+        ),
+    ]
+}
+
+proptest! {
+    /// HANG-1, HANG-3, with looks without a gap.
+    #[test]
+    fn nobody_is_hung_before_the_limit_or_long_after_it(
+        seen in proptest::collection::vec(any_seen(), 1..6),
+        limit in 1_u64..30,
+        startup in proptest::option::of(1_u64..60),
+        line in proptest::option::of(0..200 * SECOND),
+    ) {
+        let limits = Limits { startup: startup.map(Duration::from_secs), ..fixed(limit) };
+        let mut watch = Watch::new(limits, seen.len(), 0);
+        let mut now = SECOND;
+        let mut planned = now;
+        while now < 400 * SECOND {
+            match watch.look(now, &seen, line) {
+                Verdict::LookAgain(next) => {
+                    prop_assert!(next > now, "it makes progress");
+                    prop_assert!(next <= now + limit * SECOND);
+                    planned = next;
+                    now = next.min(now + nanoseconds(LOOK_EVERY));
+                }
+                Verdict::Hung(hung) => {
+                    for overdue in hung.iter().filter(|late| late.is_due) {
+                        prop_assert!(overdue.since + nanoseconds(overdue.limit) <= now);
+                        prop_assert!(seen[overdue.rank] != Seen::Ended);
+                    }
+                    let first = hung.iter().filter(|late| late.is_due).map(|o| o.since + nanoseconds(o.limit)).min().unwrap_or(0);
+                    // Apart from what was due before the first look.
+                    prop_assert!(first <= SECOND || now <= first || now <= planned);
+                    return Ok(());
+                }
+            }
+        }
+        for seen in &seen {
+            let watched = match seen {
+                Seen::Beat(beat) => beat.section.as_ref().is_none_or(|section| section.limit.is_some()),
+                _ => false,
+            };
+            prop_assert!(!watched, "whoever has stopped is found");
+        }
+    }
+
+    /// HANG-2: whatever the gaps, less time than the limit has passed in which the watch was called.
+    #[test]
+    fn gaps_never_count(gaps in proptest::collection::vec(0_u64..100, 1..30), limit in 20_u64..100) {
+        let mut watch = Watch::new(fixed(limit), 1, 0);
+        let (mut now, mut ran) = (0, 0);
+        let seen = [beat(0)];
+        for gap in gaps {
+            now += gap;
+            ran += if gap > 6 { 0 } else { gap };
+            let verdict = watch.look(now * SECOND, &seen, None);
+            prop_assert_eq!(matches!(verdict, Verdict::Hung(_)), ran >= limit);
+            if ran >= limit {
+                break;
+            }
+        }
+    }
+
+    #[test]
+    fn the_learned_limit_has_its_bounds(steps in proptest::collection::vec(0_u64..10_000 * SECOND, 0..300)) {
+        let limit = learned(steps.clone());
+        prop_assert_eq!(limit.is_some(), steps.len() >= ENOUGH_STEPS);
+        if let Some(limit) = limit {
+            let longest = steps.iter().copied().max().unwrap_or(0);
+            prop_assert!(limit >= LEAST_LEARNED && nanoseconds(limit) >= longest * 3);
+            prop_assert!(nanoseconds(limit) <= (longest * 10).max(nanoseconds(LEAST_LEARNED)));
+        }
+    }
+}

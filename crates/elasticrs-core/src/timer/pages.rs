@@ -1,0 +1,116 @@
+//! The page of memory in which a worker leaves its heartbeats.
+//!
+//! Words of 64 bits, in the worker's order. The worker's side is `python/elasticrs/timer/heartbeats.py`; nobody waits for
+//! anybody, and whatever is in a page is only ever taken for what it says: times of the future are cut to now.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nix::sys::stat::fstat;
+
+use super::hang::{Beat, Section, Seen};
+use crate::sys::page::Page;
+
+/// Where things are.
+const COUNT: usize = 1;
+const STEP: usize = 2;
+const LIMIT: usize = 3;
+const NAME: usize = 8;
+const NAME_WORDS: usize = 8;
+const TIMES: usize = 64;
+const TIMES_KEPT: usize = 128;
+/// A section without a limit.
+const UNLIMITED: u64 = u64::MAX;
+
+/// The page of one worker.
+#[derive(Debug)]
+pub struct HeartbeatPage(Page);
+
+impl HeartbeatPage {
+    /// A new one, empty.
+    ///
+    /// # Errors
+    /// No descriptor or no memory.
+    pub fn new() -> io::Result<Self> {
+        Page::new().map(Self)
+    }
+
+    /// A descriptor for the worker, and what it finds in `ELASTICRS_HEARTBEAT` when the descriptor has this number:
+    /// number, device and inode, so that another file under that number is not taken for it.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn share(&self, number: i32) -> io::Result<(OwnedFd, String)> {
+        let descriptor = self.0.as_fd().try_clone_to_owned()?;
+        let facts = fstat(&descriptor)?;
+        Ok((descriptor, format!("{number}:{}:{}", facts.st_dev, facts.st_ino)))
+    }
+
+    /// What is in it.
+    pub fn read(&self, now: u64) -> Seen {
+        let words = self.0.words();
+        let load = |index: usize| words[index].load(Ordering::Relaxed);
+        // Not the place that the count names: the worker's stores may be seen in another order.
+        let mut times: Vec<u64> = words[TIMES..TIMES + TIMES_KEPT].iter().map(take).filter(|time| *time != 0).collect();
+        times.sort_unstable();
+        let Some(last) = times.last().copied().filter(|_| load(COUNT) > 0) else { return Seen::Nothing };
+        // An odd time ends a step; an even one begins or ends a section.
+        let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
+        let limit = load(LIMIT);
+        let section = (limit != 0).then(|| Section {
+            name: name(&words[NAME..NAME + NAME_WORDS]),
+            limit: (limit != UNLIMITED).then_some(limit),
+        });
+        Seen::Beat(Beat { last: last.min(now), step: load(STEP).checked_sub(1), section, steps })
+    }
+}
+
+fn take(word: &AtomicU64) -> u64 {
+    word.load(Ordering::Relaxed)
+}
+
+fn name(words: &[AtomicU64]) -> String {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| take(word).to_ne_bytes()).take_while(|byte| *byte != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn put(page: &HeartbeatPage, index: usize, value: u64) {
+        page.0.words()[index].store(value, Ordering::Relaxed);
+    }
+
+    #[test]
+    fn an_empty_page_says_nothing() {
+        assert_eq!(HeartbeatPage::new().unwrap().read(7), Seen::Nothing);
+    }
+
+    #[test]
+    fn steps_are_the_spans_that_end_with_a_heartbeat() {
+        let page = HeartbeatPage::new().unwrap();
+        for (place, time) in [(0, 101), (1, 111), (2, 140), (3, 160), (4, 171)] {
+            put(&page, TIMES + place, time);
+        }
+        put(&page, COUNT, 5);
+        put(&page, STEP, 4);
+        let expected = Beat { last: 171, step: Some(3), section: None, steps: vec![10, 11] };
+        assert_eq!(page.read(1000), Seen::Beat(expected));
+    }
+
+    #[test]
+    fn a_section_has_a_name_and_a_limit_or_none() {
+        let page = HeartbeatPage::new().unwrap();
+        put(&page, COUNT, 1);
+        put(&page, TIMES, 50);
+        put(&page, LIMIT, 9);
+        put(&page, NAME, u64::from_ne_bytes(*b"evaluati"));
+        put(&page, NAME + 1, u64::from_ne_bytes(*b"on\0\0\0\0\0\0"));
+        let section = |limit| Some(Section { name: "evaluation".into(), limit });
+        assert_eq!(page.read(99), Seen::Beat(Beat { last: 50, section: section(Some(9)), ..Beat::default() }));
+        put(&page, LIMIT, UNLIMITED);
+        assert_eq!(page.read(40), Seen::Beat(Beat { last: 40, section: section(None), ..Beat::default() }));
+    }
+}

@@ -1,0 +1,155 @@
+"""What is said of a worker that gave no sign of life; pure, but for reading the evidence.
+
+Imported only when a worker hung, or to end a job in which heartbeats were given.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs.multiprocessing.errors.report import ranks_text
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from elasticrs._core import Heartbeat, RankSeen, WorkerHung
+
+MAX_FRAMES = 12
+_MAX_READ = 65536
+_EARLIER = 0.01
+"""Seconds; less says nothing."""
+_STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
+
+
+def hung(event: WorkerHung, ranks: Mapping[int, int]) -> str:
+    """Which worker it was, since when, and what the others did meanwhile.
+
+    Args:
+        event: that was told.
+        ranks: global rank by local rank.
+    """
+    own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
+    others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
+    return "; ".join(
+        filter(None, (_missed(event, own), _stopped_at(event, own, others), _where(own, others, ranks)))
+    )
+
+
+def _missed(event: WorkerHung, own: RankSeen | None) -> str:
+    beat = own.heartbeat if own is not None else None
+    section = printable(beat.section) if beat is not None and beat.section else ""
+    what = {
+        "startup": "no sign of life since its start",
+        "step": "no heartbeat",
+        "section": f"no end of its section '{section}'",
+        "line": "no rank has written a line",
+    }[event.missed]
+    silent = (event.seen_ns - event.since_ns) / 1e9
+    return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s)"
+
+
+def _stopped_at(event: WorkerHung, own: RankSeen | None, others: Sequence[RankSeen]) -> str:
+    if own is None or own.heartbeat is None:
+        return ""
+    step = own.heartbeat.step
+    beats = [seen.heartbeat for seen in others if seen.heartbeat is not None]
+    before = (min((beat.at_ns for beat in beats), default=0) - event.since_ns) / 1e9
+    is_earlier = f"{seconds(before)} before the others" if before >= _EARLIER else ""
+    if step is None:
+        return f"its last sign of life came {is_earlier}" if is_earlier else ""
+    steps = [beat.step for beat in beats if beat.step is not None]
+    behind = min(steps, default=step) - step
+    is_behind = f"{behind:,} step{'s' if behind != 1 else ''} behind them" if behind > 0 else ""
+    return ", ".join(filter(None, (f"stopped at step {step:,}", is_earlier, is_behind)))
+
+
+def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int, int]) -> str:
+    texts = []
+    if own is not None:
+        state = _STATES.get(own.state, "")
+        if own.frame:
+            texts.append(f"it is in {place(own.frame)}")
+        elif state:
+            texts.append(state)
+        elif own.wait_channel:
+            texts.append(f"it waits in the kernel's {own.wait_channel}")
+    by_place: dict[str, list[int]] = {}
+    for seen in others:
+        if seen.frame:
+            by_place.setdefault(place(seen.frame), []).append(ranks[seen.local_rank])
+    for where, there in sorted(by_place.items(), key=lambda item: -len(item[1]))[:3]:
+        texts.append(f"{ranks_text(sorted(there))} in {where}")
+    return ", ".join(texts)
+
+
+def place(frame: str) -> str:
+    """A frame as ``faulthandler`` writes it, for people: ``all_reduce (distributed_c10d.py:2501)``."""
+    file, _, rest = frame.removeprefix('File "').partition('", line ')
+    line, _, function = rest.partition(" in ")
+    return printable(f"{function} ({os.path.basename(file)}:{line})")
+
+
+def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
+    """The last heartbeat of each rank, those of one step together, the slowest first.
+
+    Args:
+        beats: of the attempt.
+        end_ns: when it failed, monotonic.
+        ranks: global rank by local rank.
+    """
+    groups: dict[tuple[int | None, str | None], list[Heartbeat]] = {}
+    for beat in beats:
+        groups.setdefault((beat.step, beat.section), []).append(beat)
+    notes = []
+    in_order = sorted(groups, key=lambda key: (key[0] or 0, min(beat.at_ns for beat in groups[key])))
+    for step, section in in_order:
+        group = groups[step, section]
+        ages = sorted(max(0.0, (end_ns - beat.at_ns) / 1e9) for beat in group)
+        oldest, newest = seconds(ages[-1]), seconds(ages[0])
+        span = oldest if oldest == newest else f"{newest} to {oldest}"
+        where = f" in step {step:,}" if step is not None else ""
+        where += f" in section '{printable(section)}'" if section else ""
+        who = ranks_text(sorted(ranks[beat.local_rank] for beat in group))
+        notes.append(f"last heartbeat of {who}:{where} {span} before the failure")
+    if len(notes) > MAX_FRAMES:
+        notes[MAX_FRAMES:] = [f"and {len(notes) - MAX_FRAMES} more such lines"]
+    return notes
+
+
+def stack(path: str) -> str | None:
+    """The first frames of the thread that answered, from the evidence; ``None`` when there are none.
+
+    Args:
+        path: of the evidence.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = file.read(_MAX_READ).splitlines()
+    except OSError:
+        return None  # It was told when it could not be written.
+    starts = [number for number, line in enumerate(lines) if "(most recent call first):" in line]
+    current = [number for number in starts if lines[number].startswith("Current thread")]
+    if not starts:
+        return None
+    start = (current or starts[-1:])[0]
+    frames = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("  "):
+            break
+        frames.append(line)
+    shown = frames[:MAX_FRAMES]
+    if len(frames) > MAX_FRAMES:
+        shown.append(f"  ({len(frames) - MAX_FRAMES} more)")
+    return "\n".join(["where it was, the most recent call first:", *shown])
+
+
+def seconds(span: float) -> str:
+    """A span for people."""
+    return f"{span:.2f} s" if span < 10 else f"{span:.1f} s" if span < 100 else f"{span:,.0f} s"
+
+
+def printable(text: str) -> str:
+    """Text of a worker, which may hold anything."""
+    shown = "".join(character if character.isprintable() else "?" for character in text[:200])
+    return f"{shown}…" if len(text) > 200 else shown

@@ -1,0 +1,209 @@
+"""The events of a job, as torch records them: names, order and JSON; see ``docs/events.md``.
+
+Imported only where events go somewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+from elasticrs import _core
+from elasticrs.agent import texts
+from elasticrs.agent.observer import Observer
+from elasticrs.agent.state import Phase, Rendezvous, Start
+from elasticrs.events import Event, EventSource, record
+from elasticrs.events.hostname import fq_hostname
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elasticrs.agent.attempt import Attempt, Plan
+    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.state import Action
+    from elasticrs.config import JobConfig
+    from elasticrs.events import EventMetadataValue
+    from elasticrs.multiprocessing.errors import ProcessFailure
+    from elasticrs.ranks import WorkerRanks
+
+_NAME = "torchelastic.worker.status."
+
+
+class EventRecorder(Observer):
+    """Records what torch's agent and launcher record.
+
+    Args:
+        job: the job.
+        destination: of the events.
+        entry_point: the base name of the workers' program, or the name of their function.
+        rdzv_backend: torch's name for how the nodes meet.
+    """
+
+    def __init__(self, job: JobConfig, destination: str, entry_point: str, rdzv_backend: str) -> None:
+        self._job = job
+        self._destination = destination
+        self._entry_point = entry_point
+        self._rdzv_backend = rdzv_backend
+        self._began = self._meeting_since = time.monotonic()
+        self._plan: Plan | None = None
+        self._restarts = 0
+
+    def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
+        """Of the watchdog, which watches from now on."""
+        self._meeting_since = time.monotonic()
+        if self._has_watchdog():
+            self._record_watchdog("watchdog started", {})
+
+    def acting(self, action: Action, plan: Plan | None) -> None:
+        """Of the rendezvous, when it is over."""
+        if isinstance(action, Rendezvous):
+            self._meeting_since = time.monotonic()
+        elif isinstance(action, Start) and plan is not None:
+            self._plan, self._restarts = plan, action.restarts
+            span = (time.monotonic() - self._meeting_since) * 1000
+            self._record("RENDEZVOUS", EventSource.AGENT, duration_ms=span)
+            # The plan brings the ranks along: that takes no time of its own.
+            self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
+
+    def seen(self, event: object, result: JobResult) -> None:
+        """Of the workers."""
+        if isinstance(event, _core.GroupStarted):
+            for ranks in result.attempts[-1].plan.ranks:
+                self._record_worker("START", ranks, event.pids[ranks.local_rank])
+        elif isinstance(event, _core.GroupEnded):
+            self._meeting_since = time.monotonic()
+        elif isinstance(event, _core.TimerExpired):
+            claim: dict[str, object] = {
+                "worker_pid": str(event.pid),
+                "scope_id": event.scope,
+                "expiration_time": str(event.deadline),
+                "signal": str(event.signal or 0),
+            }
+            self._record_watchdog("timer expired", claim)
+            if event.signal is not None:
+                self._record_watchdog("kill worker process", claim)
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:
+        """Of the end: all workers first, then the agent, whose success says only that it ran to its end."""
+        if self._has_watchdog():
+            self._record_watchdog("watchdog stopped", {})
+        reason = _reason(result, error)
+        if reason is None and result.attempts:
+            self._record_ends(result)
+            reason = self._not_a_worker(result)
+        state = "SUCCEEDED" if reason is None else "FAILED"
+        self._record(state, EventSource.AGENT, raw_error=reason)
+
+    def _record_ends(self, result: JobResult) -> None:
+        attempt = result.attempts[-1]
+        if not attempt.pids:
+            return
+        for ranks, state, failure in _ends(attempt, succeeded=result.phase is Phase.SUCCEEDED):
+            pid = attempt.pids[ranks.local_rank]
+            self._record_worker(state, ranks, pid, failure)
+
+    def _not_a_worker(self, result: JobResult) -> str | None:
+        """The reason of a failure for which torch's agent would have raised something."""
+        if result.exit_code == 0 or result.attempts[-1].pids:
+            return None
+        return result.message
+
+    def _record_worker(
+        self, state: str, ranks: WorkerRanks, pid: int, failure: ProcessFailure | None = None
+    ) -> None:
+        inner: dict[str, object] = {
+            # One-element lists: what torch's readers know.
+            "local_rank": [ranks.local_rank],
+            "role_rank": [ranks.role_rank],
+            "role_world_size": [ranks.role_world_size],
+            "exit_code": [failure.exitcode if failure is not None else None],
+            "worker_pid": [failure.pid if failure is not None else None],
+        }
+        self._record(
+            state,
+            EventSource.WORKER,
+            inner,
+            global_rank=ranks.global_rank,
+            worker_id=str(pid),
+            raw_error=json.dumps(failure.error_file_data) if failure is not None else None,
+        )
+
+    def _record(
+        self,
+        state: str,
+        source: EventSource,
+        inner: dict[str, object] | None = None,
+        *,
+        global_rank: int | None = None,
+        worker_id: str | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+    ) -> None:
+        about: dict[str, object] = {
+            "group_world_size": self._plan.ranks[0].group_world_size if self._plan is not None else None,
+            "entry_point": self._entry_point,
+            **(inner or {}),
+        }
+        metadata = self._metadata(state, about, global_rank, worker_id, raw_error)
+        metadata["duration_ms"] = duration_ms
+        record(Event(_NAME + state, source, metadata=metadata), self._destination)
+
+    def _record_watchdog(self, name: str, claim: dict[str, object]) -> None:
+        metadata = self._metadata("RUNNING", {"watchdog_event": name, **claim})
+        record(Event(name, EventSource.AGENT, metadata=metadata), self._destination)
+
+    def _metadata(
+        self,
+        state: str,
+        inner: dict[str, object],
+        global_rank: int | None = None,
+        worker_id: str | None = None,
+        raw_error: str | None = None,
+    ) -> dict[str, EventMetadataValue]:
+        """In torch's order."""
+        return {
+            "run_id": self._job.run_id,
+            "global_rank": global_rank,
+            "group_rank": self._plan.ranks[0].group_rank if self._plan is not None else None,
+            "worker_id": worker_id,
+            "role": self._job.role,
+            "hostname": fq_hostname(),
+            "state": state,
+            "total_run_time": int(time.monotonic() - self._began),
+            "rdzv_backend": self._rdzv_backend,
+            "raw_error": raw_error,
+            "metadata": json.dumps(inner),
+            "agent_restarts": self._restarts,
+        }
+
+    def _has_watchdog(self) -> bool:
+        return os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1"
+
+
+def _reason(result: JobResult, error: BaseException | None) -> str | None:
+    """Why the agent itself did not run to its end."""
+    if error is not None:
+        return "".join(traceback.format_exception(error))
+    if result.signum is not None:
+        return f"stopped by {texts.signal_name(result.signum)}"
+    if not result.attempts and result.exit_code != 0:
+        return result.message or "the workers could not be started"
+    return None
+
+
+def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
+    """How each worker ended. Torch counts those that died by our signal as failed, and calls the others
+    terminated.
+    """
+    if succeeded:
+        yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)
+        return
+    from elasticrs.agent.report import failures
+
+    failed = failures(attempt)
+    for ranks in attempt.plan.ranks:
+        failure = failed.get(ranks.global_rank)
+        yield ranks, "TERMINATED" if failure is None else "FAILED", failure

@@ -1,0 +1,99 @@
+"""The metrics of a job, with torch's names: see ``docs/metrics.md``.
+
+Torch measures its methods and looks at the workers at intervals. This agent has neither those methods nor
+ticks: it gives the same names to the same parts of the work, and tells of states when they change.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from elasticrs import _core
+from elasticrs.agent.observer import Observer
+from elasticrs.agent.state import Phase, Rendezvous, Start
+from elasticrs.metrics.api import put_metric
+
+if TYPE_CHECKING:
+    from elasticrs.agent.attempt import Plan
+    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.state import Action
+    from elasticrs.config import JobConfig
+
+
+class MetricRecorder(Observer):
+    """Puts what torch's agent puts.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        self._job = job
+        self._began = self._meeting_since = self._starting_since = time.monotonic()
+        self._failed_at: float | None = None
+        self._restarts = 0
+
+    def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
+        """The first rendezvous begins."""
+        self._meeting_since = time.monotonic()
+
+    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
+        """Of the rendezvous, when it is over."""
+        if isinstance(action, Rendezvous):
+            self._meeting_since = time.monotonic()
+        elif isinstance(action, Start):
+            self._starting_since = time.monotonic()
+            self._restarts = action.restarts
+            took = self._starting_since - self._meeting_since
+            _measured("SimpleElasticAgent._rendezvous", took)
+            _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
+
+    def seen(self, event: object, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
+        """Of the workers."""
+        now = time.monotonic()
+        if isinstance(event, _core.GroupStarted):
+            _measured("LocalElasticAgent._start_workers", now - self._starting_since)
+            _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
+            if self._failed_at is not None:
+                _measured("SimpleElasticAgent._restart_workers", now - self._failed_at)
+                self._failed_at = None
+            self._state("healthy")
+        elif isinstance(event, _core.StartFailed):
+            _measured("LocalElasticAgent._start_workers", now - self._starting_since, succeeded=False)
+        elif isinstance(event, _core.FailureSeen):
+            self._failed_at = now
+            self._state("failed")
+        elif isinstance(event, _core.GroupEnded):
+            self._meeting_since = now
+            if event.outcome == "succeeded":
+                self._state("succeeded")
+            elif self._failed_at is not None:
+                _measured("LocalElasticAgent._stop_workers", now - self._failed_at)
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:
+        """Of the whole run; of one that a signal or an exception ended, only how long it took."""
+        has_run = error is None and result.signum is None
+        _measured("SimpleElasticAgent.run", time.monotonic() - self._began, succeeded=has_run)
+        if not has_run:
+            return
+        is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
+        left, most = self._job.max_restarts - self._restarts, self._job.max_restarts
+        self._put("flakiness", 100 if is_failed else int(100.0 - 100.0 * (left + 1) / (most + 1)))
+        self._put("run_total", 1)
+        self._put("run_success_with_retries", int(not is_failed and has_retried))
+        self._put("run_success_no_retries", int(not is_failed and not has_retried))
+        self._put("run_failed_with_retries", int(is_failed and has_retried))
+        self._put("run_failed_no_retries", int(is_failed and not has_retried))
+
+    def _state(self, name: str) -> None:
+        self._put("remaining_restarts", self._job.max_restarts - self._restarts)
+        self._put(name, 1)
+
+    def _put(self, name: str, value: int) -> None:
+        put_metric(f"workers.{self._job.role}.{name}", value)
+
+
+def _measured(name: str, seconds: float, *, succeeded: bool = True) -> None:
+    put_metric(f"{name}.success" if succeeded else f"{name}.failure", 1)
+    put_metric(f"{name}.duration.ms", int(seconds * 1000))

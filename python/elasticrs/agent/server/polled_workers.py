@@ -1,0 +1,269 @@
+"""The workers of an agent whose hooks say when they start and stop.
+
+The loop of :mod:`elasticrs.agent.loop` asks decisions of its own and calls no hooks. Here it is turned
+around: a hook starts the workers, looks at them, waits for news, or stops them, and what happens in between
+is handled as there, in the same words. To frameworks that look into an agent this is its ``_pcontext``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from elasticrs import _core
+from elasticrs.agent import state as machine
+from elasticrs.agent import texts
+from elasticrs.agent.decisions import Decisions
+from elasticrs.agent.evidence import read_counters
+from elasticrs.agent.loop import _TRANSLATORS, Agent
+from elasticrs.multiprocessing.api import RunProcsResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elasticrs.agent.attempt import Attempt, Plan
+    from elasticrs.agent.console import Console
+    from elasticrs.config import JobConfig
+    from elasticrs.workers import Workers
+
+
+class PolledWorkers(Agent):
+    """Starts, watches and stops the workers of one agent, one attempt after another.
+
+    Args:
+        job: what to run.
+        workers: starts the processes.
+        console: for lines to the user.
+
+    Attributes:
+        name: of the job, as in torch's ``PContext``.
+    """
+
+    def __init__(self, job: JobConfig, workers: Workers, console: Console) -> None:
+        super().__init__(job, workers, _HooksDecide(), signals=None, owns_process=False, console=console)
+        self.name = job.name
+        self._supervisor: _core.Supervisor | None = None
+        self._has_started = False
+        self._ended: machine.GroupEnded | None = None
+        self._found: RunProcsResult | None = None
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_taking = False
+        self._pending: BaseException | None = None
+
+    def interrupt(self, error: BaseException) -> bool:
+        """Take an error of a signal handler, to be raised as soon as no event can be lost by it.
+
+        Args:
+            error: to be raised.
+
+        Returns:
+            ``False`` when no event is being taken: then the handler raises it.
+        """
+        if not self._is_taking:
+            return False
+        self._pending = error
+        os.eventfd_write(self._bell, 1)
+        return True
+
+    def start(self, plan: Plan, restarts: int) -> dict[int, int]:
+        """Start all workers, or none.
+
+        Args:
+            plan: ranks and addresses.
+            restarts: charged so far.
+
+        Returns:
+            Their pids by local rank.
+
+        Raises:
+            RuntimeError: they could not be started, or those before cannot be ended.
+            Exception: of the user's: a function that cannot be pickled.
+        """
+        if self._ended is not None and self._ended.stuck_ranks:
+            raise RuntimeError(texts.not_restarted(texts.stuck(self._ended.stuck_ranks)))
+        supervisor = self._open()
+        self._release_plan()
+        with self._undisturbed():
+            self._decisions.plan = plan
+            self._forget()
+            self._start(supervisor, machine.Start(len(self._result.attempts), restarts))
+            self._note_events()
+        while not self._has_started:
+            if self._ended is not None:
+                self._release_plan()
+                raise RuntimeError(self._result.message or "the workers could not be started")
+            self._pump(None)
+        return self.pids()
+
+    def pids(self) -> dict[int, int]:
+        """Of the present workers, by local rank."""
+        return dict(enumerate(self._result.attempts[-1].pids)) if self._result.attempts else {}
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The last one."""
+        return self._result.attempts[-1] if self._result.attempts else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something of the present workers is left."""
+        return bool(self._result.attempts) and self._ended is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of the present workers has failed; the others are being stopped."""
+        attempt = self.attempt
+        return attempt is not None and attempt.first_failure is not None
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's
+        """Wait for the end of all workers.
+
+        Args:
+            timeout: seconds; 0 to take what has happened already, negative for as long as it takes.
+            period: torch's, which polls.
+
+        Returns:
+            How they ended, by local rank; ``None`` when they run.
+        """
+        deadline = None if timeout < 0 else time.monotonic() + timeout
+        while self.is_running:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._pump(left) and deadline is not None and time.monotonic() >= deadline:
+                return None
+        return self._result_of_attempt()
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Wait until the workers have ended or one has failed, at most this long.
+
+        Args:
+            seconds: how long.
+        """
+        if not self.is_running:
+            time.sleep(seconds)
+            return
+        deadline = time.monotonic() + seconds
+        while self.is_running and not self.has_failed and (left := deadline - time.monotonic()) > 0:
+            self._pump(left)
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
+        """Stop the workers and wait for their end; nothing to do when they have ended.
+
+        Args:
+            death_sig: the first signal; SIGTERM when ``None``.
+            timeout: seconds until SIGKILL.
+        """
+        if self._supervisor is not None and self.is_running:
+            self._supervisor.stop(_core.StopPolicy(int(death_sig or signal.SIGTERM), timeout))
+            self.wait()
+            self._release_plan()
+
+    def release(self) -> None:
+        """No workers follow: end what is left, and the supervisor. Idempotent."""
+        supervisor, self._supervisor = self._supervisor, None
+        bell, self._bell = self._bell, -1
+        try:
+            if supervisor is not None:
+                self._release_supervisor(supervisor)
+        finally:
+            if bell != -1:
+                os.close(bell)
+
+    def _release_supervisor(self, supervisor: _core.Supervisor) -> None:
+        try:
+            self._drain(supervisor)
+        finally:
+            self._release_plan()
+            supervisor.close()
+        self._discard_empty_fault_files()
+        self._write_timeline()
+        self._console.flush()
+
+    def _forget(self) -> None:
+        self._has_started, self._ended, self._found = False, None, None
+
+    def _open(self) -> _core.Supervisor:
+        if self._supervisor is None:
+            self._supervisor = _core.Supervisor(owns_process=False)
+            self._supervisor.watch_fd(self._bell)
+            self._workers.watch_timers(self._supervisor)
+        return self._supervisor
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """What is done here is done to its end before a signal is heard."""
+        self._is_taking = True
+        try:
+            yield
+        finally:
+            self._is_taking = False
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            os.eventfd_read(self._bell)
+            raise pending
+
+    def _pump(self, seconds: float | None) -> bool:
+        """Handle one event: whether there was one."""
+        supervisor = self._open()
+        self._console.flush()
+        with self._undisturbed():
+            event = supervisor.next_event(seconds)
+            if event is not None:
+                _TRANSLATORS[type(event)](self, supervisor, event)
+                self._note_events()
+        return event is not None
+
+    def _note_events(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, machine.Started):
+                self._has_started = True
+            elif isinstance(event, machine.GroupEnded):
+                self._ended = event
+            elif isinstance(event, machine.StartFailed):
+                self._ended = machine.GroupEnded("failed")
+
+    def _result_of_attempt(self) -> RunProcsResult | None:
+        attempt = self.attempt
+        if attempt is None or self._ended is None:
+            return None
+        if self._found is None:
+            self._found = self._make_result(attempt, self._ended)
+        return self._found
+
+    def _make_result(self, attempt: Attempt, ended: machine.GroupEnded) -> RunProcsResult:
+        paths = attempt.paths
+        result = RunProcsResult(
+            stdouts={} if paths is None else dict(paths.stdouts),
+            stderrs={} if paths is None else dict(paths.stderrs),
+        )
+        local_ranks = {ranks.global_rank: ranks.local_rank for ranks in attempt.plan.ranks}
+        if ended.outcome == "succeeded" and not attempt.failed_exits():
+            values = self._workers.return_values()
+            result.return_values = {local_ranks[rank]: value for rank, value in values.items()}
+            return result
+        from elasticrs.agent.report import failures
+
+        attempt.oom_kills_after = read_counters(attempt.oom_kills)
+        result.failures = {local_ranks[rank]: failure for rank, failure in failures(attempt).items()}
+        return result
+
+
+class _HooksDecide(Decisions):
+    """Stands where the loop would ask; the hooks of the agent have decided."""
+
+    @property
+    def phase(self) -> machine.Phase:
+        """See the base class."""
+        return machine.Phase.RUNNING
+
+    @property
+    def signum(self) -> int | None:
+        """See the base class."""
+        return None
+
+    def step(self, event: machine.Event) -> list[machine.Action]:  # noqa: ARG002 -- nothing follows
+        """See the base class."""
+        return []

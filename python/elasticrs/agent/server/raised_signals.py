@@ -1,0 +1,53 @@
+"""Signals as errors, for an agent whose hooks may wait anywhere, as torch's agent raises them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
+
+    from elasticrs.agent.signals import Handler
+
+
+@contextmanager
+def raised_signals(
+    signums: Iterable[int],
+    error: Callable[[str, signal.Signals], Exception],
+    interrupt: Callable[[Exception], bool],
+) -> Iterator[None]:
+    """Raise an error in the main thread when one of these signals comes, and put everything back after that.
+
+    Elsewhere than in the main thread nothing is
+    installed, and a warning says so.
+
+    Args:
+        signums: what to catch; ignored ones are left alone.
+        error: made of a text and the signal.
+        interrupt: may take the error, to raise it itself a moment later.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=3)
+        yield
+        return
+
+    def raise_error(signum: int, _frame: FrameType | None) -> None:
+        sigval = signal.Signals(signum)
+        raised = error(f"stopped by {sigval.name}", sigval)
+        if not interrupt(raised):
+            raise raised
+
+    previous: dict[int, Handler] = {}
+    try:
+        for signum in signums:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                previous[signum] = signal.signal(signum, raise_error)
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,243 @@
+"""What agents say of workers, in torch's terms: what they are, their ranks, their state, how they ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from elasticrs import config as defaults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from elasticrs.multiprocessing.errors import ProcessFailure
+    from elasticrs.rendezvous.api import RendezvousHandler
+
+
+@dataclass
+class WorkerSpec:
+    """What the workers of one node are.
+
+    Args:
+        role: theirs.
+        local_world_size: how many.
+        rdzv_handler: how their node meets the others.
+        fn: deprecated name of ``entrypoint``.
+        entrypoint: a function or a program.
+        args: for it.
+        max_restarts: before the job fails.
+        monitor_interval: seconds between two looks of :class:`SimpleElasticAgent`.
+        master_port: of the workers' store; the rendezvous tells when ``None``.
+        master_addr: of the workers' store; the rendezvous tells when ``None``.
+        local_addr: of this node.
+        event_log_handler: where events go; see :func:`elasticrs.events.get_logging_handler`.
+        numa_options: binds workers to CPUs; see :class:`elasticrs.numa.NumaOptions`.
+        duplicate_stdout_filters: tee'd lines that contain one of these are copied to ``filtered_stdout``.
+        duplicate_stderr_filters: the same for standard error.
+        virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
+        hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
+        hang_startup_timeout: see there.
+
+    Raises:
+        AssertionError: no workers, no interval or no entrypoint (as in torch).
+        ValueError: a limit of heartbeats that is none.
+    """
+
+    role: str
+    local_world_size: int
+    rdzv_handler: RendezvousHandler
+    fn: Callable[..., Any] | None = None
+    entrypoint: Callable[..., Any] | str | None = None
+    args: tuple[Any, ...] = ()
+    max_restarts: int = 3
+    monitor_interval: float = defaults.DEFAULT_MONITOR_INTERVAL
+    master_port: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    hang_timeout: float | str | None = None
+    hang_startup_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_world_size <= 0:
+            raise AssertionError("local_world_size must be positive")
+        if self.monitor_interval <= 0:
+            raise AssertionError("monitor_interval must be positive")
+        defaults.check_hang_timeouts(self.hang_timeout, self.hang_startup_timeout)
+        if self.fn:
+            warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)
+            self.entrypoint = self.fn
+        if not self.entrypoint:
+            raise AssertionError("an entrypoint is required")
+
+    def get_entrypoint_name(self) -> str:
+        """The base name of a program, the qualified name of a function."""
+        if isinstance(self.entrypoint, str):
+            return os.path.basename(self.entrypoint)
+        if self.entrypoint is None:
+            return ""
+        return self.entrypoint.__qualname__
+
+
+class Worker:
+    """One worker of a group; -1 stands for a rank that is not assigned yet."""
+
+    __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
+
+    def __init__(
+        self,
+        local_rank: int,
+        global_rank: int = -1,
+        role_rank: int = -1,
+        world_size: int = -1,
+        role_world_size: int = -1,
+    ) -> None:
+        self.id: Any = None
+        self.local_rank = local_rank
+        self.global_rank = global_rank
+        self.role_rank = role_rank
+        self.world_size = world_size
+        self.role_world_size = role_world_size
+
+    def __str__(self) -> str:
+        return (
+            f"local_rank={self.local_rank},global_rank={self.global_rank},role_rank={self.role_rank},"
+            f"world_size={self.world_size},role_world_size={self.role_world_size}"
+        )
+
+    __repr__ = __str__
+
+
+class WorkerState(str, Enum):
+    """The state of a group of workers, which is that of all of them."""
+
+    UNKNOWN = "UNKNOWN"
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Whether the processes of such a group are there."""
+        return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
+
+
+class WorkerGroup:
+    """The workers of one node.
+
+    Attributes:
+        store: shared by the nodes of the round, as torch's; ``None`` with one node.
+    """
+
+    __slots__ = (
+        "_open_store",
+        "_store",
+        "group_rank",
+        "group_world_size",
+        "master_addr",
+        "master_port",
+        "spec",
+        "state",
+        "workers",
+    )
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
+        self._store: Any = None
+        self._open_store: Callable[[], Any] | None = None
+        self.group_rank: int | None = None
+        self.group_world_size: int | None = None
+        self.master_addr: str | None = None
+        self.master_port: int | None = None
+        self.state = WorkerState.INIT
+
+    @property
+    def store(self) -> Any:
+        """See the class."""
+        if self._open_store is not None:
+            self.store = self._open_store()
+        return self._store
+
+    @store.setter
+    def store(self, store: Any) -> None:
+        self._store, self._open_store = store, None
+
+    def share(self, open_store: Callable[[], Any]) -> None:
+        """Have a store, which is opened by who looks at it first. Not in torch.
+
+        Args:
+            open_store: makes it.
+        """
+        self._store, self._open_store = None, open_store
+
+
+@dataclass
+class RunResult:
+    """How a group ended, by **global** rank.
+
+    Args:
+        state: SUCCEEDED or FAILED at the end.
+        return_values: of functions.
+        failures: of those that failed.
+    """
+
+    state: WorkerState
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+
+    def is_failed(self) -> bool:
+        """Whether it failed."""
+        return self.state == WorkerState.FAILED
+
+
+class _RoleInstanceInfo:
+    """What an agent tells the others of a round about its workers, in torch's JSON.
+
+    Args:
+        role: of the workers.
+        rank: of the node.
+        local_world_size: how many workers.
+    """
+
+    __slots__ = ("local_world_size", "rank", "role")
+
+    def __init__(self, role: str, rank: int, local_world_size: int) -> None:
+        self.role = role
+        self.rank = rank
+        self.local_world_size = local_world_size
+
+    def serialize(self) -> bytes:
+        """As it goes into the store."""
+        told = {"role": self.role, "rank": self.rank, "local_world_size": self.local_world_size}
+        return json.dumps(told).encode()
+
+    @staticmethod
+    def deserialize(data: bytes) -> _RoleInstanceInfo:
+        """What another agent has told."""
+        told = json.loads(data)
+        return _RoleInstanceInfo(told["role"], told["rank"], told["local_world_size"])
+
+    @staticmethod
+    def compare(obj1: _RoleInstanceInfo, obj2: _RoleInstanceInfo) -> int:
+        """By role, and by rank within it: negative, 0 or positive."""
+        if obj1.role == obj2.role:
+            return obj1.rank - obj2.rank
+        return 1 if obj1.role > obj2.role else -1
+
+    @staticmethod
+    def find_role_boundaries(roles_infos: Sequence[_RoleInstanceInfo], role: str) -> tuple[int, int]:
+        """The first and the last place of a role in a list; -1 twice where it has none."""
+        places = [place for place, info in enumerate(roles_infos) if info.role == role]
+        return (places[0], places[-1]) if places else (-1, -1)

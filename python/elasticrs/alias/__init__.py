@@ -1,0 +1,120 @@
+"""The names of ``torch.distributed.elastic`` lead to elasticrs, for code that cannot be edited.
+
+With ``ELASTICRS_ALIAS=1``, and the hook that ``python -m elasticrs.alias install`` puts in place,
+``torch.distributed.elastic`` and ``.launcher`` with all that is below them, ``torch.distributed.run`` and
+``.launch`` are the modules of elasticrs: the same objects, so that classes compare, and a patch of one name
+is seen under the other. Every interpreter with the variable does so, spawned workers too.
+
+This module runs at the start of an interpreter and imports nothing that is not there already.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import CodeType, ModuleType
+
+__all__ = ["activate", "is_active", "our_name"]
+
+_TORCH = "torch.distributed"
+_COMMANDS = (f"{_TORCH}.launcher", f"{_TORCH}.run", f"{_TORCH}.launch")
+_ELASTIC = f"{_TORCH}.elastic"
+
+
+def our_name(name: str) -> str | None:
+    """The module of elasticrs for one of torch's.
+
+    Args:
+        name: a full name; ``None`` comes back when it is not for us.
+    """
+    for prefix in (_ELASTIC, *_COMMANDS):
+        if name == prefix or name.startswith(prefix + "."):
+            return "elasticrs" + name[len(_ELASTIC if prefix == _ELASTIC else _TORCH) :]
+    return None
+
+
+def is_active() -> bool:
+    """Whether this interpreter's imports are redirected."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def activate() -> None:
+    """Redirect imports from now on, in this interpreter. Twice is once.
+
+    Raises:
+        RuntimeError: torch's own modules are loaded already, and would live on beside ours.
+    """
+    if is_active():
+        return
+    if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
+        raise RuntimeError(f"{loaded[0]} is imported already: activate elasticrs.alias before it")
+    # Before all others: the one that finds torch's own files comes later in the list.
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 -- the protocol's argument
+        target: ModuleType | None = None,  # noqa: ARG002 -- the protocol's argument
+    ) -> ModuleSpec | None:
+        name = our_name(fullname)
+        if name is None:
+            return None
+        parent = name.rpartition(".")[0]
+        if parent and parent not in sys.modules:
+            # Its package is torch's own, whose path leads to it.
+            return None
+        from importlib.machinery import ModuleSpec
+        from importlib.util import find_spec
+
+        original = find_spec(name)
+        if original is None:
+            return _torchs_own(fullname)
+        spec = ModuleSpec(fullname, _Loader(name, original), origin=original.origin)  # type: ignore[arg-type]
+        spec.submodule_search_locations = original.submodule_search_locations
+        return spec
+
+
+def _torchs_own(fullname: str) -> ModuleSpec | None:
+    """A module that only torch has, perhaps a later one: its package is ours, so nobody else looks there."""
+    from importlib.machinery import PathFinder
+
+    below = fullname.split(".")[2:-1]
+    roots: Sequence[str] = sys.modules[_TORCH].__path__
+    return PathFinder.find_spec(fullname, ["/".join((root, *below)) for root in roots])
+
+
+class _Loader:
+    """Hands out a module that has another name, and leaves it as it is."""
+
+    def __init__(self, name: str, spec: ModuleSpec) -> None:
+        self._name = name
+        self._spec = spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002 -- the protocol's argument
+        from importlib import import_module
+
+        module = import_module(self._name)
+        self._spec = module.__spec__ or self._spec
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # It has run. Importlib has meanwhile given it the other name's.
+        module.__spec__ = self._spec
+
+    def get_code(self, fullname: str) -> CodeType | None:  # noqa: ARG002 -- the protocol's argument
+        """For ``python -m``, which runs the code of a module under the name ``__main__``."""
+        from importlib.abc import InspectLoader
+        from importlib.util import find_spec
+
+        # Old scripts read their local rank from the command line.
+        name = "elasticrs.alias.launch" if self._name == "elasticrs.launch" else self._name
+        spec = find_spec(name)
+        loader = spec.loader if spec else None
+        return loader.get_code(name) if isinstance(loader, InspectLoader) else None

@@ -1,0 +1,88 @@
+"""A worker's own server for questions from outside: its stacks, its flight recorder.
+
+The server is torch's (HTTP on a Unix socket; ``GET /handler/``, ``POST /handler/ping``). Torch is imported
+only where the server is asked for, by ``TORCH_WORKER_SERVER_SOCKET``, which no agent sets by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+
+from elasticrs.multiprocessing.errors import ChildFailedError, get_error_handler, record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Any, ParamSpec, TypeVar
+
+    _R = TypeVar("_R")
+    _P = ParamSpec("_P")
+
+__all__ = ["worker_main"]
+
+TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
+
+
+def worker_main() -> _WorkerMain:
+    """Around the main function of a worker: serve questions while it runs, and record how it fails.
+
+    ``@worker_main()`` before a function, or ``with worker_main():``. Different from torch, an exception of
+    the function is recorded (there it is that of making the context manager).
+
+    Returns:
+        A decorator that is a context manager too.
+    """
+    return _WorkerMain()
+
+
+class _WorkerMain:
+    def __init__(self) -> None:
+        self._handler = get_error_handler()
+        self._server: Any = None
+
+    def __call__(self, fn: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        @wraps(fn)
+        def served(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            server = _start()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                _shutdown(server)
+
+        return record(served)
+
+    def __enter__(self) -> None:
+        self._handler.initialize()
+        self._server = _start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _shutdown(self._server)
+        # The report of a job that this worker launched has an error file of its own.
+        if isinstance(error, Exception) and not isinstance(error, ChildFailedError):
+            self._handler.record_exception(error)
+
+
+def _start() -> Any:
+    path = os.environ.get(TORCH_WORKER_SERVER_SOCKET)
+    if path is None:
+        return None
+    try:
+        import torch.distributed  # noqa: F401 -- loads the libraries of the next one
+        from torch._C._distributed_c10d import _WorkerServer
+    except ImportError as error:
+        raise ImportError(
+            f"{TORCH_WORKER_SERVER_SOCKET} is set, but the server is torch's: {error}"
+        ) from error
+    return _WorkerServer(path)
+
+
+def _shutdown(server: Any) -> None:
+    if server is not None:
+        server.shutdown()

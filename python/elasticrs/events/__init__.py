@@ -1,0 +1,112 @@
+"""Events of a job: names, order and JSON of torch, with real times and destinations that last.
+
+>>> from elasticrs import events
+>>> events.record(events.Event("my.event", events.EventSource.WORKER), destination="console")
+
+The events of the agent itself, and their schema, are in ``docs/events.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from dataclasses import replace
+
+from elasticrs.events.api import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
+from elasticrs.events.handlers import get_logging_handler
+from elasticrs.events.hostname import fq_hostname
+
+__all__ = [
+    "Event",
+    "EventMetadataValue",
+    "EventSource",
+    "NodeState",
+    "RdzvEvent",
+    "construct_and_record_rdzv_event",
+    "get_logging_handler",
+    "record",
+    "record_rdzv_event",
+]
+
+_events_loggers: dict[str, logging.Logger] = {}
+
+
+def _get_or_create_logger(destination: str = "null") -> logging.Logger:
+    logger = _events_loggers.get(destination)
+    if logger is None:
+        handler = get_logging_handler(destination)
+        logger = logging.getLogger(f"torchelastic-events-{destination}")
+        logger.setLevel(os.environ.get("LOGLEVEL", "INFO"))
+        logger.propagate = False
+        logger.addHandler(handler)
+        _events_loggers[destination] = logger
+    return logger
+
+
+def record(event: Event, destination: str = "null") -> None:
+    """Pass an event on.
+
+    Args:
+        event: with a timestamp of 0, it happens now.
+        destination: see :func:`get_logging_handler`.
+
+    Raises:
+        KeyError: no such destination.
+        OSError: the file of the destination cannot be opened.
+    """
+    if event.timestamp == 0:
+        event = replace(event, timestamp=time.time_ns() // 1_000_000)
+    is_failure = event.metadata.get("state") == "FAILED"
+    _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
+
+
+def record_rdzv_event(event: RdzvEvent) -> None:
+    """Pass an event of a rendezvous on, to the destination ``dynamic_rendezvous``."""
+    is_failure = event.node_state is NodeState.FAILED
+    _get_or_create_logger("dynamic_rendezvous").info(event.serialize(), extra={"is_failure": is_failure})
+
+
+def construct_and_record_rdzv_event(
+    run_id: str,
+    message: str,
+    node_state: NodeState,
+    name: str = "",
+    hostname: str = "",
+    pid: int | None = None,
+    master_endpoint: str = "",
+    local_id: int | None = None,
+    rank: int | None = None,
+) -> None:
+    """Make an event of a rendezvous and record it; costs nothing while its destination is a ``NullHandler``.
+
+    Args:
+        run_id: the name of the job.
+        message: what happened.
+        node_state: where the node stands; with FAILED, the exception that is being handled goes along.
+        name: what was going on; the calling function when empty.
+        hostname: of the node; this machine when empty.
+        pid: of the agent; this process when ``None``.
+        master_endpoint: of the rendezvous.
+        local_id: of the node in the rendezvous.
+        rank: of the node.
+    """
+    if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
+        return
+    caller = sys._getframe(1)
+    filename = os.path.basename(caller.f_code.co_filename)
+    event = RdzvEvent(
+        name=f"{filename}:{name or caller.f_code.co_name}",
+        run_id=run_id,
+        message=message,
+        hostname=hostname or fq_hostname(),
+        pid=pid or os.getpid(),
+        node_state=node_state,
+        master_endpoint=master_endpoint,
+        rank=rank,
+        local_id=local_id,
+        error_trace=traceback.format_exc() if node_state == NodeState.FAILED else "",
+    )
+    record_rdzv_event(event)

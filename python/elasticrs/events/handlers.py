@@ -1,0 +1,157 @@
+"""Where events go: handlers of :mod:`logging`, by the name of their destination.
+
+``_log_handlers`` is torch's table, which users change. What is not in it is ``file:PATH``, or comes from a
+package that offers a factory of handlers in the group ``elasticrs.event_handlers`` of its entry points.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, TextIO
+
+from elasticrs.agent.console import Console
+
+__all__ = ["EVENT_HANDLERS", "UnknownDestinationError", "get_logging_handler"]
+
+EVENT_HANDLERS = "elasticrs.event_handlers"
+"""The group of entry points."""
+
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    # Generic in the stubs alone.
+    _StreamHandler = logging.StreamHandler
+
+_FILE = "file:"
+
+_PATIENCE = 2.0
+"""Seconds that a console which takes nothing holds up the end of the process."""
+
+_WAITING = 10_000
+"""So many lines wait for a console; the others are dropped."""
+
+_log = logging.getLogger("elasticrs.events")
+
+
+class UnknownDestinationError(KeyError):
+    """No handler has this name. A ``KeyError``, as in torch."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ConsoleHandler(_StreamHandler):
+    """Bare lines on standard error, which never wait for a console that is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._console: Console | None = None
+        self._owner = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line now, or keep it until the console takes it."""
+        try:
+            descriptor = self.stream.fileno()
+        except (OSError, ValueError):
+            # Not a file: whoever has put it in place of standard error takes the text.
+            super().emit(record)
+            return
+        if self._console is None or self._owner != os.getpid():
+            self._console, self._owner = Console(descriptor), os.getpid()
+        if self._console.waiting < _WAITING:
+            self._console.write(self.format(record) + self.terminator, 0.0)
+
+    def flush(self) -> None:
+        """Let the console catch up, for a while."""
+        if self._console is not None and self._owner == os.getpid():
+            self._console.write("", _PATIENCE)
+        elif self._console is None:
+            super().flush()
+
+
+class LineFileHandler(logging.Handler):
+    """JSON Lines: each event is one ``write`` at the end of the file, and failures are on the disk before the
+    agent goes on.
+
+    Args:
+        path: of the file; created with mode 0644 when it is not there, and appended to when it is.
+
+    Raises:
+        OSError: it cannot be opened; a FIFO that nobody reads is ``ENXIO``.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+        # Without waiting: the other end of a FIFO may never come.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+        self._fd = os.open(path, flags, 0o644)
+        self._has_complained = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append a line; what is wrong is told once, and never ends the job."""
+        line = (self.format(record) + "\n").encode()
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+            if getattr(record, "is_failure", False):
+                self._sync()
+        except OSError as error:
+            if not self._has_complained:
+                self._has_complained = True
+                _log.warning("events cannot be written to %s: %s", self._path, error.strerror)
+
+    def _sync(self) -> None:
+        import stat
+
+        if stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        descriptor, self._fd = self._fd, -1
+        if descriptor != -1:
+            os.close(descriptor)
+        super().close()
+
+
+_log_handlers: dict[str, logging.Handler] = {
+    "console": ConsoleHandler(),
+    "dynamic_rendezvous": logging.NullHandler(),
+    "null": logging.NullHandler(),
+}
+
+
+def get_logging_handler(destination: str = "null") -> logging.Handler:
+    """The handler of a destination, made when it is first asked for.
+
+    Args:
+        destination: a name of the table, ``file:PATH``, or the name of an entry point.
+
+    Raises:
+        UnknownDestinationError: there is none of that name.
+        OSError: the file cannot be opened.
+        TypeError: an entry point gives something else than a handler.
+    """
+    handler = _log_handlers.get(destination)
+    if handler is None:
+        handler = _log_handlers[destination] = _make(destination)
+    return handler
+
+
+def _make(destination: str) -> logging.Handler:
+    if destination.startswith(_FILE):
+        return LineFileHandler(destination[len(_FILE) :])
+    offered = entry_points(group=EVENT_HANDLERS)
+    for entry in offered:
+        if entry.name == destination:
+            handler = entry.load()()
+            if not isinstance(handler, logging.Handler):
+                raise TypeError(
+                    f"{EVENT_HANDLERS}: {destination!r} gives {handler!r}, expected a logging.Handler"
+                )
+            return handler
+    names = ", ".join([*sorted(set(_log_handlers) | {entry.name for entry in offered}), "file:PATH"])
+    raise UnknownDestinationError(f"got {destination!r}, expected one of {names}")

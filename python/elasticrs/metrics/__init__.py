@@ -1,0 +1,59 @@
+"""Metrics with torch's names: :func:`put_metric`, :func:`prof`, handlers, groups.
+
+>>> from elasticrs import metrics
+>>> metrics.configure(metrics.ConsoleMetricHandler(), group="mine")
+>>> metrics.put_metric("batches", 3, "mine")  # doctest: +SKIP
+
+A module ``elasticrs.metrics.static_init`` is imported when there is one, as in torch; it may bring an
+:func:`initialize_metrics` of its own. What the agent itself measures is in ``docs/metrics.md``.
+"""
+
+from __future__ import annotations
+
+from elasticrs.metrics.api import (
+    ConsoleMetricHandler,
+    MetricData,
+    MetricHandler,
+    MetricsConfig,
+    MetricStream,
+    NullMetricHandler,
+    configure,
+    get_elapsed_time_ms,
+    getStream,
+    prof,
+    profile,
+    publish_metric,
+    put_metric,
+)
+
+__all__ = [
+    "ConsoleMetricHandler",
+    "MetricData",
+    "MetricHandler",
+    "MetricStream",
+    "MetricsConfig",
+    "NullMetricHandler",
+    "configure",
+    "getStream",
+    "get_elapsed_time_ms",
+    "initialize_metrics",
+    "prof",
+    "profile",
+    "publish_metric",
+    "put_metric",
+]
+
+
+def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
+    """Called by the launcher before the agent runs; there is nothing to do, as in torch.
+
+    Args:
+        cfg: the launcher's ``metrics_cfg``.
+    """
+
+
+try:
+    from elasticrs.metrics.static_init import *  # type: ignore[import-not-found] # noqa: F403
+except ModuleNotFoundError as error:
+    if error.name != "elasticrs.metrics.static_init":
+        raise

@@ -1,0 +1,255 @@
+"""What a node does next in a rendezvous over a back end. Pure: the state and the time come from outside.
+
+- **DYN-1** No two nodes compare clocks. A node is taken for dead when its count of signs of life has not
+  changed between two looks that are ``keep_alive_interval * keep_alive_max_attempt`` apart on the clock of
+  the one that looks. Nobody takes itself for dead.
+- **DYN-2** A last call begins with the node that makes up the minimum. Whoever has seen it run for its time
+  completes the round; there is only one state, so one node succeeds.
+- **DYN-3** Ranks and size are those of the moment of completion. A round that a node has left, or in which
+  one has died, is over for all: its nodes leave, and the last one begins the next round. Who sees its own
+  round broken before it has taken part in it leaves it at once.
+- **DYN-4** Who comes to a complete round waits, and is counted, so that the round is formed again, if there
+  is room; without room it is redundant, not counted, and waits without a deadline. Torch counts nodes that
+  began to wait before the round was full: the group then restarts for ever.
+- **DYN-5** Closed is for ever, and says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from elasticrs.rendezvous.dynamic.state import Node, Place, Standing, State, natural_order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elasticrs.rendezvous.dynamic.settings import RendezvousSettings
+
+ROLLBACK = 5.0
+"""Seconds after the deadline in which a node may still take back that it wanted to join; as torch."""
+
+
+class Action(Enum):
+    """What to do next: the first three change nothing, the last three end the operation."""
+
+    SYNC = auto()
+    FINISH = auto()
+    KEEP_ALIVE = auto()
+    PARTICIPATE = auto()
+    WAIT = auto()
+    BE_REDUNDANT = auto()
+    LEAVE = auto()
+    NO_LONGER_REDUNDANT = auto()
+    COMPLETE = auto()
+    CLOSE = auto()
+    ERROR_CLOSED = auto()
+    ERROR_SPARE = auto()
+    ERROR_TIMEOUT = auto()
+
+
+@dataclass(frozen=True)
+class View:
+    """What a node goes by.
+
+    Args:
+        node: itself.
+        state: as last read, without the dead.
+        now: on its monotonic clock, in seconds.
+        is_beat_due: whether it is time for a sign of life.
+        last_call_since: when it first saw the present last call; ``None`` without one.
+        settings: of the rendezvous.
+    """
+
+    node: Node
+    state: State
+    now: float
+    is_beat_due: bool
+    last_call_since: float | None
+    settings: RendezvousSettings
+
+
+class Sightings:
+    """When this node has seen what, on its own monotonic clock."""
+
+    def __init__(self) -> None:
+        self._beats: dict[Node, tuple[int, float]] = {}
+        self._last_call: tuple[int, float] | None = None
+
+    @property
+    def last_call_since(self) -> float | None:
+        """When the present last call was first seen."""
+        return None if self._last_call is None else self._last_call[1]
+
+    def look(self, state: State, asked: float, answered: float, patience: float) -> list[Node]:
+        """Take in a state; who in it is dead.
+
+        Args:
+            state: as read.
+            asked: when reading began: the state is not older.
+            answered: when it was read: what is new in it is not younger.
+            patience: seconds without a sign of life.
+        """
+        seen, dead = self._beats, []
+        self._beats = {}
+        for node, standing in state.nodes.items():
+            beat, since = seen.get(node, (None, answered))
+            if beat != standing.beat:
+                since = answered
+            self._beats[node] = (standing.beat, since)
+            if asked - since > patience:
+                dead.append(node)
+        if state.last_call is None:
+            self._last_call = None
+        elif self._last_call is None or self._last_call[0] != state.last_call:
+            self._last_call = (state.last_call, answered)
+        return dead
+
+
+# --- what to do ---
+
+
+def leave(view: View, deadline: float) -> Action:
+    """To be in no round."""
+    if view.state.place_of(view.node) is not Place.PARTICIPANT:
+        return Action.FINISH
+    return Action.ERROR_TIMEOUT if view.now > deadline else Action.LEAVE
+
+
+def join(view: View, deadline: float) -> Action:
+    """To be in a complete round."""
+    state, settings = view.state, view.settings
+    place = state.place_of(view.node)
+    has_room = len(state.at(Place.PARTICIPANT)) < settings.max_nodes
+    if state.closed is not None:
+        return Action.ERROR_SPARE if place is Place.REDUNDANT else Action.ERROR_CLOSED
+    if place is Place.REDUNDANT:
+        if has_room or not state.is_complete:
+            return Action.NO_LONGER_REDUNDANT
+        return _stay(view)
+    if place is Place.PARTICIPANT and state.is_complete:
+        return Action.FINISH if state.is_intact else Action.LEAVE
+    if view.now > deadline:
+        may_take_back = place is not None and view.now <= deadline + ROLLBACK
+        return Action.LEAVE if may_take_back else Action.ERROR_TIMEOUT
+    if place is Place.PARTICIPANT:
+        return Action.COMPLETE if _is_last_call_over(view) else _stay(view)
+    if not state.is_complete:
+        return Action.PARTICIPATE if has_room else _stay(view)
+    if not has_room:
+        return Action.BE_REDUNDANT
+    return _stay(view) if place is Place.WAITING else Action.WAIT
+
+
+def close(view: View, deadline: float) -> Action:
+    """To have the rendezvous closed."""
+    if view.state.closed is not None:
+        return Action.FINISH
+    return Action.ERROR_TIMEOUT if view.now > deadline else Action.CLOSE
+
+
+def keep_alive(view: View, deadline: float) -> Action:
+    """To give a sign of life, if it is time for one."""
+    if not view.is_beat_due or view.node not in view.state.nodes:
+        return Action.FINISH
+    return Action.ERROR_TIMEOUT if view.now > deadline else Action.KEEP_ALIVE
+
+
+def _stay(view: View) -> Action:
+    return Action.KEEP_ALIVE if view.is_beat_due and view.node in view.state.nodes else Action.SYNC
+
+
+def _is_last_call_over(view: View) -> bool:
+    since, needed = view.last_call_since, view.settings.min_nodes
+    is_enough = len(view.state.at(Place.PARTICIPANT)) >= needed
+    return is_enough and since is not None and view.now - since >= seconds_of_last_call(view.settings)
+
+
+def seconds_of_last_call(settings: RendezvousSettings) -> float:
+    """How long a last call lasts."""
+    return settings.timeout.last_call.total_seconds()
+
+
+def patience(settings: RendezvousSettings) -> float:
+    """Seconds after which a silent node is taken for dead."""
+    return settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
+
+
+def ended(state: State, node: Node, number: int) -> bool:
+    """Whether a round is over for a node that was in it.
+
+    Args:
+        state: as last read, without the dead.
+        node: the node.
+        number: of the round.
+    """
+    return state.round != number or not state.is_intact or state.place_of(node) is not Place.PARTICIPANT
+
+
+def waiting(state: State, settings: RendezvousSettings) -> int:
+    """How many nodes wait that there is room for."""
+    room = settings.max_nodes - len(state.at(Place.PARTICIPANT))
+    return min(len(state.at(Place.WAITING)), max(room, 0))
+
+
+# --- what that makes of the state ---
+
+
+def apply(action: Action, state: State, node: Node, beat: int, settings: RendezvousSettings) -> State:
+    """The state that a node wants there to be.
+
+    Args:
+        action: one that changes it, but for :attr:`Action.CLOSE`, see :func:`closed`.
+        state: as last read, without the dead.
+        node: who acts.
+        beat: its next sign of life.
+        settings: of the rendezvous.
+    """
+    standing = state.nodes.get(node)
+    if action is Action.KEEP_ALIVE and standing is not None:
+        return state.with_node(node, replace(standing, beat=beat))
+    if action is Action.PARTICIPATE:
+        return _participating(state.with_node(node, Standing(Place.PARTICIPANT, beat)), settings)
+    if action is Action.WAIT:
+        return state.with_node(node, Standing(Place.WAITING, beat))
+    if action is Action.BE_REDUNDANT:
+        return state.with_node(node, Standing(Place.REDUNDANT, beat))
+    if action in {Action.LEAVE, Action.NO_LONGER_REDUNDANT}:
+        return without(state, [node], settings)
+    if action is Action.COMPLETE:
+        return _completed(state)
+    raise ValueError(f"{action} changes nothing for node {node}")
+
+
+def closed(state: State, reason: str) -> State:
+    """The state, closed for a reason."""
+    return replace(state, closed=reason[:256])
+
+
+def without(state: State, gone: Iterable[Node], settings: RendezvousSettings) -> State:
+    """The state without some nodes."""
+    left = set(gone)
+    if not left & state.nodes.keys():
+        return state
+    nodes = {node: standing for node, standing in state.nodes.items() if node not in left}
+    state = replace(state, nodes=nodes)
+    participants = len(state.at(Place.PARTICIPANT))
+    if state.is_complete:
+        return state if participants else replace(state, round=state.round + 1, size=0)
+    return state if participants >= settings.min_nodes else replace(state, last_call=None)
+
+
+def _participating(state: State, settings: RendezvousSettings) -> State:
+    participants = len(state.at(Place.PARTICIPANT))
+    if participants >= settings.max_nodes:
+        return _completed(state)
+    if participants >= settings.min_nodes and state.last_call is None:
+        return replace(state, last_call=state.last_calls + 1, last_calls=state.last_calls + 1)
+    return state
+
+
+def _completed(state: State) -> State:
+    participants = sorted(state.at(Place.PARTICIPANT), key=natural_order)
+    ranks = {node: replace(state.nodes[node], rank=rank) for rank, node in enumerate(participants)}
+    return replace(state, size=len(participants), last_call=None, nodes={**state.nodes, **ranks})

@@ -1,0 +1,199 @@
+"""What the nodes of a rendezvous share, and how it is written down.
+
+JSON with a version, of bounded size: whoever can write to the back end can confuse the nodes, but run no
+code in them. It holds no time of day, as clocks of different hosts differ: a node counts its signs of life,
+and the last calls have numbers. How long ago something came is for each node to see on its own clock.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple
+
+from elasticrs.rendezvous.api import RendezvousStateError
+
+VERSION = 1
+MAX_BYTES = 4 << 20
+"""Of a state; a node takes about 60."""
+
+_FORMAT = "elasticrs.rendezvous"
+
+
+class Node(NamedTuple):
+    """Who a node is: one handler in one process.
+
+    Args:
+        addr: its host.
+        pid: its process.
+        local_id: its number among the handlers of the process.
+    """
+
+    addr: str
+    pid: int
+    local_id: int
+
+    def __str__(self) -> str:
+        return f"{self.addr}_{self.pid}_{self.local_id}"
+
+
+class Place(Enum):
+    """Where a node stands."""
+
+    PARTICIPANT = "participant"
+    WAITING = "waiting"
+    REDUNDANT = "redundant"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known of a node.
+
+    Args:
+        place: where it stands.
+        beat: counts its signs of life; never the same again for the same node.
+        rank: of a participant of a complete round; else -1.
+    """
+
+    place: Place
+    beat: int
+    rank: int = -1
+
+
+@dataclass(frozen=True)
+class State:
+    """The shared state; never changed, only replaced.
+
+    Args:
+        round: counts rounds.
+        size: participants of the round when it was completed; 0 while it forms.
+        last_call: the number of the last call that runs, once enough nodes have met.
+        last_calls: how many there have been.
+        closed: why the rendezvous is closed; ``None`` while it is open.
+        nodes: all that take part or wait.
+    """
+
+    round: int = 0
+    size: int = 0
+    last_call: int | None = None
+    last_calls: int = 0
+    closed: str | None = None
+    nodes: dict[Node, Standing] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the nodes of the round have been told their ranks."""
+        return self.size > 0
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether all of them are still in it."""
+        return self.is_complete and len(self.at(Place.PARTICIPANT)) == self.size
+
+    def at(self, place: Place) -> list[Node]:
+        """The nodes that stand there."""
+        return [node for node, standing in self.nodes.items() if standing.place is place]
+
+    def place_of(self, node: Node) -> Place | None:
+        """Where a node stands, if anywhere."""
+        standing = self.nodes.get(node)
+        return None if standing is None else standing.place
+
+    def with_node(self, node: Node, standing: Standing) -> State:
+        """The state with another standing of a node."""
+        return replace(self, nodes={**self.nodes, node: standing})
+
+
+def natural_order(node: Node) -> tuple[list[tuple[int, int, str]], int, int]:
+    """The order of ranks: by host, where ``node10`` comes after ``node2``; then by process."""
+    parts = re.findall(r"\d+|\D+", node.addr)
+    keys = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+    return keys, node.pid, node.local_id
+
+
+def encode(state: State) -> bytes:
+    """Write down a state.
+
+    Raises:
+        RendezvousStateError: it is too large.
+    """
+    nodes = [[*node, each.place.value, each.beat, each.rank] for node, each in state.nodes.items()]
+    document = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "round": state.round,
+        "size": state.size,
+        "last_call": state.last_call,
+        "last_calls": state.last_calls,
+        "closed": state.closed,
+        "nodes": nodes,
+    }
+    data = json.dumps(document, separators=(",", ":")).encode()
+    if len(data) > MAX_BYTES:
+        raise RendezvousStateError(f"the state of {len(nodes)} nodes is larger than {MAX_BYTES} bytes")
+    return data
+
+
+def decode(data: bytes) -> State:
+    """Read a state that somebody has written down.
+
+    Raises:
+        RendezvousStateError: it is none of ours, of another version, or damaged.
+    """
+    if len(data) > MAX_BYTES:
+        raise RendezvousStateError(f"the state of the rendezvous has {len(data)} bytes, at most {MAX_BYTES}")
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise RendezvousStateError(
+            "the state of the rendezvous was not written by elasticrs (torch writes pickled ones, which are "
+            "never loaded here): use another run id, or elasticrs on all nodes"
+        )
+    if document.get("version") != VERSION:
+        raise RendezvousStateError(
+            f"the state of the rendezvous has version {document.get('version')!r}, here it is {VERSION}: "
+            "use the same release of elasticrs on all nodes"
+        )
+    try:
+        return _state(document)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RendezvousStateError(f"the state of the rendezvous is damaged: {error!r}") from error
+
+
+def _state(document: dict[str, Any]) -> State:
+    nodes: dict[Node, Standing] = {}
+    for addr, pid, local_id, place, beat, rank in document["nodes"]:
+        node = Node(_text(addr), _count(pid), _count(local_id))
+        nodes[node] = Standing(Place(place), _count(beat), _whole(rank))
+    last_call, closed = document["last_call"], document["closed"]
+    return State(
+        _count(document["round"]),
+        _count(document["size"]),
+        None if last_call is None else _count(last_call),
+        _count(document["last_calls"]),
+        None if closed is None else _text(closed),
+        nodes,
+    )
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _count(value: object) -> int:
+    number = _whole(value)
+    if number < 0:
+        raise ValueError(f"{number} is negative")
+    return number
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value

@@ -1,0 +1,483 @@
+"""The rendezvous over a back end of the user's own: torch's ``DynamicRendezvousHandler``.
+
+A back end keeps one value and replaces it only for who holds the token of the last one. What is in the value
+and when it changes is in :mod:`elasticrs.rendezvous.dynamic`. Different from torch:
+
+- the value is JSON; nothing is ever unpickled, and a handler of torch cannot take part;
+- no clocks of different hosts are compared;
+- every round has a fresh store for its workers, on the node of rank 0;
+- ``num_nodes_waiting`` is also above 0 when the round has lost a node, and 0 once the rendezvous is closed;
+- times may be parts of seconds, and nodes look more often than once a second while something happens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any
+
+from elasticrs import _core
+from elasticrs.ports import ReservedPort, agent_hosts_store
+from elasticrs.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from elasticrs.rendezvous.dynamic import decisions
+from elasticrs.rendezvous.dynamic.settings import RendezvousSettings, RendezvousTimeout, check
+from elasticrs.rendezvous.dynamic.state import Node, Place
+from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE, Operation, SharedState
+from elasticrs.rendezvous.prefix_store import with_prefix
+from elasticrs.rendezvous.utils import _PeriodicTimer
+
+__all__ = [
+    "DynamicRendezvousHandler",
+    "RendezvousBackend",
+    "RendezvousSettings",
+    "RendezvousTimeout",
+    "create_handler",
+]
+
+_log = logging.getLogger("elasticrs.rendezvous")
+
+Token = Any
+"""What a back end hands out with a state, and takes back with the next one."""
+
+
+def get_method_name(depth: int = 2) -> str:
+    """The name of a calling function; ``no_method_name`` when there are not that many.
+
+    Args:
+        depth: 1 for the caller, 2 for the caller's.
+    """
+    stack = inspect.stack()
+    return stack[depth].function if len(stack) > depth else "no_method_name"
+
+
+class RendezvousBackend(ABC):
+    """Keeps the state of a rendezvous; to be written by users."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What it is registered as."""
+
+    @abstractmethod
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the state and its token; ``None`` while there is no state.
+
+        Raises:
+            RendezvousConnectionError: the back end cannot be reached.
+            RendezvousStateError: the state is damaged.
+        """
+
+    @abstractmethod
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Replace the state, if the token is that of the present one.
+
+        Args:
+            state: the new one.
+            token: of the one that it replaces; ``None``: only if there is none yet.
+
+        Returns:
+            The state that is there now, its token, and whether it is the new one. ``None``: there is none.
+
+        Raises:
+            RendezvousConnectionError: the back end cannot be reached.
+            RendezvousStateError: the state is damaged.
+        """
+
+
+class _NodeGenerator:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def generate(self, local_addr: str | None = None) -> Node:
+        with self._lock:
+            local_id, self._next = self._next, self._next + 1
+        return Node(local_addr or socket.getfqdn(), os.getpid(), local_id)
+
+
+class DynamicRendezvousHandler(RendezvousHandler):
+    """One node's part in a rendezvous over a back end. May be called from any thread.
+
+    Make it with :meth:`from_backend`.
+
+    Args:
+        node: this one.
+        settings: of the rendezvous.
+        backend_name: what the back end is called.
+        store: shared by all nodes, as torch's; each round uses keys with a prefix of its own.
+        state_holder: this node's access to the state.
+
+    Raises:
+        ValueError: settings that make no sense.
+    """
+
+    _node_desc_generator = _NodeGenerator()
+
+    @classmethod
+    def from_backend(
+        cls,
+        run_id: str,
+        store: Any,
+        backend: RendezvousBackend,
+        min_nodes: int,
+        max_nodes: int,
+        local_addr: str | None = None,
+        timeout: RendezvousTimeout | None = None,
+        keep_alive_interval: float = 5,
+        keep_alive_max_attempt: int = 3,
+        cas_backoff_max_seconds: float = 0.0,
+    ) -> DynamicRendezvousHandler:
+        """Make a handler.
+
+        Args:
+            run_id: the name of the job.
+            store: shared by all nodes, as torch's.
+            backend: keeps the state.
+            min_nodes: fewest nodes.
+            max_nodes: most nodes.
+            local_addr: address of this node; its fully qualified name when ``None``.
+            timeout: how long the parts of the rendezvous may take.
+            keep_alive_interval: seconds between two signs of life.
+            keep_alive_max_attempt: a node that misses so many is taken for dead.
+            cas_backoff_max_seconds: longest random pause after a write that another node has overtaken.
+
+        Raises:
+            ValueError: settings that make no sense.
+        """
+        node = cls._node_desc_generator.generate(local_addr)
+        settings = RendezvousSettings(
+            run_id,
+            min_nodes,
+            max_nodes,
+            timeout or RendezvousTimeout(),
+            timedelta(seconds=keep_alive_interval),
+            keep_alive_max_attempt,
+            cas_backoff_max_seconds,
+        )
+        return cls(node, settings, backend.name, store, SharedState(backend, settings, node))
+
+    def __init__(
+        self,
+        node: Node,
+        settings: RendezvousSettings,
+        backend_name: str,
+        store: Any,
+        state_holder: SharedState,
+    ) -> None:
+        check(settings)
+        self._this_node = node
+        self._settings = settings
+        self._backend_name = backend_name
+        self._store = store
+        self._shared = state_holder
+        # Whoever has it has the shared state; backends need not be safe to call from several threads.
+        self._lock = threading.Lock()
+        self._timer: _PeriodicTimer | None = None
+        self._look_again = 0.0
+        self._round: int | None = None
+        self._has_succeeded = False
+        self._worker_store: _core.WorkerStore | None = None
+        self._reserved: ReservedPort | None = None
+
+    @property
+    def settings(self) -> RendezvousSettings:
+        """Of the rendezvous."""
+        return self._settings
+
+    def get_backend(self) -> str:
+        """See :class:`RendezvousHandler`."""
+        return self._backend_name
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the agents serve the workers' store: not with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``."""
+        return agent_hosts_store(os.environ)
+
+    def get_run_id(self) -> str:
+        """See :class:`RendezvousHandler`."""
+        return self._settings.run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round; leaves the present one, which ends it for all its nodes.
+
+        Returns:
+            Rank and size; the store with a prefix for the round; and where the workers' store listens: served
+            by the handler of rank 0 until its next round, or a port that is reserved so long.
+
+        Raises:
+            RendezvousClosedError: the job has ended; says why.
+            RendezvousConnectionError: the back end cannot be reached.
+            RendezvousGracefulExitError: the job has ended, and did not need this node.
+            RendezvousStateError: the state is none of ours.
+            RendezvousTimeoutError: too few nodes came in time.
+        """
+        self._stop_heartbeats()
+        with self._lock:
+            self._release()
+            self._round, self._has_succeeded = None, False
+        seconds = self._settings.timeout.join.total_seconds()
+        deadline = time.monotonic() + seconds
+        while True:
+            left = max(deadline - time.monotonic(), 0.0)
+            self._run(decisions.leave, left)
+            self._run(decisions.join, left)
+            with self._lock:
+                state = self._shared.state
+                self._round = state.round
+                rank, size = state.nodes[self._this_node].rank, state.size
+            self._start_heartbeats()
+            try:
+                store = with_prefix(self._store, f"torch.rendezvous.{self._settings.run_id}.{self._round}")
+                bootstrap = self._bootstrap(rank, store, deadline)
+            except BaseException:
+                self._stop_heartbeats()
+                raise
+            if bootstrap is not None:
+                _log.info("node %s has rank %d of %d in round %d", self._this_node, rank, size, self._round)
+                return RendezvousInfo(store, rank, size, bootstrap)
+            # The node of rank 0 was lost before it said where its store is.
+            self._stop_heartbeats()
+
+    def num_nodes_waiting(self) -> int:
+        """More than 0 when it is time to stop the workers and ask for the next round.
+
+        That is the number of nodes that wait and that there is room for. It is at least 1 when the round
+        has lost a node, which torch does not show, and 0 once the rendezvous is closed: there is no next one.
+
+        Raises:
+            RendezvousConnectionError: the back end could not be reached for so long that the others take this
+                node for dead.
+        """
+        with self._lock:
+            self._look()
+            state = self._shared.state
+            if state.closed is not None:
+                return 0
+            waiting = 0 if self._has_succeeded else decisions.waiting(state, self._settings)
+            if self._round is not None and decisions.ended(state, self._this_node, self._round):
+                return max(waiting, 1)
+            return waiting
+
+    def set_succeeded(self) -> None:
+        """The workers here have finished: from now on newcomers are no reason to run again, though the end
+        of the round is. Not in torch.
+        """
+        with self._lock:
+            self._has_succeeded = True
+
+    def is_closed(self) -> bool:
+        """See :class:`RendezvousHandler`."""
+        with self._lock:
+            self._look()
+            return self._shared.state.closed is not None
+
+    def set_closed(self) -> None:
+        """See :class:`RendezvousHandler`.
+
+        Raises:
+            RendezvousError: that did not work.
+        """
+        reason = "its work is done" if self._has_succeeded else "it has ended"
+        self._run(
+            decisions.close,
+            self._settings.timeout.close.total_seconds(),
+            f"node {self._this_node} has closed it, as {reason}",
+        )
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous, and release what this node holds.
+
+        Returns:
+            Whether the others can know.
+        """
+        self._stop_heartbeats()
+        try:
+            self.set_closed()
+        except RendezvousError as error:
+            _log.warning("the rendezvous of job %s could not be closed: %s", self.get_run_id(), error)
+            return False
+        finally:
+            with self._lock:
+                self._release()
+        return True
+
+    # --- the workers' store ---
+
+    def _bootstrap(self, rank: int, store: Any, deadline: float) -> RendezvousStoreInfo | None:
+        """Where the workers' store listens; ``None``: the round is over before anybody has said so."""
+        keys = [RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]
+        pause = SHORTEST_PAUSE
+        if rank == 0:
+            port = self._open_port()
+            return RendezvousStoreInfo.build(rank, store, self._this_node.addr, port)
+        while not store.check(keys):
+            with self._lock:
+                self._shared.read()
+                state = self._shared.state
+                if self._round is None or decisions.ended(state, self._this_node, self._round):
+                    return None
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(
+                    f"the rendezvous of job {self.get_run_id()}: {_rank_0(state.nodes)} is there, but has "
+                    "not said where the workers' store is"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return RendezvousStoreInfo.build(rank, store, self._this_node.addr)
+
+    def _open_port(self) -> int:
+        with self._lock:
+            if not self.use_agent_store:
+                self._reserved = ReservedPort()
+                return self._reserved.number
+            self._worker_store = _core.WorkerStore()
+            self._worker_store.serve()
+            return self._worker_store.port
+
+    def _release(self) -> None:
+        if self._worker_store is not None:
+            self._worker_store.close()
+            self._worker_store = None
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+
+    # --- the shared state ---
+
+    def _run(self, decide: Any, seconds: float, reason: str = "") -> None:
+        operation = Operation(self._shared, decide, seconds, reason)
+        while True:
+            with self._lock:
+                pause = operation.turn()
+            if pause is None:
+                return
+            if pause > 0:
+                time.sleep(pause)
+
+    def _look(self) -> None:
+        """Read the state, if that has not just been done."""
+        now, shared = time.monotonic(), self._shared
+        if shared.synced is not None and now < self._look_again:
+            return
+        interval = self._settings.keep_alive_interval.total_seconds()
+        self._look_again = now + min(interval / 2, LONGEST_PAUSE)
+        try:
+            shared.read()
+        except RendezvousConnectionError as error:
+            # A pause of the back end is no reason to stop workers while the others count this node in.
+            if shared.synced is None or now - shared.synced > decisions.patience(self._settings) - interval:
+                raise
+            _log.warning("the rendezvous of job %s cannot be reached: %s", self.get_run_id(), error)
+
+    # --- signs of life ---
+
+    def _start_heartbeats(self) -> None:
+        interval = self._settings.keep_alive_interval
+        self._timer = _PeriodicTimer(interval, self._keep_alive_weak, weakref.ref(self))
+        self._timer.set_name(f"RendezvousKeepAliveTimer_{self._this_node.local_id}")
+        self._timer.start()
+
+    def _stop_heartbeats(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    @staticmethod
+    def _keep_alive_weak(weak_self: weakref.ref[DynamicRendezvousHandler]) -> None:
+        handler = weak_self()
+        if handler is not None:
+            handler._keep_alive()
+
+    def _keep_alive(self) -> None:
+        for line in self._worker_store.take_notices() if self._worker_store is not None else ():
+            _log.warning("the workers' store: %s", line)
+        try:
+            self._run(decisions.keep_alive, self._settings.timeout.heartbeat.total_seconds())
+        except Exception as error:
+            # Whatever a user's back end raises: the next sign of life may come through.
+            _log.warning("node %s could not give a sign of life: %s", self._this_node, error or repr(error))
+
+
+def _rank_0(nodes: dict[Node, Any]) -> str:
+    for node, standing in nodes.items():
+        if standing.place is Place.PARTICIPANT and standing.rank == 0:
+            return f"node {node}"
+    return "the node of rank 0"
+
+
+def create_handler(
+    store: Any, backend: RendezvousBackend, params: RendezvousParameters
+) -> DynamicRendezvousHandler:
+    """Make a handler from parameters.
+
+    Args:
+        store: shared by all nodes, as torch's.
+        backend: keeps the state.
+        params: with ``join_timeout`` (600), ``last_call_timeout`` (30), ``close_timeout`` (30),
+            ``heartbeat_timeout`` (5), ``keep_alive_interval`` (5), all in seconds or parts of them;
+            ``keep_alive_max_attempt`` (3); ``cas_backoff_max_seconds`` (0).
+
+    Raises:
+        ValueError: one of them is none.
+        TypeError: an interval or a number of attempts of ``None``.
+    """
+    timeout = RendezvousTimeout(
+        *(_time(params, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
+    )
+    interval = _seconds(params, "keep_alive_interval", 5)
+    attempts = params.get_as_int("keep_alive_max_attempt", 3)
+    if interval is None or attempts is None:
+        name = "keep_alive_interval" if interval is None else "keep_alive_max_attempt"
+        raise TypeError(f"You passed '{name}=None' as a rendezvous configuration option")
+    backoff = params.get("cas_backoff_max_seconds", 0.0)
+    try:
+        backoff = float(backoff)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"cas_backoff_max_seconds({backoff!r}) is not a valid float value.") from error
+    return DynamicRendezvousHandler.from_backend(
+        params.run_id,
+        store,
+        backend,
+        params.min_nodes,
+        params.max_nodes,
+        params.local_addr,
+        timeout,
+        keep_alive_interval=interval,
+        keep_alive_max_attempt=attempts,
+        cas_backoff_max_seconds=backoff,
+    )
+
+
+def _time(params: RendezvousParameters, key: str) -> timedelta | None:
+    seconds = _seconds(params, key)
+    return None if seconds is None else timedelta(seconds=seconds)
+
+
+def _seconds(params: RendezvousParameters, key: str, default: float | None = None) -> float | None:
+    value = params.get(key, default)
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+        timedelta(seconds=seconds)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"The rendezvous configuration option '{key}' does not represent a valid number of seconds: "
+            f"{value!r}."
+        ) from error
+    return seconds

@@ -1,0 +1,219 @@
+"""A store in a file, for nodes that are on one machine or share a file system.
+
+Every operation holds a lock (``flock`` of ``<path>.lock``) and, where it changes something, replaces the file
+as a whole: a process that is killed half-way has changed nothing, and the kernel takes back its lock. The
+file is JSON with a version. Not the format of torch's ``FileStore``, with which it cannot be shared.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import time
+from base64 import b64decode, b64encode
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from elasticrs.store import DistStoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["FileStore"]
+
+VERSION = 1
+MAX_BYTES = 64 << 20
+"""Of a file: every operation reads it."""
+
+_FORMAT = "elasticrs.file_store"
+_SHORTEST_PAUSE = 0.005
+_LONGEST_PAUSE = 0.2
+
+
+class FileStore:
+    """Keys and values, as :class:`elasticrs.store.Store`; no descriptor stays open between two calls.
+
+    Args:
+        path: of the file; made when it is missing.
+        timeout: for :meth:`get` and :meth:`wait`.
+
+    Raises:
+        OSError: from every method: the file cannot be locked, read or written.
+        ValueError: from every method: the file is none of ours, or too large.
+    """
+
+    def __init__(self, path: str, timeout: datetime.timedelta = datetime.timedelta(seconds=300)) -> None:
+        self._path = path
+        self._timeout = timeout
+        with self._locked():
+            self._read()
+
+    @property
+    def path(self) -> str:
+        """Of the file."""
+        return self._path
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        """How long :meth:`get` and :meth:`wait` wait."""
+        return self._timeout
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Change :attr:`timeout`."""
+        self._timeout = timeout
+
+    def has_extended_api(self) -> bool:
+        """Whether :meth:`append`, :meth:`multi_get` and :meth:`multi_set` work; true."""
+        return True
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys at once."""
+        pairs = dict(zip(keys, map(_bytes, values), strict=True))
+        with self._locked():
+            self._write({**self._read(), **pairs})
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value.
+
+        Raises:
+            DistStoreError: it did not come within :attr:`timeout`.
+        """
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for several keys and return their values, as they were at one moment.
+
+        Raises:
+            DistStoreError: not all came within :attr:`timeout`.
+        """
+        values = self._wait(keys, self._timeout)
+        return [values[key] for key in keys]
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait for keys.
+
+        Raises:
+            DistStoreError: not all came in time.
+        """
+        self._wait(keys, self._timeout if timeout is None else timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all these keys are there."""
+        with self._locked():
+            return self._read().keys() >= set(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 when the key is missing, and return the sum."""
+        return int(self._change(key, lambda value: str(int(value or b"0") + amount).encode()))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add bytes to the end of a value; set it when the key is missing."""
+        self._change(key, lambda head: head + _bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if it has the expected value, or is missing and nothing is expected.
+
+        Returns:
+            The value that the key has now; as torch, ``expected`` when the key is missing and not set.
+        """
+        old, new = _bytes(expected), _bytes(desired)
+        with self._locked():
+            values = self._read()
+            found = values.get(key)
+            if found == old or (found is None and not old):
+                self._write({**values, key: new})
+                return new
+            return old if found is None else found
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; whether it was there."""
+        with self._locked():
+            values = self._read()
+            if values.pop(key, None) is None:
+                return False
+            self._write(values)
+            return True
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        with self._locked():
+            return len(self._read())
+
+    def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
+        with self._locked():
+            values = self._read()
+            values[key] = change(values.get(key, b""))
+            self._write(values)
+            return values[key]
+
+    def _wait(self, keys: Sequence[str], timeout: datetime.timedelta) -> dict[str, bytes]:
+        deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE
+        while True:
+            with self._locked():
+                values = self._read()
+            if values.keys() >= set(keys):
+                return values
+            left = deadline - time.monotonic()
+            if left <= 0:
+                milliseconds = round(timeout.total_seconds() * 1000)
+                raise DistStoreError(f"wait timeout after {milliseconds}ms, keys: {', '.join(keys)}")
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    # --- the file ---
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # Of a file of its own, as the other one is replaced.
+        fd = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _read(self) -> dict[str, bytes]:
+        try:
+            with open(self._path, "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return {}
+        if not data:
+            return {}
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{self._path} is larger than {MAX_BYTES} bytes")
+        try:
+            document = json.loads(data)
+            if (document["format"], document["version"]) != (_FORMAT, VERSION):
+                raise ValueError(f"its version is {document['version']!r}, here it is {VERSION}")
+            return {key: b64decode(value, validate=True) for key, value in document["values"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{self._path} was not written by this version of elasticrs ({error!r}): name another file"
+            ) from error
+
+    def _write(self, values: dict[str, bytes]) -> None:
+        document = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "values": {key: b64encode(value).decode() for key, value in values.items()},
+        }
+        data = json.dumps(document).encode()
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{self._path} would be larger than {MAX_BYTES} bytes")
+        # Only who has the lock writes it, so one name is enough.
+        fresh = f"{self._path}.new"
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.replace(fresh, self._path)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,114 @@
+"""The rendezvous with ranks given by hand, under torch's name."""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING
+
+from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+from elasticrs.rendezvous.utils import parse_rendezvous_endpoint
+
+if TYPE_CHECKING:
+    from elasticrs.rendezvous.api import RendezvousInfo
+
+__all__ = ["StaticTCPRendezvous", "create_rdzv_handler"]
+
+_DEFAULT_TIMEOUT = 600
+
+
+class StaticTCPRendezvous(RendezvousHandler):
+    """The handler of ``static``; it is the one that the registry makes.
+
+    Args:
+        master_addr: host of node rank 0.
+        master_port: where the workers of rank 0 listen.
+        rank: of this node.
+        world_size: number of nodes.
+        run_id: the name of the job.
+        timeout: seconds for all nodes to come.
+
+    Raises:
+        ValueError: numbers or an endpoint that make no sense.
+    """
+
+    def __init__(
+        self, master_addr: str, master_port: int, rank: int, world_size: int, run_id: str, timeout: int
+    ) -> None:
+        self.master_addr = master_addr
+        self.master_port = master_port
+        self.rank = rank
+        self.world_size = world_size
+        self.run_id = run_id
+        self.timeout = datetime.timedelta(seconds=timeout)
+        host = f"[{master_addr}]" if ":" in master_addr else master_addr
+        self._handler = get_rendezvous_handler(
+            RendezvousParameters(
+                "static",
+                f"{host}:{master_port}",
+                run_id,
+                world_size,
+                world_size,
+                rank=rank,
+                join_timeout=timeout,
+            )
+        )
+
+    def get_backend(self) -> str:
+        """See :class:`RendezvousHandler`."""
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Always false: rank 0 listens on the port that was given. Torch's agent does."""
+        return self._handler.use_agent_store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See :class:`RendezvousHandler`."""
+        return self._handler.next_rendezvous()
+
+    def is_closed(self) -> bool:
+        """See :class:`RendezvousHandler`."""
+        return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        """See :class:`RendezvousHandler`."""
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """See :class:`RendezvousHandler`."""
+        return self._handler.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """See :class:`RendezvousHandler`."""
+        return self.run_id
+
+    def shutdown(self) -> bool:
+        """See :class:`RendezvousHandler`."""
+        return self._handler.shutdown()
+
+
+def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """Make the handler of ``static`` from parameters.
+
+    Args:
+        params: with an endpoint that has a port, and ``rank``; ``timeout`` in seconds, 600 otherwise.
+
+    Raises:
+        ValueError: one of them is missing.
+    """
+    if "rank" not in params.config:
+        raise ValueError("rank is absent in RendezvousParameters. Try add --node-rank to the cmd request")
+    endpoint = params.endpoint.strip()
+    if not endpoint:
+        raise ValueError(
+            "endpoint is absent in RendezvousParameters. Try add --master-port and --master-addr to the cmd "
+            "request"
+        )
+    host, port = parse_rendezvous_endpoint(endpoint, -1)
+    if port == -1:
+        raise ValueError(f"Port is absent in endpoint: {endpoint}. Try launching with --master-port")
+    rank, timeout = params.get_as_int("rank", 0), params.get_as_int("timeout", _DEFAULT_TIMEOUT)
+    return StaticTCPRendezvous(
+        host, port, rank or 0, params.max_nodes, params.run_id, timeout or _DEFAULT_TIMEOUT
+    )

@@ -1,0 +1,192 @@
+"""Small things that handlers need, with torch's names: endpoints, settings in text, a timer."""
+
+from __future__ import annotations
+
+import ipaddress
+import random
+import re
+import socket
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+__all__ = ["parse_rendezvous_endpoint"]
+
+_SHORTEST_DELAY = 0.01
+
+
+def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
+    """Host and port of ``HOST[:PORT]``, read as torch reads it, in its words when it cannot be.
+
+    :func:`elasticrs.rendezvous.endpoint.parse_endpoint` is stricter; the command line uses that one.
+
+    Args:
+        endpoint: the text; ``localhost`` when empty.
+        default_port: when the text has none.
+
+    Returns:
+        The host without brackets, and the port.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    text = (endpoint or "").strip()
+    if not text:
+        return "localhost", default_port
+    host, port = text, default_port
+    if not (text.startswith("[") and text.endswith("]")):
+        host, colon, tail = text.rpartition(":")
+        if not colon:
+            host = tail
+        else:
+            parsed = _try_parse_port(tail)
+            if parsed is None or parsed >= 2**16:
+                raise ValueError(
+                    f"The port number of the rendezvous endpoint '{text}' must be an integer between 0 and "
+                    "65536."
+                )
+            port = parsed
+    if len(host) > 1 and host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not re.match(r"^[\w\.:-]+$", host):
+        raise ValueError(
+            f"The hostname of the rendezvous endpoint '{text}' must be a dot-separated list of labels, an "
+            "IPv4 address, or an IPv6 address."
+        )
+    return host, port
+
+
+def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
+    """Settings written as ``KEY=VALUE,…``."""
+    config: dict[str, str] = {}
+    if not config_str.strip():
+        return config
+    for pair in config_str.split(","):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if not key:
+            raise ValueError(
+                "The rendezvous configuration string must be in format <key1>=<value1>,...,<keyN>=<valueN>."
+            )
+        if not value:
+            raise ValueError(f"The rendezvous configuration option '{key}' must have a value specified.")
+        config[key] = value
+    return config
+
+
+def _try_parse_port(port_str: str) -> int | None:
+    """At most five digits as a number."""
+    return int(port_str) if port_str and re.match(r"^[0-9]{1,5}$", port_str) else None
+
+
+def _matches_machine_hostname(host: str) -> bool:
+    """Whether a name or an address is this machine's, as far as its own name tells; other interfaces and
+    aliases are not known. A name that cannot be resolved is another machine's, where torch raises.
+    """
+    if host == "localhost":
+        return True
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return True
+    except ValueError:
+        # A name.
+        host = host.rstrip(".")
+    own = socket.gethostname()
+    if host == own:
+        return True
+    addresses = {info[4][0] for info in _resolved(host)}
+    return any(info[3] == host or info[4][0] in {host, *addresses} for info in _resolved(own))
+
+
+def _resolved(host: str) -> list[Any]:
+    try:
+        return socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP, flags=socket.AI_CANONNAME)
+    except (ValueError, OSError):
+        return []
+
+
+def _delay(seconds: float | tuple[float, float]) -> None:
+    """Sleep, or for a random time between two; not for less than 10 ms."""
+    if isinstance(seconds, tuple):
+        seconds = random.uniform(*seconds)
+    if seconds >= _SHORTEST_DELAY:
+        time.sleep(seconds)
+
+
+class _PeriodicTimer:
+    """Calls a function again and again on a thread of its own, which ends when the timer is collected.
+
+    Args:
+        interval: before every call.
+        function: what to call.
+        *args: for it.
+        **kwargs: for it.
+    """
+
+    def __init__(self, interval: timedelta, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._name: str | None = None
+        self._interval = interval.total_seconds()
+        self._call = (function, args, kwargs)
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Of the thread."""
+        return self._name
+
+    def set_name(self, name: str) -> None:
+        """Name the thread.
+
+        Raises:
+            RuntimeError: it runs already.
+        """
+        if self._finalizer is not None:
+            raise RuntimeError("The timer has already started.")
+        self._name = name
+
+    def start(self) -> None:
+        """Begin; the first call comes after one interval.
+
+        Raises:
+            RuntimeError: it runs already.
+        """
+        if self._finalizer is not None:
+            raise RuntimeError("The timer has already started.")
+        stop = threading.Event()
+        # The thread must not hold the timer, or that would never be collected.
+        thread = threading.Thread(
+            target=_repeat,
+            name=self._name or "PeriodicTimer",
+            args=(self._interval, stop, *self._call),
+            daemon=True,
+        )
+        self._finalizer = weakref.finalize(self, _stop, thread, stop)
+        # Joining daemon threads while the interpreter ends may wait for ever.
+        self._finalizer.atexit = False
+        thread.start()
+
+    def cancel(self) -> None:
+        """End it; a call that runs is waited for."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _repeat(
+    interval: float,
+    stop: threading.Event,
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    while not stop.wait(interval):
+        function(*args, **kwargs)
+
+
+def _stop(thread: threading.Thread, stop: threading.Event) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join()

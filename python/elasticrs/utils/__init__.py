@@ -1,0 +1,5 @@
+"""Helpers with torch's names, for programs that use them: stores, ports, macros, loggers, samplers."""
+
+from elasticrs.utils.api import get_env_variable_or_raise, get_socket_with_port, macros
+
+__all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]

@@ -1,0 +1,50 @@
+"""Torch's ``macros``, and a variable that has to be there."""
+
+from __future__ import annotations
+
+import os
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import socket
+
+__all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]
+
+
+def get_env_variable_or_raise(env_name: str) -> str:
+    """The value of an environment variable.
+
+    Raises:
+        ValueError: it is not set.
+    """
+    value = os.environ.get(env_name)
+    if value is None:
+        raise ValueError(f"Environment variable {env_name} expected, but not set")
+    return value
+
+
+def get_socket_with_port() -> socket.socket:
+    """See :func:`elasticrs.utils.distributed.get_socket_with_port`."""
+    from elasticrs.utils.distributed import get_socket_with_port as bound
+
+    return bound()
+
+
+class macros:  # noqa: N801 -- torch's name
+    """What stands for something else in the arguments of workers."""
+
+    local_rank = "${local_rank}"
+
+    @staticmethod
+    def substitute(args: list[Any], local_rank: str) -> list[Any]:
+        """The arguments with ``${local_rank}`` replaced; other macros, and what is no text, stay as they are.
+
+        Args:
+            args: of a worker.
+            local_rank: its.
+        """
+        return [
+            Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg
+            for arg in args
+        ]

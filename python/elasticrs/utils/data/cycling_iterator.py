@@ -1,0 +1,41 @@
+"""One iterator for several epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+__all__ = ["CyclingIterator"]
+
+_T = TypeVar("_T")
+
+
+class CyclingIterator(Iterator[_T]):
+    """Goes through what a function yields for each epoch, one after the other.
+
+    Different from torch: an epoch of nothing is passed over without recursion.
+
+    Args:
+        n: the epoch at which it ends.
+        generator_fn: an iterator for an epoch.
+        start_epoch: the first one.
+    """
+
+    def __init__(self, n: int, generator_fn: Callable[[int], Iterator[_T]], start_epoch: int = 0) -> None:
+        self._n = n
+        self._epoch = start_epoch
+        self._generator_fn = generator_fn
+        self._iter = generator_fn(self._epoch)
+
+    def __iter__(self) -> CyclingIterator[_T]:
+        return self
+
+    def __next__(self) -> _T:
+        while True:
+            try:
+                return next(self._iter)
+            except StopIteration:
+                if self._epoch >= self._n - 1:
+                    raise
+            self._epoch += 1
+            self._iter = self._generator_fn(self._epoch)

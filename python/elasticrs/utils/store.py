@@ -1,0 +1,178 @@
+"""What nodes do together over a store, any that has torch's methods: torch's, ours, or a user's.
+
+The calls that the store sees, and their order, are torch's, so that agents of both can do these things
+together.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.store import DistStoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["barrier", "get_all", "store_timeout", "synchronize"]
+
+_NUM_MEMBERS = "/num_members"
+_LAST_MEMBER_CHECKIN = "/last_member"
+_TRACE = "/TRACE"
+_TRACING_GATE = "/TRACING_GATE"
+_MAX_TRACE_MISSING_RANKS = 16
+
+_ANYTHING = "<val_ignored>"
+
+
+@contextmanager
+def store_timeout(store: Any, timeout: float) -> Iterator[None]:
+    """Give a store another timeout for a while.
+
+    Different from torch: the former one comes back after an exception, too.
+
+    Args:
+        store: with ``timeout`` and ``set_timeout``.
+        timeout: in seconds.
+    """
+    former = store.timeout
+    store.set_timeout(timedelta(seconds=timeout))
+    try:
+        yield
+    finally:
+        store.set_timeout(former)
+
+
+def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
+    """The values of ``<prefix>0``, ``<prefix>1`` and so on, once all are there.
+
+    Rank 0, which may serve the store, returns last.
+
+    Args:
+        store: shared by all.
+        rank: of the caller.
+        prefix: of the keys.
+        world_size: how many keys, and callers.
+    """
+    values: list[bytes] = store.multi_get([f"{prefix}{number}" for number in range(world_size)])
+    all_have_read = _barrier_nonblocking(store, world_size, f"{prefix}/finished")
+    if rank == 0:
+        store.wait([all_have_read])
+    return values
+
+
+def synchronize(
+    store: Any,
+    data: bytes,
+    rank: int,
+    world_size: int,
+    key_prefix: str,
+    timeout: float = 300,
+) -> list[bytes]:
+    """Tell everybody something, and hear what the others tell.
+
+    Args:
+        store: shared by all.
+        data: from the caller.
+        rank: of the caller.
+        world_size: how many take part.
+        key_prefix: to be used once: what is told stays in the store.
+        timeout: in seconds.
+
+    Returns:
+        What each rank has told.
+    """
+    with store_timeout(store, timeout):
+        store.set(f"{key_prefix}{rank}", data)
+        return get_all(store, rank, key_prefix, world_size)
+
+
+def barrier(
+    store: Any,
+    world_size: int,
+    key_prefix: str,
+    barrier_timeout: float = 300,
+    rank: int | None = None,
+    rank_tracing_decoder: Callable[[int], str] | None = None,
+    trace_timeout: float = 10,
+) -> None:
+    """Wait until everybody has come.
+
+    Args:
+        store: shared by all.
+        world_size: how many take part.
+        key_prefix: to be used once.
+        barrier_timeout: in seconds.
+        rank: of the caller; with it, rank 0 finds out who is missing, and says so in its error.
+        rank_tracing_decoder: what to call a rank there.
+        trace_timeout: seconds for finding out.
+
+    Raises:
+        AssertionError: a decoder without a rank.
+        DistStoreError: not all came in time: the store's own class of this name.
+    """
+    if rank is None and rank_tracing_decoder is not None:
+        raise AssertionError("Tracing requires rank information")
+    with store_timeout(store, barrier_timeout):
+        last_member = _barrier_nonblocking(store, world_size, key_prefix)
+        try:
+            store.wait([last_member])
+        except _store_errors() as error:
+            if rank is None:
+                raise
+            missing = _missing_ranks(
+                store, world_size, key_prefix, rank, rank_tracing_decoder or str, trace_timeout
+            )
+            if missing is None:
+                raise
+            raise type(error)(
+                f"Timed out waiting on barrier on rank {rank}, for key prefix: {key_prefix} "
+                f"(world_size={world_size}, missing_ranks=[{', '.join(missing)}], timeout={barrier_timeout})"
+            ) from None
+
+
+def _barrier_nonblocking(store: Any, world_size: int, key_prefix: str) -> str:
+    """Be counted; the key that comes with the last one."""
+    last_member = key_prefix + _LAST_MEMBER_CHECKIN
+    if store.add(key_prefix + _NUM_MEMBERS, 1) == world_size:
+        store.set(last_member, _ANYTHING)
+    return last_member
+
+
+def _missing_ranks(
+    store: Any,
+    world_size: int,
+    key_prefix: str,
+    rank: int,
+    decoder: Callable[[int], str],
+    trace_timeout: float,
+) -> Iterable[str] | None:
+    store.set(f"{key_prefix}{rank}{_TRACE}", _ANYTHING)
+    if rank != 0:
+        try:
+            store.wait([f"{key_prefix}{_TRACING_GATE}"])
+        except _store_errors():
+            # Rank 0 itself has not come.
+            return None
+        return [f"[<check rank 0 ({decoder(0)}) for missing rank info>]"]
+    missing: list[str] = []
+    for other in range(1, world_size):
+        if len(missing) >= _MAX_TRACE_MISSING_RANKS:
+            break
+        # Whoever comes at all has come by the time the first wait is over.
+        patience = timedelta(milliseconds=1) if missing else timedelta(seconds=trace_timeout)
+        try:
+            store.wait([f"{key_prefix}{other}{_TRACE}"], patience)
+        except _store_errors():
+            missing.append(decoder(other))
+    store.set(f"{key_prefix}{_TRACING_GATE}", _ANYTHING)
+    return missing
+
+
+def _store_errors() -> tuple[type[Exception], ...]:
+    """What stores raise when a key does not come."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    theirs = getattr(distributed, "DistStoreError", None)
+    return (DistStoreError,) if theirs is None else (DistStoreError, theirs)

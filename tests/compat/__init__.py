@@ -1,0 +1,1 @@
+"""What is compared with the installed torch, and how."""

@@ -1,0 +1,262 @@
+"""``ELASTICRS_ALIAS=1``: torch's names lead to our modules, in an environment of the test's own."""
+
+import os
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from helpers import procs
+
+from elasticrs.alias import our_name
+from elasticrs.alias.launch import with_local_rank
+
+TREE = Path(__file__).resolve().parent.parent.parent / "python"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """The interpreter of an environment that sees this tree and the packages of the tests."""
+    folder = tmp_path_factory.mktemp("alias") / "venv"
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # Not by PYTHONPATH: what an environment has, each of its interpreters has. The name is the one of an
+    # editable installation.
+    (packages / "elasticrs.pth").write_text(f"{TREE}\n{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def run(environment, tmp_path):
+    def run(*args, on=True, check=True, cwd=tmp_path, **variables):
+        kept = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
+        switch = {"ELASTICRS_ALIAS": "1"} if on else {}
+        return subprocess.run(
+            [environment, *args],
+            env={**kept, **switch, **variables},
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=check,
+            cwd=cwd,
+        )
+
+    return run
+
+
+@pytest.fixture
+def installed(run):
+    run("-m", "elasticrs.alias", "install")
+    yield run
+    run("-m", "elasticrs.alias", "uninstall")
+
+
+def test_it_is_put_in_place_and_removed(run, environment):
+    status = ("-m", "elasticrs.alias", "status")
+    assert run(*status, check=False).returncode == 1
+    told = run("-m", "elasticrs.alias", "install").stdout
+    path = environment.parent.parent / next(iter(environment.parent.parent.glob("lib/*/*/*alias.pth")))
+    assert str(path) in told
+    assert run(*status).stdout.endswith("on\n")
+    assert "off" in run(*status, on=False).stdout
+    run("-m", "elasticrs.alias", "uninstall")
+    assert not path.exists()
+    assert "not installed" in run("-m", "elasticrs.alias", "uninstall").stdout
+
+
+@pytest.mark.parametrize("args", [[], ["instal"], ["install", "now"]])
+def test_a_mistake_is_a_line(run, args):
+    done = run("-m", "elasticrs.alias", *args, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "install, uninstall or status" in done.stderr
+
+
+def test_it_costs_nothing_when_it_is_off(installed):
+    shown = "import sys; print(*sorted(sys.modules))"
+    off = installed("-c", shown, on=False).stdout.split()
+    assert not [name for name in off if name.startswith("elasticrs")]
+    installed("-m", "elasticrs.alias", "uninstall")
+    assert installed("-c", shown, on=False).stdout.split() == off
+
+
+def test_when_it_is_on_it_loads_only_itself(installed):
+    shown = "import sys; print(*sorted(sys.modules))"
+    added = set(installed("-c", shown).stdout.split()) - set(installed("-c", shown, on=False).stdout.split())
+    assert added == {"elasticrs", "elasticrs.alias", "__future__"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("torch.distributed.elastic", "elasticrs"),
+        ("torch.distributed.elastic.timer.api", "elasticrs.timer.api"),
+        ("torch.distributed.launcher.api", "elasticrs.launcher.api"),
+        ("torch.distributed.run", "elasticrs.run"),
+        ("torch.distributed.launch", "elasticrs.launch"),
+        ("torch.distributed.elastic_of_others", None),
+        ("torch.distributed.runner", None),
+        ("torch.distributed.checkpoint", None),
+        ("torch", None),
+    ],
+)
+def test_which_names_are_ours(theirs, ours):
+    assert our_name(theirs) == ours
+
+
+SAME = """
+import importlib, sys
+before = {}
+for name in ("", ".timer", ".timer.api", ".agent.server", ".rendezvous.api", ".multiprocessing.errors"):
+    before[name] = importlib.import_module("elasticrs" + name)
+specs = {name: module.__spec__ for name, module in before.items()}
+for name, module in before.items():
+    assert importlib.import_module("torch.distributed.elastic" + name) is module, name
+    assert module.__spec__ is specs[name] and module.__name__ == "elasticrs" + name, module.__spec__
+import torch.distributed.run, torch.distributed.launch, torch.distributed.launcher.api as api
+import elasticrs.launcher.api, elasticrs.run, elasticrs.launch
+assert torch.distributed.run is elasticrs.run
+assert torch.distributed.launch is elasticrs.launch
+assert api is elasticrs.launcher.api
+# The other way about: first by torch's name.
+from torch.distributed.elastic.timer import file_server
+import elasticrs.timer.file_server
+assert file_server is elasticrs.timer.file_server
+from unittest.mock import patch
+with patch("torch.distributed.elastic.timer.api.expires", 1):
+    assert elasticrs.timer.api.expires == 1
+assert importlib.util.find_spec("torch.distributed.elastic.no_such_module") is None
+try:
+    import torch.distributed.elastic.no_such_module
+except ModuleNotFoundError as error:
+    assert error.name == "torch.distributed.elastic.no_such_module"
+files = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
+assert not [file for file in files if "torch/distributed/elastic" in file], files
+print("done")
+"""
+
+
+@pytest.mark.torch
+def test_both_names_are_the_same_module(installed):
+    done = installed("-W", "error", "-c", SAME, check=False)
+    assert done.stdout == "done\n", done.stderr
+
+
+NEWER = """
+from torch.distributed.elastic.timer import api
+OURS = api.__name__
+"""
+
+PROBES = """
+import importlib.util
+import torch.distributed.elastic.newer.helpers as helpers, torch.distributed.run
+from torch.distributed.elastic.newer import OURS
+print(OURS, helpers.__name__, torch.distributed.run.__name__)
+assert importlib.util.find_spec("torch.distributed.elastic.neither") is None
+assert importlib.util.find_spec("torch.distributed.elastic.timer.neither") is None
+"""
+
+
+def test_a_module_that_only_torch_has_is_torchs_and_stands_on_ours(installed, tmp_path):
+    # As a later version of torch may have; this one has nothing else.
+    packages = ("torch", "torch/distributed", "torch/distributed/elastic", "torch/distributed/elastic/newer")
+    for package in packages:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(NEWER if package.endswith("newer") else "")
+    (tmp_path / packages[-1] / "helpers.py").touch()
+    done = installed("-c", PROBES, check=False, PYTHONPATH=str(tmp_path))
+    assert done.stdout == "elasticrs.timer.api torch.distributed.elastic.newer.helpers elasticrs.run\n", (
+        done.stderr
+    )
+
+
+SPAWNED = """
+import multiprocessing
+
+def module_of(connection):
+    from torch.distributed.elastic.timer import TimerRequest
+    connection.send(TimerRequest.__module__)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    mine, other = context.Pipe()
+    child = context.Process(target=module_of, args=(other,))
+    child.start()
+    other.close()
+    print(mine.recv())
+    child.join()
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_spawned_children_have_it_too(installed, tmp_path):
+    before = procs.children()
+    (tmp_path / "spawned.py").write_text(SPAWNED, encoding="utf-8")
+    assert installed("spawned.py").stdout == "elasticrs.timer.api\n"
+    # Multiprocessing's resource tracker outlives it for a moment.
+    procs.reap_adopted(keep=[child.pid for child in before])
+
+
+SHOW = """
+import os, sys
+shown = [os.environ["RANK"], str("ELASTICRS_ROUND" in os.environ), *sys.argv[1:]]
+os.write(1, " ".join(shown).encode() + b"\\n")
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["torchrun"], ["0 True --x", "1 True --x"]),
+        (["-m", "torch.distributed.run"], ["0 True --x", "1 True --x"]),
+        (["-m", "torch.distributed.launch", "--use-env"], ["0 True --x", "1 True --x"]),
+        (["-m", "torch.distributed.launch"], ["0 True --local-rank=0 --x", "1 True --local-rank=1 --x"]),
+    ],
+)
+def test_the_command_line_of_torch_starts_our_launcher(installed, tmp_path, command, expected):
+    (tmp_path / "worker.py").write_text(SHOW, encoding="utf-8")
+    # What an installation of torch puts beside the interpreter.
+    (tmp_path / "torchrun").write_text("import sys; from torch.distributed.run import main; sys.exit(main())")
+    done = installed("-W", "error", *command, "--nproc-per-node=2", "worker.py", "--x", check=False)
+    assert sorted(done.stdout.splitlines()) == expected, done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.torch
+def test_a_worker_that_imports_by_torchs_name_gets_ours(installed, tmp_path):
+    source = "from torch.distributed.elastic.multiprocessing.errors import record; print(record.__module__)"
+    (tmp_path / "worker.py").write_text(source, encoding="utf-8")
+    done = installed("-m", "elasticrs", "worker.py", check=False)
+    assert done.stdout == "elasticrs.multiprocessing.errors\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["a.py"], ["a.py", "--local-rank=${local_rank}"]),
+        (["-m", "a", "-m", "b"], ["-m", "a", "--local-rank=${local_rank}", "-m", "b"]),
+        (["--use_env", "a.py", "b"], ["--use_env", "a.py", "b"]),
+        (["--no-such", "a.py", "b"], ["--no-such", "a.py", "b"]),
+        (["--help"], ["--help"]),
+        ([], []),
+    ],
+)
+def test_where_the_local_rank_goes(argv, expected):
+    assert with_local_rank(argv) == expected
+
+
+LATE = """
+import sys, elasticrs.alias
+sys.modules["torch.distributed.run"] = sys
+elasticrs.alias.activate()
+"""
+
+
+def test_it_refuses_to_come_late(run):
+    done = run("-c", LATE, on=False, check=False)
+    assert done.returncode == 1
+    assert "torch.distributed.run is imported already" in done.stderr

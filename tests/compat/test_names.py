@@ -1,0 +1,112 @@
+"""Names, signatures, defaults and options are torch's, but for what docs/compatibility.md lists."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compat import names, table
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.torch
+def test_every_difference_from_torch_is_in_the_table_and_the_table_holds():
+    # In a process of its own: importing torch costs this one hundreds of megabytes, and threads.
+    done = subprocess.run(
+        [sys.executable, "-m", "compat"],
+        cwd=TESTS,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+class Theirs:
+    """What a made-up torch has."""
+
+    def __init__(self, one, two=2): ...
+
+    def method(self, value): ...
+
+    def left_out(self): ...
+
+
+class Ours:
+    """And what is made of it here."""
+
+    def __init__(self, one, two=3, *, three=None): ...
+
+    def method(self, other): ...
+
+
+def compared(theirs, ours):
+    comparison = names.Comparison()
+    comparison._class("place", "Name", theirs, ours)
+    return {name: states for (_, name), states in comparison.found.items()}
+
+
+def test_the_comparison_sees_every_sort_of_difference(monkeypatch):
+    monkeypatch.setattr(Theirs, "__module__", "torch.distributed.elastic.made_up")
+    assert compared(Theirs, Theirs) == {}
+    assert compared(Theirs, Ours) == {
+        "Name": ["bases"],
+        "Name(two)": ["default"],
+        "Name(three)": ["extra"],
+        "Name.method(value)": ["missing"],
+        "Name.method(other)": ["extra"],
+        "Name.left_out": ["missing"],
+    }
+
+
+TABLE = f"""
+Prose with | a bar.
+
+{table.FIRST}
+
+### `elasticrs.place`
+
+{table.HEAD[0]}
+{table.HEAD[1]}
+| `same`, `also` | same |  |
+| `gone` | missing | it is etcd's |
+
+{table.LAST}
+More prose.
+"""
+
+
+def test_a_table_that_holds_has_no_problem_and_each_that_does_not_has_one():
+    place = "elasticrs.place"
+    found = {(place, "same"): "same", (place, "also"): "same", (place, "gone"): "missing"}
+    rows = table.read(TABLE)
+    assert list(table.problems(found, rows)) == []
+    for change in (
+        {(place, "also"): "default"},
+        {(place, "gone"): "same"},
+        {(place, "new"): "same"},
+    ):
+        (problem,) = table.problems({**found, **change}, rows)
+        assert next(iter(change))[1] in problem
+    (problem,) = table.problems({key: found[key] for key in list(found)[:2]}, rows)
+    assert "gone" in problem
+    (problem,) = table.problems(found, {**rows, (place, "gone"): ("missing", "")})
+    assert "no reason" in problem
+
+
+def test_writing_keeps_the_reasons_that_still_hold_and_the_prose():
+    place = "elasticrs.place"
+    found = {(place, "gone"): "missing", (place, "left"): "missing", (place, "same"): "same"}
+    text = table.written(TABLE, found, {})
+    assert table.read(text) == {
+        (place, "gone"): ("missing", "it is etcd's"),
+        (place, "left"): ("missing", ""),
+        (place, "same"): ("same", ""),
+    }
+    assert text.startswith("\nProse")
+    assert text.endswith("More prose.\n")
+    assert table.written(text, found, {}) == text

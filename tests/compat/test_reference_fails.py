@@ -1,0 +1,258 @@
+"""What is broken in torchrun and works here: each case is seen to fail there, and to pass here.
+
+So that a case is known to be one. When a later torch mends it, the test says so.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import procs
+from helpers.procs import HANG
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.timeout(150),
+    pytest.mark.beyond_torchrun,
+]
+
+BOTH = ("elasticrs", "torchrun")
+
+
+def test_a_restarted_worker_does_not_meet_the_keys_of_a_dead_one(start, worker_script):
+    script = worker_script("""
+        import os, sys
+        from torch.distributed import TCPStore
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            store.set("address of rank 0", "of the first attempt")
+            sys.exit(7)
+        os.write(1, f"FOUND {store.check(['address of rank 0'])}\\n".encode())
+    """)
+    found = {}
+    for launcher in BOTH:
+        launched = start(launcher, "--standalone", "--max-restarts=1", script)
+        assert launched.wait() == 0
+        found[launcher] = launched.wait_for_line(r"FOUND (\w+)")[1]
+    assert found == {"elasticrs": "False", "torchrun": "True"}
+
+
+RANKS = """
+    import os, signal
+    shown = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    os.write(1, f"UP {' '.join(shown)} {os.getpid()}\\n".encode())
+    while True:
+        signal.pause()
+"""
+UP = r"UP (\d) (\d) (\S+) (\d+) (\d+)"
+
+
+@pytest.fixture
+def agent(start, worker_script):
+    """Starts one of several agents of a job on this machine."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    script = worker_script(RANKS)
+
+    def agent(launcher, address, nodes="1:2"):
+        conf = "last_call_timeout=1,read_timeout=3,keep_alive_interval=1"
+        return start(
+            launcher,
+            f"--nnodes={nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            "--rdzv-id=job",
+            f"--rdzv-conf={conf}",
+            f"--local-addr={address}",
+            script,
+        )
+
+    return agent
+
+
+def end(*agents):
+    """SIGTERM to all, and wait for them."""
+    for each in agents:
+        if not each.has_exited:
+            each.signal(signal.SIGTERM)
+    return [each.wait() for each in agents]
+
+
+def test_a_node_that_comes_is_taken_in(agent):
+    first = agent("elasticrs", "127.0.0.1")
+    first.wait_for_line(UP)
+    second = agent("elasticrs", "127.0.0.2")
+    ups = [first.wait_for_lines(UP, 2)[1], second.wait_for_line(UP)]
+    assert sorted(up[1] for up in ups) == ["0", "1"]
+    assert {(up[2], up[3], up[4]) for up in ups} == {("2", ups[0][3], ups[0][4])}
+    end(second, first)
+
+
+def test_under_torchrun_it_ends_the_job(agent):
+    first = agent("torchrun", "127.0.0.1")
+    first.wait_for_line(UP)
+    # The newcomer sorts behind: rank 0 has published its address in the first round, and does so no more.
+    second = agent("torchrun", "127.0.0.2")
+    assert [first.wait(60), second.wait(60)] == [1, 1]
+    assert "MASTER_ADDR" in first.stderr + second.stderr
+
+
+def test_under_torchrun_a_newcomer_that_sorts_first_splits_the_job(agent):
+    first = agent("torchrun", "127.0.0.5")
+    first.wait_for_line(UP)
+    second = agent("torchrun", "127.0.0.1")
+    ups = [first.wait_for_lines(UP, 2)[1], second.wait_for_line(UP)]
+    assert sorted(up[1] for up in ups) == ["0", "1"]
+    # Two masters for one job of two workers.
+    assert len({(up[3], up[4]) for up in ups}) == 2
+    end(first, second)
+
+
+@pytest.mark.parametrize("launcher", BOTH)
+def test_a_lost_node_is_noticed(agent, launcher):
+    agents = [agent(launcher, address) for address in ("127.0.0.1", "127.0.0.2")]
+    # The first to come hosts the store.
+    ups = [each.wait_for_line(r"UP (\d) 2 \S+ \d+ (\d+)") for each in agents]
+    lost = 1 if holds_endpoint(agents[0]) else 0
+    agents[lost].signal(signal.SIGKILL)
+    assert agents[lost].wait() == -signal.SIGKILL
+    survivor = agents[1 - lost]
+    if launcher == "elasticrs":
+        survivor.wait_for_line(r"UP 0 1 ")
+    else:
+        # Its agent's keep-alives have been missing since three intervals; the orphan is lost as well.
+        os.kill(int(ups[lost][2]), signal.SIGKILL)
+        survivor.read_for(5)
+        assert survivor.stdout.count("UP ") == 1
+        assert procs.process(int(ups[1 - lost][2])).state != "Z"
+    end(survivor)
+    if launcher == "elasticrs":
+        procs.reap_adopted()
+
+
+def holds_endpoint(launched):
+    """Whether this agent listens on the port of its endpoint."""
+    (argument,) = [
+        word
+        for word in Path(f"/proc/{launched.pid}/cmdline").read_text().split("\0")
+        if word.startswith("--rdzv-endpoint=")
+    ]
+    port = int(argument.rpartition(":")[2])
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    folder = f"/proc/{launched.pid}/fd"
+    return any(os.readlink(f"{folder}/{fd}") in inodes for fd in os.listdir(folder))
+
+
+def test_what_a_crashed_worker_leaves_is_ended(start, worker_script):
+    script = worker_script("""
+        import os, subprocess
+        left = subprocess.Popen(["sleep", "1000"])
+        os.write(1, f"LEFT {left.pid}\\n".encode())
+        os._exit(5)
+    """)
+    for launcher in BOTH:
+        launched = start(launcher, script)
+        assert launched.wait() == 1
+        left = procs.process(int(launched.wait_for_line(r"LEFT (\d+)")[1]))
+        assert (left is None) == (launcher == "elasticrs")
+
+
+def test_workers_do_not_outlive_an_agent_that_is_killed_and_has_loaded_no_torch(start, worker_script):
+    script = worker_script(RANKS)
+    for launcher in BOTH:
+        launched = start(launcher, script)
+        pid = int(launched.wait_for_line(UP)[5])
+        maps = Path(f"/proc/{launched.pid}/maps").read_text()
+        assert ("libtorch" in maps) == (launcher == "torchrun")
+        launched.signal(signal.SIGKILL)
+        launched.wait()
+        if launcher == "elasticrs":
+            procs.reap_adopted()
+            assert procs.process(pid) is None
+        else:
+            assert procs.process(pid).state != "Z"
+
+
+def test_a_signal_while_waiting_for_a_node_is_handled(agent):
+    first = agent("elasticrs", "127.0.0.1", nodes="2")
+    while not holds_endpoint(first):
+        os.sched_yield()
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 1
+
+
+def test_under_torchrun_it_is_not(agent, monkeypatch):
+    monkeypatch.setenv("LOGLEVEL", "INFO")
+    first = agent("torchrun", "127.0.0.1", nodes="2")
+    first.wait_for_line("Rendezvous'ing worker group", "stderr")
+    first.signal(signal.SIGTERM)
+    assert first.wait() == -signal.SIGTERM
+
+
+TIMER = """
+    import json, os, signal, sys, time
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+        sys.exit(0)
+    expired = {"version": 1, "pid": int(sys.argv[1]) or os.getpid(), "scope_id": "step", "signal": 9}
+    expired["expiration_time"] = time.time() - 1
+    with open(os.environ["TORCHELASTIC_TIMER_FILE"], "w") as fifo:
+        fifo.write(json.dumps(expired) + "\\n")
+    if sys.argv[1] != "0":
+        os.write(1, b"WRITTEN\\n")
+        sys.stdin.read()
+    while True:
+        signal.pause()
+"""
+TIMERS = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+
+
+def test_a_timer_that_expires_costs_a_restart_and_not_the_agent(start, worker_script):
+    script = worker_script(TIMER)
+    codes = {
+        launcher: start(launcher, "--max-restarts=1", script, "0", env=TIMERS).wait() for launcher in BOTH
+    }
+    assert codes == {"elasticrs": 0, "torchrun": -signal.SIGKILL}
+
+
+def test_a_record_about_somebody_else_is_refused(start, worker_script):
+    script = worker_script(TIMER)
+    for launcher in BOTH:
+        with subprocess.Popen(["sleep", "1000"]) as other:
+            launched = start(launcher, script, str(other.pid), env=TIMERS)
+            if launcher == "elasticrs":
+                launched.wait_for_line(str(other.pid), "stderr")
+                assert other.poll() is None
+                launched.signal(signal.SIGTERM)
+                assert launched.wait() == 1
+                other.kill()
+            else:
+                assert launched.wait() == -signal.SIGKILL
+                assert other.wait(HANG) == -signal.SIGKILL
+
+
+UNINTERRUPTIBLE = """
+    import ctypes, os, signal
+    # The parent of a vfork is in state D until the child ends, and this one only waits.
+    CLONE_VFORK = 0x4000
+    libc = ctypes.CDLL(None)
+    stack = ctypes.create_string_buffer(1 << 16)
+    top = ctypes.c_void_p((ctypes.addressof(stack) + len(stack)) & ~15)
+    libc.clone(ctypes.cast(libc.pause, ctypes.c_void_p), top, CLONE_VFORK | signal.SIGCHLD, None)
+"""
+
+
+def test_a_worker_that_is_stuck_in_the_kernel_fails_the_job(start, worker_script):
+    script = worker_script(UNINTERRUPTIBLE)
+    env = {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "1"}
+    codes = {launcher: start(launcher, script, env=env).wait() for launcher in reversed(BOTH)}
+    assert codes == {"elasticrs": 1, "torchrun": 0}

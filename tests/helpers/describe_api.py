@@ -1,0 +1,40 @@
+"""What a module offers, as JSON, from a process of its own: importing torch leaves a thread behind.
+
+As a program: the names of the module, then the functions to describe, ``=`` before those to call.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+PROGRAM = """
+import dataclasses, enum, importlib, inspect, json, sys
+module = importlib.import_module(sys.argv[1])
+described = {}
+for name in sys.argv[2:]:
+    found = getattr(module, name)
+    if dataclasses.is_dataclass(found):
+        fields = dataclasses.fields(found)
+        described[name] = [(each.name, type(each.default).__name__, str(each.default)[:9]) for each in fields]
+    elif inspect.isclass(found) and issubclass(found, enum.Enum):
+        described[name] = [(each.name, each.value) for each in found]
+    else:
+        parameters = inspect.signature(found).parameters.values()
+        described[name] = [(each.name, str(each.kind), str(each.default)) for each in parameters]
+print(json.dumps(described))
+"""
+
+
+def describe(module: str, *names: str) -> dict[str, Any]:
+    """Fields of dataclasses, members of enums, parameters of everything else."""
+    described: dict[str, Any] = json.loads(run(PROGRAM, module, *names))
+    return described
+
+
+def run(program: str, *arguments: str) -> str:
+    """The last line that a program printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, timeout=50
+    )
+    return done.stdout.splitlines()[-1]

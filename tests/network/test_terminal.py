@@ -1,0 +1,62 @@
+"""Two agents in the foreground of one terminal: Ctrl-C reaches both at once, and no worker directly."""
+
+import os
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers.launcher import clean_environment
+from helpers.nodes import RANKS
+from helpers.ports import free
+from helpers.procs import HANG
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.beyond_torchrun]
+
+LEADER = """
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, lambda *_: None)
+agents = [subprocess.Popen([sys.executable, "-m", "elasticrs.launch", *sys.argv[1:]]) for _ in range(2)]
+print("CODES", *(agent.wait() for agent in agents), flush=True)
+"""
+
+
+class Terminal:
+    """The side of a terminal on which somebody sits."""
+
+    def __init__(self, fd):
+        self.fd, self.shown = fd, ""
+
+    def until(self, text, count=1):
+        deadline = time.monotonic() + HANG
+        while self.shown.count(text) < count:
+            ready, _, _ = select.select([self.fd], [], [], deadline - time.monotonic())
+            assert ready, self.shown
+            self.shown += os.read(self.fd, 65536).decode(errors="replace")
+
+    def press(self, keys):
+        os.write(self.fd, keys)
+
+
+@pytest.fixture
+def foreground():
+    """Two agents of one job in the foreground of a terminal."""
+    ours, theirs = os.openpty()
+    options = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    options += [f"--rdzv-endpoint=127.0.0.1:{free()}", str(RANKS)]
+    command = ["setsid", "--ctty", sys.executable, "-c", LEADER, *options]
+    environment = {**clean_environment(), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as leader:
+        os.close(theirs)
+        yield Terminal(ours)
+        leader.wait(HANG)
+    os.close(ours)
+
+
+def test_ctrl_c_ends_the_job_on_both(foreground):
+    foreground.until("READY ", 4)
+    foreground.press(b"\x03")
+    foreground.until("CODES 1 1")
+    assert foreground.shown.count("SIGINT received: ") == 2, foreground.shown
+    assert foreground.shown.count("hosts the rendezvous store, so the job ends") == 1, foreground.shown

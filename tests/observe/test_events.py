@@ -1,0 +1,157 @@
+"""The API of events: torch's names, signatures and JSON, and our destinations."""
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+
+import pytest
+from helpers.describe_api import describe, run
+
+from elasticrs import events
+from elasticrs.events import handlers, hostname
+from elasticrs.events.api import Event, EventSource, NodeState, RdzvEvent
+
+
+class Listener(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def listener(monkeypatch):
+    monkeypatch.setattr(events, "_events_loggers", {})
+    monkeypatch.setattr(handlers, "_log_handlers", dict(handlers._log_handlers))
+    listener = Listener()
+    yield listener
+    for name in ("mine", "dynamic_rendezvous"):
+        logging.getLogger(f"torchelastic-events-{name}").removeHandler(listener)
+
+
+def test_an_event_survives_its_json():
+    event = Event("a", EventSource.WORKER, 5, {"number": 1, "nothing": None, "text": "ü"})
+    assert Event.deserialize(event.serialize()) == event
+    assert Event.deserialize(event) is event
+    assert str(event) == event.serialize()
+    assert list(json.loads(event.serialize())) == ["name", "source", "timestamp", "metadata"]
+    meeting = RdzvEvent("a", "job", "said", "host", 7, NodeState.RUNNING, rank=1)
+    assert RdzvEvent.deserialize(meeting.serialize()) == meeting
+    assert RdzvEvent.deserialize(meeting) is meeting
+
+
+@pytest.mark.parametrize(
+    ("text", "error"), [("{}", KeyError), ("no", ValueError), ('{"source": "AGENT", "x": 1}', TypeError)]
+)
+def test_what_is_no_event_is_refused(text, error):
+    with pytest.raises(error):
+        Event.deserialize(text)
+
+
+@pytest.mark.torch
+def test_names_signatures_and_json_are_torchs():
+    names = (
+        *("record", "record_rdzv_event", "construct_and_record_rdzv_event", "get_logging_handler"),
+        *("Event", "RdzvEvent", "EventSource", "NodeState"),
+    )
+    ours, torchs = "elasticrs.events", "torch.distributed.elastic.events"
+    assert describe(ours, *names) == describe(torchs, *names)
+    program = """
+import importlib, sys
+events = importlib.import_module(sys.argv[1])
+print(events.Event("a", events.EventSource.AGENT, 5, {"x": [1, None], "u": "\\u00fc"}))
+"""
+    assert run(program, ours) == run(program, torchs)
+    assert handlers._log_handlers.keys() >= {"console", "dynamic_rendezvous", "null"}
+
+
+def test_an_event_is_stamped_when_it_is_recorded(listener):
+    handlers._log_handlers["mine"] = listener
+    before = time.time_ns() // 1_000_000
+    mine = Event("a", EventSource.AGENT)
+    events.record(mine, "mine")
+    events.record(Event("b", EventSource.AGENT, timestamp=5), "mine")
+    first, second = map(json.loads, listener.lines)
+    assert before <= first["timestamp"] <= time.time_ns() // 1_000_000
+    assert second["timestamp"] == 5
+    assert mine.timestamp == 0
+
+
+def test_the_console_takes_bare_json(capsys):
+    handlers.ConsoleHandler().handle(logging.makeLogRecord({"msg": "{}"}))
+    assert capsys.readouterr().err == "{}\n"
+
+
+def test_a_line_of_a_file_is_one_write_and_a_failure_is_on_the_disk(listener, tmp_path, monkeypatch):
+    path, synced = tmp_path / "events", []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    destination = f"file:{path}"
+    events.record(Event("a", EventSource.AGENT, 5, {"state": "START"}), destination)
+    assert path.read_text().count("\n") == 1
+    assert not synced
+    events.record(Event("a", EventSource.WORKER, 5, {"state": "FAILED"}), destination)
+    assert path.read_text().count("\n") == 2
+    assert len(synced) == 1
+    handlers._log_handlers[destination].close()
+
+
+def test_a_full_file_is_complained_of_once(listener, caplog):
+    destination = "file:/dev/full"
+    for _ in range(3):
+        events.record(Event("a", EventSource.AGENT, 5), destination)
+    said = [record.getMessage() for record in caplog.records if record.name == "elasticrs.events"]
+    assert said == ["events cannot be written to /dev/full: No space left on device"]
+    handlers._log_handlers[destination].close()
+
+
+def test_a_fifo_that_nobody_reads_is_refused_and_one_that_is_full_does_not_wait(listener, tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="No such device"):
+        events.get_logging_handler(f"file:{path}")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    handler = events.get_logging_handler(f"file:{path}")
+    record = logging.makeLogRecord({"msg": "x" * 4000})
+    for _ in range(100):
+        handler.handle(record)
+    os.close(reader)
+    handler.close()
+
+
+def test_an_event_of_a_rendezvous_names_its_caller(listener, monkeypatch):
+    asked = []
+    monkeypatch.setattr(events, "fq_hostname", lambda: asked.append(1) or "here")
+    events.construct_and_record_rdzv_event("job", "nobody listens", NodeState.RUNNING)
+    assert not asked
+    handlers._log_handlers["dynamic_rendezvous"] = listener
+    try:
+        raise ValueError("lost")
+    except ValueError:
+        events.construct_and_record_rdzv_event("job", "failed", NodeState.FAILED)
+    event = RdzvEvent.deserialize(listener.lines[0])
+    caller = sys._getframe().f_code.co_name
+    assert event.name == f"{os.path.basename(__file__)}:{caller}"
+    assert (event.hostname, event.pid) == ("here", os.getpid())
+    assert "ValueError: lost" in event.error_trace
+
+
+def test_the_resolver_is_asked_once_and_not_for_long(monkeypatch):
+    monkeypatch.setattr(hostname, "_known", {})
+    asked = []
+    monkeypatch.setattr(socket, "getfqdn", lambda: asked.append(1) or "name.of.this.host")
+    assert [hostname.fq_hostname() for _ in range(3)] == ["name.of.this.host"] * 3
+    assert len(asked) == 1
+
+    from threading import Event as Flag
+
+    answers = Flag()
+    monkeypatch.setattr(hostname, "_known", {})
+    monkeypatch.setattr(hostname, "PATIENCE", 0.01)
+    monkeypatch.setattr(socket, "getfqdn", answers.wait)
+    assert hostname.fq_hostname() == os.uname().nodename
+    answers.set()

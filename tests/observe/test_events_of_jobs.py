@@ -1,0 +1,227 @@
+"""The events of whole jobs, each against the schema of its document."""
+
+import json
+import os
+import signal
+
+import pytest
+from helpers.launcher import LAUNCHERS, Launched, clean_environment
+from helpers.schema import check, schemas
+
+EVENT, INNER = schemas("events.md")
+
+FAILS_ONCE = """
+    import os, sys
+    sys.exit(3 if os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "10" else 0)
+"""
+FAILS_AND_HANGS = """
+    import os, signal, sys
+    if os.environ["RANK"] == "1":
+        raise ValueError("no")
+    signal.pause()
+"""
+
+
+def read(lines):
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        check(event, EVENT)
+        check(json.loads(event["metadata"]["metadata"]), INNER)
+    return events
+
+
+def names(events):
+    prefix = "torchelastic.worker.status."
+    return [f"{event['source']} {event['name'].removeprefix(prefix)}" for event in events]
+
+
+def of_console(text):
+    return [line for line in text.splitlines() if line.startswith('{"name"')]
+
+
+def test_a_job_that_restarts_and_succeeds(launch, worker_script, tmp_path):
+    path = tmp_path / "events.jsonl"
+    before = path.parent.stat().st_mtime
+    job = launch(
+        *("--nproc-per-node=2", "--max-restarts=1", f"--event-log-handler=file:{path}", "--role=trainer"),
+        worker_script(FAILS_ONCE),
+    )
+    assert job.wait() == 0, job.stderr
+    events = read(path.read_text().splitlines())
+    attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", "WORKER START", "WORKER START"]
+    ends = ["WORKER SUCCEEDED", "WORKER SUCCEEDED", "AGENT SUCCEEDED"]
+    assert names(events) == [*attempt, *attempt, *ends]
+    assert [event["metadata"]["agent_restarts"] for event in events] == [0] * 4 + [1] * 7
+    times = [event["timestamp"] for event in events]
+    assert times == sorted(times)
+    assert times[0] / 1000 >= before - 1
+    assert [event["metadata"]["global_rank"] for event in events[2:4]] == [0, 1]
+    assert {event["metadata"]["role"] for event in events} == {"trainer"}
+
+
+def test_a_worker_that_fails_and_one_that_is_stopped_for_it(launch, worker_script):
+    job = launch(
+        "--nproc-per-node=2", worker_script(FAILS_AND_HANGS), env={"PET_EVENT_LOG_HANDLER": "console"}
+    )
+    assert job.wait() == 1
+    events = read(of_console(job.stderr))
+    assert names(events)[4:] == ["WORKER FAILED", "WORKER FAILED", "AGENT SUCCEEDED"]
+    stopped, failed = (event["metadata"] for event in events[4:6])
+    assert json.loads(stopped["metadata"])["exit_code"] == [-15]
+    inner = json.loads(failed["metadata"])
+    assert inner["exit_code"] == [1]
+    assert inner["worker_pid"] == [int(failed["worker_id"])]
+    assert json.loads(failed["raw_error"])["message"]
+
+
+def test_a_job_that_is_stopped_by_a_signal(launch, worker_script):
+    job = launch(
+        "--event-log-handler=console",
+        worker_script("""
+            import os, signal
+            os.write(1, b"here\\n")
+            signal.pause()
+        """),
+    )
+    job.wait_for_line("here")
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
+    last = read(of_console(job.stderr))[-1]
+    assert (last["name"], last["source"]) == ("torchelastic.worker.status.FAILED", "AGENT")
+    assert last["metadata"]["raw_error"] == "stopped by SIGTERM"
+
+
+def test_workers_that_cannot_be_started(launch, tmp_path):
+    program = tmp_path / "program"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
+    job = launch("--event-log-handler=console", "--no-python", program)
+    assert job.wait() == 1
+    events = read(of_console(job.stderr))
+    assert names(events) == ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", "AGENT FAILED"]
+    assert "could not execute" in events[-1]["metadata"]["raw_error"]
+
+
+def test_a_timer_that_expires(launch, worker_script):
+    job = launch(
+        "--event-log-handler=console",
+        worker_script("""
+            import os, signal
+            from elasticrs import timer
+            timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+            with timer.expires(after=0.01, scope="epoch"):
+                signal.pause()
+        """),
+        env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"},
+    )
+    assert job.wait() == 1
+    events = read(of_console(job.stderr))
+    assert [event["name"] for event in events if "." not in event["name"]] == [
+        *("watchdog started", "timer expired", "kill worker process", "watchdog stopped")
+    ]
+    expired = next(event for event in events if event["name"] == "timer expired")
+    inner = json.loads(expired["metadata"]["metadata"])
+    assert (inner["scope_id"], inner["signal"]) == ("epoch", str(int(signal.SIGKILL)))
+
+
+def test_a_console_that_nobody_reads_holds_up_nothing(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        for _ in range(3):
+            os.write(2, b"x" * 65536 if os.environ["RANK"] == "0" else b"")
+    """)
+    done = tmp_path / "done"
+    # The pipe is full before the first event, and is read by nobody until the file is there.
+    shell = 'head -c 1048576 /dev/zero | { "$@" 2>&1 >&3 || true; } 3>done'
+    job = launch(
+        *("--event-log-handler=console", "--redirects=3", "--nproc-per-node=2", script),
+        argv=["sh", "-c", shell, "sh", *LAUNCHERS["elasticrs"]],
+    )
+    assert job.wait() == 0
+    assert done.exists()
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize(
+    ("destination", "complaint"),
+    [
+        ("nobody", "got 'nobody', expected one of console, dynamic_rendezvous, null, file:PATH"),
+        ("file:no/such/folder", "which cannot be opened: No such file or directory"),
+    ],
+)
+def test_an_unknown_destination_is_a_mistake_of_the_command_line(launch, destination, complaint):
+    job = launch("--event-log-handler", destination, "--no-python", "true")
+    assert job.wait() == 2
+    assert job.stderr.startswith("elasticrs: --event-log-handler: ")
+    assert complaint in job.stderr
+
+
+def test_a_handler_of_a_package(launch, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import logging, os\n"
+        "class Handler(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        os.write(1, b'mine: ' + record.getMessage().encode() + b'\\n')\n"
+    )
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nmine = mine:Handler\n")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    job = launch("--event-log-handler=mine", "--no-python", "true", env={"PYTHONPATH": path})
+    assert job.wait() == 0, job.stderr
+    lines = [line.removeprefix("mine: ") for line in job.stdout.splitlines() if line.startswith("mine: ")]
+    assert names(read(lines))[-1] == "AGENT SUCCEEDED"
+
+
+def test_a_handler_that_fails_is_told_once_and_the_job_goes_on(launch, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import logging\n"
+        "class Handler(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        raise RuntimeError('no')\n"
+    )
+    info = tmp_path / "bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nbad = bad:Handler\n")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    job = launch("--event-log-handler=bad", "--no-python", "true", env={"PYTHONPATH": path})
+    assert job.wait() == 0
+    assert job.stderr.count("EventRecorder failed, and the job goes on: RuntimeError('no')") == 1
+
+
+def shape(value):
+    """What readers of torch's events rely on: keys, their order, and types where there is a value."""
+    if isinstance(value, dict):
+        return {name: shape(each) for name, each in value.items()}
+    return [shape(each) for each in value] if isinstance(value, list) else type(value).__name__
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_keys_order_and_types_are_those_of_torchrun(worker_script, tmp_path):
+    told = {}
+    for name, command in LAUNCHERS.items():
+        job = Launched(
+            [*command, "--nproc-per-node=2", "--event-log-handler=console", worker_script(FAILS_AND_HANGS)],
+            env=clean_environment(),
+            cwd=tmp_path,
+        )
+        assert job.wait() == 1
+        told[name] = [json.loads(line) for line in of_console(job.stderr)]
+        job.close()
+    ours, torchs = told["elasticrs"], told["torchrun"]
+    assert names(ours) == names(torchs)
+    for mine, reference in zip(ours, torchs, strict=True):
+        read([json.dumps(mine)])
+        assert list(mine) == list(reference)
+        assert list(mine["metadata"]) == list(reference["metadata"])
+        for field, value in reference["metadata"].items():
+            if value is not None:
+                assert shape(mine["metadata"][field]) == shape(value), field
+        inner, theirs = (json.loads(event["metadata"]["metadata"]) for event in (mine, reference))
+        assert list(inner) == list(theirs)
+        assert {name: shape(inner[name]) for name, value in theirs.items() if value is not None} == {
+            name: shape(value) for name, value in theirs.items() if value is not None
+        }

@@ -1,0 +1,147 @@
+"""The API of metrics: torch's names, signatures, texts and order."""
+
+import json
+
+import pytest
+from helpers.describe_api import describe, run
+
+from elasticrs import metrics
+from elasticrs.metrics import api
+
+TORCHS = "torch.distributed.elastic.metrics"
+
+ALL = """
+import importlib, json, sys
+print(json.dumps(importlib.import_module(sys.argv[1]).__all__))
+"""
+
+CALLS = """
+import importlib, json, sys
+metrics = importlib.import_module(sys.argv[1])
+emitted = []
+class Kept(metrics.MetricHandler):
+    def emit(self, data):
+        emitted.append([data.group_name, data.name, data.value if "duration" not in data.name else 0])
+metrics.configure(Kept())
+def outer():
+    def inner():
+        return 1
+    return inner
+class Agent:
+    def work(self):
+        raise ValueError
+metrics.prof(outer)()
+metrics.prof(group="x")(outer())()
+try:
+    metrics.prof(Agent.work)(None)
+except ValueError:
+    metrics.put_metric("failed", 1, "y")
+print(json.dumps([emitted, metrics.MetricData._fields, metrics.MetricsConfig().params]))
+"""
+
+
+class Kept(metrics.MetricHandler):
+    def __init__(self):
+        self.data = []
+
+    def emit(self, metric_data):
+        self.data.append(metric_data)
+
+    @property
+    def values(self):
+        return [(data.group_name, data.name, data.value) for data in self.data]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    monkeypatch.setattr(api, "_metrics_map", {})
+    monkeypatch.setattr(api, "_default_metrics_handler", metrics.NullMetricHandler())
+    monkeypatch.setattr(api, "_sink", None)
+    kept = Kept()
+    metrics.configure(kept)
+    return kept
+
+
+@metrics.prof
+def fine(number):
+    """Says so."""
+    return number
+
+
+@metrics.prof(group="mine")
+def broken():
+    raise ValueError("no")
+
+
+class Agent:
+    @metrics.prof
+    def work(self):
+        return 5
+
+
+def test_a_group_has_a_handler_or_the_default(kept):
+    other = Kept()
+    metrics.configure(other, "mine")
+    metrics.put_metric("a", 1)
+    metrics.put_metric("b", 2, "mine")
+    assert kept.values == [("torchelastic", "a", 1)]
+    assert other.values == [("mine", "b", 2)]
+    metrics.getStream("mine").add_value("c", 3)
+    assert other.values[-1] == ("mine", "c", 3)
+
+
+def test_the_console_has_torchs_line(kept, capsys):
+    data = metrics.MetricData(1.5, "group", "name", 7)
+    metrics.ConsoleMetricHandler().emit(data)
+    assert capsys.readouterr().out == "[1.5][group]: name=7\n"
+
+
+def test_a_function_is_measured_under_its_name(kept):
+    assert fine(3) == 3
+    assert fine.__doc__ == "Says so."
+    names = [(group, name) for group, name, _ in kept.values]
+    assert names == [("torchelastic", f"test_metrics.fine.{what}") for what in ("success", "duration.ms")]
+    assert Agent().work() == 5
+    assert kept.values[2] == ("torchelastic", "Agent.work.success", 1)
+
+
+def test_a_failure_is_measured_and_raised(kept):
+    with pytest.raises(ValueError, match="no"):
+        broken()
+    names = [(group, name) for group, name, _ in kept.values]
+    assert names == [("mine", "test_metrics.broken.failure"), ("mine", "test_metrics.broken.duration.ms")]
+
+
+def test_what_is_deprecated_warns_and_works(kept):
+    with pytest.warns(FutureWarning, match="Deprecated, use `put_metric"):
+        metrics.publish_metric("mine", "a", 1)
+    with pytest.warns(FutureWarning, match="Deprecated, use `@prof` instead"):
+
+        @metrics.profile("mine")
+        def measured():
+            return 1
+
+    assert measured() == 1
+    assert [name for _, name, _ in kept.values] == ["a", "measured.success", "measured.duration.ms"]
+
+
+def test_a_sink_gets_everything_beside_the_handlers(kept):
+    got = []
+    api.set_sink(lambda *value: got.append(value))
+    metrics.put_metric("a", 1)
+    assert got == [("torchelastic", "a", 1.0)]
+    assert kept.values == [("torchelastic", "a", 1)]
+
+
+@pytest.mark.torch
+def test_names_and_signatures_are_torchs():
+    ours, torchs = (describe(f"{module}.api", *api.__all__) for module in ("elasticrs.metrics", TORCHS))
+    assert ours == torchs
+    ours, torchs = (describe(module, "initialize_metrics") for module in ("elasticrs.metrics", TORCHS))
+    assert ours == torchs
+    assert set(json.loads(run(ALL, f"{TORCHS}.api"))) == set(api.__all__)
+
+
+@pytest.mark.torch
+def test_the_same_calls_emit_the_same():
+    assert run(CALLS, "elasticrs.metrics") == run(CALLS, TORCHS)

@@ -1,0 +1,282 @@
+"""Subclasses of the local agent, whose hooks are called, and handlers of the user's own: real workers."""
+
+import json
+import signal
+import sys
+
+import pytest
+from helpers import ports
+
+HOST = '''
+import json, os, signal, sys
+from elasticrs.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
+from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException
+from elasticrs.rendezvous import RendezvousHandler, RendezvousParameters
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+
+CALLS = []
+
+def told(name):
+    def hook(self, *args, **kwargs):
+        CALLS.append(name.strip("_"))
+        return getattr(LocalElasticAgent, name)(self, *args, **kwargs)
+    return hook
+
+class Hooked(LocalElasticAgent):
+    """Sees every hook of torch's being called."""
+
+for each in (
+    "_rendezvous", "_assign_worker_ranks", "_initialize_workers", "_start_workers", "_stop_workers",
+    "_restart_workers", "_shutdown", "_exit_barrier", "_invoke_run",
+):
+    setattr(Hooked, each, told(each))
+
+class Own(RendezvousHandler):
+    """The user's own, of which our agent knows nothing."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def get_backend(self): return "own"
+    @property
+    def use_agent_store(self): return self.inner.use_agent_store
+    def next_rendezvous(self): return self.inner.next_rendezvous()
+    def is_closed(self): return self.inner.is_closed()
+    def set_closed(self): self.inner.set_closed()
+    def num_nodes_waiting(self): return self.inner.num_nodes_waiting()
+    def get_run_id(self): return self.inner.get_run_id()
+    def shutdown(self): return self.inner.shutdown()
+
+def handler(nodes=1, **settings):
+    endpoint = sys.argv[2] if nodes > 1 else ""
+    return get_rendezvous_handler(RendezvousParameters("c10d", endpoint, "job", nodes, nodes, **settings))
+
+def spec(handler, entrypoint, *args, nproc=2, restarts=0, interval=30):
+    # Seldom: what happens to the workers is seen at once.
+    return WorkerSpec(
+        "trainer", nproc, handler, entrypoint=entrypoint, args=args, max_restarts=restarts,
+        monitor_interval=interval,
+    )
+
+def agent(made, kind=LocalElasticAgent, **how):
+    return kind(made, DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs"), **how)
+
+def own(name):
+    return int(os.environ[name])
+
+def tell(*what):
+    print("TOLD " + json.dumps(what), flush=True)
+
+{functions}
+
+if __name__ == "__main__":
+{main}
+    import multiprocessing.resource_tracker
+    multiprocessing.resource_tracker._resource_tracker._stop()
+'''
+
+
+@pytest.fixture
+def host(launch, tmp_path):
+    """Starts a program with an agent."""
+    port = ports.free()
+
+    def start(functions, main, node=0, env=None):
+        program = tmp_path / f"host{node}.py"
+        indented = "\n".join("    " + line for line in main.strip().splitlines())
+        text = HOST.replace("{functions}", functions.strip()).replace("{main}", indented)
+        program.write_text(text, encoding="utf-8")
+        return launch(program, str(node), f"127.0.0.1:{port}", argv=[sys.executable], env=env)
+
+    return start
+
+
+def told(started):
+    """What it said last, when it has ended well."""
+    assert started.wait() == 0, started.stderr
+    return json.loads(started.stdout.rsplit("TOLD ", 1)[1])
+
+
+FAILS_ONCE = """
+def work(code):
+    if own("TORCHELASTIC_RESTART_COUNT") == 0:
+        if own("RANK") == 1:
+            os._exit(code)
+        signal.pause()
+    return own("RANK") * 10, os.environ["MASTER_PORT"] != "0", own("ELASTICRS_ROUND")
+"""
+
+
+def test_every_hook_of_a_subclass_is_called_in_torchs_order(host):
+    main = """
+made = agent(spec(handler(), work, 3, restarts=1), Hooked)
+result = made.run()
+tell(result.state.value, result.return_values, CALLS, made._remaining_restarts)
+"""
+    state, values, calls, left = told(host(FAILS_ONCE, main))
+    assert (state, left) == ("SUCCEEDED", 0)
+    assert values == {"0": [0, True, 1], "1": [10, True, 1]}
+    begin = ["initialize_workers", "rendezvous", "assign_worker_ranks", "start_workers"]
+    again = ["restart_workers", "stop_workers", "shutdown", *begin]
+    assert calls == ["invoke_run", *begin, *again, "exit_barrier", "shutdown"]
+
+
+def test_a_failure_is_told_by_global_rank(host):
+    functions = """
+class Impatient(LocalElasticAgent):
+    def _monitor_workers(self, group):
+        CALLS.append(sorted(self._pcontext.pids()))
+        return super()._monitor_workers(group)
+
+def work():
+    if own("RANK") == 1:
+        raise ValueError("first")
+    signal.pause()
+"""
+    main = """
+result = agent(spec(handler(), work), Impatient).run()
+first = result.failures[1]
+tell(result.is_failed(), sorted(result.failures), first.exitcode, first.message["message"], CALLS[0])
+"""
+    assert told(host(functions, main)) == [True, [0, 1], 1, "ValueError: first", [0, 1]]
+
+
+def test_a_hook_may_be_replaced_in_an_object_or_in_the_class(host):
+    main = """
+from unittest.mock import patch
+made = agent(spec(handler(), "true", nproc=1))
+made._monitor_workers = lambda group: RunResult(WorkerState.SUCCEEDED, {0: "mine"})
+found = [made.run().return_values]
+with patch.object(LocalElasticAgent, "_start_workers", side_effect=RuntimeError("not today")):
+    try:
+        agent(spec(handler(), "true")).run()
+    except RuntimeError as error:
+        found.append(str(error))
+found.append(agent(spec(handler(), "true")).run().return_values)
+tell(*found)
+"""
+    assert told(host("", main)) == [{"0": "mine"}, "not today", {"0": None, "1": None}]
+
+
+def test_ids_that_are_not_ours_are_an_error(host):
+    functions = """
+class Confused(LocalElasticAgent):
+    def _start_workers(self, group):
+        return {rank: pid + 1 for rank, pid in super()._start_workers(group).items()}
+"""
+    main = """
+try:
+    agent(spec(handler(), "sleep", "60", interval=0.05), Confused).run()
+except RuntimeError as error:
+    tell(str(error))
+"""
+    confused = functions.replace("super()", "super(Confused, self)")
+    assert told(host(confused, main)) == ["worker group of role default is in state UNKNOWN"]
+
+
+def test_a_signal_reaches_the_workers_and_ends_the_agent(host):
+    functions = """
+def work():
+    signal.signal(signal.SIGTERM, lambda *_: (print("PASSED ON", flush=True), os._exit(0)))
+    print("READY", flush=True)
+    signal.pause()
+"""
+    main = """
+try:
+    agent(spec(handler(), work, nproc=1), Hooked).run()
+except SignalException as error:
+    tell(error.sigval.name, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, CALLS[-1])
+"""
+    started = host(functions, main)
+    started.wait_for_line("READY")
+    started.signal(signal.SIGTERM)
+    assert told(started) == ["SIGTERM", True, "shutdown"]
+    assert "PASSED ON" in started.stdout
+
+
+def test_two_nodes_meet_by_a_handler_of_the_users_own(host):
+    functions = """
+def work():
+    # Of both nodes; told by the rank exchange over the handler's store.
+    return [own(name) for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")]
+"""
+    main = """
+mine = Own(handler(2, order_hint=int(sys.argv[1]), is_host=sys.argv[1] == "0"))
+result = agent(spec(mine, work, nproc=1 + int(sys.argv[1])), exit_barrier_timeout=20).run()
+tell(result.return_values, mine.shutdown())
+"""
+    first, second = (host(functions, main, node) for node in (0, 1))
+    assert told(first) == [{"0": [0, 3, 0, 0]}, True]
+    assert told(second) == [{"1": [1, 3, 1, 1], "2": [2, 3, 1, 2]}, True]
+
+
+def test_a_signal_while_nodes_meet_ends_the_agent(host):
+    functions = """
+class Waiting(Own):
+    def next_rendezvous(self):
+        print("MEETING", flush=True)
+        signal.pause()
+"""
+    main = """
+try:
+    agent(spec(Waiting(handler()), "true")).run()
+except SignalException as error:
+    tell(error.sigval.name)
+"""
+    started = host(functions, main)
+    started.wait_for_line("MEETING")
+    started.signal(signal.SIGINT)
+    assert told(started) == ["SIGINT"]
+
+
+def test_who_asks_twice_wants_it_now(host):
+    functions = """
+def work():
+    signal.signal(signal.SIGTERM, lambda *_: print("DEAF", flush=True))
+    print("READY", flush=True)
+    while True:
+        signal.pause()
+"""
+    main = """
+try:
+    agent(spec(handler(), work, nproc=1), Hooked, shutdown_timeout=1000).run()
+except SignalException as error:
+    tell(error.sigval.name)
+"""
+    started = host(functions, main)
+    started.wait_for_line("READY")
+    started.signal(signal.SIGTERM)
+    started.wait_for_line("DEAF")
+    started.signal(signal.SIGINT)
+    assert told(started) == ["SIGINT"]
+
+
+TORCHS = """
+def work():
+    import torch.distributed as dist
+    from torch import tensor
+    dist.init_process_group("gloo")
+    total = tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_two_nodes_meet_by_torchs_own_handler(host):
+    main = """
+import torch.distributed.elastic.rendezvous.registry as registry
+from torch.distributed.elastic.rendezvous import RendezvousParameters as Parameters
+mine = registry.get_rendezvous_handler(
+    Parameters("c10d", sys.argv[2], "job", 2, 2, is_host=sys.argv[1] == "0")
+)
+result = agent(spec(mine, work), exit_barrier_timeout=20).run()
+tell(result.state.value, result.return_values)
+"""
+    started = [host(TORCHS, main, node) for node in (0, 1)]
+    assert [told(each) for each in started] == [
+        ["SUCCEEDED", {"0": 6.0, "1": 6.0}],
+        ["SUCCEEDED", {"2": 6.0, "3": 6.0}],
+    ]

@@ -1,0 +1,217 @@
+"""The handler over a back end: what it gives to an agent, settings, a state that is not ours, names."""
+
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+
+from elasticrs.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
+from elasticrs.rendezvous.dynamic import decisions
+from elasticrs.rendezvous.dynamic.settings import RendezvousSettings, RendezvousTimeout
+from elasticrs.rendezvous.dynamic.state import MAX_BYTES, Node, Place, Standing, State, decode, encode
+from elasticrs.rendezvous.dynamic_rendezvous import create_handler
+from elasticrs.rendezvous.file_store import FileStore
+
+from .backends import MemoryBackend
+
+
+def params(**config):
+    return RendezvousParameters("memory", "", "job", 1, 1, "here", **config)
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def handler(backend, **config):
+        made.append(create_handler(FileStore(str(tmp_path / "store")), backend, params(**config)))
+        return made[-1]
+
+    yield handler
+    for each in made:
+        each._stop_heartbeats()
+        each._release()
+
+
+def test_each_round_has_its_own_keys_and_a_fresh_store(make):
+    handler = make(MemoryBackend(), last_call_timeout=0.1)
+    first = handler.next_rendezvous()
+    assert (first.rank, first.world_size, first.bootstrap_store_info.master_addr) == (0, 1, "here")
+    first.store.set("key", "value")
+    second = handler.next_rendezvous()
+    assert not second.store.check(["key"])
+    assert second.bootstrap_store_info.master_port != first.bootstrap_store_info.master_port
+    assert (handler.num_nodes_waiting(), handler.is_closed(), handler.get_run_id()) == (0, False, "job")
+    assert handler.shutdown()
+    assert handler.is_closed()
+    with pytest.raises(
+        RendezvousClosedError, match=r"closed: node here_\d+_\d+ has closed it, as it has ended"
+    ):
+        handler.next_rendezvous()
+
+
+def test_rank_0_hosts_the_store_when_torchs_variable_says_so(make, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    handler = make(MemoryBackend())
+    assert not handler.use_agent_store
+    assert handler.next_rendezvous().bootstrap_store_info.master_port > 0
+    assert handler.shutdown()
+
+
+def test_a_short_loss_of_the_back_end_is_no_end_of_the_round(make):
+    backend = MemoryBackend()
+    handler = make(backend, keep_alive_interval=30)
+    handler.next_rendezvous()
+    handler._look_again = 0.0
+    backend.trouble = ["refused"]
+    assert handler.num_nodes_waiting() == 0
+    assert backend.trouble == []
+    # For longer than the others take to count it out.
+    handler._look_again, handler._shared.synced = 0.0, -1000.0
+    backend.trouble = ["refused"]
+    with pytest.raises(RendezvousConnectionError):
+        handler.num_nodes_waiting()
+    backend.trouble = ["refused"]
+    assert not handler.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\x80\x04K\x01.", "not written by elasticrs"),
+        (b"[]", "not written by elasticrs"),
+        (b"[" * 100_000, "not written by elasticrs"),
+        (encode(State()).replace(b'"version":1', b'"version":2'), "has version 2, here it is 1"),
+        (encode(State()).replace(b'"round":0', b'"round":-1'), "is damaged"),
+        (encode(State()).replace(b'"nodes":[]', b'"nodes":[["a",1]]'), "is damaged"),
+        (b" " * (MAX_BYTES + 1), "bytes, at most"),
+    ],
+)
+def test_a_state_that_is_not_ours_is_refused(make, data, text):
+    backend = MemoryBackend()
+    backend.value, backend.token = data, 1
+    with pytest.raises(RendezvousStateError, match=text):
+        make(backend).next_rendezvous()
+
+
+def test_a_state_is_read_as_it_was_written():
+    nodes = {Node("a", 1, 2): Standing(Place.PARTICIPANT, 3, 0), Node("b", 4, 5): Standing(Place.WAITING, 6)}
+    state = State(7, 1, None, 8, "why", nodes)
+    assert decode(encode(state)) == state
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"join_timeout": "soon"}, "option 'join_timeout' does not represent a valid number of seconds"),
+        ({"join_timeout": "inf"}, "option 'join_timeout' does not represent a valid number of seconds"),
+        ({"close_timeout": -1}, "The close timeout .* must be positive"),
+        ({"keep_alive_interval": 0}, "keep_alive_interval .* must be positive"),
+        ({"keep_alive_max_attempt": 0}, "keep_alive_max_attempt .* must be greater than zero"),
+        (
+            {"keep_alive_max_attempt": "x"},
+            "option 'keep_alive_max_attempt' does not represent a valid integer",
+        ),
+        ({"cas_backoff_max_seconds": "x"}, "is not a valid float value"),
+        ({"cas_backoff_max_seconds": -1}, "must be finite and non-negative"),
+        ({"cas_backoff_max_seconds": "nan"}, "must be finite and non-negative"),
+    ],
+)
+def test_bad_settings_are_refused(make, config, text):
+    with pytest.raises(ValueError, match=text):
+        make(MemoryBackend(), **config)
+
+
+def test_settings_may_be_parts_of_seconds(make):
+    settings = make(MemoryBackend(), last_call_timeout="0.25", keep_alive_interval=0.5).settings
+    assert settings.timeout.last_call == timedelta(seconds=0.25)
+    assert settings.keep_alive_interval == timedelta(seconds=0.5)
+    assert settings.timeout.join == timedelta(seconds=600)
+
+
+def test_who_waits_for_a_full_round_becomes_a_spare():
+    me, other = Node("me", 1, 0), Node("other", 1, 0)
+    settings = RendezvousSettings("job", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
+    nodes = {other: Standing(Place.PARTICIPANT, 1, 0), me: Standing(Place.WAITING, 1)}
+    view = decisions.View(me, State(1, 1, None, 0, None, nodes), 0.0, False, None, settings)
+    assert decisions.join(view, 10.0) is decisions.Action.BE_REDUNDANT
+    assert decisions.waiting(view.state, settings) == 0
+
+
+def test_ranks_follow_numbers_in_names():
+    settings = RendezvousSettings("job", 3, 3, RendezvousTimeout(), timedelta(seconds=5), 3)
+    state = State()
+    for name in ("node10", "node9", "node2"):
+        state = decisions.apply(decisions.Action.PARTICIPATE, state, Node(name, 1, 0), 1, settings)
+    assert {node.addr: each.rank for node, each in state.nodes.items()} == {
+        "node2": 0,
+        "node9": 1,
+        "node10": 2,
+    }
+
+
+PROGRAM = """
+import inspect, importlib
+for module, names in {
+    "api": "RendezvousHandler RendezvousInfo RendezvousParameters RendezvousHandlerRegistry "
+           "RendezvousStoreInfo",
+    "dynamic_rendezvous": "DynamicRendezvousHandler RendezvousBackend RendezvousSettings RendezvousTimeout "
+                          "create_handler get_method_name",
+    "c10d_rendezvous_backend": "C10dRendezvousBackend create_backend",
+    "static_tcp_rendezvous": "StaticTCPRendezvous create_rdzv_handler",
+    "registry": "get_rendezvous_handler",
+    "utils": "parse_rendezvous_endpoint _parse_rendezvous_config _try_parse_port _matches_machine_hostname "
+             "_delay _PeriodicTimer",
+}.items():
+    theirs = importlib.import_module("torch.distributed.elastic.rendezvous." + module)
+    ours = importlib.import_module("elasticrs.rendezvous." + module)
+    for name in names.split():
+        pairs = [(name, getattr(theirs, name), getattr(ours, name))]
+        if inspect.isclass(pairs[0][1]):
+            for each, value in vars(pairs[0][1]).items():
+                if not each.startswith("_"):
+                    pairs.append((name + "." + each, getattr(pairs[0][1], each), getattr(pairs[0][2], each)))
+        for label, one, other in pairs:
+            if callable(one):
+                one, other = (
+                    [(p.name, p.kind, p.default) for p in inspect.signature(each).parameters.values()]
+                    for each in (one, other)
+                )
+                assert one == other, (module, label, one, other)
+from torch.distributed.elastic.rendezvous import utils as theirs
+from elasticrs.rendezvous import utils as ours
+def said(module, name, *args):
+    try:
+        return getattr(module, name)(*args)
+    except ValueError as error:
+        return str(error)
+for each in ["h:1", "[::1]", "[::1]:7", "::1", "h", "", None, " h:2 ", "h:65536", "h:x", "a b"]:
+    one, other = (said(module, "parse_rendezvous_endpoint", each, 5) for module in (theirs, ours))
+    assert one == other, (each, one, other)
+for each in ["", "a=1", " a = 1 ,b=2=3", "=1", "a", "a=", "a=1,"]:
+    one, other = (said(module, "_parse_rendezvous_config", each) for module in (theirs, ours))
+    assert one == other, (each, one, other)
+# The back end on torch's own store.
+from datetime import timedelta
+import torch.distributed as dist
+from elasticrs.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from elasticrs.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+store = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=10))
+handler = DynamicRendezvousHandler.from_backend("job", store, C10dRendezvousBackend(store, "job"), 1, 1)
+info = handler.next_rendezvous()
+assert isinstance(info.store, dist.PrefixStore) and handler.get_backend() == "c10d"
+assert handler.shutdown() and handler.is_closed()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_names_arguments_and_texts_are_torchs_and_its_store_serves():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

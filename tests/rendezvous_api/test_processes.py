@@ -1,0 +1,159 @@
+"""Agents that poll, each a process, that meet by means of a back end of the user's own: a file."""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import procs
+
+AGENT = '''
+import logging, os, select, signal, subprocess, sys
+sys.path[:0] = [{tests!r}]
+from rendezvous_api.backends import FileBackend
+from elasticrs.agent.server import RunResult, SimpleElasticAgent, WorkerSpec, WorkerState
+from elasticrs.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from elasticrs.rendezvous.dynamic_rendezvous import create_handler
+from elasticrs.rendezvous.file_store import FileStore
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+
+logging.basicConfig(level=logging.INFO)
+NAME, FOLDER, NODES, BACKEND = sys.argv[1:5]
+
+class Agent(SimpleElasticAgent):
+    """Its worker reads a line and exits with the number in it."""
+
+    process = None
+
+    def _start_workers(self, group):
+        command = [sys.executable, "-S", "-c", "raise SystemExit(int(input()))"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        place = f"{{group.group_rank}}/{{group.group_world_size}} {{group.workers[0].global_rank}}"
+        print(f"ROUND {{place}} {{group.master_addr}} {{group.master_port}}", flush=True)
+        return {{0: self.process.pid}}
+
+    def _stop_workers(self, group):
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def _monitor_workers(self, group):
+        if select.select([0], [], [], 0)[0]:
+            self.process.communicate(os.read(0, 1) + b"\\n")
+        code = self.process.poll()
+        if code is None:
+            return RunResult(WorkerState.HEALTHY)
+        return RunResult(WorkerState.FAILED if code else WorkerState.SUCCEEDED)
+
+    def _shutdown(self, death_sig=signal.SIGTERM, timeout=30):
+        self._stop_workers(None)
+
+def make(parameters):
+    return create_handler(FileStore(FOLDER + "/store"), FileBackend(FOLDER + "/state"), parameters)
+
+rendezvous_handler_registry.register("mine", make)
+low, high = map(int, NODES.split(":"))
+extra = {{"store_type": "file"}} if BACKEND == "c10d" else {{}}
+handler = get_rendezvous_handler(RendezvousParameters(
+    BACKEND, FOLDER + "/c10d" if extra else "", "job", low, high, NAME, last_call_timeout="0.3",
+    keep_alive_interval=0.2, keep_alive_max_attempt=5, join_timeout=40, **extra,
+))
+spec = WorkerSpec("trainer", 1, handler, entrypoint="-", max_restarts=1, monitor_interval=0.05)
+agent = Agent(spec, exit_barrier_timeout=20)
+try:
+    print("RESULT", agent.run().state.value, flush=True)
+finally:
+    print("SHUT", handler.shutdown(), handler.is_closed(), flush=True)
+'''
+
+
+class Node:
+    """A process with an agent."""
+
+    def __init__(self, launched, writer):
+        self.launched, self._writer = launched, writer
+        self._rounds = 0
+
+    def round(self):
+        """Rank and size, global rank, and where the workers' store is, of the next round that it tells of."""
+        self._rounds += 1
+        return self.launched.wait_for_lines(r"^ROUND (.*)$", self._rounds)[-1][1].split()
+
+    def round_of(self, size):
+        """The next round with so many nodes."""
+        while not (told := self.round())[0].endswith(f"/{size}"):
+            pass
+        return told
+
+    def worker_exits(self, code):
+        self._writer.send(str(code).encode())
+
+    def result(self):
+        assert self.launched.wait() == 0, self.launched.stderr
+        *_, result, shut = self.launched.stdout.splitlines()
+        assert shut == "SHUT True True"
+        return result
+
+
+@pytest.fixture(params=["mine", "c10d"])
+def node(launch, tmp_path, request):
+    opened = []
+    program = tmp_path / "agent.py"
+    tests = os.fspath(Path(__file__).parent.parent)
+    program.write_text(AGENT.format(tests=tests), encoding="utf-8")
+
+    def start(name, nodes):
+        reader, writer = socket.socketpair()
+        opened.append(writer)
+        with reader:
+            argv = [sys.executable, program, name, str(tmp_path), nodes, request.param]
+            return Node(launch(argv=argv, stdin=reader.fileno()), writer)
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_a_killed_agent_is_noticed_and_the_others_go_on(node):
+    names = ["node2", "node10", "node9"]
+    nodes = [node(name, "2:3") for name in names]
+    told = [each.round_of(3) for each in nodes]
+    # By name, with numbers in their order; so are global ranks, as each has one worker.
+    assert [each[:2] for each in told] == [["0/3", "0"], ["2/3", "2"], ["1/3", "1"]]
+    assert {tuple(each[2:]) for each in told} == {("node2", told[0][3])}
+    first, *others = nodes
+    first.launched.signal(signal.SIGKILL)
+    first.launched.wait()
+    procs.reap_adopted(keep=[each.launched.pid for each in others])
+    again = [each.round_of(2) for each in others]
+    assert [each[:3] for each in again] == [["1/2", "1", "node9"], ["0/2", "0", "node9"]]
+    assert again[0][3] == again[1][3] != told[0][3]
+    for each in others:
+        each.worker_exits(0)
+    assert [each.result() for each in others] == ["RESULT SUCCEEDED"] * 2
+
+
+def test_a_failed_worker_lets_all_run_again_also_who_has_finished(node):
+    first, second = node("a", "2:2"), node("b", "2:2")
+    before = first.round(), second.round()
+    first.worker_exits(0)
+    second.worker_exits(1)
+    after = first.round(), second.round()
+    assert [each[:2] for each in after] == [each[:2] for each in before] == [["0/2", "0"], ["1/2", "1"]]
+    assert after[0][3] == after[1][3] != before[0][3]
+    for each in (first, second):
+        each.worker_exits(0)
+    assert [each.result() for each in (first, second)] == ["RESULT SUCCEEDED"] * 2
+
+
+def test_a_newcomer_is_let_in(node):
+    first = node("a", "1:2")
+    assert first.round()[0] == "0/1"
+    second = node("b", "1:2")
+    assert (first.round_of(2)[0], second.round_of(2)[0]) == ("0/2", "1/2")
+    for each in (first, second):
+        each.worker_exits(0)
+    assert [each.result() for each in (first, second)] == ["RESULT SUCCEEDED"] * 2

@@ -1,0 +1,207 @@
+"""Stores and back ends of ``c10d``, and what the registry makes of names."""
+
+import threading
+from datetime import timedelta
+from importlib import metadata
+
+import pytest
+from helpers import ports
+
+from elasticrs.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+    rendezvous_handler_registry,
+)
+from elasticrs.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from elasticrs.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from elasticrs.rendezvous.etcd_server import EtcdServer
+from elasticrs.rendezvous.file_store import FileStore
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+from elasticrs.rendezvous.static_tcp_rendezvous import create_rdzv_handler
+from elasticrs.store import DistStoreError
+
+
+def params(backend="c10d", endpoint="", nodes=1, **config):
+    return RendezvousParameters(backend, endpoint, "job", nodes, nodes, **config)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FileStore(str(tmp_path / "store"), timedelta(seconds=0.05))
+
+
+def test_a_file_holds_keys_and_values(store):
+    store.set("a", "1")
+    other = FileStore(store.path)
+    assert (other.get("a"), other.check(["a"]), other.check(["a", "b"])) == (b"1", True, False)
+    assert (store.add("n", 2), other.add("n", -5)) == (2, -3)
+    other.append("a", b"\xff")
+    assert store.multi_get(["a", "n"]) == [b"1\xff", b"-3"]
+    assert (store.num_keys(), store.delete_key("n"), store.delete_key("n")) == (2, True, False)
+    with pytest.raises(DistStoreError, match="wait timeout after 50ms, keys: x, y"):
+        store.wait(["x", "y"])
+
+
+def test_only_what_is_expected_is_replaced(store):
+    assert store.compare_set("k", "x", "new") == b"x"
+    assert not store.check(["k"])
+    assert store.compare_set("k", "", "new") == b"new"
+    assert store.compare_set("k", "old", "newer") == b"new"
+    assert store.compare_set("k", b"new", "newer") == b"newer"
+
+
+def test_nothing_is_lost_between_writers(store):
+    def count():
+        mine = FileStore(store.path)
+        for _ in range(25):
+            mine.add("n", 1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.get("n") == b"100"
+
+
+@pytest.mark.parametrize("data", [b"x", b"[]", b'{"format":"elasticrs.file_store","version":2,"values":{}}'])
+def test_a_file_that_is_not_ours_is_left_alone(tmp_path, data):
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="was not written by this version of elasticrs"):
+        FileStore(str(path))
+    assert path.read_bytes() == data
+
+
+def test_a_back_end_replaces_only_what_its_token_stands_for(store):
+    backend = C10dRendezvousBackend(store, "job")
+    assert backend.get_state() is None
+    assert backend.set_state(b"one", token=7) is None
+    state, token, is_set = backend.set_state(b"one")
+    assert (state, is_set) == (b"one", True)
+    assert backend.set_state(b"two")[::2] == (b"one", False)
+    assert backend.set_state(b"two", token)[::2] == (b"two", True)
+    assert backend.set_state(b"three", token)[::2] == (b"two", False)
+    store.set("torch.rendezvous.job", "?")
+    with pytest.raises(RendezvousStateError, match="corrupt"):
+        backend.get_state()
+    with pytest.raises(ValueError, match="run id"):
+        C10dRendezvousBackend(store, "")
+
+
+def test_a_store_that_fails_is_no_connection():
+    class Broken:
+        def compare_set(self, *_):
+            raise RuntimeError("gone")
+
+    with pytest.raises(RendezvousConnectionError, match="gone"):
+        C10dRendezvousBackend(Broken(), "job")
+
+
+def test_one_process_serves_the_store_and_others_find_it():
+    endpoint = f"localhost:{ports.free()}"
+    (first, served), (second, found) = (create_backend(params(endpoint=endpoint)) for _ in range(2))
+    try:
+        assert first.set_state(b"x")[2]
+        assert second.get_state()[0] == b"x"
+        with pytest.raises(RendezvousConnectionError, match="cannot be served"):
+            create_backend(params(endpoint=endpoint, is_host="1"))
+    finally:
+        found.close()
+        served.close()
+    with pytest.raises(RendezvousConnectionError, match="has failed"):
+        create_backend(params(endpoint=endpoint, is_host=False, read_timeout=1))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"store_type": "tape"}, "only supports file and tcp"),
+        ({"read_timeout": 0}, "must be a positive integer"),
+    ],
+)
+def test_bad_settings_are_refused(config, text):
+    with pytest.raises(ValueError, match=text):
+        create_backend(params(**config))
+
+
+def test_c10d_in_a_file_is_a_handler_over_a_back_end(tmp_path):
+    handler = get_rendezvous_handler(params(endpoint=str(tmp_path / "file"), store_type=" FILE "))
+    assert isinstance(handler, DynamicRendezvousHandler)
+    assert handler.next_rendezvous().world_size == 1
+    assert handler.shutdown()
+
+
+class Entry:
+    value = "package:name"
+
+    def __init__(self, made):
+        self.load = lambda: made
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """What packages offer, by group and name."""
+    offered = {}
+
+    def entry_points(*, group, name):
+        return [Entry(offered[group, name])] if (group, name) in offered else []
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    monkeypatch.setattr(rendezvous_handler_registry, "_registry", dict(rendezvous_handler_registry._registry))
+    return offered
+
+
+def handler_named(name):
+    class Handler:
+        def get_backend(self):
+            return name
+
+    return Handler()
+
+
+@pytest.mark.parametrize("group", ["torchrun.handlers", "elasticrs.rendezvous_handlers"])
+def test_packages_bring_handlers(installed, group):
+    made = handler_named("theirs")
+    installed[group, "theirs"] = lambda: lambda _: made
+    assert get_rendezvous_handler(params("theirs")) is made
+
+
+def test_our_group_goes_first(installed):
+    mine = handler_named("both")
+    installed["torchrun.handlers", "both"] = lambda: None
+    installed["elasticrs.rendezvous_handlers", "both"] = lambda: lambda _: mine
+    assert get_rendezvous_handler(params("both")) is mine
+
+
+def test_a_package_that_is_broken_is_named(installed):
+    installed["torchrun.handlers", "broken"] = lambda: 1 / 0
+    with pytest.raises(ValueError, match=r"'broken' cannot be loaded from package:name: ZeroDivisionError"):
+        get_rendezvous_handler(params("broken"))
+
+
+def test_the_registry_knows_ours_without_more_imports():
+    for name in ("c10d", "static"):
+        assert rendezvous_handler_registry.is_registered(name)
+
+
+def test_etcd_says_what_to_use():
+    with pytest.raises(ValueError, match="EtcdServer is not available in this version of elasticrs: use"):
+        EtcdServer()
+    with pytest.raises(ValueError, match="'etcd-v2' is not supported by this release: use c10d"):
+        get_rendezvous_handler(params("etcd-v2", "host:2379"))
+
+
+def test_static_needs_a_rank_and_a_port():
+    with pytest.raises(ValueError, match="rank is absent"):
+        create_rdzv_handler(params("static", "host:1"))
+    with pytest.raises(ValueError, match="endpoint is absent"):
+        create_rdzv_handler(params("static", rank=0))
+    with pytest.raises(ValueError, match="Port is absent in endpoint: host"):
+        create_rdzv_handler(params("static", "host", rank=0))
+    handler = create_rdzv_handler(params("static", "[::1]:1234", rank=0))
+    found = handler.next_rendezvous().bootstrap_store_info
+    assert (found.master_addr, found.master_port, handler.num_nodes_waiting()) == ("::1", 1234, 0)
+    assert (handler.get_backend(), handler.is_closed()) == ("static", False)
+    assert handler.shutdown()

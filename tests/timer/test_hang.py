@@ -1,0 +1,304 @@
+"""Ranks that hang under ``--hang-timeout``: who is found, what is kept of it, and what is no hang."""
+
+import os
+import re
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+from helpers import ports
+from helpers.procs import wait_readable
+
+TRAINING = """
+    import ctypes, os, signal, sys, time
+    from elasticrs.timer import heartbeat
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    reader, writer = os.pipe()
+    def wait_for_peers():
+        os.read(reader, 1)
+    heartbeat(1203)
+    heartbeat(1204)
+    if attempt == 0 and rank != 1:
+        heartbeat(1205)
+        wait_for_peers()
+"""
+
+HANGS = {
+    "sleep": "from time import sleep; sleep(1000)",
+    "loop": "while True: pass",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    # The GIL is held by a lock that is never let go of, in C.
+    "gil": """
+        mutex = ctypes.create_string_buffer(64)
+        lock = ctypes.PyDLL(None).pthread_mutex_lock
+        lock(mutex), lock(mutex)
+    """,
+}
+
+
+def training(hang):
+    body = textwrap.indent(textwrap.dedent(hang).strip(), " " * 8)
+    return f"{TRAINING}    if attempt == 0 and rank == 1:\n{body}\n    os.write(1, b'DONE\\n')\n"
+
+
+def evidence(logs, attempt, local_rank):
+    (path,) = Path(logs).glob(f"*/attempt_{attempt}/{local_rank}/hang.txt")
+    return path.read_text()
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_rank_that_hangs_is_found_and_the_group_restarts(launch, worker_script, tmp_path, how):
+    script = worker_script(training(HANGS[how]))
+    options = ("--nproc-per-node=3", "--hang-timeout=1", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}")
+    launched = launch(*options, script)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout.count("DONE\n") == 3
+    line = r"rank 1 \(pid \d+\): hung: no heartbeat for [\d.]+ s \(limit 1 s\); stopped at step 1,204.*"
+    found = re.search(line + r"1 step behind them.*restarting \(0 of 1 restarts left\)", launched.stderr)
+    assert found, launched.stderr
+    assert "ranks 0, 2 in wait_for_peers (worker.py:" in found[0]
+    where = "it is stopped by a signal" if how == "stopped" else "it is in <module> (worker.py:"
+    assert where in found[0]
+    for rank in (0, 2):
+        assert "in wait_for_peers" in evidence(tmp_path / "logs", 0, rank)
+    kept = evidence(tmp_path / "logs", 0, 1)
+    assert f"state {'T' if how == 'stopped' else ''}" in kept
+    assert ("Current thread" in kept) == (how != "stopped")
+    # What was asked for is no crash.
+    assert not list((tmp_path / "logs").glob("*/attempt_0/*/error.json.fault"))
+
+
+def test_the_report_has_the_stack_and_the_last_heartbeats(launch, worker_script):
+    script = worker_script(training("def read_batch(): os.read(reader, 1)\nread_batch()"))
+    launched = launch("--nproc-per-node=3", "--hang-timeout=1", script)
+    assert launched.wait() == 1
+    assert re.search(r"traceback : hung: no heartbeat for [\d.]+ s", launched.stderr), launched.stderr
+    assert re.search(r'    File ".*worker.py", line \d+ in read_batch$', launched.stderr, re.M)
+    assert re.search(r"last heartbeat of rank 1: in step 1,204 [\d.]+ s before the failure", launched.stderr)
+    assert re.search(r"last heartbeat of ranks 0, 2: in step 1,205", launched.stderr)
+    assert re.search(r"  hang      : .*/attempt_0/1/hang.txt$", launched.stderr, re.M)
+    assert "rank      : 1 (local_rank: 1)" in launched.stderr
+
+
+def test_a_handler_of_the_workers_own_costs_the_stacks_only(launch, worker_script, tmp_path):
+    script = worker_script(
+        training("signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nwhile True: os.read(reader, 1)")
+    )
+    logs = tmp_path / "logs"
+    launched = launch("--nproc-per-node=3", "--hang-timeout=1", f"--log-dir={logs}", script)
+    assert launched.wait() == 1
+    assert "1 step behind them" in launched.stderr
+    assert "no Python stacks" in evidence(logs, 0, 1)
+
+
+def test_a_program_below_the_worker_is_asked(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        def deep(): os.read(pipe[0], 1)
+        heartbeat()
+        deep()
+    """)
+    logs = tmp_path / "logs"
+    command = f"{os.environ.get('PYTHON', 'python3')} {script}; true"
+    argv = ("--no-python", "bash", "-c", command.replace("python3", os.sys.executable))
+    launched = launch("--nproc-per-node=1", "--hang-timeout=1", f"--log-dir={logs}", *argv)
+    assert launched.wait() == 1
+    assert "it is in deep (worker.py:" in launched.stderr, launched.stderr
+    assert re.search(r"the program below it: pid \d+", evidence(logs, 0, 0))
+
+
+SPIES = {
+    "answers": 'echo "spied with $*"',
+    # Evidence does not keep the job: it is ended after two seconds.
+    "hangs": 'echo "spied with $*"; exec sleep 1000',
+}
+
+
+@pytest.mark.parametrize("how", SPIES)
+def test_who_has_no_handler_is_looked_into_by_py_spy(launch, worker_script, tmp_path, how):
+    spy = tmp_path / "bin" / "py-spy"
+    spy.parent.mkdir()
+    spy.write_text(f"#!/bin/sh\n{SPIES[how]}\n")
+    spy.chmod(0o755)
+    env = {"PATH": f"{spy.parent}{os.pathsep}{os.environ['PATH']}", "ELASTICRS_TRACEBACKS": "0"}
+    script = worker_script("""
+        import os
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        heartbeat()
+        os.read(pipe[0], 1)
+    """)
+    logs = tmp_path / "logs"
+    launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", f"--log-dir={logs}", script, env=env)
+    assert launched.wait() == 1
+    assert "hung: no heartbeat" in launched.stderr
+    assert re.search(r"^spied with dump --pid \d+$", evidence(logs, 0, 0), re.M)
+
+
+def test_a_section_has_its_own_limit(launch, worker_script):
+    script = worker_script("""
+        import os
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        with heartbeat.section("evaluation", limit=None):
+            with heartbeat.section("checkpoint", limit=0.5):
+                os.read(pipe[0], 1)
+    """)
+    launched = launch("--nproc-per-node=1", "--hang-timeout=1", script)
+    assert launched.wait() == 1
+    assert re.search(
+        r"hung: no end of its section 'checkpoint' for [\d.]+ s \(limit 0.5 s\)", launched.stderr
+    )
+    assert "last heartbeat of rank 0: in section 'checkpoint'" in launched.stderr
+
+
+def test_a_section_without_a_limit_and_a_worker_without_heartbeats_are_left_alone(launch, worker_script):
+    script = worker_script("""
+        import os
+        from elasticrs.timer import heartbeat
+        if os.environ["RANK"] == "0":
+            with heartbeat.section("evaluation", limit=None):
+                os.read(0, 1)
+        else:
+            os.read(0, 1)
+    """)
+    reader, writer = os.pipe()
+    launched = launch("--nproc-per-node=2", "--hang-timeout=0.2", script, stdin=reader)
+    os.close(reader)
+    # Several limits long.
+    assert not wait_readable(launched.pidfd, 1.5)
+    os.write(writer, b"xx")
+    assert launched.wait() == 0, launched.stderr
+    os.close(writer)
+
+
+def test_a_start_has_a_limit_when_it_is_given_one(launch, worker_script):
+    script = worker_script("""
+        import os
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        with heartbeat.section("all of it", limit=None) if os.environ["RANK"] == "0" else open(os.devnull):
+            os.read(pipe[0], 1)
+    """)
+    launched = launch("--nproc-per-node=2", "--hang-timeout=60", "--hang-startup-timeout=1", script)
+    assert launched.wait() == 1
+    assert "rank      : 1 (local_rank: 1)" in launched.stderr
+    assert re.search(r"hung: no sign of life since its start for [\d.]+ s \(limit 1 s\)", launched.stderr)
+
+
+def test_without_heartbeats_the_silence_of_all_followed_ranks_counts(launch, worker_script):
+    script = worker_script("""
+        import os
+        pipe = os.pipe()
+        print("one line", flush=True)
+        os.read(pipe[0], 1)
+    """)
+    launched = launch("--nproc-per-node=2", "--hang-timeout=0.5", "--tee=1", script)
+    assert launched.wait() == 1
+    assert re.search(r"hung: no rank has written a line for [\d.]+ s \(limit 0.5 s\)", launched.stderr)
+
+
+def test_a_stopped_agent_finds_nobody_hung(launch, worker_script):
+    script = worker_script("""
+        import os, threading
+        from elasticrs.timer import heartbeat
+        heartbeat()
+        over = threading.Event()
+        threading.Thread(target=lambda: os.read(0, 1) and over.set()).start()
+        os.write(1, b"UP\\n")
+        while not over.wait(0.05):
+            heartbeat()
+    """)
+    reader, writer = os.pipe()
+    launched = launch("--nproc-per-node=1", "--hang-timeout=2", script, stdin=reader)
+    os.close(reader)
+    launched.wait_for_line("UP")
+    launched.signal(signal.SIGSTOP)
+    assert not wait_readable(launched.pidfd, 2.3)
+    launched.signal(signal.SIGCONT)
+    assert not wait_readable(launched.pidfd, 0.5)
+    os.write(writer, b"x")
+    assert launched.wait() == 0, launched.stderr
+    os.close(writer)
+
+
+def test_a_suspended_job_has_nobody_who_hangs(launch, worker_script):
+    script = worker_script("""
+        import os, select
+        from elasticrs.timer import heartbeat
+        heartbeat()
+        os.write(1, b"UP\\n")
+        while not select.select([0], [], [], 0.05)[0]:
+            heartbeat()
+    """)
+    reader, writer = os.pipe()
+    launched = launch("--nproc-per-node=1", "--hang-timeout=2", script, stdin=reader)
+    os.close(reader)
+    launched.wait_for_line("UP")
+    launched.signal(signal.SIGTSTP)
+    launched.wait_stopped()
+    assert not wait_readable(launched.pidfd, 2.3)
+    launched.signal(signal.SIGCONT)
+    assert not wait_readable(launched.pidfd, 0.5)
+    os.close(writer)
+    assert launched.wait() == 0, launched.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_missing_in_a_collective_of_torch_is_named(launch, worker_script):
+    script = worker_script("""
+        import os
+        import torch
+        import torch.distributed as dist
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        def next_batch():
+            os.read(pipe[0], 1)
+        dist.init_process_group("gloo")
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        gradient = torch.ones(1000)
+        for step in range(20):
+            heartbeat(step)
+            if step == 12 and dist.get_rank() == 2 and not again:
+                next_batch()
+            dist.all_reduce(gradient)
+        os.write(1, b"DONE\\n")
+        dist.barrier()
+        os._exit(0)
+    """)
+    launched = launch("--nproc-per-node=4", "--hang-timeout=2", "--max-restarts=1", script)
+    assert launched.wait(120) == 0, launched.stderr
+    assert launched.stdout.count("DONE\n") == 4
+    text = r"rank 2 .*hung: .*stopped at step 12.*it is in next_batch .*, ranks 0, 1, 3 in all_reduce \("
+    assert re.search(text, launched.stderr), launched.stderr
+
+
+@pytest.mark.slow
+def test_a_hang_on_one_of_two_nodes_restarts_both(launch, worker_script):
+    script = worker_script("""
+        import os, select
+        from elasticrs.timer import heartbeat
+        heartbeat(7)
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        pipe = os.pipe()
+        if not again and os.environ["GROUP_RANK"] == "1":
+            os.read(pipe[0], 1)
+        while not again:
+            heartbeat()
+            select.select([pipe[0]], [], [], 0.1)
+        os.write(1, b"DONE\\n")
+    """)
+    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{ports.free()}", "--rdzv-id=job")
+    options = ("--nnodes=2", "--nproc-per-node=1", *meeting, "--max-restarts=1", "--hang-timeout=3")
+    nodes = [launch(*options, script) for _ in range(2)]
+    for node in nodes:
+        assert node.wait(60) == 0, node.stderr
+    assert "".join(node.stdout for node in nodes).count("DONE\n") == 2
+    told = [node.stderr for node in nodes if "hung: no heartbeat" in node.stderr]
+    assert told, [node.stderr for node in nodes]
+    assert re.search(
+        r"hung: no heartbeat for .*stopped at step 7; it is in <module>.*\(restart 1 of 1\)", told[0]
+    )

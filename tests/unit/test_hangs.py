@@ -1,0 +1,87 @@
+"""What is said of a worker that hung."""
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.agent import hangs
+
+SECOND = 10**9
+RANKS = {0: 4, 1: 5, 2: 6, 3: 7}
+
+
+def beat(local_rank, at, step=None, section=None):
+    return SimpleNamespace(local_rank=local_rank, at_ns=int(at * SECOND), step=step, section=section)
+
+
+def seen(local_rank, heartbeat, frame=None, state="S", wait_channel=""):
+    return SimpleNamespace(
+        local_rank=local_rank, heartbeat=heartbeat, frame=frame, state=state, wait_channel=wait_channel
+    )
+
+
+def hung(ranks, *, missed="step", since=40.0, limit=60.0):
+    return SimpleNamespace(
+        local_rank=1,
+        missed=missed,
+        since_ns=int(since * SECOND),
+        limit=limit,
+        seen_ns=101 * SECOND,
+        ranks=ranks,
+    )
+
+
+REDUCE = 'File "/lib/torch/distributed/distributed_c10d.py", line 2501 in all_reduce'
+READ = 'File "/home of/train.py", line 41 in read'
+
+
+def test_the_rank_its_step_and_what_the_others_do():
+    ranks = [seen(n, beat(n, 71.0, 1204), REDUCE) for n in (0, 2, 3)]
+    ranks.append(seen(1, beat(1, 40.0, 1204), READ))
+    assert hangs.hung(hung(ranks), RANKS) == (
+        "hung: no heartbeat for 61.0 s (limit 60 s); stopped at step 1,204, 31.0 s before the others; "
+        "it is in read (train.py:41), ranks 4, 6, 7 in all_reduce (distributed_c10d.py:2501)"
+    )
+
+
+def test_what_is_not_known_is_left_out():
+    assert hangs.hung(hung([]), RANKS) == "hung: no heartbeat for 61.0 s (limit 60 s)"
+    alone = [seen(1, beat(1, 40.0), state="D", wait_channel="nfs_wait")]
+    assert hangs.hung(hung(alone), RANKS).endswith("(limit 60 s); it waits for a device")
+    alone = [seen(1, None, wait_channel="futex_do_wait")]
+    text = hangs.hung(hung(alone, missed="startup"), RANKS)
+    assert text.startswith("hung: no sign of life since its start for 61.0 s (limit 60 s); ")
+    assert text.endswith("; it waits in the kernel's futex_do_wait")
+
+
+def test_last_heartbeats_are_told_by_step():
+    beats = [beat(0, 99.5, 1205), beat(1, 40, 1204), beat(2, 99.25, 1205), beat(3, 90, 1205, "checkpoint")]
+    assert hangs.heartbeat_notes(beats, 100 * SECOND, RANKS) == [
+        "last heartbeat of rank 5: in step 1,204 60.0 s before the failure",
+        "last heartbeat of rank 7: in step 1,205 in section 'checkpoint' 10.0 s before the failure",
+        "last heartbeat of ranks 4, 6: in step 1,205 0.50 s to 0.75 s before the failure",
+    ]
+
+
+def test_the_stack_is_that_of_the_thread_that_answered(tmp_path):
+    path = tmp_path / "hang.txt"
+    assert hangs.stack(str(path)) is None
+    path.write_text("no sign of life\n\nno Python stacks\n")
+    assert hangs.stack(str(path)) is None
+    frames = "".join(f'  File "train.py", line {line} in f\n' for line in range(20))
+    thread = 'Thread 0x1 (most recent call first):\n  File "other.py", line 1 in g\n\n'
+    path.write_text(
+        f"{thread}Current thread 0x2 (most recent call first):\n{frames}\nthreads in the kernel\n"
+    )
+    lines = (hangs.stack(str(path)) or "").split("\n")
+    assert lines[1] == '  File "train.py", line 0 in f'
+    assert lines[-1] == "  (8 more)"
+    assert len(lines) == hangs.MAX_FRAMES + 2
+
+
+@given(st.text(max_size=300))
+def test_no_text_of_a_worker_breaks_a_line(text):
+    for shown in (hangs.place(text), hangs.printable(text)):
+        assert shown.isprintable()
+        assert len(shown) <= 201
