@@ -6,8 +6,8 @@
 
 A forked function is no child of the nursery, whose program is another one. So a process of its own, the
 keeper, forks the workers, tells the core how each of them ended, and, as their subreaper, ends whatever they
-have left. For ``fork`` it is itself forked from the program, for ``forkserver`` it is a fresh interpreter that
-has imported what multiprocessing would preload.
+have left. For ``fork`` it is itself forked from the program. For ``forkserver`` it is a fresh interpreter
+that has imported what multiprocessing would preload.
 
 - **KEEP-1** It has one thread, so the forks of workers copy no lock that another thread holds.
 - **KEEP-2** It imports nothing between its own fork and those of the workers, and never calls the core.
@@ -29,6 +29,8 @@ import time
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
+
+from elasticrs.multiprocessing.redirects import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,10 +147,11 @@ def _be_worker(
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         if worker.cpus is not None:
             os.sched_setaffinity(0, worker.cpus)
-        for path, fd in ((worker.stdout, 1), (worker.stderr, 2)):
+        for path, std in ((worker.stdout, "stdout"), (worker.stderr, "stderr")):
             if path:
                 file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-                os.dup2(file, fd)
+                for fd in descriptors(std):
+                    os.dup2(file, fd)
                 os.close(file)
         os.write(ready, GO)
         os.close(ready)

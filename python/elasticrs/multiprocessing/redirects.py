@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,39 +39,37 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
     """
     if std not in _DESCRIPTORS:
         raise ValueError(f"unknown standard stream <{std}>, must be one of {set(_DESCRIPTORS)}")
-    descriptor = _descriptor(std)
-    target = os.open(to_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        original = os.dup(descriptor)
-    except BaseException:
-        os.close(target)
-        raise
-    try:
-        _switch(std, target, descriptor)
+    with ExitStack() as kept:
+        target = os.open(to_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        kept.callback(os.close, target)
+        originals: dict[int, int] = {}
+        for descriptor in descriptors(std):
+            originals[descriptor] = os.dup(descriptor)
+            kept.callback(os.close, originals[descriptor])
+        _switch(std, dict.fromkeys(originals, target))
         try:
             yield
         finally:
-            _switch(std, original, descriptor)
-    finally:
-        os.close(target)
-        os.close(original)
+            _switch(std, originals)
 
 
 redirect_stdout = partial(redirect, "stdout")
 redirect_stderr = partial(redirect, "stderr")
 
 
-def _descriptor(std: str) -> int:
+def descriptors(std: str) -> set[int]:
+    """The stream's own, and the one that C code and children write to, should Python's be another."""
+    usual = _DESCRIPTORS[std]
     try:
-        return int(getattr(sys, std).fileno())
+        return {usual, int(getattr(sys, std).fileno())}
     except (AttributeError, OSError, ValueError):
-        # Replaced by an object without a descriptor: C code and children write to this one.
-        return _DESCRIPTORS[std]
+        return {usual}
 
 
-def _switch(std: str, target: int, descriptor: int) -> None:
+def _switch(std: str, targets: dict[int, int]) -> None:
     libc.fflush(None)
     stream = getattr(sys, std)
     if stream is not None:
         stream.flush()
-    os.dup2(target, descriptor)
+    for descriptor, target in targets.items():
+        os.dup2(target, descriptor)
