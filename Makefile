@@ -13,6 +13,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SETUP := $(VENV)/setup.stamp
 BUILT := $(VENV)/build.stamp
+FRAMEWORKS := $(VENV)/frameworks.stamp
 EXTENSION := python/elasticrs/_core.abi3.so
 
 # Nothing of an activated environment or a conda shell may decide where things go.
@@ -27,6 +28,7 @@ BENCH ?=
 PYTEST ?=
 ifdef ALL
 PYTEST_SELECT :=
+PYTEST_NEEDS := $(FRAMEWORKS)
 CARGO_IGNORED := --include-ignored
 NEXTEST_IGNORED := --run-ignored all
 export ELASTICRS_REQUIRE_ALL := 1
@@ -49,6 +51,10 @@ setup: $(SETUP) ## make .venv with the tools and torch (once; needs Python >= 3.
 
 $(SETUP): pyproject.toml tools/setup.sh tools/install.py
 	@tools/setup.sh
+
+# A newer torch in the environment is a reason to look again: hence no order-only prerequisite.
+$(FRAMEWORKS): $(SETUP)
+	@$(PY) tools/install.py frameworks
 
 build: $(BUILT) ## compile the extension into python/ and install the project into .venv, editable
 	@$(PY) -m compileall -q python
@@ -76,7 +82,7 @@ test-rust:
 	fi
 	@cargo test --locked --doc --quiet
 
-test-python: build
+test-python: build $(PYTEST_NEEDS)
 	@$(PY) -m pytest $(PYTEST_SELECT) $(PYTEST)
 
 interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'

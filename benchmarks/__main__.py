@@ -16,6 +16,7 @@ from benchmarks import (
     restart,
     siblings,
     tee,
+    timers,
     usage,
     worker_store,
 )
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "nodes-killed": lost.measure_killed,
     "nodes-silent": lost.measure_silent,
     "nodes-idle": idle.measure_nodes,
+    "timers": timers.measure,
     "worker-store": worker_store.measure,
 }
 

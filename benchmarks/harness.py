@@ -14,10 +14,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import NamedTuple
 
 WORKERS = Path(__file__).resolve().parent / "workers"
@@ -145,7 +146,14 @@ def _matches(report: Report, event: str, attempt: int | None, pids: Container[in
 class Run:
     """A launcher at work."""
 
-    def __init__(self, launcher: Launcher, arguments: Sequence[str], stdout: int, folder: Path) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        arguments: Sequence[str],
+        stdout: int,
+        folder: Path,
+        environ: Mapping[str, str],
+    ) -> None:
         self.reports = Reports(folder / "reports")
         self._timeline = folder / "timeline"
         own = {"BENCH_REPORTS": str(folder / "reports"), "ELASTICRS_TIMELINE": str(self._timeline)}
@@ -155,7 +163,7 @@ class Run:
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.DEVNULL,
-            env=environment() | own,
+            env=environment() | own | dict(environ),
             cwd=folder,
             start_new_session=True,
         )
@@ -191,13 +199,17 @@ class Run:
 
 
 @contextmanager
-def run(launcher: Launcher, *arguments: str, stdout: int = subprocess.DEVNULL) -> Iterator[Run]:
+def run(
+    launcher: Launcher,
+    *arguments: str,
+    stdout: int = subprocess.DEVNULL,
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Run]:
     """Start a launcher on one node; it is gone at the end of the block."""
     with TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        started = Run(
-            launcher, ("--standalone", "--log-dir", str(folder / "logs"), *arguments), stdout, folder
-        )
+        arguments = ("--standalone", "--log-dir", str(folder / "logs"), *arguments)
+        started = Run(launcher, arguments, stdout, folder, environ)
         try:
             yield started
         finally:

@@ -8,6 +8,7 @@ marked ``beyond_torchrun``: so that a test of compatibility is known to be one.
 
 import importlib.util
 import os
+import signal
 import textwrap
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,15 +30,30 @@ hypothesis.settings.load_profile(os.environ.get("ELASTICRS_HYPOTHESIS_PROFILE", 
 
 REQUIRE_ALL = os.environ.get("ELASTICRS_REQUIRE_ALL") == "1"
 
+FRAMEWORKS = ("accelerate", "lightning", "transformers")
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "privileged": (lambda: os.geteuid() == 0, "needs root"),
     "gpu": (lambda: Path("/dev/nvidiactl").exists(), "needs a CUDA device"),
-    "torch": (lambda: importlib.util.find_spec("torch") is not None, "needs torch"),
+    "torch": (lambda: is_installed("torch"), "needs torch"),
+    "frameworks": (lambda: all(map(is_installed, FRAMEWORKS)), f"needs {', '.join(FRAMEWORKS)}"),
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--launcher", choices=LAUNCHERS, default="elasticrs", help="what `launch` starts")
+
+
+def pytest_configure() -> None:
+    """A shell's background job, or ``nohup``, ignores signals, and so would all that a test starts."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

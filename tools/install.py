@@ -1,6 +1,7 @@
 """Install what pyproject.toml lists into the virtual environment that runs this script, once.
 
-The stamp holds the lists that were installed, so that a change elsewhere in pyproject.toml costs nothing.
+Without an argument: the tools and torch. With one: the group of that name, for tests that need more.
+A stamp holds the list that was installed, so that a change elsewhere in pyproject.toml costs nothing.
 """
 
 import compileall
@@ -8,6 +9,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,24 @@ else:
     from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-STAMP = Path(sys.prefix) / "setup.stamp"
+ON_DEMAND = {"frameworks"}
+"""Groups that nothing but some tests needs."""
 
 
-def requirements(pyproject: dict[str, Any]) -> list[str]:
-    """Everything to install: to build, to run, to develop, and torch."""
+def requirements(pyproject: dict[str, Any], group: str | None) -> list[str]:
+    """Everything to install: to build, to run, to develop, and torch; or what one group adds to that."""
     extras = pyproject["project"]["optional-dependencies"]
-    lists = (pyproject["build-system"]["requires"], pyproject["project"]["dependencies"], *extras.values())
+    if group is not None:
+        # Whatever a group asks for, the torch that is tested stays.
+        return [*sorted(extras[group]), f"torch=={version('torch')}"]
+    always = [each for name, each in extras.items() if name not in ON_DEMAND]
+    lists = (pyproject["build-system"]["requires"], pyproject["project"]["dependencies"], *always)
     return sorted({requirement for each in lists for requirement in each})
 
 
-def install(wanted: list[str]) -> None:
+def install(what: str, wanted: list[str]) -> None:
     """Fetch and install, in one go, so that pip sees all constraints together."""
-    print("setup: installing the tools and torch; this takes a minute or more, and is done once", flush=True)
+    print(f"setup: installing {what}; this takes a minute or more, and is done once", flush=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
     # Start-up time is measured, and must not depend on PYTHONDONTWRITEBYTECODE. Some packages carry templates
     # that are no valid Python, so the result says nothing.
@@ -38,11 +45,13 @@ def install(wanted: list[str]) -> None:
 
 
 def main() -> None:
-    wanted = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
-    if not STAMP.exists() or json.loads(STAMP.read_text(encoding="utf-8")) != wanted:
-        install(wanted)
-        STAMP.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
-    STAMP.touch()
+    group = sys.argv[1] if len(sys.argv) > 1 else None
+    stamp = Path(sys.prefix) / f"{group or 'setup'}.stamp"
+    wanted = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")), group)
+    if not stamp.exists() or json.loads(stamp.read_text(encoding="utf-8")) != wanted:
+        install(group or "the tools and torch", wanted)
+        stamp.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+    stamp.touch()
 
 
 if __name__ == "__main__":

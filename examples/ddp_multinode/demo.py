@@ -113,7 +113,7 @@ class Loopback:
 class Demo:
     """Three agents, their output, and the story so far."""
 
-    def __init__(self, place: Place | Loopback, folder: Path, *, is_verbose: bool) -> None:
+    def __init__(self, place: Place | Loopback, folder: Path, *, epochs: int, is_verbose: bool) -> None:
         self._place, self._is_verbose = place, is_verbose
         self._began = time.monotonic()
         self.lines: list[Line] = []
@@ -123,7 +123,7 @@ class Demo:
         arguments = ["--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         arguments += ["--rdzv-endpoint", place.endpoint, "--rdzv-id", "demo", "--max-restarts", "3"]
         arguments += ["--rdzv-conf", settings, str(TRAIN)]
-        arguments += ["--checkpoint", str(folder / "digits.pt"), "--epochs", str(EPOCHS)]
+        arguments += ["--checkpoint", str(folder / "digits.pt"), "--epochs", str(epochs)]
         arguments += ["--batch-size", str(BATCH_SIZE), "--stamps"]
         print(f"On {place.about}, each:\n$ elasticrun {' '.join(arguments)}\n", flush=True)
         self.agents = [self._start(node, arguments) for node in range(3)]
@@ -269,11 +269,11 @@ def is_running(pid: int) -> bool:
     return found is not None and found.state != "Z"
 
 
-def run(folder: Path, *, is_loopback: bool, is_verbose: bool) -> int:
+def run(folder: Path, *, is_loopback: bool, epochs: int, is_verbose: bool) -> int:
     why = "as asked for" if is_loopback else hosts.why_not()
     place = Loopback(why) if why else Place(folder)
     try:
-        demo = Demo(place, folder, is_verbose=is_verbose)
+        demo = Demo(place, folder, epochs=epochs, is_verbose=is_verbose)
         try:
             demo.run()
         except PromiseError as broken:
@@ -293,10 +293,16 @@ def run(folder: Path, *, is_loopback: bool, is_verbose: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--loopback", action="store_true", help="not in namespaces, even if that is possible")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="to train in all (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="all lines of agents and workers, with times")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ddp_multinode_") as folder:
-        return run(Path(folder), is_loopback=arguments.loopback, is_verbose=arguments.verbose)
+        return run(
+            Path(folder),
+            is_loopback=arguments.loopback,
+            epochs=arguments.epochs,
+            is_verbose=arguments.verbose,
+        )
 
 
 if __name__ == "__main__":

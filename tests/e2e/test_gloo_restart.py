@@ -12,7 +12,7 @@ TRAIN = """
     ones = torch.ones(1)
     dist.all_reduce(ones)
     assert ones.item() == dist.get_world_size()
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(os.environ["FAILURES"]):
         if dist.get_rank() == dist.get_world_size() - 1:
             os._exit(7)
         # Fails, or waits for the one that is gone.
@@ -30,15 +30,15 @@ TRAIN = """
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_restart_succeeds_ten_times_in_a_row(launch, worker_script, n):
-    script = worker_script(TRAIN)
-    for run in range(10):
-        launched = launch("--standalone", "--nproc-per-node", str(n), "--max-restarts", "1", script)
-        assert launched.wait() == 0, f"run {run}:\n{launched.stderr}"
+    options = ("--standalone", "--nproc-per-node", str(n), "--max-restarts", "10")
+    launched = launch(*options, worker_script(TRAIN), env={"FAILURES": "10"})
+    # An attempt that does not meet fails of itself, and the one that is missing at the end tells of it.
+    assert launched.wait(240) == 0, launched.stderr
+    assert launched.stderr.count(f"rank {n - 1} ") == 10, launched.stderr
 
 
 @pytest.mark.torch
 @pytest.mark.timeout(120)
 def test_a_process_group_forms(launch, worker_script):
-    script = worker_script(TRAIN.replace('== "0"', '== "never"'))
-    launched = launch("--standalone", "--nproc-per-node", "2", script)
+    launched = launch("--standalone", "--nproc-per-node", "2", worker_script(TRAIN), env={"FAILURES": "0"})
     assert launched.wait() == 0, launched.stderr

@@ -53,12 +53,3 @@ def tail(world, lines=60):
     if world is None:
         return ""
     return "\n".join(str(line)[:240] for line in world.log[-lines:])
-
-
-def play_many(first, count):
-    """Many schedules; returns how often each thing has happened."""
-    totals = {}
-    for seed in range(first, first + count):
-        for what, times in play(seed).stats.items():
-            totals[what] = totals.get(what, 0) + times
-    return totals

@@ -1,4 +1,4 @@
-"""Random schedules of the rendezvous for a given time: ``python -m tests.rendezvous.soak --seconds 600``.
+"""Random schedules of the rendezvous: ``python -m tests.rendezvous.soak --seconds 600`` or ``--schedules N``.
 
 Ends with 1 at the first schedule that breaks a rule, and prints its seed.
 """
@@ -12,12 +12,20 @@ from . import schedules
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=float, default=60.0, help="how long")
+    length.add_argument("--schedules", type=int, help="how many, however long it takes")
     parser.add_argument("--seed", type=int, default=0, help="the first schedule")
     arguments = parser.parse_args()
     end = time.monotonic() + arguments.seconds
     seed, totals = arguments.seed, {}
-    while time.monotonic() < end:
+
+    def goes_on():
+        if arguments.schedules is not None:
+            return seed < arguments.seed + arguments.schedules
+        return time.monotonic() < end
+
+    while goes_on():
         try:
             world = schedules.play(seed)
         except schedules.ScheduleError as failed:

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from helpers import procs
 from helpers.procs import HANG
 
 from elasticrs import timer
@@ -49,23 +50,16 @@ LOCAL = """
 """
 
 
-def reap_orphans():
-    """The helpers of ``multiprocessing`` outlive their program by a moment, and come to this process."""
-    while True:
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_hung_process_of_multiprocessing_is_killed(tmp_path, method):
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(LOCAL))
+    before = [child.pid for child in procs.children()]
     done = subprocess.run(
         [sys.executable, script, method], capture_output=True, text=True, timeout=60, check=False
     )
-    reap_orphans()
+    # The helpers of multiprocessing outlive their program by a moment, and come to this process.
+    procs.reap_adopted(keep=before)
     assert done.stdout == "-9 True True\n[]\n", done.stderr
 
 

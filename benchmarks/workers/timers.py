@@ -1,0 +1,90 @@
+"""A worker with timers: one that expires, many records at once, or the cost of a request."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+from report import report
+
+FIFO = os.environ["TORCHELASTIC_TIMER_FILE"]
+HOUR = 3600
+
+
+def record(scope, expires, signum=0):
+    """What either client writes."""
+    fields = {
+        "version": 1,
+        "pid": os.getpid(),
+        "scope_id": scope,
+        "expiration_time": expires,
+        "signal": signum,
+    }
+    return json.dumps(fields).encode() + b"\n"
+
+
+def write(data):
+    """Opened for each, as torch's client does: its server waits as long as somebody has the FIFO open."""
+    fd = os.open(FIFO, os.O_WRONLY)
+    while data:
+        data = data[os.write(fd, data) :]
+    os.close(fd)
+
+
+def expire(timers):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM})
+    for number in range(timers - 1):
+        write(record(f"far/{number}", time.time() + HOUR, signal.SIGKILL))
+    report("ready")
+    if os.environ["RANK"] == "0":
+        signal.sigwait({signal.SIGUSR2})
+        # Somewhere within the intervals of whoever polls.
+        left = 0.5 + int.from_bytes(os.urandom(2), "big") / 65536
+        write(record("near", time.time() + left, signal.SIGUSR1))
+        due_ns = time.monotonic_ns() + int(left * 1e9)
+        signal.sigwait({signal.SIGUSR1})
+        expired_ns = time.monotonic_ns()
+        report("due", due_ns)
+        report("expired", expired_ns)
+    else:
+        signal.sigwait({signal.SIGUSR2})
+
+
+def pour(records):
+    pair = record("scope", time.time() + HOUR, signal.SIGKILL) + record("scope", -1)
+    block = pair * 16
+    fd = os.open(FIFO, os.O_WRONLY)
+    report("began")
+    for _ in range(records // 32):
+        rest = block
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    report("poured")
+    os.close(fd)
+
+
+def acquire(launcher, requests):
+    if launcher == "torchrun":
+        from torch.distributed.elastic.timer import FileTimerClient
+    else:
+        from elasticrs.timer import FileTimerClient
+    client = FileTimerClient(FIFO)
+    spans = []
+    for _ in range(requests):
+        expires = time.time() + HOUR
+        began = time.perf_counter_ns()
+        client.acquire("scope", expires)
+        spans.append(time.perf_counter_ns() - began)
+        client.release("scope")
+    for span in spans:
+        report("span", span)
+
+
+mode, *arguments = sys.argv[1:]
+if mode == "expire":
+    expire(int(arguments[0]))
+elif mode == "pour":
+    pour(int(arguments[0]))
+else:
+    acquire(arguments[0], int(arguments[1]))
