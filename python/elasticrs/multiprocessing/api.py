@@ -445,14 +445,15 @@ class PContext(ABC):
 
         The signals are those of ``TORCHELASTIC_SIGNALS_TO_HANDLE``; they raise :class:`SignalException`.
         """
-        if threading.current_thread() is threading.main_thread():
-            names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE") or DEFAULT_SIGNALS
-            self._caught += caught_signals.catch(names.split(","))
-        else:
-            logger.warning("not in the main thread: signals are not handled")
-        self._start()
-        for tail_log in self._tail_logs:
-            tail_log.start()
+        with group.held():
+            if threading.current_thread() is threading.main_thread():
+                names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE") or DEFAULT_SIGNALS
+                self._caught += caught_signals.catch(names.split(","))
+            else:
+                logger.warning("not in the main thread: signals are not handled")
+            self._start()
+            for tail_log in self._tail_logs:
+                tail_log.start()
 
     @abstractmethod
     def _start(self) -> None:
@@ -502,15 +503,16 @@ class PContext(ABC):
             death_sig: the signal; SIGTERM when ``None``.
             timeout: seconds until SIGKILL, one deadline for all.
         """
-        try:
-            self._close(death_sig or signal.SIGTERM, timeout)
-        finally:
-            for tail_log in self._tail_logs:
-                tail_log.stop()
-            for copy in (self.filtered_stdout, self.filtered_stderr):
-                if copy is not None:
-                    copy.close()
-            caught_signals.release(self._caught)
+        with group.held():
+            try:
+                self._close(death_sig or signal.SIGTERM, timeout)
+            finally:
+                for tail_log in self._tail_logs:
+                    tail_log.stop()
+                for copy in (self.filtered_stdout, self.filtered_stderr):
+                    if copy is not None:
+                        copy.close()
+                caught_signals.release(self._caught)
 
 
 def _followed(tees: dict[int, str]) -> dict[int, str]:

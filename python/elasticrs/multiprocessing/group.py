@@ -4,7 +4,8 @@ The core starts, watches and ends the processes; this module takes in what it te
 any thread, and from several: one of them waits for the core, the others for that one.
 
 A signal handler that raises would lose the event that was being taken in. So while this module waits in the
-main thread, :func:`interrupt` keeps the exception until the event has been recorded.
+main thread, :func:`interrupt` keeps the exception until the event has been recorded; and while something is
+started or closed (:func:`held`), until it waits or is done.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import os
 import subprocess
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 DRAIN_TIMEOUT = 10.0
 """Seconds that a slow console gets at the end; the files have everything in any case."""
@@ -28,6 +30,9 @@ _END_SLACK = 45.0
 
 _waiting: list[ProcessGroup] = []
 """The group for which the main thread waits at this moment; several when a signal handler waits as well."""
+
+_holds: list[bool] = []
+_pending: list[BaseException] = []
 
 
 def interrupt(error: BaseException) -> bool:
@@ -41,7 +46,35 @@ def interrupt(error: BaseException) -> bool:
     Returns:
         ``False`` when nothing waits here: then the caller raises it.
     """
-    return bool(_waiting) and _waiting[-1].interrupt(error)
+    if not _waiting and not _holds:
+        return False
+    _pending.append(error)
+    if _waiting:
+        _waiting[-1].ring()
+    return True
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Keep what :func:`interrupt` is given until the end, or until this thread waits for a group."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
+        _holds.append(True)
+    try:
+        yield
+    finally:
+        if is_main:
+            _holds.pop()
+            if not _holds and not _waiting:
+                raise_pending()
+
+
+def raise_pending() -> None:
+    """Raise the first exception that was kept; the others say no more."""
+    if _pending and threading.current_thread() is threading.main_thread():
+        error = _pending[0]
+        _pending.clear()
+        raise error
 
 
 class ProcessGroup:
@@ -65,7 +98,6 @@ class ProcessGroup:
         self._grace = grace
         self._turn = threading.Condition()
         self._waiter: int | None = None
-        self._pending: BaseException | None = None
         self._on_fd: dict[int, Callable[[], None]] = {}
         self.pids: dict[int, int] = {}
         self.exits: dict[int, _core.WorkerExited] = {}
@@ -167,13 +199,9 @@ class ProcessGroup:
                 return is_met()
         return True
 
-    def interrupt(self, error: BaseException) -> bool:
-        """See the function of this name."""
-        if self._waiter != threading.get_ident():
-            return False
-        self._pending = error
+    def ring(self) -> None:
+        """End the wait of this thread."""
         os.eventfd_write(self._bell, 1)
-        return True
 
     def _advance(self, timeout: float | None) -> bool:
         """Take in one event, or wait until another thread has; ``False`` when there was none."""
@@ -204,9 +232,7 @@ class ProcessGroup:
         finally:
             if is_main:
                 _waiting.pop()
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            raise pending
+        raise_pending()
         return event is not None
 
     def _record(self, event: _core.Event) -> None:

@@ -117,7 +117,10 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
             for fd in worker.keeps:
                 os.close(fd)
         _read_all(ready_reader, len(pids))
-        os.write(control, struct.pack(f"{len(pids)}i", *pids))
+        try:
+            os.write(control, struct.pack(f"{len(pids)}i", *pids))
+        except BrokenPipeError:
+            return  # The program has gone on without them.
         said = _serve(
             dict(zip(pids, (worker.status for worker in workers), strict=True)), control, parent_pidfd
         )

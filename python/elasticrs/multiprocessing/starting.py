@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import select
 import socket
 import struct
 import sys
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrs import _core
 from elasticrs.multiprocessing import keeper
 from elasticrs.multiprocessing.api import caught_signals
-from elasticrs.multiprocessing.group import ProcessGroup
+from elasticrs.multiprocessing.group import ProcessGroup, raise_pending
 from elasticrs.multiprocessing.spawn import PreparedFunction, ReturnPipe, call_and_return
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from elasticrs.multiprocessing.contexts import MultiprocessContext
+
+_LOOK_FOR_SIGNALS = 0.1
 
 
 class FunctionStart(ABC):
@@ -197,6 +200,9 @@ class _Kept(FunctionStart):
         size = struct.calcsize("i") * self._context.nprocs
         said = b""
         while len(said) < size:
+            # Modules that are imported first may take long.
+            while not select.select([control], [], [], _LOOK_FOR_SIGNALS)[0]:
+                raise_pending()
             piece = control.recv(size - len(said))
             if not piece:
                 raise RuntimeError(
