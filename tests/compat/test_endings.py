@@ -127,7 +127,9 @@ def test_the_report_and_the_error_file(start, worker_script, tmp_path, how):
     reports, errors = {}, {}
     for launcher in BOTH:
         logs = tmp_path / launcher / "logs"
-        launched = start(launcher, "--log-dir", logs, "--rdzv-id=job", "--rdzv-backend=c10d", script)
+        # Any free port: torch's default is everybody's.
+        rendezvous = ("--rdzv-id=job", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+        launched = start(launcher, "--log-dir", logs, *rendezvous, script)
         assert launched.wait() == 1
         reports[launcher] = normalised(launched.stderr)
         found = list(logs.glob("*/attempt_0/0/error.json"))
