@@ -1,6 +1,8 @@
 //! A small blocking client of the nursery, for tests.
 #![allow(dead_code, reason = "each test uses its part")]
 
+pub mod groups;
+
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::File;
