@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ports, procs
+from helpers.launcher import TORCHRUN
 from helpers.procs import HANG
 
 pytestmark = [
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(150),
     pytest.mark.beyond_torchrun,
+    TORCHRUN,
 ]
 
 BOTH = ("elasticrs", "torchrun")
