@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import procs
+from helpers import ports, procs
 from helpers.launcher import LAUNCHERS, TORCHRUN
 
 pytestmark = [
@@ -195,8 +195,8 @@ def flat(value, path=""):
     return {path: value}
 
 
-def check(launch, worker_script, tmp_path, free_port, arguments, body, env, code):
-    arguments = [argument.replace("{port}", str(free_port)) for argument in arguments]
+def check(launch, worker_script, tmp_path, arguments, body, env, code):
+    arguments = [argument.replace("{port}", str(ports.free())) for argument in arguments]
     theirs, their_stderr = show(launch, worker_script, tmp_path, "torchrun", arguments, body, env)
     assert theirs["code"] == code, their_stderr
     ours, our_stderr = show(launch, worker_script, tmp_path, "elasticrs", arguments, body, env)
@@ -207,21 +207,12 @@ def check(launch, worker_script, tmp_path, free_port, arguments, body, env, code
     assert any("/workers/" in name for name in theirs)
 
 
-@pytest.fixture
-def free_port():
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.mark.parametrize(("arguments", "body", "env", "code"), QUICK)
-def test_both_launchers_agree(launch, worker_script, tmp_path, free_port, arguments, body, env, code):
-    check(launch, worker_script, tmp_path, free_port, arguments, body, env, code)
+def test_both_launchers_agree(launch, worker_script, tmp_path, arguments, body, env, code):
+    check(launch, worker_script, tmp_path, arguments, body, env, code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "body", "env", "code"), SLOW)
-def test_both_launchers_agree_on_more(launch, worker_script, tmp_path, free_port, arguments, body, env, code):
-    check(launch, worker_script, tmp_path, free_port, arguments, body, env, code)
+def test_both_launchers_agree_on_more(launch, worker_script, tmp_path, arguments, body, env, code):
+    check(launch, worker_script, tmp_path, arguments, body, env, code)
