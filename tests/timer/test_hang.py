@@ -138,6 +138,39 @@ def test_who_has_no_handler_is_looked_into_by_py_spy(launch, worker_script, tmp_
     assert re.search(r"^spied with dump --pid \d+$", evidence(logs, 0, 0), re.M)
 
 
+@pytest.mark.parametrize("limit", ["1e-9", "1e-300"])
+def test_a_limit_of_nearly_nothing_does_not_occupy_the_agent(launch, worker_script, limit):
+    script = worker_script("import os; os.write(1, b'UP\\n')")
+    launched = launch("--nproc-per-node=1", f"--hang-timeout={limit}", script)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout == "UP\n"
+
+
+@pytest.mark.parametrize("what", ["error.json.fault", "hang.txt"])
+def test_a_fifo_in_the_place_of_a_file_costs_that_file_only(launch, worker_script, tmp_path, what):
+    script = worker_script(f"""
+        import os
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+        heartbeat(0)
+        if os.environ["RANK"] == "0":
+            path = os.path.join(folder, {what!r})
+            if os.path.exists(path):
+                os.unlink(path)
+            os.mkfifo(path)
+            heartbeat(1)
+        os.read(pipe[0], 1)
+    """)
+    logs = tmp_path / "logs"
+    launched = launch("--nproc-per-node=2", "--hang-timeout=1", f"--log-dir={logs}", script)
+    assert launched.wait() == 1
+    assert "rank      : 1 (local_rank: 1)" in launched.stderr
+    assert "it is in <module> (worker.py:" in launched.stderr, "the evidence of the other rank is there"
+    assert "Current thread" in evidence(logs, 0, 1)
+    assert ("evidence of a hang could not be written" in launched.stderr) == (what == "hang.txt")
+
+
 def test_a_section_has_its_own_limit(launch, worker_script):
     script = worker_script("""
         import os
