@@ -1,9 +1,9 @@
 """A monkey that makes workers hang: in any way, several at once, while the launcher is signalled.
 
 Each game is a job of a few ranks and attempts. In an attempt some ranks hang and the others wait for them,
-go on by themselves, or are in a section without a limit. Every game has to end with the code that follows from
-its plan, with nobody left, and has to name a rank that hangs. A failure shows the seed; ``MONKEY_SEED`` repeats
-that game, with ``MONKEY_GAMES`` so many from it on.
+go on by themselves, or are in a section without a limit. Every game has to end with the code that follows
+from its plan, with nobody left, and has to name a rank that hangs. A failure shows the seed; ``MONKEY_SEED``
+repeats that game, with ``MONKEY_GAMES`` so many from it on.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A worker for ``test_hang_monkey.py``: does what ``$PLAN`` has for its attempt and rank.
 
-Ranks that hang leave a mark in ``$MARKS``; the others go on to the next step only when all marks are there, so
-that they are not behind.
+Ranks that hang leave a mark in ``$MARKS``; the others go on to the next step only when all marks are there,
+so that they are not behind.
 """
 
 import ctypes
