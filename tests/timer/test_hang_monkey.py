@@ -20,7 +20,7 @@ pytestmark = pytest.mark.beyond_torchrun
 
 WORKER = Path(__file__).resolve().parent.parent / "workers" / "hanging.py"
 HANGS = (
-    *("sleep", "wait", "stopped", "loop", "gil", "ignore"),
+    *("select", "wait", "stopped", "loop", "gil", "ignore"),
     *("section", "timer", "leave", "children", "spoil"),
 )
 OTHERS = ("peer", "peer", "peer", "beats", "unlimited")

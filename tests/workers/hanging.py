@@ -9,7 +9,6 @@ import json
 import os
 import select
 import signal
-import time
 
 from elasticrs import timer
 from elasticrs.timer import heartbeat
@@ -88,7 +87,7 @@ def spoil_the_page():
 
 
 HANGS = {
-    "sleep": lambda: time.sleep(1000),
+    "select": lambda: select.select([], [], [], 1000),
     "wait": wait_for_ever,
     "stopped": be_stopped,
     "loop": loop,
