@@ -52,11 +52,15 @@ class Game:
         self.launched = launch(*options, WORKER, env=env)
 
     def attempt(self):
-        """Some hang; whoever waits is a step ahead, or has the newer heartbeat."""
+        """Some hang; whoever waits is a step ahead, or has the newer heartbeat.
+
+        Without steps, of several at one place and one that waits elsewhere, the latter is the odd one.
+        """
         rng = self.rng
         hung = rng.sample(range(self.n), rng.choice([1, 1, 1, min(2, self.n)]))
         ranks = {rank: rng.choice(HANGS if rank in hung else OTHERS) for rank in range(self.n)}
-        return {"step": rng.choice([None, 0, rng.randrange(10**9)]), "hung": hung, "ranks": ranks}
+        steps = [0, rng.randrange(10**9)] if len(hung) > 1 else [None, 0, rng.randrange(10**9)]
+        return {"step": rng.choice(steps), "hung": hung, "ranks": ranks}
 
     def success(self):
         return {"step": 0, "hung": [], "ranks": dict.fromkeys(range(self.n), "done")}

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use super::watch::wait_channel;
 use crate::nursery::tree::{Status, descendants};
+use crate::sys::command::die_with_thread;
 use crate::sys::pidfd;
 
 /// For all ranks together.
@@ -270,7 +271,9 @@ fn kernel_side(pid: i32) -> String {
 fn spy_on(program: &Path, pid: i32, report: File) -> io::Result<Child> {
     let errors = report.try_clone()?;
     let mut command = Command::new(program);
-    command.args(["dump", "--pid", &pid.to_string()]).stdin(Stdio::null()).stdout(report).stderr(errors).spawn()
+    command.args(["dump", "--pid", &pid.to_string()]).stdin(Stdio::null()).stdout(report).stderr(errors);
+    // This thread waits for it.
+    die_with_thread(&mut command).spawn()
 }
 
 #[cfg(test)]
