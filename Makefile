@@ -64,7 +64,7 @@ build: $(BUILT) ## compile the extension into python/ and install the project in
 	@$(PY) -m compileall -q python
 
 $(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
-	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(PY) -m maturin develop --release --locked --quiet
+	@PIP_QUIET=1 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(PY) -m maturin develop --release --locked --quiet
 	@touch $@
 
 demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers

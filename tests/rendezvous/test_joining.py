@@ -50,7 +50,7 @@ def test_a_closed_job_says_so():
     cluster, (a,) = running(1)
     a.send(m.WorkersDone())
     late = cluster.add("late")
-    text = "job job is closed: succeeded at 2023-11-14 22:13:20 UTC in round 1"
+    text = "job job is closed: succeeded at 2023-11-14 22:13:20 UTC in round 1; another job needs another id"
     assert late.outcome == m.Outcome("closed", text)
 
 

@@ -324,7 +324,9 @@ def test_too_few_nodes_for_too_long():
     a, b = cluster.add("a"), cluster.add("b")
     a.fire("join/0")
     assert b.outcome == a.outcome
-    assert a.outcome == m.Outcome("timeout", "2 of at least 3 nodes after 600 s: a (10.0.0.1), b (10.0.0.2)")
+    assert a.outcome == m.Outcome(
+        "timeout", "2 of at least 3 nodes after 600 s (join_timeout): a (10.0.0.1), b (10.0.0.2)"
+    )
 
 
 def test_too_few_nodes_after_a_loss_names_the_lost():

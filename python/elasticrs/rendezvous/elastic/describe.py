@@ -202,4 +202,7 @@ def _check_static(words: Words, endpoint: str, host: str, port: int | None) -> l
         )
     if not is_loopback_name(host):
         return []
-    return [f"the static rendezvous is at {host}: only agents on this machine can join"]
+    return [
+        f"the static rendezvous is at {host}: only agents on this machine can join; "
+        "others have to be given an address of it"
+    ]

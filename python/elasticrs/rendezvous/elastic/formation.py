@@ -105,7 +105,7 @@ def _shown(view: View, settings: MemberSettings) -> list[str]:
 
 def _too_few(view: View, settings: MemberSettings) -> str:
     count = len(view.candidates)
-    text = f"{count} of at least {nodes(settings.min_nodes)} after {settings.join_timeout:g} s"
+    text = f"{count} of at least {nodes(settings.min_nodes)} after {settings.join_timeout:g} s (join_timeout)"
     if count:
         text += f": {named(_shown(view, settings))}"
     if settings.node_rank is not None:

@@ -94,4 +94,5 @@ def closed_line(run_id: str, head: Head) -> str:
     """What to tell who comes to a closed job."""
     when = f" at {utc(head.time_ns)}" if head.time_ns else ""
     why = f": {head.reason}" if head.reason else ""
-    return f"job {run_id} is closed: {head.outcome}{when} in round {head.round}{why}"
+    how = f"{head.outcome}{when} in round {head.round}{why}"
+    return f"job {run_id} is closed: {how}; another job needs another id"
