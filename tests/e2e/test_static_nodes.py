@@ -300,7 +300,8 @@ def test_who_comes_too_much_is_told_of_the_round_that_runs(launch, worker_script
 @pytest.mark.beyond_torchrun
 def test_nobody_is_at_the_address(launch):
     nodes = Nodes(launch, 2, conf={"join_timeout": 1})
-    line_of(nodes.start(1), f"could not join at 127.0.0.1:{nodes.port} within 1 s", "refused")
+    found = line_of(nodes.start(1), f"could not join at 127.0.0.1:{nodes.port} within 1 s", "refused")
+    assert "the same --master-addr and --master-port" in found, "options that were given, not those of c10d"
 
 
 @pytest.mark.beyond_torchrun

@@ -37,7 +37,7 @@ DIFFERENT = {
 MORE = {
     "WorkerSpec.__init__": {"hang_timeout", "hang_startup_timeout"},
     "LocalElasticAgent.__init__": {"signals_to_handle"},
-    "LaunchConfig.__init__": {"exit_barrier_timeout"},
+    "LaunchConfig.__init__": {"exit_barrier_timeout", "hang_timeout", "hang_startup_timeout"},
 }
 
 HOOKS_OF_OTHERS = {
