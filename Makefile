@@ -3,7 +3,7 @@
 #   make setup PYTHON=python3.12     choose the interpreter of .venv
 #   make test ALL=1                  also what is slow or needs root; nothing may be skipped (but for want of a GPU)
 #   make test PYTEST="-k logs -x"    arguments for pytest, in one process
-#   make test JOBS=8                 processes of pytest; 0: none beside make's own
+#   make test JOBS=8                 processes of pytest; 0: one that runs them all itself
 #   make bench BENCH="--only launch --quick"
 
 SHELL := /bin/sh
@@ -27,9 +27,9 @@ PYTHON_TREES := python tests benchmarks examples tools
 
 BENCH ?=
 PYTEST ?=
-# Most tests wait rather than compute: one process more than there are processors. Who picks tests looks at them, and may
-# want -s or --pdb.
-JOBS ?= $(if $(strip $(PYTEST)),0,$(shell expr $$(nproc) + 1))
+# Most tests wait rather than compute: one process more than there are processors, up to 8, since the longest tests end no
+# sooner with more. Who picks tests looks at them, and may want -s or --pdb.
+JOBS ?= $(if $(strip $(PYTEST)),0,$(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8))))
 ifdef ALL
 PYTEST_SELECT :=
 PYTEST_NEEDS := $(FRAMEWORKS)

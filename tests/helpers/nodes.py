@@ -246,7 +246,7 @@ class Job:
 
     def reap(self) -> list[procs.Process]:
         """Collect what a killed agent has left, which becomes this process's when it ends."""
-        keep = {agent.pid for agent in self.agents} | procs.bystanders
+        keep = {agent.pid for agent in self.agents}
         # What a test has started beside the job still has its namespaces; what is on its way out has not.
         running = {each.pid for each in procs.children() if network_of(each.pid) is not None}
         return procs.reap_adopted(keep=keep | running)

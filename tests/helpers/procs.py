@@ -19,7 +19,7 @@ HANG = 30.0
 PR_SET_CHILD_SUBREAPER = 36
 
 bystanders: set[int] = set()
-"""Pids of the programs that a test runs beside what it tests; they end with the test."""
+"""Pids of the programs that tests run beside what they test, which end when the tests want it."""
 
 
 class Process(NamedTuple):
@@ -136,7 +136,7 @@ def kill_and_reap(child: Process) -> None:
 
 
 def reap_adopted(keep: Iterable[int] = (), timeout: float = HANG) -> list[Process]:
-    """Wait until all children but ``keep`` have ended by themselves, and collect them.
+    """Wait until all children but ``keep`` and :data:`bystanders` have ended by themselves, and collect them.
 
     For tests that kill an agent: its nursery, and whatever else it leaves for a moment, becomes a child of
     this process.
@@ -145,7 +145,7 @@ def reap_adopted(keep: Iterable[int] = (), timeout: float = HANG) -> list[Proces
     Returns:
         Those that were collected.
     """
-    kept = set(keep)
+    kept = set(keep) | bystanders
     deadline = time.monotonic() + timeout
     reaped: list[Process] = []
     while orphans := [child for child in children() if child.pid not in kept]:

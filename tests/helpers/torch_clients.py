@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from helpers import procs
 from helpers.launcher import clean_environment
 from helpers.procs import HANG
 
@@ -91,6 +92,8 @@ class TorchClients:
             stderr=subprocess.DEVNULL,
             env=clean_environment({"OMP_NUM_THREADS": "1"}),
         )
+        # It outlives the tests that need it, and others of the same process may wait for all their orphans.
+        procs.bystanders.add(self._process.pid)
 
     def fork(self, count: int = 1) -> Sequence[TorchClient]:
         """New processes, without a store yet."""
@@ -104,4 +107,5 @@ class TorchClients:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(HANG)
+        procs.bystanders.discard(self._process.pid)
         self._listener.close()
