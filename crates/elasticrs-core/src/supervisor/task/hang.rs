@@ -43,7 +43,7 @@ impl Hangs {
             return Ok(());
         }
         for process in &mut spec.processes {
-            let page = HeartbeatPage::new()?;
+            let page = HeartbeatPage::new(Stamp::now().0)?;
             let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);
             let target = (PAGE_FD..i32::MAX).find(|number| !is_taken(*number)).unwrap_or(PAGE_FD);
             let (descriptor, name) = page.share(target)?;
