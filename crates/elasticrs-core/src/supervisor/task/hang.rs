@@ -222,6 +222,7 @@ impl Task {
             let overdue = overdue_of(index);
             *suspect = Suspect {
                 is_late: overdue.is_some(),
+                is_due: overdue.is_some_and(|overdue| overdue.is_due),
                 is_stopped: matches!(found.state, 'T' | 't'),
                 step: heartbeat.as_ref().and_then(|beat| beat.step),
                 last: overdue.map_or(at.0, |overdue| overdue.since),
