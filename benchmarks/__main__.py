@@ -14,6 +14,7 @@ from benchmarks import (
     rendezvous,
     report,
     restart,
+    scrape,
     siblings,
     tee,
     timers,
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "nodes-silent": lost.measure_silent,
     "nodes-idle": idle.measure_nodes,
     "timers": timers.measure,
+    "scrape": scrape.measure,
     "worker-store": worker_store.measure,
 }
 

@@ -432,8 +432,14 @@ class Supervisor:
             SupervisorError: a group is running; or see the class.
             OSError: descriptors ran out, or one of ``pass_fds`` is not open.
         """
-    def adopt(self, local_rank: int, pid: int) -> None:
+    def adopt(self, local_rank: int, pid: int, status_fd: int | None = None) -> None:
         """Supervise a process that Python started, as a member of the running group.
+
+        Args:
+            local_rank: its index.
+            pid: which process.
+            status_fd: for a process whose parent is not this one: a pipe into which its parent writes the
+                status that ``wait4`` gave, as a C ``int``. Stays the caller's.
 
         Raises:
             ProcessLookupError: no such process.
@@ -516,7 +522,8 @@ class Supervisor:
         """The next event, or ``None`` after ``timeout`` seconds. One thread at a time.
 
         Python's signal handlers run as soon as a signal arrives in the main thread; what they raise is
-        raised here.
+        raised here. One that arrives in the instant before the wait begins is looked at within 5 seconds; who
+        wants it at once watches a descriptor of :func:`signal.set_wakeup_fd`.
 
         Raises:
             SupervisorError: see the class.
@@ -534,6 +541,64 @@ class Supervisor:
         """
 
 # --- stores ---------------------------------------------------------------------------------------
+
+@final
+class HealthServer:
+    """Says over HTTP how an agent is, from a thread of its own. Not for children made by ``fork``.
+
+    Args:
+        host: where it listens.
+        port: its port; 0 for any that is free.
+        limit: seconds after which an agent that does not answer, or makes no progress, counts as dead.
+
+    Raises:
+        OSError: the address cannot be had; no descriptor or thread is left.
+    """
+
+    def __new__(cls, host: str, port: int, limit: float) -> HealthServer: ...
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+    @property
+    def fd(self) -> int:
+        """Readable while somebody waits for :meth:`answer`."""
+    def answer(self, age: float) -> None:
+        """The loop is alive, and the last progress was ``age`` seconds ago."""
+    def show(self, supervisor: Supervisor) -> None:
+        """Show what this supervisor counts."""
+    def publish(self, state: str, status: str, workers: Sequence[tuple[int, int, int]] | None = None) -> None:
+        """The job is in this state from now on.
+
+        Args:
+            state: of the workers; they are ready in the state ``HEALTHY``.
+            status: for ``/status``: the JSON of an object.
+            workers: rank, local rank and pid of each, while they run; as before when ``None``.
+
+        Raises:
+            ValueError: ``status`` is something else.
+        """
+    def enter(self, activity: str) -> None:
+        """What time goes to from now on.
+
+        Raises:
+            ValueError: no such activity.
+        """
+    def was_hung(self, seconds: float) -> None:
+        """So much of the productive time was none."""
+    def restarted(self, cause: str) -> None:
+        """The workers were started again.
+
+        Raises:
+            ValueError: no such cause.
+        """
+    def recovered(self, seconds: float) -> None:
+        """The workers run again, so long after a failure."""
+    def put(self, group: str, name: str, value: float) -> None:
+        """One value of ``put_metric``."""
+    def take_notices(self) -> list[str]:
+        """Lines for the user, since the last call."""
+    def close(self) -> None:
+        """Closes the port and ends the thread; returns when that is done. Idempotent."""
 
 @final
 class WorkerStore:

@@ -22,6 +22,8 @@ DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
 DEFAULT_LINGER = 5.0
 DEFAULT_MONITOR_INTERVAL = 0.1
 DEFAULT_MASTER_PORT = 29500
+DEFAULT_HEALTH_TIMEOUT = 60.0
+LOOPBACK = "127.0.0.1"
 UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
@@ -179,9 +181,20 @@ class ObserveSettings(Value):
         entry_point: what events call the workers' program.
         rdzv_backend: what events call the way in which the nodes meet.
         has_metrics: somebody takes metrics.
+        health_port: of the health check server; ``None`` for none, 0 for any port that is free.
+        health_host: where it listens.
+        health_timeout: seconds without progress after which the agent counts as dead.
     """
 
-    __slots__ = ("entry_point", "event_log_handler", "has_metrics", "rdzv_backend")
+    __slots__ = (
+        "entry_point",
+        "event_log_handler",
+        "has_metrics",
+        "health_host",
+        "health_port",
+        "health_timeout",
+        "rdzv_backend",
+    )
 
     def __init__(
         self,
@@ -189,16 +202,22 @@ class ObserveSettings(Value):
         entry_point: str = "",
         rdzv_backend: str = "c10d",
         has_metrics: bool = False,
+        health_port: int | None = None,
+        health_host: str = LOOPBACK,
+        health_timeout: float = DEFAULT_HEALTH_TIMEOUT,
     ) -> None:
         self.event_log_handler = event_log_handler
         self.entry_point = entry_point
         self.rdzv_backend = rdzv_backend
         self.has_metrics = has_metrics
+        self.health_port = health_port
+        self.health_host = health_host
+        self.health_timeout = health_timeout
 
     @property
     def is_off(self) -> bool:
         """Whether nobody is."""
-        return self.event_log_handler == "null" and not self.has_metrics
+        return self.event_log_handler == "null" and not self.has_metrics and self.health_port is None
 
 
 def random_run_id() -> str:
@@ -234,6 +253,18 @@ def _signal_numbers(names: str, known: Mapping[str, int]) -> Iterator[int]:
         if name not in known:
             raise ValueError(f"names of signals such as SIGTERM,SIGUSR1 (not {name})")
         yield int(known[name])
+
+
+def health_port(text: str) -> int:
+    """A port of the health check server.
+
+    Raises:
+        ValueError: with what is expected.
+    """
+    limit = 65535
+    if not (text.isascii() and text.isdecimal()) or int(text) > limit:
+        raise ValueError(f"a port from 0 (any that is free) to {limit}")
+    return int(text)
 
 
 def shutdown_timeout_from(environ: Mapping[str, str]) -> float:

@@ -93,7 +93,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     )
     for notice in launch.notices:
         console.say(notice)
-    observers = _observers(launch)
+    observers = _observers(launch, console)
     workers = _script_workers(setup, launch) if launch.runs_path else CommandWorkers(setup, launch.command)
     agent = Agent(
         launch.job,
@@ -143,12 +143,12 @@ def _decisions(launch: Launch, console: Console) -> Decisions:
     return OneNode(launch.job, OneNodePlanner(launch.job))
 
 
-def _observers(launch: Launch) -> Sequence[Observer]:
+def _observers(launch: Launch, console: Console) -> Sequence[Observer]:
     if launch.observe.is_off:
         return ()
     from elasticrs.agent.observing import make_observers
 
-    return make_observers(launch.job, launch.observe)
+    return make_observers(launch.job, launch.observe, console.say)
 
 
 def _environment(launch: Launch) -> dict[str, str]:

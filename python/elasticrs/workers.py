@@ -187,7 +187,7 @@ class Workers(ABC):
 
 
 def _py_spy(environ: Mapping[str, str]) -> str | None:
-    folders = [os.path.dirname(sys.executable), *environ.get("PATH", os.defpath).split(os.pathsep)]
+    folders = [*environ.get("PATH", os.defpath).split(os.pathsep), os.path.dirname(sys.executable)]
     paths = (os.path.join(folder, "py-spy") for folder in folders)
     return next((path for path in paths if os.access(path, os.X_OK)), None)
 

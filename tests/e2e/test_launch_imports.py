@@ -48,6 +48,11 @@ def test_one_node_loads_nothing_of_several():
         assert not {name for name in loaded(*argv) if name.startswith("elasticrs.rendezvous.e")}
 
 
+def test_nobody_is_loaded_who_is_told_nothing():
+    watchers = ("elasticrs.events", "elasticrs.metrics", "elasticrs.agent.job_", "elasticrs.agent.observing")
+    assert not {name for name in loaded("--no-python", "true") if name.startswith(watchers)}
+
+
 def test_help_loads_no_agent():
     modules = loaded("--help")
     assert {name for name in modules if "elasticrs" not in name} <= STANDARD

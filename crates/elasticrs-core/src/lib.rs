@@ -15,6 +15,8 @@
 #![deny(unsafe_code)]
 
 pub mod clock;
+#[cfg(feature = "agent")]
+pub mod counters;
 pub mod exit;
 #[cfg(feature = "agent")]
 pub mod limits;

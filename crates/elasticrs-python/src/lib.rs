@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 mod coordination;
 mod error;
 mod event;
+mod health;
 mod helpers;
 mod lease;
 mod nursery;
@@ -34,6 +35,8 @@ mod _core {
         Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, Heartbeat, LogTrouble, RankSeen,
         StartFailed, TimerExpired, WorkerExited, WorkerHung, WorkerPaused, WorkerResumed,
     };
+    #[pymodule_export]
+    use crate::health::HealthServer;
     #[pymodule_export]
     use crate::helpers::{check_limits, kernel_features, last_lines, raise_descriptor_limit};
     #[pymodule_export]

@@ -22,7 +22,7 @@ const SILENCE: Duration = Duration::from_secs(10);
 
 /// A listener that leaves the rest of the process its share of descriptors.
 #[derive(Debug)]
-pub(crate) struct Door {
+pub struct Door {
     listener: tokio::net::TcpListener,
     /// Accepted beyond our share: it waits here, and those after it in the kernel's queue.
     held: Option<(TcpStream, SocketAddr)>,
@@ -31,13 +31,13 @@ pub(crate) struct Door {
 
 impl Door {
     /// On the thread that runs the store.
-    pub(crate) fn new(listener: std::net::TcpListener) -> io::Result<Self> {
+    pub fn new(listener: std::net::TcpListener) -> io::Result<Self> {
         Ok(Self { listener: tokio::net::TcpListener::from_std(listener)?, held: None, told: None })
     }
 
     /// The next connection, and its peer as users write it: IPv4 is no part of IPv6. Nothing is lost when this future is
     /// dropped. `notices` hears now and then that connections to `store` have to wait.
-    pub(crate) async fn accept(&mut self, notices: &Notices, store: &str) -> (TcpStream, SocketAddr) {
+    pub async fn accept(&mut self, notices: &Notices, store: &str) -> (TcpStream, SocketAddr) {
         loop {
             match self.next().await {
                 Ok((stream, peer)) => return (stream, SocketAddr::new(peer.ip().to_canonical(), peer.port())),

@@ -11,7 +11,7 @@
 //! - **STORE-2** a thread that ends takes the stores on it along, and their handles say so instead of waiting for it.
 
 pub mod coordination;
-mod door;
+pub mod door;
 pub mod listen;
 pub mod notices;
 pub mod runtime;

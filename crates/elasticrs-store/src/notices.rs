@@ -27,7 +27,7 @@ const KEPT: usize = 256;
 pub type Tell = Box<dyn Fn(String) + Send>;
 
 /// Passes lines on. A peer that misbehaves in a loop costs a few lines and a number.
-pub(crate) struct Notices {
+pub struct Notices {
     tell: Tell,
     rate: RefCell<Rate>,
 }
@@ -40,11 +40,13 @@ struct Rate {
 }
 
 impl Notices {
-    pub(crate) fn new(tell: Tell) -> Self {
+    /// To `tell`, at a bounded rate.
+    pub fn new(tell: Tell) -> Self {
         Self { tell, rate: RefCell::default() }
     }
 
-    pub(crate) fn say(&self, line: String) {
+    /// One line, or one more that is counted.
+    pub fn say(&self, line: String) {
         self.say_at(line, Instant::now());
     }
 

@@ -7,18 +7,26 @@ from typing import TYPE_CHECKING
 from elasticrs.config import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from elasticrs.agent.observer import Observer
+    from elasticrs.agent.server.health_check_server import HealthCheckServer
     from elasticrs.config import JobConfig, ObserveSettings
 
 
-def make_observers(job: JobConfig, settings: ObserveSettings) -> Sequence[Observer]:
+def make_observers(
+    job: JobConfig,
+    settings: ObserveSettings,
+    say: Callable[[str], None],
+    server: HealthCheckServer | None = None,
+) -> Sequence[Observer]:
     """The observers of a job of the command line, or of one of the launcher's API.
 
     Args:
         job: the job.
         settings: what is asked for.
+        say: tells the user a line.
+        server: of the caller, open already; one is made where the settings ask for it.
 
     Raises:
         UsageError: no such destination of events, or one that cannot be opened.
@@ -31,11 +39,36 @@ def make_observers(job: JobConfig, settings: ObserveSettings) -> Sequence[Observ
         observers.append(
             EventRecorder(job, settings.event_log_handler, settings.entry_point, settings.rdzv_backend)
         )
-    if settings.has_metrics:
+    if server is None and settings.health_port is not None:
+        server = _open_server(settings, say)
+    if settings.has_metrics or server is not None:
         from elasticrs.agent.job_metrics import MetricRecorder
 
         observers.append(MetricRecorder(job))
+    if server is not None:
+        from elasticrs.agent.job_health import HealthObserver
+
+        # Behind the metrics, which it shows: the last ones come at the end.
+        observers.append(HealthObserver(job, server, say))
     return observers
+
+
+def _open_server(settings: ObserveSettings, say: Callable[[str], None]) -> HealthCheckServer | None:
+    import time
+
+    from elasticrs.agent.server.health_check_server import HealthCheckServer
+
+    server = HealthCheckServer(
+        time.time, settings.health_port or 0, settings.health_timeout, settings.health_host
+    )
+    try:
+        server.open()
+    except OSError as error:
+        # A job is worth more than being asked how it is.
+        say(f"no health check server: {error.strerror or error}; the job goes on without it")
+        return None
+    say(f"health check server on http://{server.address}")
+    return server
 
 
 def _check_destination(name: str) -> None:

@@ -176,10 +176,20 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         notices.append(
             "OMP_NUM_THREADS is not set: each of the workers gets 1; set it to what suits your job"
         )
-    return Launch(job, logs, command, notices, variables, _observe(args, command, meeting), args.run_path)
+    return Launch(
+        job,
+        logs,
+        command,
+        notices,
+        variables,
+        _observe(args, command, meeting, environ, notices),
+        args.run_path,
+    )
 
 
-def _observe(args: Namespace, command: list[str], meeting: _Meeting) -> ObserveSettings:
+def _observe(
+    args: Namespace, command: list[str], meeting: _Meeting, environ: Mapping[str, str], notices: list[str]
+) -> ObserveSettings:
     metrics = os.path.join(os.path.dirname(os.path.dirname(__file__)), "metrics")
     return ObserveSettings(
         args.event_log_handler,
@@ -187,7 +197,25 @@ def _observe(args: Namespace, command: list[str], meeting: _Meeting) -> ObserveS
         "static" if args.rdzv_backend == "static" and meeting.rendezvous is not None else "c10d",
         # The one way to take metrics of the command line; see `elasticrs.metrics`.
         has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
+        health_port=_health_port(args, environ, notices),
+        health_host=args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK,
+        health_timeout=args.health_check_timeout,
     )
+
+
+def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> int | None:
+    port: int | None = args.health_check_port
+    text = environ.get("TORCHELASTIC_HEALTH_CHECK_PORT")
+    if port is not None or text is None:
+        return port
+    try:
+        return config.health_port(text)
+    except ValueError as error:
+        # As in torch, no reason to refuse the job.
+        notices.append(
+            f"no health check server: TORCHELASTIC_HEALTH_CHECK_PORT: got {text!r}, expected {error}"
+        )
+        return None
 
 
 def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:

@@ -176,6 +176,10 @@ def _start_method(text: str) -> str:
     return text
 
 
+def _health_port(text: str) -> int:
+    return config.health_port(text)
+
+
 def _hang_timeout(text: str) -> float | str:
     if text == "auto":
         return text
@@ -360,6 +364,30 @@ OPTIONS: tuple[Option, ...] = (
         False,
         None,
         "accepted, and always so: for command lines of torch.distributed.launch",
+        group=OURS,
+    ),
+    Option(
+        "health-check-port",
+        None,
+        _health_port,
+        "serve /healthz, /readyz, /metrics, /status (default: TORCHELASTIC_HEALTH_CHECK_PORT)",
+        metavar="PORT",
+        group=OURS,
+    ),
+    Option(
+        "health-check-host",
+        None,
+        str,
+        "where it listens (default: ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)",
+        metavar="HOST",
+        group=OURS,
+    ),
+    Option(
+        "health-check-timeout",
+        config.DEFAULT_HEALTH_TIMEOUT,
+        config.seconds,
+        "seconds without progress after which /healthz says 503 (default 60)",
+        metavar="SECONDS",
         group=OURS,
     ),
     Option("keep-descendants", False, None, "leave processes alone that successful workers left", group=OURS),

@@ -463,6 +463,9 @@ impl Followed {
                 output.compact();
                 let show = show(&self.info, self.filter.as_mut(), output);
                 self.splitter.push(&block[..n], now, show);
+                if let Some(counts) = &self.info.counts {
+                    counts.add(&block[..n]);
+                }
                 self.offset += n as u64;
                 self.taken += n as u64;
                 self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);

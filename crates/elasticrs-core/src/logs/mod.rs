@@ -53,13 +53,14 @@ use follow::{Opened, Sink};
 use pump::{Command, Pump};
 
 use crate::clock::Stamp;
+use crate::counters::{LogCounts, LogTotals};
 use crate::panics;
 
 /// How long [`Logs::close`] waits for a thread that is not stuck.
 const CLOSE_GRACE: Duration = Duration::from_millis(200);
 
 /// A descriptor of the agent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dest {
     /// Descriptor 1.
     Stdout,
@@ -143,6 +144,7 @@ type Notify = Arc<dyn Fn(Notice) + Send + Sync>;
 pub struct Logs {
     shared: Arc<Shared>,
     notify: Notify,
+    totals: Arc<LogTotals>,
     thread: Mutex<Thread>,
 }
 
@@ -170,6 +172,8 @@ struct StreamInfo {
     id: StreamId,
     stream: LogStream,
     is_finishing: AtomicBool,
+    /// Of what goes to the console.
+    counts: Option<Arc<LogCounts>>,
     /// Bytes that are not on the console, as of the thread's last look.
     behind: AtomicU64,
     /// When something was read last, in nanoseconds of the monotonic clock; 0: never.
@@ -191,7 +195,12 @@ impl Logs {
             is_gone: AtomicBool::new(false),
         };
         let thread = Mutex::new(Thread::NotStarted(Some(console)));
-        Ok(Self { shared: Arc::new(shared), notify: Arc::new(notify), thread })
+        Ok(Self { shared: Arc::new(shared), notify: Arc::new(notify), totals: Arc::default(), thread })
+    }
+
+    /// What was read so far.
+    pub fn totals(&self) -> Arc<LogTotals> {
+        Arc::clone(&self.totals)
     }
 
     /// Shows what is written to these files from now on. A file that cannot be opened is reported as
@@ -206,10 +215,15 @@ impl Logs {
         for stream in streams {
             let id = StreamId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
             ids.push(id);
+            let counts = match &stream.to {
+                To::Console(dest) => Some(self.totals.of(stream.local_rank, *dest)),
+                To::Nowhere | To::File(_) => None,
+            };
             let info = Arc::new(StreamInfo {
                 id,
                 stream,
                 is_finishing: AtomicBool::new(false),
+                counts,
                 behind: AtomicU64::new(0),
                 read_at: AtomicU64::new(0),
             });

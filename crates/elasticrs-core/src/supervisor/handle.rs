@@ -16,6 +16,7 @@ use super::event::Heartbeat;
 use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;
+use crate::counters::Counters;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
 use crate::nursery::fence;
 use crate::nursery::launch::{LaunchError, NurseryImage};
@@ -84,7 +85,13 @@ pub(super) type Reply<T> = SyncSender<T>;
 
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
-    Adopt { local_rank: u32, pid: i32, pidfd: OwnedFd, reply: Reply<Result<(), SupervisorError>> },
+    Adopt {
+        local_rank: u32,
+        pid: i32,
+        pidfd: OwnedFd,
+        status: Option<OwnedFd>,
+        reply: Reply<Result<(), SupervisorError>>,
+    },
     Stop(StopPolicy),
     Signal(Signal, Option<Vec<u32>>),
     Suspend(Reply<()>),
@@ -96,7 +103,9 @@ pub(super) enum Command {
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
     Heartbeats(Reply<Vec<Heartbeat>>),
-    Close { keep_descendants: bool },
+    Close {
+        keep_descendants: bool,
+    },
 }
 
 /// What the handle and the runtime thread both use.
@@ -105,6 +114,7 @@ pub(super) struct Shared {
     pub(super) logs: Arc<Logs>,
     pub(super) nursery_pid: Arc<AtomicI32>,
     pub(super) fence: Fence,
+    pub(super) counters: Counters,
 }
 
 /// Moves the moment at which the nursery kills all workers, whether or not this process runs then.
@@ -161,6 +171,7 @@ pub struct Supervisor {
     thread: Mutex<Option<JoinHandle<()>>>,
     nursery_pid: Arc<AtomicI32>,
     fence: Fence,
+    counters: Counters,
     owner: u32,
 }
 
@@ -178,10 +189,11 @@ impl Supervisor {
         let nursery_pid = Arc::new(AtomicI32::new(0));
         let (commands, inbox) = unbounded_channel();
         let fence = Fence { shared: Arc::new(fence::Fence::new()?) };
+        let counters = Counters { logs: logs.totals(), ..Counters::default() };
         let (ready, started) = sync_channel(1);
         let thread = {
             let (queue, logs, nursery_pid) = (Arc::clone(&queue), Arc::clone(&logs), Arc::clone(&nursery_pid));
-            let shared = Shared { queue, logs, nursery_pid, fence: fence.clone() };
+            let shared = Shared { queue, logs, nursery_pid, fence: fence.clone(), counters: counters.clone() };
             std::thread::Builder::new()
                 .name("elasticrs".into())
                 .stack_size(512 * 1024)
@@ -193,7 +205,7 @@ impl Supervisor {
             Err(_) => return Err(SupervisorError::Ended),
         }
         let (thread, owner) = (Mutex::new(Some(thread)), std::process::id());
-        Ok(Self { commands, queue, logs, thread, nursery_pid, fence, owner })
+        Ok(Self { commands, queue, logs, thread, nursery_pid, fence, counters, owner })
     }
 
     /// The pid of the nursery, while there is one.
@@ -211,11 +223,14 @@ impl Supervisor {
 
     /// Makes a process that this process started a member of the running group.
     ///
+    /// `status` is for a process whose parent is another one: a pipe into which that one writes, in four bytes, the
+    /// status that `wait4` gave for it.
+    ///
     /// # Errors
     /// [`SupervisorError::Adopt`], [`SupervisorError::Idle`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
-    pub fn adopt(&self, local_rank: u32, pid: i32) -> Result<(), SupervisorError> {
+    pub fn adopt(&self, local_rank: u32, pid: i32, status: Option<OwnedFd>) -> Result<(), SupervisorError> {
         let pidfd = pidfd::open(pid).map_err(|errno| SupervisorError::Adopt { pid, source: errno.into() })?;
-        self.ask(|reply| Command::Adopt { local_rank, pid, pidfd, reply })?
+        self.ask(|reply| Command::Adopt { local_rank, pid, pidfd, status, reply })?
     }
 
     /// Stops the group; a harder call overrides. [`super::Event::GroupEnded`] follows.
@@ -345,6 +360,11 @@ impl Supervisor {
     /// The handle for the deadline of this agent's lease.
     pub fn fence(&self) -> Fence {
         self.fence.clone()
+    }
+
+    /// What is counted; goes on being readable after the end.
+    pub fn counters(&self) -> Counters {
+        self.counters.clone()
     }
 
     /// Tells the agent what it should say to its user, from tasks given to [`Self::spawn`], as

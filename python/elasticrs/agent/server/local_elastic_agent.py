@@ -28,6 +28,8 @@ from elasticrs.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from elasticrs.agent.server.health_check_server import HealthCheckServer as OurServer
+from elasticrs.agent.server.health_check_server import server_of_environment
 from elasticrs.agent.server.polled_workers import PolledWorkers
 from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.agent.signals import catch_signals, ignored_signals
@@ -150,8 +152,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             RuntimeError: the workers could not be started.
             ValueError: the machine's limits do not allow that many.
         """
-        if self._health_check_server is not None:
-            self._health_check_server.start()
+        self._start_server()
         try:
             if self._waits_for_events:
                 # Measured by who observes the loop.
@@ -218,6 +219,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if signals is None:
             warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=5)
         console = Console()
+        server = self._server_of_the_loop()
         decisions = self._decisions(job, console)
         try:
             agent = Agent(
@@ -227,7 +229,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 signals=signals,
                 owns_process=False,
                 console=console,
-                observers=make_observers(job, self._observe()),
+                observers=make_observers(job, self._observe(), console.say, server),
             )
             result = agent.run()
         finally:
@@ -285,6 +287,29 @@ class LocalElasticAgent(SimpleElasticAgent):
             hang_timeout=spec.hang_timeout,
             hang_startup_timeout=spec.hang_startup_timeout,
         )
+
+    def _start_server(self) -> None:
+        """Of the caller, or what ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for."""
+        if self._health_check_server is None:
+            try:
+                made = server_of_environment(os.environ)
+                if made is not None:
+                    made.open()
+                    self._health_check_server = made
+            except (OSError, ValueError) as error:
+                Console().say(f"no health check server: {error}")
+        server = self._server_of_the_loop()
+        if server is not None:
+            server.open()
+        elif self._health_check_server is not None:
+            self._health_check_server.start()
+
+    def _server_of_the_loop(self) -> OurServer | None:
+        """The server, where the loop that waits answers for it; another one has its own ways."""
+        server = self._health_check_server
+        if isinstance(server, OurServer) and type(server).start is OurServer.start and self._waits_for_events:
+            return server
+        return None
 
     def _observe(self) -> ObserveSettings:
         spec = self._worker_group.spec
@@ -470,9 +495,9 @@ class _Planner:
         self._group = group
         self._handler = handler
 
-    def next(self, _supervisor: _core.Supervisor) -> Plan:
+    def next(self, supervisor: _core.Supervisor) -> Plan:
         group, spec, handler = self._group, self._group.spec, self._handler
-        bootstrap = handler.next_rendezvous().bootstrap_store_info
+        bootstrap = handler.next_served_by(supervisor).bootstrap_store_info
         if bootstrap is None:
             raise RendezvousError("the rendezvous gave no address for the workers' store")
         plan = Plan(

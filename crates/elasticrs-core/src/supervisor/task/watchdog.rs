@@ -19,6 +19,7 @@ use tokio::task::{AbortHandle, JoinSet};
 
 use super::{Current, Running, Task};
 use crate::clock::Stamp;
+use crate::counters::TimerCounts;
 use crate::nursery::tree::Status;
 use crate::signal::Signal;
 use crate::supervisor::event::{Event, TimerExpired};
@@ -76,10 +77,11 @@ pub(super) struct Watchdog {
     exits: JoinSet<()>,
     complaints: Complaints,
     buffer: Box<[u8]>,
+    counts: Arc<TimerCounts>,
 }
 
 impl Watchdog {
-    fn new(path: Option<&Path>) -> io::Result<Self> {
+    fn new(path: Option<&Path>, counts: Arc<TimerCounts>) -> io::Result<Self> {
         let fifo = Fifo::create(path)?;
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         let alarm = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
@@ -95,6 +97,7 @@ impl Watchdog {
             exits: JoinSet::new(),
             complaints: Complaints::default(),
             buffer: vec![0; CHUNK].into(),
+            counts,
         })
     }
 
@@ -163,6 +166,7 @@ impl Watchdog {
 
     /// Sets the one timer for the earliest deadline.
     fn arm(&mut self) {
+        self.counts.set_live(self.timers.len());
         let next = self.timers.next();
         if self.armed == next {
             return;
@@ -269,7 +273,10 @@ impl Watchdog {
         if self.timers.next().is_some_and(|at| at <= Stamp::now()) {
             self.read(MAX_DRAIN, running, tell);
             let seen = Stamp::now();
-            while let Some(Due { pid, scope, terms, others }) = self.timers.expired(seen) {
+            while let Some((deadline, Due { pid, scope, terms, others })) =
+                self.timers.next().zip(self.timers.expired(seen))
+            {
+                self.counts.add_expired(seen.0.saturating_sub(deadline.0));
                 let Some(bound) = self.bound.get(&pid) else { continue };
                 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "casts of floats saturate")]
                 let deadline_ms = (terms.expires * 1000.0) as u64;
@@ -345,7 +352,7 @@ impl Task {
         if self.watchdog.is_some() {
             return Err(failed(Errno::EALREADY.into()));
         }
-        let watchdog = Watchdog::new(path).map_err(failed)?;
+        let watchdog = Watchdog::new(path, Arc::clone(&self.shared.counters.timers)).map_err(failed)?;
         let path = watchdog.fifo.path().to_owned();
         self.watchdog = Some(watchdog);
         Ok(path)

@@ -1,0 +1,127 @@
+//! What the runtime counts, for whoever shows it: a handle that other threads read without asking anybody.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::logs::Dest;
+
+/// Timers of the workers.
+#[derive(Debug, Default)]
+pub struct TimerCounts {
+    live: AtomicU64,
+    expired: AtomicU64,
+    late: AtomicU64,
+}
+
+impl TimerCounts {
+    /// How many are live now.
+    pub fn live(&self) -> u64 {
+        self.live.load(Ordering::Relaxed)
+    }
+
+    /// How many have expired so far.
+    pub fn expired(&self) -> u64 {
+        self.expired.load(Ordering::Relaxed)
+    }
+
+    /// How many of these were seen more than [`LATE_NS`] after their deadline.
+    pub fn late(&self) -> u64 {
+        self.late.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_live(&self, live: usize) {
+        self.live.store(live as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn add_expired(&self, lateness_ns: u64) {
+        self.expired.fetch_add(1, Ordering::Relaxed);
+        if lateness_ns > LATE_NS {
+            self.late.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A timer that is acted on later than this is late.
+pub const LATE_NS: u64 = 10_000_000;
+
+/// What was read of one worker's stream.
+#[derive(Debug, Default)]
+pub struct LogCounts {
+    bytes: AtomicU64,
+    lines: AtomicU64,
+}
+
+impl LogCounts {
+    /// Bytes so far.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Newlines so far.
+    pub fn lines(&self) -> u64 {
+        self.lines.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn add(&self, block: &[u8]) {
+        self.bytes.fetch_add(block.len() as u64, Ordering::Relaxed);
+        let newlines = memchr::memchr_iter(b'\n', block).count();
+        self.lines.fetch_add(newlines as u64, Ordering::Relaxed);
+    }
+}
+
+/// Streams that go to the console, by local rank; all attempts together.
+#[derive(Debug, Default)]
+pub struct LogTotals {
+    streams: Mutex<BTreeMap<(u32, Dest), Arc<LogCounts>>>,
+}
+
+impl LogTotals {
+    /// All that were ever followed.
+    pub fn all(&self) -> Vec<((u32, Dest), Arc<LogCounts>)> {
+        self.streams().iter().map(|(stream, counts)| (*stream, Arc::clone(counts))).collect()
+    }
+
+    pub(crate) fn of(&self, local_rank: u32, dest: Dest) -> Arc<LogCounts> {
+        Arc::clone(self.streams().entry((local_rank, dest)).or_default())
+    }
+
+    fn streams(&self) -> MutexGuard<'_, BTreeMap<(u32, Dest), Arc<LogCounts>>> {
+        // Plain data: a panic elsewhere does not make it wrong.
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Everything that one supervisor counts.
+#[derive(Debug, Clone, Default)]
+pub struct Counters {
+    /// See [`TimerCounts`].
+    pub timers: Arc<TimerCounts>,
+    /// See [`LogTotals`].
+    pub logs: Arc<LogTotals>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_and_newlines_are_counted_by_stream() {
+        let totals = LogTotals::default();
+        totals.of(1, Dest::Stderr).add(b"a\nb\nc");
+        totals.of(1, Dest::Stderr).add(b"\n");
+        totals.of(0, Dest::Stdout).add(b"");
+        let all: Vec<_> =
+            totals.all().into_iter().map(|(stream, counts)| (stream, counts.bytes(), counts.lines())).collect();
+        assert_eq!(all, [((0, Dest::Stdout), 0, 0), ((1, Dest::Stderr), 6, 3)]);
+    }
+
+    #[test]
+    fn a_timer_is_late_beyond_the_limit() {
+        let counts = TimerCounts::default();
+        counts.add_expired(LATE_NS);
+        counts.add_expired(LATE_NS + 1);
+        counts.set_live(7);
+        assert_eq!((counts.live(), counts.expired(), counts.late()), (7, 2, 1));
+    }
+}

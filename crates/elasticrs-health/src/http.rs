@@ -1,0 +1,155 @@
+//! As much of HTTP/1.1 as it takes: one `GET` or `HEAD` on each connection, whose headers and body are of no interest.
+
+/// A request that is longer than this is refused.
+pub const MAX_HEAD: usize = 8 * 1024;
+
+/// What is asked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    /// Without the query.
+    pub path: String,
+    /// Only the head of the answer is wanted.
+    pub head_only: bool,
+}
+
+/// What is answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Response {
+    /// Such as 200.
+    pub status: u16,
+    /// Its `Content-Type`.
+    pub kind: &'static str,
+    /// The content.
+    pub body: Vec<u8>,
+}
+
+/// Plain text.
+pub const TEXT: &str = "text/plain; charset=utf-8";
+/// JSON.
+pub const JSON: &str = "application/json";
+/// Prometheus' text format.
+pub const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+impl Response {
+    /// One line of text.
+    pub fn text(status: u16, line: &str) -> Self {
+        Self { status, kind: TEXT, body: format!("{line}\n").into_bytes() }
+    }
+
+    /// As it goes over the wire. The connection is closed behind it.
+    pub fn bytes(&self, head_only: bool) -> Vec<u8> {
+        let Self { status, kind, body } = self;
+        let allow = if *status == 405 { "Allow: GET, HEAD\r\n" } else { "" };
+        let mut bytes = format!(
+            "HTTP/1.1 {status} {}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n{allow}Cache-Control: no-store\r\n\
+             Connection: close\r\n\r\n",
+            reason(*status),
+            body.len(),
+        )
+        .into_bytes();
+        if !head_only {
+            bytes.extend_from_slice(body);
+        }
+        bytes
+    }
+}
+
+fn reason(status: u16) -> &'static str {
+    match status {
+        200 => "OK",
+        404 => "Not Found",
+        405 => "Method Not Allowed",
+        431 => "Request Header Fields Too Large",
+        503 => "Service Unavailable",
+        505 => "HTTP Version Not Supported",
+        _ => "Bad Request",
+    }
+}
+
+/// Whether the head is whole: headers end with an empty line.
+pub fn is_whole(bytes: &[u8]) -> bool {
+    let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
+    // Empty lines before the request line are passed over, as RFC 9112 asks.
+    let mut begun = false;
+    lines.any(|line| {
+        let is_empty = matches!(line, b"\n" | b"\r\n");
+        begun |= !is_empty;
+        begun && is_empty
+    })
+}
+
+/// Reads the first line of a whole head.
+///
+/// # Errors
+/// The answer to what is no request of ours.
+pub fn parse(head: &[u8]) -> Result<Request, Response> {
+    let refused = || Response::text(400, "not an HTTP request");
+    let line = head.split(|&byte| byte == b'\n').find(|line| !line.is_empty() && *line != b"\r").ok_or_else(refused)?;
+    let line = str::from_utf8(line.strip_suffix(b"\r").unwrap_or(line)).map_err(|_| refused())?;
+    let mut words = line.split(' ');
+    let (Some(method), Some(target), Some(version), None) = (words.next(), words.next(), words.next(), words.next())
+    else {
+        return Err(refused());
+    };
+    if !version.starts_with("HTTP/") || target.is_empty() {
+        return Err(refused());
+    }
+    if !version.starts_with("HTTP/1.") {
+        return Err(Response::text(505, "HTTP/1.1, please"));
+    }
+    let head_only = match method {
+        "GET" => false,
+        "HEAD" => true,
+        _ => return Err(Response::text(405, "only GET and HEAD")),
+    };
+    let path = target.split(['?', '#']).next().unwrap_or_default();
+    Ok(Request { path: path.to_owned(), head_only })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_request_is_whole_with_its_empty_line() {
+        assert!(!is_whole(b""));
+        assert!(!is_whole(b"\r\n\r\n"));
+        assert!(!is_whole(b"GET / HTTP/1.1\r\nHost: x\r\n"));
+        assert!(is_whole(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"));
+        assert!(is_whole(b"\r\nGET / HTTP/1.1\n\n"));
+    }
+
+    #[test]
+    fn the_path_is_what_counts() {
+        let of = |head: &[u8]| parse(head).map_err(|response| response.status);
+        let request = |path: &str, head_only| Ok(Request { path: path.into(), head_only });
+        assert_eq!(of(b"GET /healthz?verbose=1 HTTP/1.1\r\n\r\n"), request("/healthz", false));
+        assert_eq!(of(b"\r\nHEAD / HTTP/1.0\n\n"), request("/", true));
+        assert_eq!(of(b"POST /healthz HTTP/1.1\r\n\r\n"), Err(405));
+        assert_eq!(of(b"GET /healthz HTTP/2\r\n\r\n"), Err(505));
+        for bad in [&b"GET\r\n\r\n"[..], b"GET  / HTTP/1.1\r\n\r\n", b"GET / FTP\n\n", b"\xff / HTTP/1.1\n\n", b""] {
+            assert_eq!(of(bad), Err(400));
+        }
+    }
+
+    #[test]
+    fn an_answer_says_how_long_it_is() {
+        let bytes = Response::text(405, "no").bytes(true);
+        let text = String::from_utf8(bytes).unwrap();
+        assert!(text.starts_with("HTTP/1.1 405 Method Not Allowed\r\n"), "{text}");
+        assert!(text.contains("Content-Length: 3\r\n") && text.contains("Allow: GET, HEAD\r\n"), "{text}");
+        assert!(text.ends_with("\r\n\r\n"));
+    }
+
+    proptest! {
+        #[test]
+        fn junk_is_answered_with_an_error_or_a_path(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            is_whole(&bytes);
+            if let Err(response) = parse(&bytes) {
+                prop_assert!(response.status >= 400);
+            }
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Whether the loop is alive, as a pure function of questions, answers and the clock.
+
+use std::time::{Duration, Instant};
+
+/// An answer serves for so long: requests that come together cost one question.
+pub const FRESH: Duration = Duration::from_millis(50);
+
+/// What is known.
+#[derive(Debug, Clone)]
+pub struct Liveness {
+    limit: Duration,
+    asked: Option<Instant>,
+    answered: Option<Answer>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Answer {
+    at: Instant,
+    /// How long ago the last progress was then.
+    age: Duration,
+}
+
+/// What a request has to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ask {
+    /// Wake the loop, and wait for its answer.
+    New,
+    /// Wait for the answer to an earlier question.
+    Pending,
+    /// Nothing: there is an answer.
+    Fresh,
+}
+
+/// What is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verdict {
+    /// Whether it is alive.
+    pub alive: bool,
+    /// For how long there has been no progress, as far as is known.
+    pub age: Duration,
+    /// Why it is not, or not certainly, alive.
+    pub reason: Option<String>,
+}
+
+impl Liveness {
+    /// Nothing was asked yet.
+    pub fn new(limit: Duration) -> Self {
+        Self { limit, asked: None, answered: None }
+    }
+
+    /// See HEALTH-4.
+    pub fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// Somebody wants to know.
+    pub fn ask(&mut self, now: Instant) -> Ask {
+        if self.asked.is_some() {
+            return Ask::Pending;
+        }
+        if self.answered.is_some_and(|answer| now.saturating_duration_since(answer.at) < FRESH) {
+            return Ask::Fresh;
+        }
+        self.asked = Some(now);
+        Ask::New
+    }
+
+    /// The loop has answered, and says how long ago the last progress was.
+    pub fn answer(&mut self, now: Instant, age: Duration) {
+        self.asked = None;
+        self.answered = Some(Answer { at: now, age });
+    }
+
+    /// What can be said now.
+    pub fn verdict(&self, now: Instant) -> Verdict {
+        let since = |at: Instant| now.saturating_duration_since(at);
+        let stale = self.answered.filter(|answer| answer.age > self.limit);
+        if let Some(answer) = stale {
+            let age = answer.age.saturating_add(since(answer.at));
+            let reason = format!("the last progress was {:.1} s ago", age.as_secs_f64());
+            return Verdict { alive: false, age, reason: Some(reason) };
+        }
+        let Some(asked) = self.asked else {
+            let age = self.answered.map_or(Duration::ZERO, |answer| answer.age.saturating_add(since(answer.at)));
+            return Verdict { alive: true, age, reason: None };
+        };
+        let age = since(asked);
+        let reason = format!("the agent's loop has not answered for {:.1} s", age.as_secs_f64());
+        Verdict { alive: age <= self.limit, age, reason: Some(reason) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn nobody_asked_and_it_is_alive_however_long_ago() {
+        let (liveness, now) = (Liveness::new(LIMIT), Instant::now());
+        assert!(liveness.verdict(now + LIMIT * 100).alive);
+    }
+
+    #[test]
+    fn a_question_that_is_not_answered_in_time_is_death() {
+        let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
+        assert_eq!(liveness.ask(now), Ask::New);
+        assert_eq!(liveness.ask(now + SECOND), Ask::Pending);
+        assert!(liveness.verdict(now + LIMIT).alive);
+        let verdict = liveness.verdict(now + LIMIT + SECOND);
+        assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
+        assert_eq!(verdict.reason.unwrap(), "the agent's loop has not answered for 61.0 s");
+        liveness.answer(now + LIMIT + SECOND, Duration::ZERO);
+        assert!(liveness.verdict(now + LIMIT + SECOND).alive);
+    }
+
+    #[test]
+    fn progress_that_is_too_old_is_death_until_there_is_some() {
+        let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
+        liveness.ask(now);
+        liveness.answer(now, LIMIT + SECOND);
+        assert_eq!(liveness.ask(now), Ask::Fresh);
+        assert!(!liveness.verdict(now).alive);
+        assert_eq!(liveness.ask(now + FRESH), Ask::New);
+        assert!(!liveness.verdict(now + SECOND).alive);
+        liveness.answer(now + SECOND, SECOND);
+        assert!(liveness.verdict(now + SECOND).alive);
+    }
+
+    proptest! {
+        /// HEALTH-3 and HEALTH-4, with any sequence of questions and answers.
+        #[test]
+        fn dead_means_too_late_or_too_old(steps in prop::collection::vec((0u64..40, 0u8..2, 0u64..120), 1..60)) {
+            let start = Instant::now();
+            let (mut liveness, mut now) = (Liveness::new(LIMIT), start);
+            let (mut open, mut told): (Option<Instant>, Option<Duration>) = (None, None);
+            for (pause, what, age) in steps {
+                now += Duration::from_secs(pause);
+                if what == 0 {
+                    let asked = liveness.ask(now);
+                    prop_assert_eq!(asked == Ask::Pending, open.is_some());
+                    if asked == Ask::New {
+                        open = Some(now);
+                    }
+                } else {
+                    liveness.answer(now, Duration::from_secs(age));
+                    (open, told) = (None, Some(Duration::from_secs(age)));
+                }
+                let is_late = open.is_some_and(|asked| now - asked > LIMIT);
+                let is_old = told.is_some_and(|age| age > LIMIT);
+                let verdict = liveness.verdict(now);
+                prop_assert_eq!(verdict.alive, !is_late && !is_old);
+                prop_assert!(verdict.alive || verdict.reason.is_some());
+            }
+        }
+    }
+}

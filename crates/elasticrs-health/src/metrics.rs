@@ -1,0 +1,353 @@
+//! What is counted of a job, and Prometheus' text format 0.0.4 of it.
+//!
+//! - **METRICS-1** names, types and labels are those of `docs/metrics.md`, and every family is there from the start;
+//! - **METRICS-2** whatever names the agent's own metrics have, there are at most [`MAX_SERIES`] of them; others are counted.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+use elasticrs_core::counters::Counters;
+use elasticrs_core::logs::Dest;
+
+use crate::processes::{self, Usage};
+use crate::server::Worker;
+use crate::spans::{Activity, Spans};
+
+/// Of names that come through `put_metric`.
+pub const MAX_SERIES: usize = 2000;
+
+/// Seconds from a failure until the workers run again.
+const BUCKETS: [f64; 13] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
+
+/// Why workers started again.
+pub const CAUSES: [&str; 6] = ["worker_failed", "timer_expired", "start_failed", "nursery_lost", "port_taken", "nodes"];
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Series {
+    last: f64,
+    sum: f64,
+    count: u64,
+}
+
+/// Everything that is told, not read.
+#[derive(Debug)]
+pub struct Registry {
+    spans: Spans,
+    restarts: [u64; CAUSES.len()],
+    /// By bucket, the last one beyond all.
+    recoveries: [u64; BUCKETS.len() + 1],
+    recovery_seconds: f64,
+    put: BTreeMap<(String, String), Series>,
+    dropped: u64,
+}
+
+/// What else there is at the moment of a scrape.
+pub struct Moment<'a> {
+    /// Now.
+    pub now: Instant,
+    /// For how long the server has been there.
+    pub uptime: Duration,
+    /// Whether the loop is alive, as far as is known.
+    pub alive: bool,
+    /// The state of the workers.
+    pub state: &'a str,
+    /// Restarts that may still be charged.
+    pub restarts_left: Option<f64>,
+    /// Of the last attempt.
+    pub workers: &'a [Worker],
+    /// Of those that run; see [`usages`].
+    pub usages: &'a [(&'a Worker, Usage)],
+    /// Of the runtime.
+    pub counters: &'a Counters,
+}
+
+impl Registry {
+    /// Nothing was counted yet.
+    pub fn new(now: Instant) -> Self {
+        Self {
+            spans: Spans::new(now),
+            restarts: Default::default(),
+            recoveries: Default::default(),
+            recovery_seconds: 0.0,
+            put: BTreeMap::new(),
+            dropped: 0,
+        }
+    }
+
+    /// See [`Spans::enter`].
+    pub fn enter(&mut self, activity: Activity, now: Instant) {
+        self.spans.enter(activity, now);
+    }
+
+    /// See [`Spans::was_hung`].
+    pub fn was_hung(&mut self, span: Duration, now: Instant) {
+        self.spans.was_hung(span, now);
+    }
+
+    /// The workers start again; `false`: it is none of [`CAUSES`].
+    pub fn restarted(&mut self, cause: &str) -> bool {
+        let known = CAUSES.iter().position(|known| *known == cause);
+        if let Some(index) = known {
+            self.restarts[index] += 1;
+        }
+        known.is_some()
+    }
+
+    /// The workers run again.
+    pub fn recovered(&mut self, span: Duration) {
+        let seconds = span.as_secs_f64();
+        let bucket = BUCKETS.iter().position(|limit| seconds <= *limit).unwrap_or(BUCKETS.len());
+        self.recoveries[bucket] += 1;
+        self.recovery_seconds += seconds;
+    }
+
+    /// METRICS-2.
+    pub fn put(&mut self, group: &str, name: &str, value: f64) {
+        let key = (group.to_owned(), name.to_owned());
+        if self.put.len() >= MAX_SERIES && !self.put.contains_key(&key) {
+            self.dropped += 1;
+            return;
+        }
+        let series = self.put.entry(key).or_default();
+        series.last = value;
+        series.sum += value;
+        series.count += 1;
+    }
+
+    /// METRICS-1.
+    pub fn render(&self, moment: &Moment<'_>) -> String {
+        let mut page = Page(String::with_capacity(4096));
+        render_agent(&mut page, moment);
+        self.render_job(&mut page, moment);
+        render_workers(&mut page, moment.usages);
+        render_counters(&mut page, moment.counters, moment.workers);
+        self.render_put(&mut page);
+        page.0
+    }
+
+    fn render_job(&self, page: &mut Page, moment: &Moment<'_>) {
+        page.family("elasticrs_restarts_total", "counter", "Times that the workers started again, by cause.");
+        for (cause, count) in CAUSES.iter().zip(self.restarts) {
+            page.sample("elasticrs_restarts_total", &[("cause", cause)], whole(count));
+        }
+        if let Some(left) = moment.restarts_left {
+            page.family("elasticrs_restarts_left", "gauge", "Restarts that may still be charged.");
+            page.sample("elasticrs_restarts_left", &[], left);
+        }
+        page.family("elasticrs_time_seconds_total", "counter", "What the time of this agent went to.");
+        for (activity, span) in self.spans.totals(moment.now) {
+            page.sample("elasticrs_time_seconds_total", &[("activity", activity.name())], span.as_secs_f64());
+        }
+        let name = "elasticrs_recovery_seconds";
+        page.family(name, "histogram", "From a failure until the workers run again.");
+        let mut sum = 0;
+        for (index, count) in self.recoveries.iter().enumerate() {
+            sum += count;
+            let limit = BUCKETS.get(index).map_or_else(|| "+Inf".to_owned(), |limit| number(*limit));
+            page.sample(&format!("{name}_bucket"), &[("le", &limit)], whole(sum));
+        }
+        page.sample(&format!("{name}_sum"), &[], self.recovery_seconds);
+        page.sample(&format!("{name}_count"), &[], whole(sum));
+    }
+
+    fn render_put(&self, page: &mut Page) {
+        page.family("elasticrs_metric_last", "gauge", "The last value given to put_metric.");
+        for ((group, name), series) in &self.put {
+            page.sample("elasticrs_metric_last", &[("group", group), ("name", name)], series.last);
+        }
+        page.family("elasticrs_metric", "summary", "All values given to put_metric.");
+        for ((group, name), series) in &self.put {
+            let labels = [("group", group.as_str()), ("name", name.as_str())];
+            page.sample("elasticrs_metric_sum", &labels, series.sum);
+            page.sample("elasticrs_metric_count", &labels, whole(series.count));
+        }
+        page.family("elasticrs_metrics_dropped_total", "counter", "Values of put_metric with one name too many.");
+        page.sample("elasticrs_metrics_dropped_total", &[], whole(self.dropped));
+    }
+}
+
+fn render_agent(page: &mut Page, moment: &Moment<'_>) {
+    page.family("elasticrs_info", "gauge", "Always 1; the version of elasticrs.");
+    page.sample("elasticrs_info", &[("version", env!("CARGO_PKG_VERSION"))], 1.0);
+    page.family("elasticrs_agent_uptime_seconds", "gauge", "Since the health check server was started.");
+    page.sample("elasticrs_agent_uptime_seconds", &[], moment.uptime.as_secs_f64());
+    page.family("elasticrs_agent_alive", "gauge", "0 when the loop of the agent is known to hang; see /healthz.");
+    page.sample("elasticrs_agent_alive", &[], f64::from(u8::from(moment.alive)));
+    page.family("elasticrs_agent_state", "gauge", "1 for the state in which the workers are.");
+    for state in STATES {
+        let is_now = f64::from(u8::from(state == moment.state));
+        page.sample("elasticrs_agent_state", &[("state", state)], is_now);
+    }
+}
+
+/// Of the workers, as torch calls them.
+pub const STATES: [&str; 6] = ["INIT", "HEALTHY", "UNHEALTHY", "STOPPED", "SUCCEEDED", "FAILED"];
+
+/// What those take that still run. Reads files of the kernel.
+pub fn usages(workers: &[Worker]) -> Vec<(&Worker, Usage)> {
+    workers
+        .iter()
+        .filter_map(|worker| Some((worker, processes::usage(worker.pid)?)))
+        .filter(|(worker, usage)| worker.started == Some(usage.started))
+        .collect()
+}
+
+fn render_workers(page: &mut Page, usages: &[(&Worker, Usage)]) {
+    let name = "elasticrs_worker_resident_memory_bytes";
+    page.family(name, "gauge", "Memory of the worker's own process.");
+    for (worker, usage) in usages {
+        page.sample(name, &pairs(&worker.labels()), whole(usage.resident));
+    }
+    let name = "elasticrs_worker_cpu_seconds_total";
+    page.family(name, "counter", "CPU time of the worker's own process; begins anew with every attempt.");
+    for (worker, usage) in usages {
+        page.sample(name, &pairs(&worker.labels()), usage.cpu);
+    }
+}
+
+fn render_counters(page: &mut Page, counters: &Counters, workers: &[Worker]) {
+    let timers = &counters.timers;
+    page.family("elasticrs_timers_live", "gauge", "Expiration timers of the workers that are not released yet.");
+    page.sample("elasticrs_timers_live", &[], whole(timers.live()));
+    page.family("elasticrs_timers_expired_total", "counter", "Timers that were not released in time.");
+    page.sample("elasticrs_timers_expired_total", &[], whole(timers.expired()));
+    page.family("elasticrs_timers_late_total", "counter", "Of these, seen more than 10 ms after their deadline.");
+    page.sample("elasticrs_timers_late_total", &[], whole(timers.late()));
+    let streams = counters.logs.all();
+    for (name, help, is_lines) in [
+        ("elasticrs_log_bytes_total", "Bytes of the streams that go to the console.", false),
+        ("elasticrs_log_lines_total", "Lines of the streams that go to the console.", true),
+    ] {
+        page.family(name, "counter", help);
+        for ((local_rank, dest), counts) in &streams {
+            // Streams are followed a moment before the workers are known.
+            let Some(worker) = workers.iter().find(|worker| worker.local_rank == *local_rank) else { continue };
+            let [rank, local_rank] = worker.labels();
+            let stream = if *dest == Dest::Stdout { "stdout" } else { "stderr" };
+            let labels = [(rank.0, rank.1.as_str()), (local_rank.0, local_rank.1.as_str()), ("stream", stream)];
+            page.sample(name, &labels, whole(if is_lines { counts.lines() } else { counts.bytes() }));
+        }
+    }
+}
+
+fn pairs<'a, const N: usize>(labels: &'a [(&'a str, String); N]) -> [(&'a str, &'a str); N] {
+    labels.each_ref().map(|(name, text)| (*name, text.as_str()))
+}
+
+struct Page(String);
+
+impl Page {
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        // Writing to a string cannot fail.
+        let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
+    }
+
+    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
+        self.0.push_str(name);
+        for (index, (label, text)) in labels.iter().enumerate() {
+            self.0.push(if index == 0 { '{' } else { ',' });
+            let _ = write!(self.0, "{label}=\"");
+            for character in text.chars() {
+                match character {
+                    '\\' => self.0.push_str("\\\\"),
+                    '"' => self.0.push_str("\\\""),
+                    '\n' => self.0.push_str("\\n"),
+                    other => self.0.push(other),
+                }
+            }
+            self.0.push('"');
+        }
+        if !labels.is_empty() {
+            self.0.push('}');
+        }
+        let _ = writeln!(self.0, " {}", number(value));
+    }
+}
+
+fn number(value: f64) -> String {
+    if value.is_nan() {
+        "NaN".to_owned()
+    } else if value.is_infinite() {
+        if value > 0.0 { "+Inf" } else { "-Inf" }.to_owned()
+    } else {
+        value.to_string()
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "all numbers of the format are floats")]
+fn whole(value: u64) -> f64 {
+    value as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(registry: &Registry, workers: &[Worker]) -> String {
+        let counters = Counters::default();
+        let moment = Moment {
+            now: Instant::now(),
+            uptime: Duration::from_secs(2),
+            alive: true,
+            state: "HEALTHY",
+            restarts_left: Some(3.0),
+            workers,
+            usages: &usages(workers),
+            counters: &counters,
+        };
+        registry.render(&moment)
+    }
+
+    #[test]
+    fn labels_are_escaped_and_numbers_are_prometheus() {
+        let mut registry = Registry::new(Instant::now());
+        registry.put("a\"b\\c\nd", "x", f64::INFINITY);
+        let text = page(&registry, &[]);
+        let line = "elasticrs_metric_last{group=\"a\\\"b\\\\c\\nd\",name=\"x\"} +Inf\n";
+        assert!(text.contains(line), "{text}");
+        assert!(text.contains("elasticrs_agent_state{state=\"HEALTHY\"} 1\n"));
+        assert_eq!([number(f64::NAN), number(f64::NEG_INFINITY), number(0.5)], ["NaN", "-Inf", "0.5"]);
+    }
+
+    #[test]
+    fn buckets_add_up() {
+        let mut registry = Registry::new(Instant::now());
+        for millis in [5, 20, 600_000] {
+            registry.recovered(Duration::from_millis(millis));
+        }
+        let text = page(&registry, &[]);
+        for line in ["_bucket{le=\"0.01\"} 1", "_bucket{le=\"300\"} 2", "_bucket{le=\"+Inf\"} 3", "_count 3"] {
+            assert!(text.contains(&format!("elasticrs_recovery_seconds{line}\n")), "{text}");
+        }
+    }
+
+    #[test]
+    fn names_are_bounded() {
+        let mut registry = Registry::new(Instant::now());
+        for number in 0..MAX_SERIES + 5 {
+            registry.put("g", &number.to_string(), 1.0);
+            registry.put("g", "0", 1.0);
+        }
+        assert_eq!((registry.put.len(), registry.dropped), (MAX_SERIES, 5));
+    }
+
+    #[test]
+    fn only_known_causes_count() {
+        let mut registry = Registry::new(Instant::now());
+        assert!(registry.restarted("nodes"));
+        assert!(!registry.restarted("weather"));
+        assert!(page(&registry, &[]).contains("elasticrs_restarts_total{cause=\"nodes\"} 1\n"));
+    }
+
+    #[test]
+    fn a_later_process_of_the_same_pid_is_no_worker() {
+        let pid = std::process::id().cast_signed();
+        let own = Worker::new(3, 1, pid);
+        let recycled = Worker { started: Some(1), ..own.clone() };
+        let registry = Registry::new(Instant::now());
+        let sample = "elasticrs_worker_resident_memory_bytes{rank=\"3\",local_rank=\"1\"} ";
+        assert!(page(&registry, &[own]).contains(sample));
+        assert!(!page(&registry, &[recycled]).contains(sample));
+    }
+}

@@ -1,0 +1,69 @@
+//! What a worker takes of the machine, from `/proc`, when somebody asks.
+
+use std::fs;
+
+use nix::unistd::{SysconfVar, sysconf};
+
+/// Of one process; its children are their own.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Usage {
+    /// Bytes in memory.
+    pub resident: u64,
+    /// Seconds of CPU, in the program and in the kernel.
+    pub cpu: f64,
+    /// In ticks after the machine's start: tells a process from a later one with the same pid.
+    pub started: u64,
+}
+
+/// `None`: there is no such process.
+pub fn usage(pid: i32) -> Option<Usage> {
+    parse(&fs::read(format!("/proc/{pid}/stat")).ok()?, page_size(), ticks())
+}
+
+fn parse(stat: &[u8], page_size: u64, ticks: u64) -> Option<Usage> {
+    // The name may hold anything, also parentheses.
+    let end = stat.iter().rposition(|&byte| byte == b')')?;
+    let fields: Vec<&str> = str::from_utf8(stat.get(end + 2..)?).ok()?.split_ascii_whitespace().collect();
+    let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
+    #[expect(clippy::cast_precision_loss, reason = "ticks fit for millions of years")]
+    let cpu = (field(14)? + field(15)?) as f64 / ticks as f64;
+    Some(Usage { resident: field(24)?.saturating_mul(page_size), cpu, started: field(22)? })
+}
+
+fn page_size() -> u64 {
+    of_system(SysconfVar::PAGE_SIZE, 4096)
+}
+
+fn ticks() -> u64 {
+    of_system(SysconfVar::CLK_TCK, 100)
+}
+
+fn of_system(variable: SysconfVar, default: u64) -> u64 {
+    sysconf(variable)
+        .ok()
+        .flatten()
+        .and_then(|value| u64::try_from(value).ok())
+        .filter(|&value| value > 0)
+        .unwrap_or(default)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_may_hold_anything() {
+        let numbers: Vec<String> = (4..=30).map(|number| number.to_string()).collect();
+        let stat = format!("12 (a) b) S {}\n", numbers.join(" "));
+        let usage = parse(stat.as_bytes(), 4096, 100).unwrap();
+        assert_eq!(usage, Usage { resident: 24 * 4096, cpu: 0.29, started: 22 });
+        assert_eq!(parse(b"12 (a) S 1 2", 4096, 100), None);
+        assert_eq!(parse(b"", 4096, 100), None);
+    }
+
+    #[test]
+    fn this_process_takes_memory() {
+        assert!(usage(std::process::id().cast_signed()).unwrap().resident > 1 << 16);
+        assert_eq!(usage(-1), None);
+    }
+}

@@ -1,0 +1,405 @@
+//! The thread, its sockets, and the handle of the agent.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use elasticrs_core::counters::Counters;
+use elasticrs_store::door::Door;
+use elasticrs_store::listen::{ListenError, Port, listen};
+use elasticrs_store::notices::{Notices, Tell};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use serde_json::{Value, json};
+use tokio::net::TcpStream;
+use tokio::sync::{Notify, oneshot};
+use tokio::task::{AbortHandle, JoinSet, LocalSet};
+use tokio::time::{timeout, timeout_at};
+
+use crate::http::{self, JSON, MAX_HEAD, METRICS, Request, Response};
+use crate::liveness::{Ask, Liveness, Verdict};
+use crate::metrics::{Moment, Registry, usages};
+use crate::processes;
+use crate::spans::Activity;
+
+/// HEALTH-2.
+pub const MAX_CONNECTIONS: usize = 64;
+/// HEALTH-1: for the request, and again for taking the answer.
+pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
+/// How long a request for `/healthz` waits for the loop; then it tells what is known.
+pub const PATIENCE: Duration = Duration::from_secs(1);
+/// A page of metrics serves for so long.
+const PAGE_FRESH: Duration = Duration::from_millis(100);
+
+/// How a server works.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Where it listens; loopback unless somebody else is to ask.
+    pub host: String,
+    /// 0: any free port.
+    pub port: u16,
+    /// HEALTH-4.
+    pub limit: Duration,
+}
+
+/// A worker that runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Worker {
+    /// In the job.
+    pub rank: u32,
+    /// On this node.
+    pub local_rank: u32,
+    /// Its process.
+    pub pid: i32,
+    pub(crate) started: Option<u64>,
+}
+
+impl Worker {
+    /// To be called while it runs: a later process with the same pid is not taken for it.
+    pub fn new(rank: u32, local_rank: u32, pid: i32) -> Self {
+        Self { rank, local_rank, pid, started: processes::usage(pid).map(|usage| usage.started) }
+    }
+
+    pub(crate) fn labels(&self) -> [(&'static str, String); 2] {
+        [("rank", self.rank.to_string()), ("local_rank", self.local_rank.to_string())]
+    }
+}
+
+/// What the loop has told of the job.
+#[derive(Debug)]
+struct Published {
+    state: String,
+    status: Value,
+    workers: Vec<Worker>,
+}
+
+/// Between the handle and the thread.
+struct Shared {
+    began: Instant,
+    wake: EventFd,
+    liveness: Mutex<Liveness>,
+    answered: Notify,
+    published: Mutex<Published>,
+    registry: Mutex<Registry>,
+    counters: Mutex<Counters>,
+    page: Mutex<Option<(Instant, Vec<u8>)>>,
+}
+
+/// The agent's side. All methods return at once.
+pub struct Handle {
+    port: u16,
+    shared: Arc<Shared>,
+    thread: Mutex<Option<(oneshot::Sender<()>, JoinHandle<()>)>>,
+    owner: u32,
+}
+
+impl Handle {
+    /// Listens, and answers from now on. `tell` gets a line for the user when something is wrong.
+    ///
+    /// # Errors
+    /// The address cannot be had, or the process has no descriptor or thread left.
+    pub fn start(settings: &Settings, tell: Tell) -> Result<Self, ListenError> {
+        let port = Port::from(settings.port);
+        let failed = |source: io::Error| ListenError { host: Some(settings.host.clone()), port, source };
+        let listener = listen(Some(&settings.host), port)?;
+        let bound = listener.local_addr().map_err(failed)?.port();
+        let now = Instant::now();
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        let shared = Arc::new(Shared {
+            began: now,
+            wake: EventFd::from_flags(flags).map_err(|errno| failed(errno.into()))?,
+            liveness: Mutex::new(Liveness::new(settings.limit)),
+            answered: Notify::new(),
+            published: Mutex::new(Published { state: "INIT".into(), status: json!({}), workers: Vec::new() }),
+            registry: Mutex::new(Registry::new(now)),
+            counters: Mutex::default(),
+            page: Mutex::default(),
+        });
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().map_err(failed)?;
+        let (stop, stopped) = oneshot::channel();
+        let served = Arc::clone(&shared);
+        let body = move || LocalSet::new().block_on(&runtime, run(listener, served, Notices::new(tell), stopped));
+        let thread = std::thread::Builder::new().name("elasticrs-health".into()).spawn(body).map_err(failed)?;
+        Ok(Self { port: bound, shared, thread: Mutex::new(Some((stop, thread))), owner: std::process::id() })
+    }
+
+    /// Where it listens.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Readable while somebody waits for [`Self::answer`].
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.shared.wake.as_fd()
+    }
+
+    /// The loop is alive, and the last progress was so long ago.
+    pub fn answer(&self, age: Duration) {
+        // EAGAIN: nobody asked.
+        let _ = self.shared.wake.read();
+        lock(&self.shared.liveness).answer(Instant::now(), age);
+        self.shared.answered.notify_waiters();
+    }
+
+    /// What the runtime counts.
+    pub fn show(&self, counters: Counters) {
+        *lock(&self.shared.counters) = counters;
+    }
+
+    /// The job is in this state from now on; without `workers` they are those of before.
+    pub fn publish(&self, state: String, status: Value, workers: Option<Vec<Worker>>) {
+        let mut published = lock(&self.shared.published);
+        (published.state, published.status) = (state, status);
+        if let Some(workers) = workers {
+            published.workers = workers;
+        }
+        drop(published);
+        lock(&self.shared.page).take();
+    }
+
+    /// Counts something.
+    pub fn count<T>(&self, counts: impl FnOnce(&mut Registry, Instant) -> T) -> T {
+        counts(&mut lock(&self.shared.registry), Instant::now())
+    }
+
+    /// See [`Registry::enter`].
+    pub fn enter(&self, activity: Activity) {
+        self.count(|registry, now| registry.enter(activity, now));
+    }
+
+    /// HEALTH-5. Idempotent. In a forked child it does nothing: the thread is the parent's.
+    pub fn close(&self) {
+        if std::process::id() != self.owner {
+            return;
+        }
+        let thread = lock(&self.thread).take();
+        if let Some((stop, thread)) = thread {
+            // Refused by a thread that has ended already.
+            let _ = stop.send(());
+            // A panic of it has no other consequence than that nobody is answered.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.close();
+        if std::process::id() != self.owner {
+            // Joining a thread that this process does not have would never end.
+            std::mem::forget(lock(&self.thread).take());
+        }
+    }
+}
+
+/// Plain data: a panic elsewhere does not make it wrong.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+async fn run(
+    listener: std::net::TcpListener,
+    shared: Arc<Shared>,
+    notices: Notices,
+    mut stopped: oneshot::Receiver<()>,
+) {
+    let mut door = match Door::new(listener) {
+        Ok(door) => door,
+        Err(error) => return notices.say(format!("the health check server cannot be served: {error}")),
+    };
+    let mut clients = JoinSet::new();
+    let mut oldest: VecDeque<AbortHandle> = VecDeque::new();
+    loop {
+        tokio::select! {
+            biased;
+            _ = &mut stopped => return,
+            Some(_) = clients.join_next() => oldest.retain(|client| !client.is_finished()),
+            (stream, _) = door.accept(&notices, "the health check server") => {
+                if oldest.len() >= MAX_CONNECTIONS && let Some(client) = oldest.pop_front() {
+                    client.abort();
+                }
+                let shared = Arc::clone(&shared);
+                oldest.push_back(clients.spawn_local(async move { serve(&stream, &shared).await }));
+            }
+        }
+    }
+}
+
+/// HEALTH-1. Whatever goes wrong with one client is that client's own affair.
+async fn serve(stream: &TcpStream, shared: &Shared) {
+    let (response, head_only) = match timeout(CLIENT_LIMIT, read_head(stream)).await {
+        Err(_) | Ok(Err(_)) => return,
+        Ok(Ok(None)) => (Response::text(431, "the request is too long"), false),
+        Ok(Ok(Some(head))) => match http::parse(&head) {
+            Err(refusal) => (refusal, false),
+            Ok(request) => (respond(&request, shared).await, request.head_only),
+        },
+    };
+    let bytes = response.bytes(head_only);
+    // Who does not take it in time, or left, gets no more of it.
+    let _ = timeout(CLIENT_LIMIT, send(stream, &bytes)).await;
+}
+
+/// `None`: it is too long.
+async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
+    let mut head = Vec::new();
+    let mut block = [0; 1024];
+    loop {
+        stream.readable().await?;
+        match stream.try_read(&mut block) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => head.extend_from_slice(&block[..count]),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+            Err(error) => return Err(error),
+        }
+        if http::is_whole(&head) {
+            return Ok(Some(head));
+        }
+        if head.len() > MAX_HEAD {
+            return Ok(None);
+        }
+    }
+}
+
+/// Sends all, says so, and waits until the client has closed: closing first could take the answer back when more of its
+/// request is on the way.
+async fn send(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        stream.writable().await?;
+        match stream.try_write(bytes) {
+            Ok(count) => bytes = &bytes[count..],
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+    nix::sys::socket::shutdown(std::os::fd::AsRawFd::as_raw_fd(stream), nix::sys::socket::Shutdown::Write)?;
+    let mut block = [0; 1024];
+    loop {
+        stream.readable().await?;
+        match stream.try_read(&mut block) {
+            Ok(0) => return Ok(()),
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+async fn respond(request: &Request, shared: &Shared) -> Response {
+    match request.path.as_str() {
+        "/healthz" => shared.health(shared.ask().await),
+        "/readyz" => shared.ready(),
+        "/metrics" => shared.metrics(),
+        "/status" => {
+            // What the loop keeps back until somebody asks.
+            shared.ask().await;
+            shared.status()
+        }
+        "/" => Response::text(200, "/healthz /readyz /metrics /status"),
+        _ => Response::text(404, "there are /healthz, /readyz, /metrics and /status"),
+    }
+}
+
+fn of_json(status: u16, value: &Value) -> Response {
+    let mut body = value.to_string().into_bytes();
+    body.push(b'\n');
+    Response { status, kind: JSON, body }
+}
+
+impl Shared {
+    /// HEALTH-3.
+    async fn ask(&self) -> Verdict {
+        let patience = PATIENCE.min(lock(&self.liveness).limit());
+        let deadline = Instant::now() + patience;
+        let answered = self.answered.notified();
+        let mut answered = std::pin::pin!(answered);
+        // From here on no answer is missed, also one that comes before the await.
+        answered.as_mut().enable();
+        let ask = lock(&self.liveness).ask(Instant::now());
+        if ask == Ask::New {
+            // EAGAIN would mean 2^64 - 2 unread wake-ups.
+            let _ = self.wake.write(1);
+        }
+        if ask != Ask::Fresh {
+            // Without an answer the verdict says for how long.
+            let _ = timeout_at(deadline.into(), answered).await;
+        }
+        self.verdict()
+    }
+
+    fn verdict(&self) -> Verdict {
+        lock(&self.liveness).verdict(Instant::now())
+    }
+
+    fn health(&self, verdict: Verdict) -> Response {
+        let limit = lock(&self.liveness).limit().as_secs_f64();
+        let Verdict { alive, age, reason } = verdict;
+        let body = json!({"alive": alive, "age_seconds": age.as_secs_f64(), "limit_seconds": limit, "reason": reason});
+        of_json(if alive { 200 } else { 503 }, &body)
+    }
+
+    fn ready(&self) -> Response {
+        let state = lock(&self.published).state.clone();
+        let ready = state == "HEALTHY";
+        of_json(if ready { 200 } else { 503 }, &json!({"ready": ready, "state": state}))
+    }
+
+    fn status(&self) -> Response {
+        let mut status = lock(&self.published).status.clone();
+        let Verdict { alive, age, reason } = self.verdict();
+        let timers = Arc::clone(&lock(&self.counters).timers);
+        if let Some(fields) = status.as_object_mut() {
+            let agent = json!({
+                "pid": std::process::id(),
+                "uptime_seconds": self.began.elapsed().as_secs_f64(),
+                "alive": alive,
+                "age_seconds": age.as_secs_f64(),
+                "reason": reason,
+            });
+            let timers = json!({"live": timers.live(), "expired": timers.expired(), "late": timers.late()});
+            fields.insert("agent".into(), agent);
+            fields.insert("timers".into(), timers);
+        }
+        of_json(200, &status)
+    }
+
+    fn metrics(&self) -> Response {
+        let now = Instant::now();
+        let page = lock(&self.page).clone();
+        let body = match page {
+            Some((at, page)) if now.saturating_duration_since(at) < PAGE_FRESH => page,
+            _ => {
+                let page = self.render(now).into_bytes();
+                *lock(&self.page) = Some((now, page.clone()));
+                page
+            }
+        };
+        Response { status: 200, kind: METRICS, body }
+    }
+
+    fn render(&self, now: Instant) -> String {
+        let alive = self.verdict().alive;
+        let (counters, uptime) = (lock(&self.counters).clone(), now.saturating_duration_since(self.began));
+        let (state, workers, restarts_left) = {
+            let published = lock(&self.published);
+            let left = published.status.get("restarts_left").and_then(Value::as_f64);
+            (published.state.clone(), published.workers.clone(), left)
+        };
+        // Before the lock, for which whoever counts would wait.
+        let usages = usages(&workers);
+        let moment = Moment {
+            now,
+            uptime,
+            alive,
+            state: &state,
+            restarts_left,
+            workers: &workers,
+            usages: &usages,
+            counters: &counters,
+        };
+        lock(&self.registry).render(&moment)
+    }
+}

@@ -1,0 +1,121 @@
+//! What the time of a job went to: every moment counts once.
+
+use std::time::{Duration, Instant};
+
+/// What the agent of a node does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activity {
+    /// The first start of the workers.
+    Starting,
+    /// Workers run, and none is known to have failed.
+    Productive,
+    /// From a failure on, until the workers run again.
+    Restarting,
+    /// A rendezvous with other nodes is under way.
+    WaitingForNodes,
+    /// Workers run, and one of them hangs.
+    Hung,
+}
+
+impl Activity {
+    /// All, in the order of the metrics.
+    pub const ALL: [Self; 5] = [Self::Starting, Self::Productive, Self::Restarting, Self::WaitingForNodes, Self::Hung];
+
+    /// As metrics call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Productive => "productive",
+            Self::Restarting => "restarting",
+            Self::WaitingForNodes => "waiting_for_nodes",
+            Self::Hung => "hung",
+        }
+    }
+
+    /// The one of that name.
+    pub fn of_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|activity| activity.name() == name)
+    }
+}
+
+/// How long each took.
+#[derive(Debug, Clone)]
+pub struct Spans {
+    now: Activity,
+    since: Instant,
+    totals: [Duration; Activity::ALL.len()],
+}
+
+impl Spans {
+    /// Begins with [`Activity::Starting`].
+    pub fn new(now: Instant) -> Self {
+        Self { now: Activity::Starting, since: now, totals: Default::default() }
+    }
+
+    /// From now on it is this one.
+    pub fn enter(&mut self, activity: Activity, now: Instant) {
+        self.totals[self.now as usize] += now.saturating_duration_since(self.since);
+        (self.now, self.since) = (activity, now);
+    }
+
+    /// So much of what counts as productive was none: it is known only now that a worker hung.
+    pub fn was_hung(&mut self, span: Duration, now: Instant) {
+        self.enter(self.now, now);
+        let moved = span.min(self.totals[Activity::Productive as usize]);
+        self.totals[Activity::Productive as usize] -= moved;
+        self.totals[Activity::Hung as usize] += moved;
+    }
+
+    /// So far.
+    pub fn totals(&self, now: Instant) -> [(Activity, Duration); Activity::ALL.len()] {
+        Activity::ALL.map(|activity| {
+            let running = if activity == self.now { now.saturating_duration_since(self.since) } else { Duration::ZERO };
+            (activity, self.totals[activity as usize] + running)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn time_that_turns_out_to_be_lost_moves() {
+        let start = Instant::now();
+        let second = Duration::from_secs(1);
+        let mut spans = Spans::new(start);
+        spans.enter(Activity::Productive, start + second);
+        spans.was_hung(second * 3, start + second * 11);
+        spans.was_hung(second * 30, start + second * 11);
+        spans.enter(Activity::Restarting, start + second * 11);
+        let totals = spans.totals(start + second * 12).map(|(_, span)| span.as_secs());
+        assert_eq!(totals, [1, 0, 1, 0, 10]);
+    }
+
+    #[test]
+    fn names_are_those_of_activities() {
+        for activity in Activity::ALL {
+            assert_eq!(Activity::of_name(activity.name()), Some(activity));
+        }
+        assert_eq!(Activity::of_name("idle"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn every_moment_counts_once(steps in prop::collection::vec((0usize..6, 0u64..1000), 0..40)) {
+            let start = Instant::now();
+            let (mut spans, mut now) = (Spans::new(start), start);
+            for (what, pause) in steps {
+                now += Duration::from_millis(pause);
+                match Activity::ALL.get(what) {
+                    Some(activity) => spans.enter(*activity, now),
+                    None => spans.was_hung(Duration::from_millis(pause * 3), now),
+                }
+                let sum: Duration = spans.totals(now).iter().map(|(_, span)| *span).sum();
+                prop_assert_eq!(sum, now - start);
+            }
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! `_core.HealthServer`.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use elasticrs_health::{Activity, Handle, Settings, Worker};
+use elasticrs_store::notices::List;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::error::listen_error;
+use crate::spec::duration;
+use crate::supervisor::Supervisor;
+
+#[pyclass(frozen, module = "elasticrs._core")]
+pub struct HealthServer {
+    handle: Handle,
+    notices: Arc<List>,
+}
+
+#[pymethods]
+impl HealthServer {
+    #[new]
+    #[pyo3(signature = (host, port, limit))]
+    fn new(py: Python<'_>, host: String, port: u16, limit: f64) -> PyResult<Self> {
+        let settings = Settings { host, port, limit: duration(limit, "limit")? };
+        let notices = Arc::new(List::default());
+        let tell = {
+            let notices = Arc::clone(&notices);
+            Box::new(move |line| notices.add(line))
+        };
+        let handle = py.detach(|| Handle::start(&settings, tell)).map_err(|error| listen_error(&error))?;
+        Ok(Self { handle, notices })
+    }
+
+    #[getter]
+    fn port(&self) -> u16 {
+        self.handle.port()
+    }
+
+    #[getter]
+    fn fd(&self) -> i32 {
+        self.handle.fd().as_raw_fd()
+    }
+
+    fn answer(&self, age: f64) -> PyResult<()> {
+        // Not `max`, which would make a number of NaN.
+        let age = if age < 0.0 { 0.0 } else { age };
+        self.handle.answer(duration(age, "age")?);
+        Ok(())
+    }
+
+    fn show(&self, supervisor: &Supervisor) {
+        self.handle.show(supervisor.inner.counters());
+    }
+
+    #[pyo3(signature = (state, status, workers=None))]
+    fn publish(&self, state: String, status: &str, workers: Option<Vec<(u32, u32, i32)>>) -> PyResult<()> {
+        let status = elasticrs_health::parse_status(status).map_err(PyValueError::new_err)?;
+        let of = |(rank, local_rank, pid)| Worker::new(rank, local_rank, pid);
+        let workers = workers.map(|workers| workers.into_iter().map(of).collect());
+        self.handle.publish(state, status, workers);
+        Ok(())
+    }
+
+    fn enter(&self, activity: &str) -> PyResult<()> {
+        let known = Activity::of_name(activity).ok_or_else(|| PyValueError::new_err(activity.to_owned()))?;
+        self.handle.enter(known);
+        Ok(())
+    }
+
+    fn was_hung(&self, seconds: f64) -> PyResult<()> {
+        let span = duration(seconds, "seconds")?;
+        self.handle.count(|registry, now| registry.was_hung(span, now));
+        Ok(())
+    }
+
+    fn restarted(&self, cause: &str) -> PyResult<()> {
+        let is_known = self.handle.count(|registry, _| registry.restarted(cause));
+        if is_known { Ok(()) } else { Err(PyValueError::new_err(cause.to_owned())) }
+    }
+
+    fn recovered(&self, seconds: f64) -> PyResult<()> {
+        let span: Duration = duration(seconds, "seconds")?;
+        self.handle.count(|registry, _| registry.recovered(span));
+        Ok(())
+    }
+
+    fn put(&self, group: &str, name: &str, value: f64) {
+        self.handle.count(|registry, _| registry.put(group, name, value));
+    }
+
+    fn take_notices(&self) -> Vec<String> {
+        self.notices.take()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.handle.close());
+    }
+}

@@ -1,0 +1,219 @@
+"""What the health check server tells of a job: the loop's side of it.
+
+Everything of consequence is published when it happens, so that the server can tell it while the loop hangs.
+What changes often (the exits of workers) is told when somebody asks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+from elasticrs import _core
+from elasticrs.agent import texts
+from elasticrs.agent.observer import Observer
+from elasticrs.agent.state import AnnounceRestart, Phase, Start
+from elasticrs.metrics.api import set_sink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from elasticrs.agent.attempt import Attempt, Plan
+    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.server.health_check_server import HealthCheckServer
+    from elasticrs.agent.state import Action
+    from elasticrs.config import JobConfig
+
+SCHEMA = 1
+
+
+class HealthObserver(Observer):
+    """Feeds a server; closes it at the end.
+
+    Args:
+        job: the job.
+        server: open already.
+        say: tells the user a line.
+    """
+
+    def __init__(self, job: JobConfig, server: HealthCheckServer, say: Callable[[str], None]) -> None:
+        self._job = job
+        self._server = server
+        self._native = server.open()
+        self._say = say
+        self._state = "INIT"
+        self._attempt: Attempt | None = None
+        self._paused: set[int] = set()
+        self._last_failure: dict[str, Any] | None = None
+        self._failed_ns: int | None = None
+        self._counted = 0
+        self._is_uncharged = False
+        self._is_stale = False
+        self._publish()
+
+    def opened(self, supervisor: _core.Supervisor) -> None:
+        """From now on the loop answers."""
+        self._native.show(supervisor)
+        supervisor.watch_fd(self._native.fd)
+        set_sink(self._native.put)
+        if self._job.rendezvous is not None:
+            self._native.enter("waiting_for_nodes")
+
+    def fd_ready(self, fd: int) -> bool:
+        """Somebody asks."""
+        if fd != self._native.fd:
+            return False
+        self._server.answer()
+        if self._is_stale:
+            self._publish()
+        for line in self._native.take_notices():
+            self._say(line)
+        return True
+
+    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
+        """The rendezvous is over, or a restart costs nothing."""
+        if isinstance(action, Start):
+            self._native.enter("starting" if self._attempt is None else "restarting")
+        elif isinstance(action, AnnounceRestart):
+            self._is_uncharged = not action.charged
+
+    def seen(self, event: object, result: JobResult) -> None:
+        """Of the workers."""
+        if isinstance(event, _core.GroupStarted):
+            self._on_started(event, result)
+        elif isinstance(event, _core.FailureSeen):
+            self._on_failure(event)
+        elif isinstance(event, _core.TimerExpired) and event.signal is not None:
+            self._native.enter("hung")
+            self._native.was_hung(max(0.0, time.time() - event.deadline))
+        elif isinstance(event, _core.WorkerHung):
+            self._native.enter("hung")
+            self._native.was_hung(max(0.0, (time.monotonic_ns() - event.since_ns) / 1e9))
+        elif isinstance(event, _core.WorkerPaused):
+            self._paused.add(event.local_rank)
+            self._publish()
+        elif isinstance(event, _core.WorkerResumed):
+            self._paused.discard(event.local_rank)
+            self._publish()
+        elif isinstance(event, _core.WorkerExited):
+            self._on_exit(event)
+        elif isinstance(event, _core.GroupEnded):
+            self._enter_state("SUCCEEDED" if event.outcome == "succeeded" else "STOPPED")
+            self._native.enter("restarting" if self._job.rendezvous is None else "waiting_for_nodes")
+        elif isinstance(event, _core.StartFailed):
+            self._enter_state("STOPPED")
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:
+        """The port is closed."""
+        set_sink(None)
+        has_succeeded = error is None and result.phase is Phase.SUCCEEDED
+        self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
+        self._server.stop()
+
+    def _on_started(self, event: _core.GroupStarted, result: JobResult) -> None:
+        for earlier in result.attempts[self._counted : -1]:
+            self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
+        self._counted, self._is_uncharged = len(result.attempts) - 1, False
+        self._attempt = result.attempts[-1]
+        self._paused.clear()
+        if self._failed_ns is not None:
+            self._native.recovered((event.started_ns - self._failed_ns) / 1e9)
+            self._failed_ns = None
+        self._native.enter("productive")
+        self._state = "HEALTHY"
+        self._publish([
+            (ranks.global_rank, ranks.local_rank, pid)
+            for ranks, pid in zip(self._attempt.plan.ranks, event.pids, strict=True)
+        ])  # fmt: skip
+
+    def _on_failure(self, event: _core.FailureSeen) -> None:
+        self._failed_ns = event.seen_ns
+        if self._attempt is not None and not self._attempt.expired:
+            self._native.enter("restarting")
+        self._enter_state("UNHEALTHY")
+
+    def _on_exit(self, event: _core.WorkerExited) -> None:
+        self._is_stale = True
+        attempt = self._attempt
+        if attempt is not None and attempt.first_failure == event.local_rank:
+            how = attempt.why_expired(event.local_rank) or texts.how_it_ended(event.exitcode)
+            self._last_failure = {
+                "rank": attempt.plan.ranks[event.local_rank].global_rank,
+                "local_rank": event.local_rank,
+                "pid": event.pid,
+                "exitcode": event.exitcode,
+                "what": how,
+                "time_ms": time.time_ns() // 1_000_000,
+                "round": attempt.round,
+            }
+
+    def _enter_state(self, state: str) -> None:
+        self._state = state
+        self._publish()
+
+    def _publish(self, workers: list[tuple[int, int, int]] | None = None) -> None:
+        self._is_stale = False
+        self._native.publish(self._state, json.dumps(self._status()), workers)
+
+    def _status(self) -> dict[str, Any]:
+        job, attempt = self._job, self._attempt
+        restarts = 0 if attempt is None else attempt.restarts
+        return {
+            "schema": SCHEMA,
+            "job": {
+                "run_id": job.run_id,
+                "role": job.role,
+                "name": job.name,
+                "nproc": job.nproc,
+                "max_restarts": job.max_restarts,
+            },
+            "state": self._state,
+            "round": None if attempt is None else attempt.round,
+            "attempt": None if attempt is None else attempt.name,
+            "restarts": restarts,
+            "restarts_left": job.max_restarts - restarts,
+            "group": None if attempt is None else _group(attempt),
+            "workers": [] if attempt is None else self._workers(attempt),
+            "last_failure": self._last_failure,
+        }
+
+    def _workers(self, attempt: Attempt) -> list[dict[str, Any]]:
+        shown = []
+        for ranks, pid in zip(attempt.plan.ranks, attempt.pids, strict=True):
+            exited = attempt.exits.get(ranks.local_rank)
+            state = "PAUSED" if ranks.local_rank in self._paused else "RUNNING"
+            shown.append({
+                "rank": ranks.global_rank,
+                "local_rank": ranks.local_rank,
+                "role_rank": ranks.role_rank,
+                "pid": pid,
+                "state": state if exited is None else "EXITED",
+                "exitcode": None if exited is None else exited.exitcode,
+            })  # fmt: skip
+        return shown
+
+
+def _group(attempt: Attempt) -> dict[str, Any]:
+    ranks = attempt.plan.ranks[0]
+    return {
+        "rank": ranks.group_rank,
+        "world_size": ranks.group_world_size,
+        "workers": ranks.world_size,
+        "master_addr": attempt.plan.master_addr,
+        "master_port": attempt.plan.master_port,
+    }
+
+
+def _cause(attempt: Attempt) -> str:
+    """Why workers started again after this attempt, in the words of the metrics."""
+    if "started" not in attempt.stamps:
+        return "start_failed"
+    if attempt.expired:
+        return "timer_expired"
+    if attempt.first_failure is not None:
+        return "worker_failed"
+    if attempt.nursery_exitcode is not None or attempt.nursery_hung:
+        return "nursery_lost"
+    return "nodes"

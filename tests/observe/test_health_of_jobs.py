@@ -1,0 +1,292 @@
+"""The health check server of whole jobs: what it tells, to whom, and what it never holds up."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from helpers.http_client import get, get_json, port_of
+from helpers.schema import check, schemas
+
+(STATUS,) = schemas("metrics.md")
+
+WAITS = """
+    import os, signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
+    signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def status_of(port):
+    code, status = get_json(port, "/status")
+    assert code == 200
+    check(status, STATUS)
+    return status
+
+
+@pytest.fixture
+def samples_of():
+    """What Prometheus' own parser finds on the page: by name and labels."""
+    parser = pytest.importorskip("prometheus_client.parser")
+
+    def read(port):
+        code, kind, text = get(port, "/metrics")
+        assert code == 200
+        assert kind == "text/plain; version=0.0.4; charset=utf-8"
+        families = list(parser.text_string_to_metric_families(text))
+        assert len(families) == len({family.name for family in families})
+        assert all(family.documentation and family.type != "unknown" for family in families)
+        values = {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
+        return lambda family, /, **labels: values[(f"elasticrs_{family}", *sorted(labels.items()))]
+
+    return read
+
+
+def start(launch, script, *args, nproc=2, restart=0, **how):
+    job = launch("--health-check-port=0", f"--nproc-per-node={nproc}", *args, script, **how)
+    port = port_of(job)
+    pids = {
+        int(line[1]): int(line[2]) for line in job.wait_for_lines(rf"here (\d+) (\d+) {restart}\.", nproc)
+    }
+    return job, port, pids
+
+
+def release(job, pids):
+    for pid in pids.values():
+        os.kill(pid, signal.SIGUSR1)
+    assert job.wait() == 0, job.stderr
+
+
+def test_a_job_that_runs(launch, worker_script):
+    job, port, pids = start(launch, worker_script(WAITS), "--role=trainer", "--max-restarts=3")
+    code, health = get_json(port, "/healthz")
+    assert (code, health["alive"], health["limit_seconds"]) == (200, True, 60.0)
+    assert get_json(port, "/readyz") == (200, {"ready": True, "state": "HEALTHY"})
+    status = status_of(port)
+    assert status["job"] | {"run_id": "", "name": ""} == {
+        "run_id": "",
+        "role": "trainer",
+        "name": "",
+        "nproc": 2,
+        "max_restarts": 3,
+    }
+    assert {worker["rank"]: worker["pid"] for worker in status["workers"]} == pids
+    assert {worker["state"] for worker in status["workers"]} == {"RUNNING"}
+    assert status["last_failure"] is None
+    assert status["agent"]["pid"] == job.pid
+    release(job, pids)
+    with pytest.raises(ConnectionRefusedError):
+        get(port, "/healthz")
+
+
+def test_the_page_of_metrics_is_prometheus(launch, worker_script, samples_of):
+    job, port, pids = start(launch, worker_script(WAITS), "--tee=3", "--max-restarts=3")
+    value = samples_of(port)
+    assert value("restarts_left") == 3
+    assert value("agent_alive") == 1
+    assert value("agent_state", state="HEALTHY") == 1
+    for rank in "01":
+        labels = {"local_rank": rank, "rank": rank}
+        assert value("worker_resident_memory_bytes", **labels) > 1 << 20
+        assert value("worker_cpu_seconds_total", **labels) >= 0
+        assert value("log_lines_total", **labels, stream="stdout") == 1
+        assert value("log_bytes_total", **labels, stream="stdout") > 8
+    started = {"group": "torchelastic", "name": "LocalElasticAgent._start_workers.success"}
+    assert value("metric_last", **started) == 1
+    assert value("time_seconds_total", activity="productive") > 0
+    release(job, pids)
+
+
+def test_a_failure_and_a_restart(launch, worker_script, samples_of):
+    job, port, pids = start(launch, worker_script(WAITS), "--tee=1", "--max-restarts=1")
+    os.kill(pids[1], signal.SIGKILL)
+    again = job.wait_for_lines(r"here (\d+) (\d+) 1\.", 2)
+    status = status_of(port)
+    assert (status["restarts"], status["restarts_left"], status["attempt"]) == (1, 0, "1")
+    failure = status["last_failure"]
+    assert (failure["rank"], failure["pid"], failure["exitcode"]) == (1, pids[1], -signal.SIGKILL)
+    assert failure["what"] == "died by SIGKILL"
+    value = samples_of(port)
+    assert value("restarts_total", cause="worker_failed") == 1
+    assert value("recovery_seconds_count") == 1
+    assert value("time_seconds_total", activity="restarting") > 0
+    # The counters go on: two attempts have said a line each.
+    labels = {"local_rank": "0", "rank": "0", "stream": "stdout"}
+    assert value("log_lines_total", **labels) == 2
+    release(job, {int(line[1]): int(line[2]) for line in again})
+
+
+def test_a_worker_that_is_paused(launch, worker_script):
+    job, port, pids = start(launch, worker_script(WAITS))
+    os.kill(pids[0], signal.SIGSTOP)
+    job.wait_for_line("is stopped")
+    states = {worker["rank"]: worker["state"] for worker in status_of(port)["workers"]}
+    assert states == {0: "PAUSED", 1: "RUNNING"}
+    os.kill(pids[0], signal.SIGCONT)
+    job.wait_for_line("goes on")
+    assert {worker["state"] for worker in status_of(port)["workers"]} == {"RUNNING"}
+    release(job, pids)
+
+
+def test_a_timer_that_expires_is_counted(launch, worker_script, samples_of):
+    script = worker_script("""
+        import os, signal
+        from elasticrs import timer
+        timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+        restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        with timer.expires(after=0.05 if restarts == "0" else 600, scope="epoch"):
+            os.write(1, f"here {os.environ['RANK']} {os.getpid()} {restarts}.\\n".encode())
+            signal.sigwait([signal.SIGUSR1])
+    """)
+    env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+    job, port, pids = start(launch, script, "--max-restarts=1", nproc=1, restart=1, env=env)
+    # The record of the new timer is in the FIFO, and is read at once.
+    while (status := status_of(port))["timers"]["live"] != 1:
+        pass
+    assert status["timers"]["expired"] == 1
+    assert "timer expired: scope 'epoch'" in status["last_failure"]["what"]
+    value = samples_of(port)
+    assert value("timers_live") == 1
+    assert value("restarts_total", cause="timer_expired") == 1
+    release(job, pids)
+
+
+def trickle(port):
+    """A client that begins a request and never ends it."""
+    client = socket.create_connection(("127.0.0.1", port))
+    client.sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
+    return client
+
+
+def test_clients_that_hang_hold_up_nothing(launch, worker_script):
+    job, port, pids = start(launch, worker_script(WAITS), "--max-restarts=1")
+    stuck = [trickle(port) for _ in range(200)]
+    os.kill(pids[0], signal.SIGKILL)
+    again = job.wait_for_lines(r"here (\d+) (\d+) 1\.", 2)
+    assert get_json(port, "/healthz")[0] == 200
+    assert get_json(port, "/readyz")[0] == 200
+    below = len(os.listdir(f"/proc/{job.pid}/fd"))
+    assert below < 64 + 64
+    release(job, {int(line[1]): int(line[2]) for line in again})
+    for client in stuck:
+        client.close()
+
+
+def test_a_client_that_trickles_is_given_up(launch, worker_script):
+    job, port, pids = start(launch, worker_script(WAITS))
+    client = trickle(port)
+    client.settimeout(30)
+    # Closed by the server, which has got no whole request in its time.
+    assert client.recv(1) == b""
+    client.close()
+    release(job, pids)
+
+
+def test_a_client_that_takes_nothing_is_given_up(launch, worker_script):
+    job, port, pids = start(launch, worker_script(WAITS))
+    clients = []
+    for _ in range(70):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        client.connect(("127.0.0.1", port))
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        clients.append(client)
+    assert get_json(port, "/healthz")[0] == 200
+    release(job, pids)
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer"),
+    [
+        (b"POST /healthz HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET /healthz HTTP/3\r\n\r\n", b"505"),
+        (b"\x16\x03\x01\x02\n\n", b"400"),
+        (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n", b"431"),
+        (b"GET /nothing HTTP/1.1\r\n\r\n", b"404"),
+    ],
+)
+def test_what_is_no_request_gets_an_answer(launch, worker_script, request_, answer):
+    job, port, pids = start(launch, worker_script(WAITS), nproc=1)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(request_)
+        assert client.recv(100).split(b" ")[1] == answer
+    release(job, pids)
+
+
+def test_only_the_head_is_sent_when_only_that_is_wanted(launch, worker_script):
+    job, port, pids = start(launch, worker_script(WAITS), nproc=1)
+    assert get(port, "/status", "HEAD") == (200, "application/json", "")
+    assert get(port, "/?x=1")[0] == 200
+    release(job, pids)
+
+
+def test_it_listens_on_loopback_unless_a_host_is_given(launch, worker_script):
+    job, port, pids = start(launch, worker_script(WAITS), nproc=1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+    release(job, pids)
+    job = launch(
+        *("--health-check-port=0", "--nproc-per-node=1", worker_script(WAITS)),
+        env={"ELASTICRS_HEALTH_CHECK_HOST": "127.0.0.2"},
+    )
+    line = job.wait_for_line(r"http://127\.0\.0\.2:(\d+)", "stderr")
+    socket.create_connection(("127.0.0.2", int(line[1]))).close()
+    here = job.wait_for_line(r"here 0 (\d+)")
+    os.kill(int(here[1]), signal.SIGUSR1)
+    assert job.wait() == 0
+
+
+def test_torchs_variable_starts_it_and_a_port_that_is_taken_keeps_no_job(launch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job = launch("--no-python", "true", env={"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)})
+        assert job.wait() == 0
+        assert f"no health check server: listen on 127.0.0.1:{port}: Address already in use; " in job.stderr
+    job = launch("--no-python", "true", env={"TORCHELASTIC_HEALTH_CHECK_PORT": "http"})
+    assert job.wait() == 0
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT: got 'http', expected a port" in job.stderr
+
+
+def test_without_it_nothing_listens_and_nothing_is_loaded(launch, worker_script):
+    job = launch(worker_script(WAITS))
+    line = job.wait_for_line(r"here 0 (\d+)")
+    threads = [
+        Path(f"/proc/{job.pid}/task/{thread}/comm").read_text().strip()
+        for thread in os.listdir(f"/proc/{job.pid}/task")
+    ]
+    assert "elasticrs-healt" not in threads
+    os.kill(int(line[1]), signal.SIGUSR1)
+    assert job.wait() == 0
+
+
+def test_two_agents_of_a_job_each_have_their_own(launch, worker_script, samples_of):
+    script = worker_script(WAITS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = [
+        launch(
+            *("--health-check-port=0", "--nnodes=2", f"--rdzv-endpoint={endpoint}", "--rdzv-backend=c10d"),
+            *("--rdzv-id=job", script),
+        )
+        for _ in range(2)
+    ]
+    ports = [port_of(node) for node in nodes]
+    lines = [node.wait_for_line(r"here (\d+) (\d+)") for node in nodes]
+    groups = [status_of(port)["group"] for port in ports]
+    assert sorted(group["rank"] for group in groups) == [0, 1]
+    assert {group["world_size"] for group in groups} == {2}
+    value = samples_of(ports[1])
+    assert value("time_seconds_total", activity="waiting_for_nodes") > 0
+    for line in lines:
+        os.kill(int(line[2]), signal.SIGUSR1)
+    assert [node.wait() for node in nodes] == [0, 0]

@@ -1,0 +1,266 @@
+"""The API of the health check server, and what it says of an agent that hangs."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from helpers.describe_api import describe
+from helpers.http_client import get, get_json
+
+from elasticrs import _core
+from elasticrs.agent.server import health_check_server
+from elasticrs.agent.server.health_check_server import HealthCheckServer, create_healthcheck_server
+
+TORCHS = "torch.distributed.elastic.agent.server.health_check_server"
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(callback, timeout=60):
+        servers.append(create_healthcheck_server(callback, 0, timeout))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.torch
+def test_names_and_arguments_are_torchs():
+    names = ("HealthCheckServer", "create_healthcheck_server")
+    ours, torchs = describe(health_check_server.__name__, *names), describe(TORCHS, *names)
+    assert ours["create_healthcheck_server"] == torchs["create_healthcheck_server"]
+    assert ours["HealthCheckServer"][:3] == torchs["HealthCheckServer"]
+    assert [name for name, _, _ in ours["HealthCheckServer"][3:]] == ["host"]
+
+
+def test_it_starts_and_stops_any_number_of_times():
+    server = HealthCheckServer(time.time, 0, 60)
+    server.stop()
+    for _ in range(2):
+        server.start()
+        server.start()
+        port = server.port
+        assert get_json(port, "/healthz")[0] == 200
+        server.stop()
+        server.stop()
+        with pytest.raises(ConnectionRefusedError):
+            get(port, "/healthz")
+        assert server.alive_callback is time.time
+
+
+def test_progress_that_is_too_old_is_death(serve):
+    server = serve(lambda: int(time.time()) - 100)
+    code, health = get_json(server.port, "/healthz")
+    assert (code, health["alive"]) == (503, False)
+    assert health["age_seconds"] >= 100
+    assert health["reason"].startswith("the last progress was 10")
+
+
+def test_a_callback_that_hangs_is_death_until_it_returns(serve):
+    goes_on = threading.Event()
+    called = threading.Event()
+
+    def hangs():
+        called.set()
+        goes_on.wait(30)
+        return time.time()
+
+    server = serve(hangs, timeout=0.2)
+    # The request itself waits for as long as the limit is.
+    get_json(server.port, "/healthz")
+    assert called.is_set()
+    code, health = get_json(server.port, "/healthz")
+    assert (code, health["alive"]) == (503, False)
+    assert health["reason"].startswith("the agent's loop has not answered for 0.")
+    goes_on.set()
+    # As soon as it has answered.
+    while get_json(server.port, "/healthz")[0] != 200:
+        pass
+
+
+def test_a_callback_that_raises_is_death_and_is_called_once_for_each_question(serve, monkeypatch):
+    asked, said = [], []
+    # Records with a traceback would keep the server's descriptor.
+    monkeypatch.setattr(logging.getLogger("elasticrs.agent"), "exception", said.append)
+
+    def breaks():
+        asked.append(1)
+        raise ValueError("no")
+
+    server = serve(breaks, timeout=0.1)
+    get_json(server.port, "/healthz")
+    assert get_json(server.port, "/healthz")[0] == 503
+    assert len(asked) == 1
+    assert said == ["the alive_callback failed"]
+
+
+def test_many_who_ask_at_once_wake_it_once(serve):
+    asked = []
+    goes_on = threading.Event()
+
+    def counts():
+        asked.append(1)
+        goes_on.wait(30)
+        return time.time()
+
+    server = serve(counts)
+    codes = []
+    clients = [
+        threading.Thread(target=lambda: codes.append(get_json(server.port, "/healthz")[0])) for _ in range(20)
+    ]
+    for client in clients:
+        client.start()
+    while not asked:
+        pass
+    goes_on.set()
+    for client in clients:
+        client.join()
+    assert codes == [200] * 20
+    assert len(asked) <= 3
+
+
+def test_what_is_no_status_is_refused():
+    server = _core.HealthServer("127.0.0.1", 0, 60.0)
+    with pytest.raises(ValueError, match="no JSON"):
+        server.publish("HEALTHY", "{", None)
+    with pytest.raises(ValueError, match="no object"):
+        server.publish("HEALTHY", "[]", None)
+    for call in (lambda: server.enter("idle"), lambda: server.restarted("weather")):
+        with pytest.raises(ValueError, match=r"idle|weather"):
+            call()
+    server.close()
+    server.close()
+
+
+def test_a_forked_child_leaves_it_alone():
+    server = _core.HealthServer("127.0.0.1", 0, 60.0)
+    pid = os.fork()
+    if pid == 0:
+        server.close()
+        del server
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert get_json(server.port, "/readyz") == (503, {"ready": False, "state": "INIT"})
+    server.close()
+
+
+HOST = """
+import json, os, sys, time
+from elasticrs import LaunchConfig, elastic_launch
+from elasticrs.agent.server.health_check_server import HealthCheckServer
+from elasticrs.multiprocessing import DefaultLogsSpecs
+
+fifo, kind = sys.argv[1:]
+
+class Own(HealthCheckServer):
+    def start(self):
+        print("own start", flush=True)
+    def stop(self):
+        print("own stop", flush=True)
+
+def callback():
+    # Hangs until somebody writes.
+    with open(fifo) as file:
+        file.read()
+    return time.time()
+
+if __name__ == "__main__":
+    server = (Own if kind == "own" else HealthCheckServer)(callback, 0, 0.2)
+    specs = DefaultLogsSpecs(os.getcwd())
+    config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", run_id="job", logs_specs=specs)
+    if kind != "own":
+        server.open()
+        print(server.port, flush=True)
+    elastic_launch(config, "sh", server)("-c", "read line < job")
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def host(tmp_path):
+    (tmp_path / "host.py").write_text(HOST)
+    os.mkfifo(tmp_path / "fifo")
+    os.mkfifo(tmp_path / "job")
+    started = []
+
+    def start(kind):
+        command = [sys.executable, "host.py", "fifo", kind]
+        started.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_loop_that_hangs_turns_it_to_503(host, tmp_path):
+    process = host("ours")
+    with process.stdout:
+        port = int(process.stdout.readline())
+        # Until the workers run nobody needs to have asked.
+        with open(tmp_path / "job", "w") as job:
+            # The worker runs before the loop is told so.
+            while get_json(port, "/readyz")[0] != 200:
+                pass
+            get_json(port, "/healthz")
+            code, health = get_json(port, "/healthz")
+            assert (code, health["alive"]) == (503, False)
+            # What was published before is told while it hangs.
+            assert get_json(port, "/readyz") == (200, {"ready": True, "state": "HEALTHY"})
+            assert get_json(port, "/status")[1]["agent"]["alive"] is False
+            assert "elasticrs_agent_alive 0\n" in get(port, "/metrics")[2]
+            with open(tmp_path / "fifo", "w"):
+                pass
+            # The loop has gone on, and nobody has asked it since.
+            while (
+                get_json(port, "/readyz")[0] == 200
+                and "elasticrs_agent_alive 0\n" in get(port, "/metrics")[2]
+            ):
+                pass
+            job.write("end\n")
+        assert process.stdout.read() == "done\n"
+        assert process.wait() == 0
+
+
+def test_a_server_of_the_users_is_started_and_stopped(host, tmp_path):
+    process = host("own")
+    with process.stdout:
+        with open(tmp_path / "job", "w") as job:
+            job.write("end\n")
+        assert process.stdout.read().splitlines() == ["own start", "own stop", "done"]
+        assert process.wait() == 0
+
+
+def test_torchs_variable_serves_launches_from_python(tmp_path):
+    program = tmp_path / "host.py"
+    program.write_text(
+        "import json, os\n"
+        "from elasticrs import LaunchConfig, elastic_launch\n"
+        "from elasticrs.multiprocessing import DefaultLogsSpecs\n"
+        "config = LaunchConfig(1, 1, 1, rdzv_backend='c10d', run_id='job',\n"
+        "                      logs_specs=DefaultLogsSpecs(os.getcwd()))\n"
+        "elastic_launch(config, 'sh')('-c', 'read line < job')\n"
+    )
+    os.mkfifo(tmp_path / "job")
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {**os.environ, "TORCHELASTIC_HEALTH_CHECK_PORT": str(port)}
+    with subprocess.Popen([sys.executable, "host.py"], cwd=tmp_path, env=env) as process:
+        with open(tmp_path / "job", "w") as job:
+            code, status = get_json(port, "/status")
+            assert (code, status["job"]["run_id"]) == (200, "job")
+            assert json.loads(get(port, "/healthz")[2])["alive"]
+            job.write("end\n")
+        assert process.wait() == 0
