@@ -23,6 +23,10 @@ def wait_for_ever():
         os.read(pipe[0], 1)
 
 
+def leave_mark():
+    os.close(os.open(f"{MARKS}/{ATTEMPT}.{RANK}", os.O_CREAT | os.O_WRONLY))
+
+
 def leave(code):
     signal.signal(signal.SIGRTMIN + 12, lambda *_: os._exit(code))
     wait_for_ever()
@@ -52,6 +56,7 @@ def ignore_signals():
 
 def stay_in_a_section():
     with heartbeat.section("checkpoint", limit=0.3):
+        leave_mark()
         wait_for_ever()
 
 
@@ -108,7 +113,9 @@ def main():
         timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
     heartbeat(step)
     if what in HANGS:
-        os.close(os.open(f"{MARKS}/{ATTEMPT}.{RANK}", os.O_CREAT | os.O_WRONLY))
+        # After its last heartbeat, which entering a section is as well.
+        if what != "section":
+            leave_mark()
         HANGS[what]()
     while not all(os.path.exists(f"{MARKS}/{ATTEMPT}.{rank}") for rank in hung):
         heartbeat(step)

@@ -258,6 +258,8 @@ impl Watch {
 pub struct Suspect {
     /// More than half of its limit has passed.
     pub is_late: bool,
+    /// All of it has passed.
+    pub is_due: bool,
     /// A signal has stopped it.
     pub is_stopped: bool,
     /// The step that it was in.
@@ -271,8 +273,8 @@ pub struct Suspect {
 /// Which of several ranks keeps the others waiting, by index: most of those that are late wait in a collective for it.
 ///
 /// In this order: one that a signal has stopped; the one that is steps behind all others; the only one that stands
-/// elsewhere in the program than all the others, of three or more; the one with the oldest sign of life. Where several
-/// are behind the others, it is one of them. `None` when nobody is late.
+/// elsewhere in the program than all the others, of three or more; the one with the oldest sign of life, first of
+/// those whose limit has passed. Where several are behind the others, it is one of them. `None` when nobody is late.
 pub fn blame(suspects: &[Suspect]) -> Option<usize> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     if let Some((stopped, _)) = late().find(|(_, suspect)| suspect.is_stopped) {
@@ -284,7 +286,8 @@ pub fn blame(suspects: &[Suspect]) -> Option<usize> {
         return Some(*only);
     }
     let may_be = |suspect: &Suspect| suspect.step == least || suspect.step.is_none();
-    let oldest = || late().filter(|(_, suspect)| may_be(suspect)).min_by_key(|(_, suspect)| suspect.last);
+    let oldest =
+        || late().filter(|(_, suspect)| may_be(suspect)).min_by_key(|(_, suspect)| (!suspect.is_due, suspect.last));
     odd_one_out(suspects).filter(|odd| may_be(&suspects[*odd])).or_else(|| oldest().map(|(index, _)| index))
 }
 

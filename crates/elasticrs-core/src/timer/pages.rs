@@ -1,7 +1,8 @@
 //! The page of memory in which a worker leaves its heartbeats.
 //!
 //! Words of 64 bits, in the worker's order. The worker's side is `python/elasticrs/timer/heartbeats.py`; nobody waits for
-//! anybody, and whatever is in a page is only ever taken for what it says: times of the future are cut to now.
+//! anybody, and whatever is in a page is only ever taken for what it says. It is the worker's memory, so what cannot be
+//! a time of one of its heartbeats is left out: one word of garbage must not make a rank immune, or teach a limit.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,18 +23,23 @@ const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
 /// A section without a limit.
 const UNLIMITED: u64 = u64::MAX;
+/// A heartbeat may come between the reading of the clock and that of the page.
+const SLACK: u64 = 1_000_000_000;
 
 /// The page of one worker.
 #[derive(Debug)]
-pub struct HeartbeatPage(Page);
+pub struct HeartbeatPage {
+    page: Page,
+    made: u64,
+}
 
 impl HeartbeatPage {
-    /// A new one, empty.
+    /// A new one, empty, for a worker that is started after `made`.
     ///
     /// # Errors
     /// No descriptor or no memory.
-    pub fn new() -> io::Result<Self> {
-        Page::new().map(Self)
+    pub fn new(made: u64) -> io::Result<Self> {
+        Page::new().map(|page| Self { page, made })
     }
 
     /// A descriptor for the worker, and what it finds in `ELASTICRS_HEARTBEAT` when the descriptor has this number:
@@ -42,17 +48,18 @@ impl HeartbeatPage {
     /// # Errors
     /// No descriptor is left.
     pub fn share(&self, number: i32) -> io::Result<(OwnedFd, String)> {
-        let descriptor = self.0.as_fd().try_clone_to_owned()?;
+        let descriptor = self.page.as_fd().try_clone_to_owned()?;
         let facts = fstat(&descriptor)?;
         Ok((descriptor, format!("{number}:{}:{}", facts.st_dev, facts.st_ino)))
     }
 
     /// What is in it.
     pub fn read(&self, now: u64) -> Seen {
-        let words = self.0.words();
+        let words = self.page.words();
         let load = |index: usize| words[index].load(Ordering::Relaxed);
         // Not the place that the count names: the worker's stores may be seen in another order.
-        let mut times: Vec<u64> = words[TIMES..TIMES + TIMES_KEPT].iter().map(take).filter(|time| *time != 0).collect();
+        let can_be = |time: &u64| *time != 0 && (self.made..=now.saturating_add(SLACK)).contains(time);
+        let mut times: Vec<u64> = words[TIMES..TIMES + TIMES_KEPT].iter().map(take).filter(can_be).collect();
         times.sort_unstable();
         let Some(last) = times.last().copied().filter(|_| load(COUNT) > 0) else { return Seen::Nothing };
         // An odd time ends a step; an even one begins or ends a section.
@@ -80,17 +87,17 @@ mod tests {
     use super::*;
 
     fn put(page: &HeartbeatPage, index: usize, value: u64) {
-        page.0.words()[index].store(value, Ordering::Relaxed);
+        page.page.words()[index].store(value, Ordering::Relaxed);
     }
 
     #[test]
     fn an_empty_page_says_nothing() {
-        assert_eq!(HeartbeatPage::new().unwrap().read(7), Seen::Nothing);
+        assert_eq!(HeartbeatPage::new(0).unwrap().read(7), Seen::Nothing);
     }
 
     #[test]
     fn steps_are_the_spans_that_end_with_a_heartbeat() {
-        let page = HeartbeatPage::new().unwrap();
+        let page = HeartbeatPage::new(0).unwrap();
         for (place, time) in [(0, 101), (1, 111), (2, 140), (3, 160), (4, 171)] {
             put(&page, TIMES + place, time);
         }
@@ -101,8 +108,23 @@ mod tests {
     }
 
     #[test]
+    fn what_cannot_be_a_time_of_a_heartbeat_is_left_out() {
+        let page = HeartbeatPage::new(1000).unwrap();
+        put(&page, COUNT, 9);
+        for (place, time) in [(0, 7), (1, u64::MAX), (2, 2001 + SLACK)] {
+            put(&page, TIMES + place, time);
+        }
+        assert_eq!(page.read(2000), Seen::Nothing);
+        put(&page, TIMES + 3, 1001);
+        put(&page, TIMES + 4, 1501);
+        assert_eq!(page.read(2000), Seen::Beat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
+        // It came after the clock was read.
+        assert_eq!(page.read(1400), Seen::Beat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
+    }
+
+    #[test]
     fn a_section_has_a_name_and_a_limit_or_none() {
-        let page = HeartbeatPage::new().unwrap();
+        let page = HeartbeatPage::new(0).unwrap();
         put(&page, COUNT, 1);
         put(&page, TIMES, 50);
         put(&page, LIMIT, 9);

@@ -43,7 +43,7 @@ impl Hangs {
             return Ok(());
         }
         for process in &mut spec.processes {
-            let page = HeartbeatPage::new()?;
+            let page = HeartbeatPage::new(Stamp::now().0)?;
             let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);
             let target = (PAGE_FD..i32::MAX).find(|number| !is_taken(*number)).unwrap_or(PAGE_FD);
             let (descriptor, name) = page.share(target)?;
@@ -222,6 +222,7 @@ impl Task {
             let overdue = overdue_of(index);
             *suspect = Suspect {
                 is_late: overdue.is_some(),
+                is_due: overdue.is_some_and(|overdue| overdue.is_due),
                 is_stopped: matches!(found.state, 'T' | 't'),
                 step: heartbeat.as_ref().and_then(|beat| beat.step),
                 last: overdue.map_or(at.0, |overdue| overdue.since),

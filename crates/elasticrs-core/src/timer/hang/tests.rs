@@ -127,7 +127,7 @@ fn a_limit_is_learned_from_steps() {
 
 fn suspect(step: u64, last: u64, frame: &str) -> Suspect {
     let frame = (!frame.is_empty()).then(|| frame.to_owned());
-    Suspect { is_late: true, is_stopped: false, step: Some(step), last, frame }
+    Suspect { is_late: true, is_due: false, is_stopped: false, step: Some(step), last, frame }
 }
 
 #[test]
@@ -143,6 +143,8 @@ fn the_one_who_keeps_the_others_waiting_is_blamed() {
     assert_eq!(blame(&[waits(1), behind(4, "read"), behind(3, "write")]), Some(2), "the older one of those behind");
     let ahead = [suspect(7, 1, "read"), behind(4, "all_reduce"), behind(3, "all_reduce")];
     assert_eq!(blame(&ahead), Some(2), "nobody waits for one that is ahead");
+    let in_a_section = Suspect { is_due: true, ..waits(9) };
+    assert_eq!(blame(&[waits(1), in_a_section, waits(2)]), Some(1), "its limit is shorter, and has passed");
     let stopped = Suspect { is_stopped: true, ..suspect(9, 9, "") };
     assert_eq!(blame(&[suspect(1, 1, "read"), stopped]), Some(1));
     let fine = Suspect { is_late: false, ..suspect(1, 1, "read") };
