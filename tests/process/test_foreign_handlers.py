@@ -89,7 +89,5 @@ def test_a_start_that_fails_leaves_nothing() -> None:
     before = {each.pid for each in procs.children()}
     args: dict[int, tuple[object, ...]] = {0: ("1000",), 1: (b"", 2)}
     with pytest.raises(TypeError):
-        start_processes(
-            "x", "sleep", {0: ("1000",), 1: (b"", 2)}, {0: {}, 1: {}}, DefaultLogsSpecs(os.devnull)
-        )
+        start_processes("x", "sleep", args, {0: {}, 1: {}}, DefaultLogsSpecs(os.devnull))
     assert {each.pid for each in procs.children()} <= before
