@@ -1,7 +1,10 @@
 """Log files and the console: where things are, whole lines, every byte."""
 
+import json
 import os
+import random
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,3 +173,118 @@ def test_paths_may_be_any_bytes(launch, worker_script, tmp_path):
     assert launched.stdout == "[default0]:said\n"
     (log,) = folder.glob("*/attempt_0/0/stdout.log")
     assert log.read_text() == "said\n"
+
+
+def test_a_relative_folder_is_meant_where_the_launcher_began(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        os.chdir("/")
+        os.write(1, b"out")
+        raise ValueError("from elsewhere")
+    """)
+    launched = launch("--log-dir", "logs", "--redirects", "1", script, cwd=tmp_path)
+    assert launched.wait() == 1
+    assert logs_of(tmp_path / "logs")[0, "stdout.log"] == b"out"
+    assert "ValueError: from elsewhere" in launched.stderr
+    assert len(list((tmp_path / "logs").glob("*/attempt_0/0/error.json"))) == 1
+
+
+def test_jobs_of_the_same_name_share_a_log_dir(launch, worker_script, tmp_path):
+    script = worker_script("import sys; print(sys.argv[1])")
+    arguments = ("--log-dir", tmp_path / "logs", "--redirects", "1", "--rdzv-id", "same")
+    arguments += ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    jobs = [launch(*arguments, script, name) for name in ("a", "b")]
+    assert [job.wait() for job in jobs] == [0, 0]
+    files = (tmp_path / "logs").glob("same_*/attempt_0/0/stdout.log")
+    assert sorted(file.read_text() for file in files) == ["a\n", "b\n"]
+
+
+def test_random_bytes_reach_files_unchanged(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os, random
+        source = random.Random(int(os.environ["RANK"]))
+        for _ in range(500):
+            rest = source.randbytes(source.randrange(9000))
+            while rest:
+                rest = rest[os.write(1, rest):]
+    """)
+    launched = launch("--nproc-per-node", "2", "--log-dir", tmp_path / "logs", "--tee", "1", script)
+    assert launched.wait() == 0, launched.stderr
+    for rank in range(2):
+        source = random.Random(rank)
+        expected = b"".join(source.randbytes(source.randrange(9000)) for _ in range(500))
+        assert logs_of(tmp_path / "logs")[rank, "stdout.log"] == expected
+
+
+RECORD = {
+    "elasticrs": "elasticrs.multiprocessing.errors",
+    "torch": "torch.distributed.elastic.multiprocessing.errors",
+}
+LAUNCHER = {"elasticrs": "elasticrs.launch", "torch": "torch.distributed.run"}
+
+
+@pytest.mark.parametrize(
+    "inner", ["elasticrs", pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.slow])]
+)
+def test_the_file_of_the_root_cause_goes_up_through_launchers(launch, worker_script, tmp_path, inner):
+    script = worker_script(f"""
+        from {RECORD[inner]} import record
+
+        @record
+        def main():
+            raise ValueError("deep down")
+
+        main()
+    """)
+    launched = launch(
+        "--no-python",
+        sys.executable,
+        "-m",
+        LAUNCHER[inner],
+        script,
+        env={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "top.json")},
+    )
+    assert launched.wait() == 1
+    found = json.loads((tmp_path / "top.json").read_text())
+    assert found["message"]["message"] == "ValueError: deep down"
+    assert found["message"]["errorCode"] == 1
+
+
+@pytest.mark.beyond_torchrun
+def test_an_error_file_of_the_users_class_may_be_a_device(launch, worker_script, tmp_path):
+    (tmp_path / "my_specs.py").write_text(SPECS)
+    about = tmp_path / "my_specs-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my_specs\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[elasticrs.logs_specs]\nmine = my_specs:Mine\n")
+    folder = tmp_path / "special"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe")
+    reader = os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        launched = launch(
+            "--logs-specs=mine",
+            worker_script('raise ValueError("told on stderr alone")'),
+            env={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "SPECIAL": str(folder / "pipe")},
+        )
+        assert launched.wait() == 1
+        assert b"told on stderr alone" in os.read(reader, 1 << 16)
+    finally:
+        os.close(reader)
+    assert os.listdir(folder) == ["pipe"]
+    assert "ValueError: told on stderr alone" in launched.stderr
+
+
+SPECS = """
+import json
+import os
+import random
+from elasticrs.multiprocessing import LogsDest, LogsSpecs
+
+class Mine(LogsSpecs):
+    root_log_dir = ""
+
+    def reify(self, envs):
+        envs[0]["TORCHELASTIC_ERROR_FILE"] = os.environ["SPECIAL"]
+        return LogsDest({0: ""}, {0: ""}, {}, {}, {0: os.environ["SPECIAL"]})
+"""

@@ -160,6 +160,27 @@ SLOW = [
         id="copied lines",
     ),
     pytest.param(
+        [
+            *LOGGED,
+            "-t3",
+            "--local-ranks-filter=1,2",
+            "-r=0:3",
+            "--duplicate-stdout-filters=out",
+            "--nproc-per-node=3",
+        ],
+        "",
+        {},
+        0,
+        id="copied lines of filtered ranks",
+    ),
+    pytest.param(
+        ["--log-dir=/dev/null", *ONE_NODE, "-r=3", "--nproc-per-node=2"],
+        "",
+        {},
+        0,
+        id="null device",
+    ),
+    pytest.param(
         ["--virtual-local-rank", "--nproc-per-node=2"],
         "",
         {"HIP_VISIBLE_DEVICES": "5,6"},

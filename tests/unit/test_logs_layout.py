@@ -45,6 +45,11 @@ def test_the_null_device_means_no_files_at_all():
     assert paths.tee_stdouts == {}
 
 
+def test_ranks_are_filtered_at_the_null_device_too():
+    settings = LogSettings(log_dir=os.devnull, redirects=3, local_ranks_filter=frozenset({1}))
+    assert RunLogs(settings, "job", 2).attempt("0").stdouts == {0: os.devnull, 1: ""}
+
+
 def test_each_run_and_each_attempt_has_its_own_directory(tmp_path):
     base = tmp_path / "logs"
     settings = LogSettings(log_dir=str(base), redirects=3)

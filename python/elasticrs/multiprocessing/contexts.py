@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs.multiprocessing.api import LogsSpecs
+    from elasticrs.multiprocessing.foreign import ForeignPrograms
     from elasticrs.multiprocessing.starting import FunctionStart
     from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
     from elasticrs.numa import NumaOptions
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["MultiprocessContext", "SubprocessContext"]
 
 _TAIL_LINES = 50
+_LOOK = 0.1
+"""Seconds between looks at programs that others have started."""
 
 
 class _SupervisedContext(PContext):
@@ -43,7 +47,6 @@ class _SupervisedContext(PContext):
         self._group: ProcessGroup | None = None
         self._result: RunProcsResult | None = None
         self._prefixes: dict[int, str] = how[5] or {}
-        self._show_by_core()
 
     def _show_by_core(self) -> None:
         """Give the console's part to the core, where ``sys.stdout`` is the descriptor itself."""
@@ -141,6 +144,8 @@ class _SupervisedContext(PContext):
 class SubprocessContext(_SupervisedContext):
     """Programs. See :class:`PContext` for the arguments.
 
+    Where ``api.get_subprocess_handler`` was replaced, what it returns runs them; see :mod:`.foreign`.
+
     Attributes:
         subprocess_handlers: by local rank.
     """
@@ -169,12 +174,21 @@ class SubprocessContext(_SupervisedContext):
             numa_options=numa_options,
         )
         self.subprocess_handlers: dict[int, SubprocessHandler] = {}
+        self._foreign: ForeignPrograms | None = None
 
     def _start(self) -> None:
+        from elasticrs.multiprocessing import foreign
         from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
 
-        if self._group is not None:
+        if self._group is not None or self._foreign is not None:
             raise ValueError("start() was called twice")
+        make = foreign.replaced_factory()
+        if make is not None:
+            self._foreign = foreign.ForeignPrograms(self, self._numa_options)
+            self.subprocess_handlers = self._foreign.handlers
+            self._foreign.start(make)
+            return
+        self._show_by_core()
         cpus = self._cpus()
         commands = {rank: [str(self.entrypoint), *map(str, self.args[rank])] for rank in range(self.nprocs)}
         specs = [
@@ -196,6 +210,50 @@ class SubprocessContext(_SupervisedContext):
 
     def _return_values(self) -> dict[int, Any]:
         return dict.fromkeys(range(self.nprocs))
+
+    # --- what somebody else has started ---
+
+    def _poll(self) -> RunProcsResult | None:
+        if self._foreign is None:
+            return super()._poll()
+        if self._result is None and self._foreign.has_ended():
+            self.close()
+            self._result = self._foreign_result(self._foreign)
+        return self._result
+
+    def _foreign_result(self, programs: ForeignPrograms) -> RunProcsResult:
+        result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
+        for rank, (exitcode, seen_ns) in programs.exits.items():
+            if exitcode != 0:
+                result.failures[rank] = ProcessFailure(
+                    rank,
+                    programs.handlers[rank].proc.pid,
+                    exitcode,
+                    self.error_files.get(rank, ""),
+                    seen_ns=seen_ns,
+                    sent_signal=programs.sent.get(rank),
+                )
+        if not result.failures:
+            result.return_values = self._return_values()
+        return result
+
+    def _pause(self, seconds: float) -> None:
+        if self._foreign is None:
+            super()._pause(seconds)
+        else:
+            time.sleep(min(seconds, _LOOK))
+
+    def pids(self) -> dict[int, int]:
+        """See the base class."""
+        if self._foreign is None:
+            return super().pids()
+        return {rank: handler.proc.pid for rank, handler in self._foreign.handlers.items()}
+
+    def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
+        if self._foreign is None:
+            super()._close(death_sig, timeout)
+        else:
+            self._foreign.stop(death_sig, timeout)
 
 
 class MultiprocessContext(_SupervisedContext):
@@ -248,6 +306,7 @@ class MultiprocessContext(_SupervisedContext):
 
         if self._functions is not None:
             raise ValueError("start() was called twice")
+        self._show_by_core()
         self._functions = START_METHODS[self.start_method](self, self._cpus())
         self._group = self._functions.start(self._streams)
 

@@ -23,3 +23,7 @@ def get_subprocess_handler(
 ) -> SubprocessHandler:
     """Start a program; see :class:`SubprocessHandler` for the arguments."""
     return SubprocessHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)
+
+
+_OWN = get_subprocess_handler
+"""Tells whether the name was replaced."""

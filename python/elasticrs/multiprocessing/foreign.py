@@ -1,0 +1,95 @@
+"""Programs that somebody else's handlers start: ``api.get_subprocess_handler`` may be replaced, as in torch.
+
+Such a handler has ``proc``, like :class:`subprocess.Popen`, and ``close(death_sig)``. What it starts is no
+child of the core's, so it is looked at from time to time, and its descendants are its own affair.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.multiprocessing import api
+from elasticrs.multiprocessing.subprocess_handler import handlers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elasticrs.multiprocessing.api import PContext
+    from elasticrs.numa import NumaOptions
+
+
+def replaced_factory() -> Callable[..., Any] | None:
+    """What ``get_subprocess_handler`` has been replaced by; ``None`` when it is our own."""
+    found: Callable[..., Any] = api.get_subprocess_handler
+    return None if found is getattr(handlers, "_OWN", None) else found
+
+
+class ForeignPrograms:
+    """The programs of one context.
+
+    Args:
+        context: whose.
+        numa_options: passed on.
+
+    Attributes:
+        handlers: by local rank.
+        exits: exit code and monotonic time at which it was seen, by local rank, in the order of being seen.
+        sent: the signal that :meth:`stop` sent, by local rank.
+    """
+
+    def __init__(self, context: PContext, numa_options: NumaOptions | None) -> None:
+        self._context = context
+        self._numa_options = numa_options
+        self.handlers: dict[int, Any] = {}
+        self.exits: dict[int, tuple[int, int]] = {}
+        self.sent: dict[int, int] = {}
+
+    def start(self, make: Callable[..., Any]) -> None:
+        """Start all; those that were started are :meth:`stop`'s when one cannot be.
+
+        Args:
+            make: with the signature of ``get_subprocess_handler``.
+        """
+        context = self._context
+        for rank in range(context.nprocs):
+            self.handlers[rank] = make(
+                entrypoint=context.entrypoint,
+                args=context.args[rank],
+                env=context.envs[rank],
+                stdout=context.stdouts[rank],
+                stderr=context.stderrs[rank],
+                local_rank_id=rank,
+                numa_options=self._numa_options,
+            )
+
+    def has_ended(self) -> bool:
+        """Look: whether all have exited, or one has failed."""
+        for rank, handler in self.handlers.items():
+            if rank not in self.exits:
+                exitcode = handler.proc.poll()
+                if exitcode is not None:
+                    self.exits[rank] = (exitcode, time.monotonic_ns())
+        return len(self.exits) == len(self.handlers) or any(code for code, _ in self.exits.values())
+
+    def stop(self, death_sig: signal.Signals, timeout: float) -> None:
+        """Signal those that run, and SIGKILL what is there after ``timeout`` seconds."""
+        self._send(death_sig)
+        deadline = time.monotonic() + timeout
+        for handler in self.handlers.values():
+            with suppress(subprocess.TimeoutExpired):
+                handler.proc.wait(max(0.0, deadline - time.monotonic()))
+        self._send(signal.SIGKILL)
+        for handler in self.handlers.values():
+            handler.proc.wait()
+        self.has_ended()
+
+    def _send(self, signum: signal.Signals) -> None:
+        self.has_ended()
+        for rank in self.handlers.keys() - self.exits.keys():
+            self.sent[rank] = signum
+            with suppress(ProcessLookupError):
+                self.handlers[rank].close(death_sig=signum)

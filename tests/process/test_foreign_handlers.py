@@ -1,0 +1,93 @@
+"""A framework's own handlers in place of ours."""
+
+import os
+import signal
+import subprocess
+from typing import Any
+
+import pytest
+from helpers import procs
+
+from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, Std, SubprocessContext, start_processes
+
+FACTORY = "elasticrs.multiprocessing.api.get_subprocess_handler"
+
+
+class Handler:
+    """Starts a program without us."""
+
+    def __init__(
+        self, entrypoint: str, args: tuple[str, ...], env: dict[str, str], stdout: str | None
+    ) -> None:
+        target = open(stdout, "wb") if stdout else None  # noqa: SIM115 -- closed below
+        try:
+            self.proc = subprocess.Popen([entrypoint, *args], env={**os.environ, **env}, stdout=target)
+        finally:
+            if target is not None:
+                target.close()
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        self.proc.send_signal(death_sig or signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the factory was called with."""
+    calls: list[dict[str, Any]] = []
+
+    def make(**how: Any) -> Handler:
+        calls.append(how)
+        return Handler(how["entrypoint"], how["args"], how["env"], how["stdout"])
+
+    monkeypatch.setattr(FACTORY, make)
+    return calls
+
+
+def start(folder: object, *scripts: str, tee: Std = Std.NONE) -> PContext:
+    args = {rank: ("-c", script) for rank, script in enumerate(scripts)}
+    specs = DefaultLogsSpecs(str(folder), redirects=Std.OUT, tee=tee)
+    return start_processes("x", "sh", args, {rank: {"A": "b"} for rank in args}, specs)
+
+
+def test_a_factory_that_was_replaced_starts_the_programs(
+    tmp_path: object, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = start(tmp_path, "echo $A", "true", tee=Std.OUT)
+    assert isinstance(context, SubprocessContext)
+    assert {rank: handler.proc.pid for rank, handler in context.subprocess_handlers.items()} == context.pids()
+    result = context.wait(procs.HANG)
+    assert result is not None
+    assert (result.return_values, result.failures) == ({0: None, 1: None}, {})
+    assert [call["local_rank_id"] for call in made] == [0, 1]
+    assert made[0]["stdout"] == result.stdouts[0]
+    assert capsys.readouterr().out == "[x0]:b\n"
+
+
+def test_a_failure_stops_the_others_which_are_named(tmp_path: object) -> None:
+    context = start(tmp_path, "exec sleep 1000", "exit 3")
+    result = context.wait(procs.HANG)
+    assert result is not None
+    codes = {rank: (failure.exitcode, failure.sent_signal) for rank, failure in result.failures.items()}
+    assert codes == {1: (3, None), 0: (-15, signal.SIGTERM)}
+    procs.assert_gone(context.pids().values())
+
+
+def test_close_kills_who_does_not_listen(tmp_path: object) -> None:
+    ready = "trap '' TERM; : > $0; exec sleep 1000"
+    gate = f"{tmp_path}/gate"
+    os.mkfifo(gate)
+    specs = DefaultLogsSpecs(os.devnull)
+    context = start_processes("x", "sh", {0: ("-c", ready, gate)}, {0: {}}, specs)
+    os.close(os.open(gate, os.O_RDONLY))
+    context.close(timeout=0)
+    result = context.wait()
+    assert result is not None
+    assert (result.failures[0].exitcode, result.failures[0].sent_signal) == (-9, signal.SIGKILL)
+
+
+def test_a_start_that_fails_leaves_nothing() -> None:
+    before = {each.pid for each in procs.children()}
+    args: dict[int, tuple[object, ...]] = {0: ("1000",), 1: (b"", 2)}
+    with pytest.raises(TypeError):
+        start_processes("x", "sleep", args, {0: {}, 1: {}}, DefaultLogsSpecs(os.devnull))
+    assert {each.pid for each in procs.children()} <= before
