@@ -8,6 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 
 from elasticrs import _core
+from elasticrs.config import hang_limits
 from elasticrs.logs import LogPaths, RunLogs, coloured, hang_file, line_prefix, wants_colour
 from elasticrs.worker_env import virtual_local_rank, worker_env
 
@@ -17,6 +18,20 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.config import JobConfig
+
+
+def watching_descriptors(job: JobConfig, environ: Mapping[str, str]) -> int:
+    """How many the agent needs for timers and heartbeats.
+
+    Args:
+        job: the job.
+        environ: as for the workers.
+    """
+    # A page of memory for each worker, and while they are started a second one to pass on.
+    pages = 2 * job.nproc if job.hang_timeout is not None else 0
+    # The FIFO, read and written, and a pidfd for each process that has a timer: one in each worker.
+    timers = job.nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
+    return pages + timers
 
 
 class WorkerSetup:
@@ -77,8 +92,8 @@ class Workers(ABC):
             self._timer_file = supervisor.watch_timers(environ.get("TORCHELASTIC_TIMER_FILE") or None)
         job = self._setup.job
         if job.hang_timeout is not None:
-            limit = None if job.hang_timeout == "auto" else float(job.hang_timeout)
-            supervisor.watch_hangs(limit, startup=job.hang_startup_timeout)
+            limit, least = hang_limits(job.hang_timeout)
+            supervisor.watch_hangs(limit, startup=job.hang_startup_timeout, least=least)
 
     def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
         """Begin to start all, or none; fills in the attempt's paths.
