@@ -166,7 +166,9 @@ def _check_limits(launch: Launch) -> None:
     nproc = launch.job.nproc
     try:
         _core.check_limits(
-            nproc, followed_files(launch.logs, nproc), watching_descriptors(launch.job, _environment(launch))
+            nproc,
+            followed_files(launch.logs, nproc),
+            watching_descriptors(nproc, launch.job.hang_timeout, os.environ),
         )
     except ValueError as error:
         raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None

@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from elasticrs.config import JobConfig
 
 
-def watching_descriptors(job: JobConfig, environ: Mapping[str, str]) -> int:
+def watching_descriptors(nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str]) -> int:
     """How many the agent needs for timers and heartbeats.
 
     Args:
-        job: the job.
+        nproc: workers on this node.
+        hang_timeout: see :class:`elasticrs.config.JobConfig`.
         environ: as for the workers.
     """
     # A page of memory for each worker, and while they are started a second one to pass on.
-    pages = 2 * job.nproc if job.hang_timeout is not None else 0
+    pages = 2 * nproc if hang_timeout is not None else 0
     # The FIFO, read and written, and a pidfd for each process that has a timer: one in each worker.
-    timers = job.nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
+    timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     return pages + timers
 
 

@@ -44,7 +44,7 @@ from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, WorkerRanks, assign
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
 from elasticrs.rendezvous.static import OneNodeRendezvous
-from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
+from elasticrs.workers import CommandWorkers, Workers, WorkerSetup, watching_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,7 +202,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             super()._record_worker_events(result)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        _core.check_limits(self._worker_group.spec.local_world_size)
+        spec = self._worker_group.spec
+        nproc = spec.local_world_size
+        _core.check_limits(nproc, others=watching_descriptors(nproc, spec.hang_timeout, os.environ))
         if self._waits_for_events:
             return self._follow_events()
         result: RunResult = super()._invoke_run(role)
