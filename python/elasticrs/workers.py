@@ -35,6 +35,11 @@ def watching_descriptors(nproc: int, hang_timeout: float | str | None, environ: 
     return pages + timers
 
 
+def _enough(limit: float | None) -> float | None:
+    """The agent looks once a millisecond at most."""
+    return None if limit is None else max(0.001, limit)
+
+
 class WorkerSetup:
     """What all kinds of workers need.
 
@@ -94,7 +99,8 @@ class Workers(ABC):
         job = self._setup.job
         if job.hang_timeout is not None:
             limit, least = hang_limits(job.hang_timeout)
-            supervisor.watch_hangs(limit, startup=job.hang_startup_timeout, least=least)
+            startup = job.hang_startup_timeout
+            supervisor.watch_hangs(_enough(limit), startup=_enough(startup), least=_enough(least))
 
     def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
         """Begin to start all, or none; fills in the attempt's paths.
