@@ -1,4 +1,4 @@
-"""Expiration timers in the agent: how late they are, how many records a FIFO takes, what a request costs."""
+"""Expiration timers and heartbeats: how late the agent is, how many records it takes, what a call costs."""
 
 import os
 import signal
@@ -12,11 +12,15 @@ TIMERS = 16
 RECORDS = 200_000
 # As many as a pipe holds with room to spare: torch's client fails when it is full.
 REQUESTS = 200
+BEATS = 100_000
+HANG_WORKERS = 16
+HANG_LIMIT = 1.0
 
 
 def measure(options: Options) -> list[Row]:
-    """Lateness, throughput and cost."""
-    return _lateness(options) + _throughput(options) + _cost(options)
+    """Lateness, throughput and cost; of heartbeats, which torchrun has not, those of elasticrs alone."""
+    ours = options._replace(launchers=tuple(each for each in options.launchers if each.name == "elasticrs"))
+    return _lateness(options) + _throughput(options) + _cost(options) + _beats(ours) + _hang(ours)
 
 
 @contextmanager
@@ -85,4 +89,39 @@ def _cost(options: Options) -> list[Row]:
     return [
         *samples.rows("timer: acquire, p50", "µs", conditions),
         *samples.rows("timer: acquire, p99", "µs", conditions, lambda values: percentile(values, 99)),
+    ]
+
+
+def _beats(options: Options) -> list[Row]:
+    samples = Samples(options)
+
+    def one(launcher: Launcher) -> None:
+        arguments = ("--hang-timeout", "600", worker("timers.py"), "beat", str(BEATS))
+        with run(launcher, *arguments) as running:
+            spans = running.reports.take("span", 1)
+            samples.add(launcher, *(report.at_ns / BEATS / 1e3 for report in spans))
+
+    take_turns(options, options.repeats(10, 1), one)
+    conditions = f"{BEATS} heartbeats with a step in a loop, the loop included; a job for each sample"
+    return samples.rows("heartbeat: one call, p50", "µs", conditions)
+
+
+def _hang(options: Options) -> list[Row]:
+    samples = Samples(options)
+
+    def one(launcher: Launcher) -> None:
+        arguments = ("--hang-timeout", str(HANG_LIMIT), "--nproc-per-node", str(HANG_WORKERS))
+        with run(launcher, *arguments, worker("timers.py"), "hang") as running:
+            last = running.reports.take("last", 1)[0].at_ns
+            told = max(each.at_ns for each in running.reports.take("told", HANG_WORKERS - 1))
+            samples.add(launcher, (told - last) / 1e6 - HANG_LIMIT * 1e3)
+
+    take_turns(options, options.repeats(20, 2), one)
+    conditions = (
+        f"{HANG_WORKERS} Python workers, --hang-timeout {HANG_LIMIT:g}, one stops beating; from the end of "
+        "its limit, with the stacks of all ranks taken, until SIGTERM has arrived in the last sibling"
+    )
+    return [
+        *samples.rows("hang: found, evidence, signal, p50", "ms", conditions),
+        *samples.rows("hang: found, evidence, signal, max", "ms", conditions, max),
     ]

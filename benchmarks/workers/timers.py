@@ -1,4 +1,4 @@
-"""A worker with timers: one that expires, many records at once, or the cost of a request."""
+"""A worker with timers or heartbeats: one that expires or hangs, many at once, or the cost of a call."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import time
 
 from report import report
 
-FIFO = os.environ["TORCHELASTIC_TIMER_FILE"]
+FIFO = os.environ.get("TORCHELASTIC_TIMER_FILE", "")
 HOUR = 3600
 
 
@@ -81,10 +81,41 @@ def acquire(launcher, requests):
         report("span", span)
 
 
+def beat(count):
+    from elasticrs.timer import heartbeat
+
+    heartbeat(0)
+    began = time.perf_counter_ns()
+    for step in range(count):
+        heartbeat(step)
+    report("span", time.perf_counter_ns() - began)
+
+
+def hang():
+    from elasticrs.timer import heartbeat
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    heartbeat(1)
+    if os.environ["RANK"] == "0":
+        # So that none of the others was late to begin.
+        time.sleep(0.5)
+        before_ns = time.monotonic_ns()
+        heartbeat(2)
+        report("last", before_ns)
+        signal.pause()
+    while signal.sigtimedwait({signal.SIGTERM}, 0.05) is None:
+        heartbeat(3)
+    report("told")
+
+
 mode, *arguments = sys.argv[1:]
 if mode == "expire":
     expire(int(arguments[0]))
 elif mode == "pour":
     pour(int(arguments[0]))
+elif mode == "beat":
+    beat(int(arguments[0]))
+elif mode == "hang":
+    hang()
 else:
     acquire(arguments[0], int(arguments[1]))

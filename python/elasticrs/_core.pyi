@@ -481,7 +481,9 @@ class Supervisor:
             FileExistsError: something else is at ``path``.
             OSError: somebody reads the FIFO there; timers are watched already; no such directory.
         """
-    def watch_hangs(self, limit: float | None, *, startup: float | None = None) -> None:
+    def watch_hangs(
+        self, limit: float | None, *, startup: float | None = None, least: float | None = None
+    ) -> None:
         """Give the workers of the groups that follow a page for heartbeats (``ELASTICRS_HEARTBEAT``), and
         watch them. :class:`WorkerHung` tells who hangs.
 
@@ -489,6 +491,7 @@ class Supervisor:
             limit: seconds between two signs of life; ``None``: learned from the job's own steps.
             startup: seconds from the start of a group to the first sign of life of each worker; ``None``:
                 any.
+            least: seconds below which a learned limit never is; ``None``: one minute.
 
         Raises:
             ValueError: a limit is not finite, or not above 0.
@@ -562,8 +565,11 @@ class HealthServer:
     @property
     def fd(self) -> int:
         """Readable while somebody waits for :meth:`answer`."""
-    def answer(self, age: float) -> None:
-        """The loop is alive, and the last progress was ``age`` seconds ago."""
+    def answer(self, age: float, supervisor: Supervisor | None = None) -> None:
+        """The loop is alive, and the last progress was ``age`` seconds ago.
+
+        With a supervisor, the answer counts when the thread that supervises the workers has passed it on.
+        """
     def show(self, supervisor: Supervisor) -> None:
         """Show what this supervisor counts."""
     def publish(self, state: str, status: str, workers: Sequence[tuple[int, int, int]] | None = None) -> None:
@@ -914,13 +920,14 @@ class CoordinationClient:
 def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:
     """The last ``count`` lines of a file, without their newlines, from its last ``max_bytes`` bytes."""
 
-def check_limits(processes: int, files: int = 0) -> None:
+def check_limits(processes: int, files: int = 0, others: int = 0) -> None:
     """Compare with ``pids.max``, ``pid_max``, ``RLIMIT_NPROC`` and ``RLIMIT_NOFILE`` before anything is
     started.
 
     Args:
         processes: how many will be started.
         files: how many of their log files will be followed.
+        others: further descriptors, those of timers and heartbeats.
 
     Raises:
         ValueError: names the limit and its value.

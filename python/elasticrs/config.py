@@ -59,7 +59,7 @@ class JobConfig:
         uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not looked at
             when 0 or negative.
         hang_timeout: seconds without a sign of life after which a rank has failed; ``"auto"``: learned from
-            its steps; ``None``: nobody is watched.
+            its steps; ``"auto:SECONDS"``: the same, and never less; ``None``: nobody is watched.
         hang_startup_timeout: the same from the start to the first sign of life; ``None``: any time.
     """
 
@@ -309,19 +309,49 @@ def check_hang_timeouts(timeout: float | str | None, startup: float | None) -> N
     """Look at the limits of heartbeats that a program has given.
 
     Args:
-        timeout: seconds, or ``"auto"``.
+        timeout: seconds, ``"auto"`` or ``"auto:SECONDS"``.
         startup: seconds.
 
     Raises:
         ValueError: one of them is no limit, or the second one stands alone.
     """
-    for name, value in (("hang_timeout", timeout), ("hang_startup_timeout", startup)):
-        is_limit = isinstance(value, (int, float)) and 0 < value <= LONGEST
-        if value is not None and not is_limit and (name, value) != ("hang_timeout", "auto"):
-            auto = " or 'auto'" if name == "hang_timeout" else ""
-            raise ValueError(f"{name} must be seconds above 0{auto}, got {value!r}")
+    if timeout is not None and not _is_hang_timeout(timeout):
+        raise ValueError(f"hang_timeout must be seconds above 0, 'auto' or 'auto:SECONDS', got {timeout!r}")
+    if startup is not None and not _is_limit(startup):
+        raise ValueError(f"hang_startup_timeout must be seconds above 0, got {startup!r}")
     if startup is not None and timeout is None:
         raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")
+
+
+def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
+    """The limit between two heartbeats, ``None`` where it is learned, and what a learned one never is below.
+
+    Args:
+        timeout: seconds, ``"auto"`` or ``"auto:SECONDS"``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(timeout, str):
+        return float(timeout), None
+    name, colon, least = timeout.partition(":")
+    if name != "auto":
+        raise ValueError(timeout)
+    return None, seconds(least) if colon else None
+
+
+def _is_hang_timeout(value: object) -> bool:
+    if not isinstance(value, str):
+        return _is_limit(value)
+    try:
+        _, least = hang_limits(value)
+    except ValueError:
+        return False
+    return least is None or _is_limit(least)
+
+
+def _is_limit(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value <= LONGEST
 
 
 def seconds(text: str) -> float:

@@ -161,10 +161,15 @@ def _check_limits(launch: Launch) -> None:
     from elasticrs import _core
     from elasticrs.config import UsageError
     from elasticrs.logs import followed_files
+    from elasticrs.workers import watching_descriptors
 
     nproc = launch.job.nproc
     try:
-        _core.check_limits(nproc, followed_files(launch.logs, nproc))
+        _core.check_limits(
+            nproc,
+            followed_files(launch.logs, nproc),
+            watching_descriptors(nproc, launch.job.hang_timeout, os.environ),
+        )
     except ValueError as error:
         raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
 

@@ -8,6 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 
 from elasticrs import _core
+from elasticrs.config import hang_limits
 from elasticrs.logs import LogPaths, RunLogs, coloured, hang_file, line_prefix, wants_colour
 from elasticrs.worker_env import virtual_local_rank, worker_env
 
@@ -17,6 +18,26 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.config import JobConfig
+
+
+def watching_descriptors(nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str]) -> int:
+    """How many the agent needs for timers and heartbeats.
+
+    Args:
+        nproc: workers on this node.
+        hang_timeout: see :class:`elasticrs.config.JobConfig`.
+        environ: as for the workers.
+    """
+    # A page of memory for each worker, and while they are started a second one to pass on.
+    pages = 2 * nproc if hang_timeout is not None else 0
+    # The FIFO, read and written, and a pidfd for each process that has a timer: one in each worker.
+    timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
+    return pages + timers
+
+
+def _enough(limit: float | None) -> float | None:
+    """The agent looks once a millisecond at most."""
+    return None if limit is None else max(0.001, limit)
 
 
 class WorkerSetup:
@@ -77,10 +98,9 @@ class Workers(ABC):
             self._timer_file = supervisor.watch_timers(environ.get("TORCHELASTIC_TIMER_FILE") or None)
         job = self._setup.job
         if job.hang_timeout is not None:
-            # The agent looks once a millisecond at most.
-            limit = None if job.hang_timeout == "auto" else max(0.001, float(job.hang_timeout))
-            startup = None if job.hang_startup_timeout is None else max(0.001, job.hang_startup_timeout)
-            supervisor.watch_hangs(limit, startup=startup)
+            limit, least = hang_limits(job.hang_timeout)
+            startup = job.hang_startup_timeout
+            supervisor.watch_hangs(_enough(limit), startup=_enough(startup), least=_enough(least))
 
     def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
         """Begin to start all, or none; fills in the attempt's paths.

@@ -58,6 +58,22 @@ def test_eight_workers_fit_into_what_the_check_demands(launch, worker_script, tm
     launched.wait_for_lines("RUNS", 8)
 
 
+def test_timers_and_heartbeats_take_descriptors_too(launch):
+    arguments = ("--nproc-per-node", "8", "--hang-timeout", "600", "--no-python", "true")
+    env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+    refused = launch(*arguments, prefix=("prlimit", "--nofile=97"), env=env)
+    wanted = "an agent with 8 workers and timers or heartbeats needs 98 descriptors"
+    assert_clear(refused, 2, wanted, "RLIMIT_NOFILE allows 97: raise it")
+
+
+def test_pages_for_heartbeats_fit_into_what_the_check_demands(launch):
+    arguments = ("--nproc-per-node", "46", "--hang-timeout", "600", "--no-python", "true")
+    refused = launch(*arguments, prefix=("prlimit", "--nofile=201"))
+    assert_clear(refused, 2, "needs 202 descriptors")
+    launched = launch(*arguments, prefix=("prlimit", "--nofile=202"))
+    assert launched.wait() == 0, launched.stderr
+
+
 def test_the_agent_takes_all_descriptors_it_may_have_and_workers_keep_their_limit(launch, worker_script):
     script = worker_script("""
         import os, resource, signal

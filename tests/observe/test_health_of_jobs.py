@@ -1,6 +1,9 @@
 """The health check server of whole jobs: what it tells, to whom, and what it never holds up."""
 
+import contextlib
+import ctypes
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -127,11 +130,14 @@ def test_a_worker_that_is_paused(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS))
     os.kill(pids[0], signal.SIGSTOP)
     job.wait_for_line("is stopped")
-    states = {worker["rank"]: worker["state"] for worker in status_of(port)["workers"]}
-    assert states == {0: "PAUSED", 1: "RUNNING"}
+    paused = {0: "PAUSED", 1: "RUNNING"}
+    while {worker["rank"]: worker["state"] for worker in status_of(port)["workers"]} != paused:
+        pass
     os.kill(pids[0], signal.SIGCONT)
     job.wait_for_line("goes on")
-    assert {worker["state"] for worker in status_of(port)["workers"]} == {"RUNNING"}
+    # Answers serve for a moment, and the line is written first.
+    while {worker["state"] for worker in status_of(port)["workers"]} != {"RUNNING"}:
+        pass
     release(job, pids)
 
 
@@ -156,6 +162,77 @@ def test_a_timer_that_expires_is_counted(launch, worker_script, samples_of):
     value = samples_of(port)
     assert value("timers_live") == 1
     assert value("restarts_total", cause="timer_expired") == 1
+    release(job, pids)
+
+
+BEATS = """
+    import os, signal
+    from elasticrs.timer import heartbeat
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if rank == "1":
+        heartbeat(1204)
+    if restarts != "0":
+        heartbeat.section("checkpoint", limit=None).__enter__()
+    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
+    signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def test_a_worker_that_hangs(launch, worker_script, samples_of):
+    job, port, pids = start(
+        launch, worker_script(BEATS), "--hang-timeout=1", "--max-restarts=1", nproc=2, restart=1
+    )
+    status = status_of(port)
+    failure = status["last_failure"]
+    assert failure["rank"] == 1
+    assert re.match(r"hung: no heartbeat for [\d.]+ s \(limit 1 s\); stopped at step 1,204", failure["what"])
+    own, last = (worker["heartbeat"] for worker in status["workers"])
+    assert (own["step"], own["section"]) == (None, "checkpoint")
+    assert (last["step"], last["section"]) == (1204, "checkpoint")
+    assert 0 <= last["age_seconds"] < 60
+    value = samples_of(port)
+    labels = {"local_rank": "1", "rank": "1"}
+    assert value("worker_step", **labels) == 1204
+    assert value("worker_heartbeat_age_seconds", **labels) >= last["age_seconds"]
+    assert value("restarts_total", cause="worker_hung") == 1
+    assert value("restarts_total", cause="timer_expired") == 0
+    # What it had not done for a second, when that was noticed, was no productive time.
+    assert value("time_seconds_total", activity="hung") >= 1
+    release(job, pids)
+
+
+@contextlib.contextmanager
+def held(thread):
+    """One thread of another process does not run, as if it hung."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+    seize, interrupt, detach, every_thread = 0x4206, 0x4207, 17, 0x40000000
+    if libc.ptrace(seize, thread, None, None) != 0:
+        pytest.skip(f"threads cannot be traced: {os.strerror(ctypes.get_errno())}")
+    assert libc.ptrace(interrupt, thread, None, None) == 0
+    assert os.waitpid(thread, every_thread)[0] == thread
+    try:
+        yield
+    finally:
+        assert libc.ptrace(detach, thread, None, None) == 0
+
+
+def test_a_runtime_that_hangs_is_no_live_agent(launch, worker_script):
+    job, port, pids = start(launch, worker_script(WAITS), "--health-check-timeout=0.2")
+    (runtime,) = (
+        int(task.name)
+        for task in Path(f"/proc/{job.pid}/task").iterdir()
+        if (task / "comm").read_text().strip() == "elasticrs"
+    )
+    assert get_json(port, "/healthz")[0] == 200
+    with held(runtime):
+        while (answer := get_json(port, "/healthz"))[0] == 200:
+            pass
+        assert answer[0] == 503
+        assert answer[1]["reason"].startswith("the runtime that supervises the workers has not answered for")
+    while get_json(port, "/healthz")[0] != 200:
+        pass
     release(job, pids)
 
 

@@ -369,8 +369,15 @@ except ChildFailedError as error:
 @pytest.mark.parametrize(
     ("limits", "problem"),
     [
-        ({"hang_timeout": 0}, "hang_timeout must be seconds above 0 or 'auto', got 0"),
-        ({"hang_timeout": "soon"}, "hang_timeout must be seconds above 0 or 'auto', got 'soon'"),
+        ({"hang_timeout": 0}, "hang_timeout must be seconds above 0, 'auto' or 'auto:SECONDS', got 0"),
+        (
+            {"hang_timeout": "auto:0"},
+            "hang_timeout must be seconds above 0, 'auto' or 'auto:SECONDS', got 'auto:0'",
+        ),
+        (
+            {"hang_timeout": "soon"},
+            "hang_timeout must be seconds above 0, 'auto' or 'auto:SECONDS', got 'soon'",
+        ),
         (
             {"hang_timeout": 5, "hang_startup_timeout": -1},
             "hang_startup_timeout must be seconds above 0, got -1",

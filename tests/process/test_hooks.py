@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from helpers import ports
+from helpers.schema import check, schemas
 
 HOST = '''
 import json, os, signal, sys
@@ -280,3 +281,61 @@ tell(result.state.value, result.return_values)
         ["SUCCEEDED", {"0": 6.0, "1": 6.0}],
         ["SUCCEEDED", {"2": 6.0, "3": 6.0}],
     ]
+
+
+def test_who_asks_is_told_how_an_agent_with_hooks_is(host):
+    functions = '''
+import http.client, time
+from elasticrs.agent.server.health_check_server import HealthCheckServer
+
+def ask(path):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    content = json.loads(answer.read())
+    connection.close()
+    return answer.status, content
+
+class Asked(LocalElasticAgent):
+    """Asks in a hook, once all of its workers run."""
+    def _monitor_workers(self, group):
+        if not CALLS:
+            while ask("/readyz")[0] != 200:
+                self._pcontext.wait_for_news(0.01)
+            CALLS.append([ask("/healthz")[0], ask("/readyz"), ask("/status")[1]])
+            for worker in CALLS[0][2]["workers"]:
+                os.kill(worker["pid"], signal.SIGKILL)
+        return super()._monitor_workers(group)
+'''
+    main = """
+server = HealthCheckServer(time.time, 0, 60)
+made = agent(spec(handler(), "sleep", "1000", interval=0.05), Asked, health_check_server=server)
+made.run()
+tell(*CALLS[0])
+"""
+    alive, ready, status = told(host(functions, main))
+    assert (alive, ready) == (200, [200, {"ready": True, "state": "HEALTHY"}])
+    check(status, schemas("metrics.md")[0])
+    assert [worker["state"] for worker in status["workers"]] == ["RUNNING", "RUNNING"]
+
+
+def test_the_watchdogs_events_are_recorded_beside_torchs(host):
+    functions = """
+def work():
+    from elasticrs import timer
+    timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+    with timer.expires(after=0.01, scope="epoch"):
+        signal.pause()
+"""
+    main = """
+os.environ["TORCHELASTIC_ENABLE_FILE_TIMER"] = "1"
+made = spec(handler(), work, nproc=1)
+made.event_log_handler = "file:" + os.path.abspath("events.jsonl")
+agent(made, Hooked).run()
+with open("events.jsonl") as file:
+    tell(*[json.loads(line)["name"].rpartition(".")[2] for line in file])
+"""
+    names = told(host(functions, main))
+    watchdog = ["watchdog started", "timer expired", "kill worker process", "watchdog stopped"]
+    assert [name for name in names if name in watchdog] == watchdog
+    assert names[-2:] == ["SUCCEEDED", "watchdog stopped"]

@@ -77,8 +77,8 @@ class Agent:
         del self.timers[name]
         self.send(m.TimerFired(name))
 
-    def fail(self, time_ns=1, message="boom", end=True):
-        self.send(m.WorkerFailed({"node": self.name, "time_ns": time_ns, "message": message}))
+    def fail(self, time_ns=1, message="boom", end=True, **more):
+        self.send(m.WorkerFailed({"node": self.name, "time_ns": time_ns, "message": message, **more}))
         if end:
             self.send(m.GroupEnded())
 

@@ -122,6 +122,20 @@ def test_the_first_cause_is_the_earliest_even_when_it_lost_the_race():
     assert a.outcome.cause["node"] == b.outcome.cause["node"] == "a"
 
 
+def test_of_ranks_that_hung_the_one_in_the_earliest_step_is_the_cause():
+    _, (a, b) = running(2, max_restarts=0)
+    b.fail(time_ns=4, step=8)
+    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7}))
+    assert a.outcome.cause["node"] == b.outcome.cause["node"] == "a"
+
+
+def test_a_step_says_nothing_beside_a_failure_that_came_first():
+    _, (a, b) = running(2, max_restarts=0)
+    b.fail(time_ns=4)
+    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7}))
+    assert a.outcome.cause["node"] == b.outcome.cause["node"] == "b"
+
+
 def test_a_later_cause_is_not_the_first():
     _, (a, b) = running(2, max_restarts=0)
     b.fail(time_ns=9)

@@ -310,6 +310,30 @@ def test_a_suspended_job_has_nobody_who_hangs(launch, worker_script):
     assert launched.wait() == 0, launched.stderr
 
 
+def test_a_limit_is_learned_from_the_steps(launch, worker_script):
+    script = worker_script("""
+        import os
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        for step in range(20):
+            heartbeat(step)
+        if os.environ["RANK"] == "1" and not again:
+            os.read(pipe[0], 1)
+        if not again:
+            heartbeat(20)
+            os.read(pipe[0], 1)
+        os.write(1, b"DONE\\n")
+    """)
+    options = ("--nproc-per-node=2", "--hang-timeout=auto:0.5", "--max-restarts=1")
+    launched = launch(*options, script)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout.count("DONE\n") == 2
+    # Twenty steps of microseconds: the floor is the limit.
+    line = r"rank 1 .*hung: no heartbeat for [\d.]+ s \(limit 0\.5 s\); stopped at step 19"
+    assert re.search(line, launched.stderr), launched.stderr
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_missing_in_a_collective_of_torch_is_named(launch, worker_script):
     script = worker_script("""

@@ -169,8 +169,8 @@ def test_ranks_of_two_digits_can_be_named():
         (["-t", "4", "x"], {}, "-t: got '4', expected 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N"),  # noqa: E501
         (["--local-ranks-filter=a", "x"], {}, "--local-ranks-filter: got 'a', expected local ranks separated by commas, such as 0,3"),  # noqa: E501
         (["--shutdown-timeout=-1", "x"], {}, "--shutdown-timeout: got '-1', expected seconds, 0 or more"),
-        (["--hang-timeout=0", "x"], {}, "--hang-timeout: got '0', expected seconds, more than 0, or auto"),
-        (["--hang-timeout=soon", "x"], {}, "--hang-timeout: got 'soon', expected seconds, more than 0, or auto"),  # noqa: E501
+        (["--hang-timeout=0", "x"], {}, "--hang-timeout: got '0', expected seconds, more than 0, auto or auto:SECONDS"),  # noqa: E501
+        (["--hang-timeout=soon", "x"], {}, "--hang-timeout: got 'soon', expected seconds, more than 0, auto or auto:SECONDS"),  # noqa: E501
         (["--hang-startup-timeout=0", "x"], {}, "--hang-startup-timeout: got '0', expected seconds, more than 0"),  # noqa: E501
         (["--monitor-interval=0", "x"], {}, "--monitor-interval: got '0', expected seconds, more than 0"),
         (["--monitor-interval=nan", "x"], {}, "--monitor-interval: got 'nan', expected seconds, 0 or more"),
@@ -334,6 +334,9 @@ def test_a_rank_may_hang_for_a_fixed_or_a_learned_time(script):
     assert launch("--hang-timeout", "90", script).job.hang_timeout == 90.0
     job = launch("--hang-timeout", "auto", "--hang-startup-timeout", "600", script).job
     assert (job.hang_timeout, job.hang_startup_timeout) == ("auto", 600.0)
+    assert launch("--hang-timeout", "auto:20", script).job.hang_timeout == "auto:20"
+    with pytest.raises(UsageError, match="got 'auto:', expected seconds, more than 0, auto or auto:SECONDS"):
+        launch("--hang-timeout", "auto:", script)
     with pytest.raises(UsageError, match="--hang-startup-timeout needs --hang-timeout"):
         launch("--hang-startup-timeout", "600", script)
 

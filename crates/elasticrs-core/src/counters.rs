@@ -4,7 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::clock::Stamp;
 use crate::logs::Dest;
+use crate::supervisor::Heartbeat;
+use crate::timer::hang::Seen;
+use crate::timer::pages::HeartbeatPage;
 
 /// Timers of the workers.
 #[derive(Debug, Default)]
@@ -92,6 +96,38 @@ impl LogTotals {
     }
 }
 
+/// The pages in which workers leave their heartbeats, of the group that runs or ran last.
+#[derive(Debug, Default)]
+pub struct Heartbeats {
+    pages: Mutex<Vec<Arc<HeartbeatPage>>>,
+}
+
+impl Heartbeats {
+    /// The last one of each worker that had any. Reads memory that is shared with the workers, and asks nobody.
+    pub fn all(&self) -> Vec<Heartbeat> {
+        let now = Stamp::now().0;
+        (0..).zip(self.pages().iter()).filter_map(|(rank, page)| Heartbeat::of(rank, &page.read(now))).collect()
+    }
+
+    pub(crate) fn set(&self, pages: Vec<Arc<HeartbeatPage>>) {
+        *self.pages() = pages;
+    }
+
+    fn pages(&self) -> MutexGuard<'_, Vec<Arc<HeartbeatPage>>> {
+        // Plain data: a panic elsewhere does not make it wrong.
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Heartbeat {
+    /// What is known of this worker, if it has given any.
+    pub(crate) fn of(local_rank: u32, seen: &Seen) -> Option<Self> {
+        let Seen::Beat(beat) = seen else { return None };
+        let section = beat.section.as_ref().map(|section| section.name.clone());
+        Some(Self { local_rank, at: Stamp(beat.last), step: beat.step, section })
+    }
+}
+
 /// Everything that one supervisor counts.
 #[derive(Debug, Clone, Default)]
 pub struct Counters {
@@ -99,6 +135,8 @@ pub struct Counters {
     pub timers: Arc<TimerCounts>,
     /// See [`LogTotals`].
     pub logs: Arc<LogTotals>,
+    /// See [`Heartbeats`].
+    pub heartbeats: Arc<Heartbeats>,
 }
 
 #[cfg(test)]

@@ -63,13 +63,14 @@ pub(crate) fn given_descriptors() -> Option<u64> {
 }
 
 /// Compares with `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE` and the `pids.max` of all control groups above this process.
-/// `files` are the log files that the agent follows meanwhile, a descriptor for each.
+/// `files` are the log files that the agent follows meanwhile, a descriptor for each; `others` are further descriptors,
+/// those of timers and heartbeats.
 ///
 /// Limits that cannot be read do not count: the start itself will tell.
 ///
 /// # Errors
 /// The first limit that is exceeded.
-pub fn check(processes: u64, files: u64) -> Result<(), TooMany> {
+pub fn check(processes: u64, files: u64, others: u64) -> Result<(), TooMany> {
     let soft = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
     // Root is not held to it.
     let nproc = soft(Resource::RLIMIT_NPROC).filter(|_| !geteuid().is_root());
@@ -79,13 +80,13 @@ pub fn check(processes: u64, files: u64) -> Result<(), TooMany> {
     known.chain(groups).try_for_each(|(limit, allowed)| {
         if processes > allowed { Err(TooMany::Processes { wanted: processes, limit, allowed }) } else { Ok(()) }
     })?;
-    let needed = OWN_DESCRIPTORS.saturating_add(processes).saturating_add(files);
+    let needed = OWN_DESCRIPTORS.saturating_add(processes).saturating_add(files).saturating_add(others);
     match soft(Resource::RLIMIT_NOFILE) {
         Some(allowed) if needed > allowed => {
-            let workers = counted(processes, "worker", "workers");
-            let of =
-                if files > 0 { format!("{workers} and {}", counted(files, "log file", "log files")) } else { workers };
-            Err(TooMany::Descriptors { of, needed, allowed })
+            let mut of = vec![counted(processes, "worker", "workers")];
+            of.extend((files > 0).then(|| counted(files, "log file", "log files")));
+            of.extend((others > 0).then(|| "timers or heartbeats".to_owned()));
+            Err(TooMany::Descriptors { of: of.join(" and "), needed, allowed })
         }
         _ => Ok(()),
     }
@@ -169,16 +170,18 @@ mod tests {
     #[test]
     fn a_million_processes_are_too_many_everywhere() {
         // RLIMIT_NOFILE is at most fs.nr_open, and a pid_max of 4 million needs no more than that.
-        let error = check(5_000_000, 0).unwrap_err();
+        let error = check(5_000_000, 0, 0).unwrap_err();
         assert!(error.to_string().starts_with("5000000 processes are more than "), "{error}");
-        assert_eq!(check(1, 0), Ok(()));
+        assert_eq!(check(1, 0, 2), Ok(()));
     }
 
     #[test]
     fn followed_files_take_descriptors_too() {
-        let error = check(1, u64::MAX).unwrap_err();
+        let error = check(1, u64::MAX, 0).unwrap_err();
         let expected =
             format!("an agent with 1 worker and {0} log files needs {0} descriptors, RLIMIT_NOFILE allows ", u64::MAX);
         assert!(error.to_string().starts_with(&expected), "{error}");
+        let error = check(2, 0, u64::MAX).unwrap_err();
+        assert!(error.to_string().starts_with("an agent with 2 workers and timers or heartbeats needs "), "{error}");
     }
 }

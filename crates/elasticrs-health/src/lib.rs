@@ -4,8 +4,8 @@
 //! client, and it can answer while either of them hangs, which is its purpose. What it serves is what others have told it:
 //! the loop publishes the state of the workers when that changes, the metrics come through [`Handle`], and counters of the
 //! runtime are atomics that are read in passing. Only the question whether the loop is alive needs the loop: a request for
-//! it makes a descriptor readable, which the loop watches among its others, and the answer is waited for a moment. So an
-//! idle agent sleeps until somebody asks.
+//! it makes a descriptor readable, which the loop watches among its others, and the answer is waited for a moment. It goes
+//! by way of the runtime thread, so that it says that both are alive. So an idle agent sleeps until somebody asks.
 //!
 //! Who owns what: the [`Handle`] belongs to the agent's thread; sockets belong to the server's thread alone; what both use
 //! is behind short locks.

@@ -10,6 +10,8 @@ pub const FRESH: Duration = Duration::from_millis(50);
 pub struct Liveness {
     limit: Duration,
     asked: Option<Instant>,
+    /// The loop has answered, and the runtime has not.
+    is_passed_on: bool,
     answered: Option<Answer>,
 }
 
@@ -45,7 +47,7 @@ pub struct Verdict {
 impl Liveness {
     /// Nothing was asked yet.
     pub fn new(limit: Duration) -> Self {
-        Self { limit, asked: None, answered: None }
+        Self { limit, asked: None, is_passed_on: false, answered: None }
     }
 
     /// See HEALTH-4.
@@ -65,9 +67,14 @@ impl Liveness {
         Ask::New
     }
 
-    /// The loop has answered, and says how long ago the last progress was.
+    /// The loop has answered, and asks the runtime that supervises the workers to do so as well.
+    pub fn pass_on(&mut self) {
+        self.is_passed_on = true;
+    }
+
+    /// All have answered; the last progress was so long ago.
     pub fn answer(&mut self, now: Instant, age: Duration) {
-        self.asked = None;
+        (self.asked, self.is_passed_on) = (None, false);
         self.answered = Some(Answer { at: now, age });
     }
 
@@ -85,7 +92,8 @@ impl Liveness {
             return Verdict { alive: true, age, reason: None };
         };
         let age = since(asked);
-        let reason = format!("the agent's loop has not answered for {:.1} s", age.as_secs_f64());
+        let who = if self.is_passed_on { "the runtime that supervises the workers" } else { "the agent's loop" };
+        let reason = format!("{who} has not answered for {:.1} s", age.as_secs_f64());
         Verdict { alive: age <= self.limit, age, reason: Some(reason) }
     }
 }
@@ -116,6 +124,19 @@ mod tests {
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has not answered for 61.0 s");
         liveness.answer(now + LIMIT + SECOND, Duration::ZERO);
         assert!(liveness.verdict(now + LIMIT + SECOND).alive);
+    }
+
+    #[test]
+    fn the_one_that_does_not_answer_is_named() {
+        let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
+        liveness.ask(now);
+        liveness.pass_on();
+        let verdict = liveness.verdict(now + LIMIT + SECOND);
+        assert!(!verdict.alive);
+        assert_eq!(verdict.reason.unwrap(), "the runtime that supervises the workers has not answered for 61.0 s");
+        liveness.answer(now + LIMIT + SECOND, Duration::ZERO);
+        liveness.ask(now + LIMIT * 2);
+        assert_eq!(liveness.verdict(now + LIMIT * 2).reason.unwrap(), "the agent's loop has not answered for 0.0 s");
     }
 
     #[test]

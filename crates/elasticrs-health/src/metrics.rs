@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
+use elasticrs_core::clock::Stamp;
 use elasticrs_core::counters::Counters;
 use elasticrs_core::logs::Dest;
 
@@ -21,7 +22,8 @@ pub const MAX_SERIES: usize = 2000;
 const BUCKETS: [f64; 13] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
 
 /// Why workers started again.
-pub const CAUSES: [&str; 6] = ["worker_failed", "timer_expired", "start_failed", "nursery_lost", "port_taken", "nodes"];
+pub const CAUSES: [&str; 7] =
+    ["worker_failed", "worker_hung", "timer_expired", "start_failed", "nursery_lost", "port_taken", "nodes"];
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Series {
@@ -121,6 +123,7 @@ impl Registry {
         render_agent(&mut page, moment);
         self.render_job(&mut page, moment);
         render_workers(&mut page, moment.usages);
+        render_heartbeats(&mut page, moment.counters, moment.workers);
         render_counters(&mut page, moment.counters, moment.workers);
         self.render_put(&mut page);
         page.0
@@ -203,6 +206,27 @@ fn render_workers(page: &mut Page, usages: &[(&Worker, Usage)]) {
     page.family(name, "counter", "CPU time of the worker's own process; begins anew with every attempt.");
     for (worker, usage) in usages {
         page.sample(name, &pairs(&worker.labels()), usage.cpu);
+    }
+}
+
+fn render_heartbeats(page: &mut Page, counters: &Counters, workers: &[Worker]) {
+    let (now, beats) = (Stamp::now(), counters.heartbeats.all());
+    let beats: Vec<_> = beats
+        .iter()
+        .filter_map(|beat| Some((workers.iter().find(|worker| worker.local_rank == beat.local_rank)?, beat)))
+        .collect();
+    let name = "elasticrs_worker_heartbeat_age_seconds";
+    page.family(name, "gauge", "Since the last heartbeat of the worker.");
+    for (worker, beat) in &beats {
+        let age = Duration::from_nanos(now.0.saturating_sub(beat.at.0));
+        page.sample(name, &pairs(&worker.labels()), age.as_secs_f64());
+    }
+    let name = "elasticrs_worker_step";
+    page.family(name, "gauge", "The step of the last heartbeat of the worker.");
+    for (worker, beat) in &beats {
+        if let Some(step) = beat.step {
+            page.sample(name, &pairs(&worker.labels()), whole(step));
+        }
     }
 }
 

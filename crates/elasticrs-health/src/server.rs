@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use elasticrs_core::clock::Stamp;
 use elasticrs_core::counters::Counters;
+use elasticrs_core::supervisor::{Heartbeat, Supervisor, Task};
 use elasticrs_store::door::Door;
 use elasticrs_store::listen::{ListenError, Port, listen};
 use elasticrs_store::notices::{Notices, Tell};
@@ -140,8 +142,21 @@ impl Handle {
     pub fn answer(&self, age: Duration) {
         // EAGAIN: nobody asked.
         let _ = self.shared.wake.read();
-        lock(&self.shared.liveness).answer(Instant::now(), age);
-        self.shared.answered.notify_waiters();
+        self.shared.answer(age);
+    }
+
+    /// As [`Self::answer`], once the thread that supervises the workers has come to it: one that hangs is as bad as a loop
+    /// that does.
+    pub fn answer_through(&self, supervisor: &Supervisor, age: Duration) {
+        // EAGAIN: nobody asked.
+        let _ = self.shared.wake.read();
+        lock(&self.shared.liveness).pass_on();
+        let shared = Arc::clone(&self.shared);
+        let answer: Task = Box::new(move || Box::pin(async move { shared.answer(age) }));
+        if supervisor.spawn(answer).is_err() {
+            // It has ended, which the loop is told by other means.
+            self.shared.answer(age);
+        }
     }
 
     /// What the runtime counts.
@@ -303,6 +318,19 @@ async fn respond(request: &Request, shared: &Shared) -> Response {
     }
 }
 
+fn add_heartbeats(workers: &mut [Value], heartbeats: &[Heartbeat]) {
+    let now = Stamp::now();
+    for worker in workers.iter_mut().filter_map(Value::as_object_mut) {
+        let local_rank = worker.get("local_rank").and_then(Value::as_u64);
+        let last = heartbeats.iter().find(|beat| Some(u64::from(beat.local_rank)) == local_rank);
+        let shown = last.map_or(Value::Null, |beat| {
+            let age = Duration::from_nanos(now.0.saturating_sub(beat.at.0)).as_secs_f64();
+            json!({"step": beat.step, "age_seconds": age, "section": beat.section})
+        });
+        worker.insert("heartbeat".into(), shown);
+    }
+}
+
 fn of_json(status: u16, value: &Value) -> Response {
     let mut body = value.to_string().into_bytes();
     body.push(b'\n');
@@ -310,6 +338,11 @@ fn of_json(status: u16, value: &Value) -> Response {
 }
 
 impl Shared {
+    fn answer(&self, age: Duration) {
+        lock(&self.liveness).answer(Instant::now(), age);
+        self.answered.notify_waiters();
+    }
+
     /// HEALTH-3.
     async fn ask(&self) -> Verdict {
         let patience = PATIENCE.min(lock(&self.liveness).limit());
@@ -350,7 +383,10 @@ impl Shared {
     fn status(&self) -> Response {
         let mut status = lock(&self.published).status.clone();
         let Verdict { alive, age, reason } = self.verdict();
-        let timers = Arc::clone(&lock(&self.counters).timers);
+        let Counters { timers, heartbeats, .. } = lock(&self.counters).clone();
+        if let Some(workers) = status.get_mut("workers").and_then(Value::as_array_mut) {
+            add_heartbeats(workers, &heartbeats.all());
+        }
         if let Some(fields) = status.as_object_mut() {
             let agent = json!({
                 "pid": std::process::id(),

@@ -44,10 +44,14 @@ impl HealthServer {
         self.handle.fd().as_raw_fd()
     }
 
-    fn answer(&self, age: f64) -> PyResult<()> {
+    #[pyo3(signature = (age, supervisor=None))]
+    fn answer(&self, age: f64, supervisor: Option<&Supervisor>) -> PyResult<()> {
         // Not `max`, which would make a number of NaN.
-        let age = if age < 0.0 { 0.0 } else { age };
-        self.handle.answer(duration(age, "age")?);
+        let age = duration(if age < 0.0 { 0.0 } else { age }, "age")?;
+        match supervisor {
+            Some(supervisor) => self.handle.answer_through(&supervisor.inner, age),
+            None => self.handle.answer(age),
+        }
         Ok(())
     }
 

@@ -19,9 +19,9 @@ pub fn last_lines(py: Python<'_>, path: PathBuf, count: usize, max_bytes: u64) -
 }
 
 #[pyfunction]
-#[pyo3(signature = (processes, files=0))]
-pub fn check_limits(processes: u64, files: u64) -> PyResult<()> {
-    limits::check(processes, files).map_err(|error| PyValueError::new_err(error.to_string()))
+#[pyo3(signature = (processes, files=0, others=0))]
+pub fn check_limits(processes: u64, files: u64, others: u64) -> PyResult<()> {
+    limits::check(processes, files, others).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
 #[pyfunction]

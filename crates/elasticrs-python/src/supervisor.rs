@@ -9,7 +9,7 @@ use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{self as core, Config};
 use elasticrs_core::sys::duplicate::duplicate;
-use elasticrs_core::timer::hang::{Limits, StepLimit};
+use elasticrs_core::timer::hang::{LEAST_LEARNED, Limits, StepLimit};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -88,13 +88,14 @@ impl Supervisor {
         Ok(py.detach(|| self.inner.watch_timers(path)).map_err(Error)?.into_os_string())
     }
 
-    #[pyo3(signature = (limit, *, startup=None))]
-    fn watch_hangs(&self, limit: Option<f64>, startup: Option<f64>) -> PyResult<()> {
+    #[pyo3(signature = (limit, *, startup=None, least=None))]
+    fn watch_hangs(&self, limit: Option<f64>, startup: Option<f64>, least: Option<f64>) -> PyResult<()> {
         let positive = |seconds: f64| match duration(seconds, "a limit")? {
             limit if limit.is_zero() => Err(PyValueError::new_err("a limit must be more than 0 seconds")),
             limit => Ok(limit),
         };
-        let step = limit.map(positive).transpose()?.map_or(StepLimit::Learned, StepLimit::Fixed);
+        let learned = StepLimit::Learned(least.map(positive).transpose()?.unwrap_or(LEAST_LEARNED));
+        let step = limit.map(positive).transpose()?.map_or(learned, StepLimit::Fixed);
         let limits = Limits { step, startup: startup.map(positive).transpose()? };
         Ok(self.inner.watch_hangs(limits).map_err(Error)?)
     }

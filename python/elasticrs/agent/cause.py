@@ -6,6 +6,7 @@ A cause is a dictionary that can be written as JSON::
     round, rank, local_rank, pid  which worker; no ``rank`` when the workers could not be started
     exitcode                      as in ``ProcessFailure``
     message, lines                its traceback or what else is known, and its last lines on stderr; shortened
+    step                          in which it hung; only of a worker that did, and gave heartbeats with steps
     time_ns, error_ns             when, on the wall clock of the store, and how far off that may be, if known
 
 Imported only when something went wrong.
@@ -73,6 +74,7 @@ def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Cloc
         "local_rank": worker.local_rank,
         "pid": worker.pid,
         "exitcode": worker.exitcode,
+        **_step(attempt, worker.local_rank),
         "time_ns": clock.from_monotonic(worker.seen_ns),
         "error_ns": clock.error_ns,
     }
@@ -110,9 +112,17 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock) -> dict[str, Any] | 
         "exitcode": first.exitcode,
         "message": _end(_message(attempt, first), MAX_MESSAGE),
         "lines": [_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
+        **_step(attempt, first.local_rank),
         "time_ns": clock.from_monotonic(at if at is not None else time.monotonic_ns()),
         "error_ns": clock.error_ns,
     }
+
+
+def _step(attempt: Attempt, local_rank: int) -> dict[str, int]:
+    """Where a worker hung: of nodes that wait for each other each names somebody."""
+    seen = getattr(attempt.expired.get(local_rank), "ranks", ())
+    beat = next((rank.heartbeat for rank in seen if rank.local_rank == local_rank), None)
+    return {"step": beat.step} if beat is not None and beat.step is not None else {}
 
 
 def _message(attempt: Attempt, first: ProcessFailure) -> str:

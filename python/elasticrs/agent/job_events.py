@@ -76,15 +76,7 @@ class EventRecorder(Observer):
         elif isinstance(event, _core.GroupEnded):
             self._meeting_since = time.monotonic()
         elif isinstance(event, _core.TimerExpired):
-            claim: dict[str, object] = {
-                "worker_pid": str(event.pid),
-                "scope_id": event.scope,
-                "expiration_time": str(event.deadline),
-                "signal": str(event.signal or 0),
-            }
-            self._record_watchdog("timer expired", claim)
-            if event.signal is not None:
-                self._record_watchdog("kill worker process", claim)
+            self._record_expired(event)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """Of the end: all workers first, then the agent, whose success says only that it ran to its end."""
@@ -151,6 +143,17 @@ class EventRecorder(Observer):
         metadata["duration_ms"] = duration_ms
         record(Event(_NAME + state, source, metadata=metadata), self._destination)
 
+    def _record_expired(self, event: _core.TimerExpired) -> None:
+        claim: dict[str, object] = {
+            "worker_pid": str(event.pid),
+            "scope_id": event.scope,
+            "expiration_time": str(event.deadline),
+            "signal": str(event.signal or 0),
+        }
+        self._record_watchdog("timer expired", claim)
+        if event.signal is not None:
+            self._record_watchdog("kill worker process", claim)
+
     def _record_watchdog(self, name: str, claim: dict[str, object]) -> None:
         metadata = self._metadata("RUNNING", {"watchdog_event": name, **claim})
         record(Event(name, EventSource.AGENT, metadata=metadata), self._destination)
@@ -181,6 +184,25 @@ class EventRecorder(Observer):
 
     def _has_watchdog(self) -> bool:
         return os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1"
+
+
+class WatchdogRecorder(EventRecorder):
+    """Records the events of the watchdog alone, for an agent whose hooks record the others."""
+
+    def acting(self, action: Action, plan: Plan | None) -> None:
+        """Which attempt the events are about."""
+        if isinstance(action, Start):
+            self._plan, self._restarts = plan, action.restarts
+
+    def seen(self, event: object, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
+        """Of the workers."""
+        if isinstance(event, _core.TimerExpired):
+            self._record_expired(event)
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the same
+        """Nobody watches any longer."""
+        if self._has_watchdog():
+            self._record_watchdog("watchdog stopped", {})
 
 
 def _reason(result: JobResult, error: BaseException | None) -> str | None:

@@ -36,12 +36,17 @@ class HealthObserver(Observer):
         job: the job.
         server: open already.
         say: tells the user a line.
+        is_asked: this loop answers for the agent; otherwise the server has a thread for that.
     """
 
-    def __init__(self, job: JobConfig, server: HealthCheckServer, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, job: JobConfig, server: HealthCheckServer, say: Callable[[str], None], *, is_asked: bool = True
+    ) -> None:
         self._job = job
+        self._is_asked = is_asked
         self._server = server
         self._native = server.open()
+        self._supervisor: _core.Supervisor | None = None
         self._say = say
         self._state = "INIT"
         self._attempt: Attempt | None = None
@@ -55,17 +60,19 @@ class HealthObserver(Observer):
 
     def opened(self, supervisor: _core.Supervisor) -> None:
         """From now on the loop answers."""
+        self._supervisor = supervisor
         self._native.show(supervisor)
-        supervisor.watch_fd(self._native.fd)
+        if self._is_asked:
+            supervisor.watch_fd(self._native.fd)
         set_sink(self._native.put)
         if self._job.rendezvous is not None:
             self._native.enter("waiting_for_nodes")
 
     def fd_ready(self, fd: int) -> bool:
         """Somebody asks."""
-        if fd != self._native.fd:
+        if not self._is_asked or fd != self._native.fd:
             return False
-        self._server.answer()
+        self._server.answer(self._supervisor)
         if self._is_stale:
             self._publish()
         for line in self._native.take_notices():
@@ -111,6 +118,7 @@ class HealthObserver(Observer):
         has_succeeded = error is None and result.phase is Phase.SUCCEEDED
         self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
         self._server.stop()
+        self._supervisor = None
 
     def _on_started(self, event: _core.GroupStarted, result: JobResult) -> None:
         for earlier in result.attempts[self._counted : -1]:
@@ -148,6 +156,8 @@ class HealthObserver(Observer):
                 "time_ms": time.time_ns() // 1_000_000,
                 "round": attempt.round,
             }
+        if not self._is_asked:
+            self._publish()
 
     def _enter_state(self, state: str) -> None:
         self._state = state
@@ -211,7 +221,8 @@ def _cause(attempt: Attempt) -> str:
     if "started" not in attempt.stamps:
         return "start_failed"
     if attempt.expired:
-        return "timer_expired"
+        is_hung = any(isinstance(event, _core.WorkerHung) for event in attempt.expired.values())
+        return "worker_hung" if is_hung else "timer_expired"
     if attempt.first_failure is not None:
         return "worker_failed"
     if attempt.nursery_exitcode is not None or attempt.nursery_hung:

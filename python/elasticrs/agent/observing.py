@@ -53,6 +53,31 @@ def make_observers(
     return observers
 
 
+def make_observers_of_hooks(
+    job: JobConfig, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
+) -> Sequence[Observer]:
+    """The observers of an agent whose hooks decide, and record what torch's do.
+
+    Args:
+        job: the job.
+        settings: what is asked for.
+        say: tells the user a line.
+        server: started already: its own thread answers for the agent, as hooks may wait for long.
+    """
+    observers: list[Observer] = []
+    if settings.event_log_handler != "null":
+        from elasticrs.agent.job_events import WatchdogRecorder
+
+        observers.append(
+            WatchdogRecorder(job, settings.event_log_handler, settings.entry_point, settings.rdzv_backend)
+        )
+    if server is not None:
+        from elasticrs.agent.job_health import HealthObserver
+
+        observers.append(HealthObserver(job, server, say, is_asked=False))
+    return observers
+
+
 def _open_server(settings: ObserveSettings, say: Callable[[str], None]) -> HealthCheckServer | None:
     import time
 

@@ -61,7 +61,8 @@ class LaunchConfig:
         exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs``,
             ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
         hang_timeout: seconds without a heartbeat after which a rank has failed; ``"auto"``: learned from its
-            steps; ``None``: nobody is watched. Not in torch, nor is the next one.
+            steps; ``"auto:SECONDS"``: and never less (60); ``None``: nobody is watched. Not in torch, nor is
+            the next one.
         hang_startup_timeout: the same from the start of the workers to the first heartbeat.
 
     Raises:

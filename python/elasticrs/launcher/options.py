@@ -181,12 +181,15 @@ def _health_port(text: str) -> int:
 
 
 def _hang_timeout(text: str) -> float | str:
-    if text == "auto":
-        return text
+    name, colon, least = text.partition(":")
     try:
-        return _interval(text)
+        if name != "auto":
+            return _interval(text)
+        if colon:
+            _interval(least)
     except ValueError:
-        raise ValueError("seconds, more than 0, or auto") from None
+        raise ValueError("seconds, more than 0, auto or auto:SECONDS") from None
+    return text
 
 
 def _drain(text: str) -> str:
@@ -347,7 +350,7 @@ OPTIONS: tuple[Option, ...] = (
         "hang-timeout",
         None,
         _hang_timeout,
-        "a rank that gives no heartbeat for so long has failed; auto: learned from its steps",
+        "a rank without a heartbeat for so long has failed; auto[:LEAST]: learned from its steps",
         metavar="SECONDS|auto",
         group=OURS,
     ),

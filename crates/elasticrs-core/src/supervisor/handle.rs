@@ -102,7 +102,6 @@ pub(super) enum Command {
     WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
-    Heartbeats(Reply<Vec<Heartbeat>>),
     Close {
         keep_descendants: bool,
     },
@@ -327,9 +326,10 @@ impl Supervisor {
     /// The last heartbeat of each worker that had any, of the group that runs or ran last.
     ///
     /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    /// [`SupervisorError::Forked`].
     pub fn heartbeats(&self) -> Result<Vec<Heartbeat>, SupervisorError> {
-        self.ask(Command::Heartbeats)
+        self.check_owner()?;
+        Ok(self.counters.heartbeats.all())
     }
 
     /// Gives the nursery this duplicate of the agent's connection to a store, in place of an earlier one.

@@ -277,7 +277,6 @@ impl Task {
             Command::WatchTimers(path, reply) => answer(&reply, self.watch_timers(path.as_deref())),
             Command::WatchHangs(limits) => self.hangs.limits = Some(limits),
             Command::KeepEvidence(files, py_spy) => (self.hangs.files, self.hangs.py_spy) = (files, py_spy),
-            Command::Heartbeats(reply) => answer(&reply, self.hangs.heartbeats()),
             Command::Guard(connection) => self.guard(connection),
             Command::Close { .. } => unreachable!("taken by `wake`"),
         }
@@ -301,6 +300,7 @@ impl Task {
             self.use_nursery(nursery);
         }
         self.hangs.give_pages(&mut spec)?;
+        self.shared.counters.heartbeats.set(self.hangs.pages());
         let nursery = self.nursery.as_mut().expect("launched above");
         // What earlier starts have reported is of no interest.
         nursery.stage_reached();

@@ -18,7 +18,7 @@ pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 pub const LEAST_WAIT: Duration = Duration::from_millis(1);
 /// A gap of so much more means that this process, and perhaps the whole machine, was stopped.
 const SLACK: Duration = Duration::from_secs(1);
-/// The learned limit is never below this.
+/// The learned limit is never below this, unless the user says what is.
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
 /// The limit while too little is known to learn from.
 pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
@@ -30,8 +30,8 @@ pub const ENOUGH_STEPS: usize = 16;
 pub enum StepLimit {
     /// From one heartbeat to the next.
     Fixed(Duration),
-    /// See [`learned`].
-    Learned,
+    /// See [`learned`]; never below this.
+    Learned(Duration),
 }
 
 /// What a group may take.
@@ -113,12 +113,12 @@ pub enum Verdict {
     Hung(Vec<Overdue>),
 }
 
-/// The limit that follows from how long steps took: the longest of a minute, ten times the median, three times the
+/// The limit that follows from how long steps took: the longest of `least`, ten times the median, three times the
 /// longest. `None` when too few are known.
 ///
 /// The median makes it follow the job, whatever single steps did. The longest is there for what belongs to the job and
 /// happens now and then, such as an evaluation every hundred steps.
-pub fn learned(mut steps: Vec<u64>) -> Option<Duration> {
+pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     if steps.len() < ENOUGH_STEPS {
         return None;
     }
@@ -126,7 +126,7 @@ pub fn learned(mut steps: Vec<u64>) -> Option<Duration> {
     let (_, median, above) = steps.select_nth_unstable(middle);
     let longest = above.iter().copied().max().unwrap_or(*median);
     let nanoseconds = median.saturating_mul(10).max(longest.saturating_mul(3));
-    Some(Duration::from_nanos(nanoseconds).max(LEAST_LEARNED))
+    Some(Duration::from_nanos(nanoseconds).max(least))
 }
 
 /// Time that does not count for a sign of life: more of it is added while there is no newer one.
@@ -212,12 +212,12 @@ impl Watch {
     fn step_limit(&self, seen: &[Seen]) -> Duration {
         match self.limits.step {
             StepLimit::Fixed(limit) => limit,
-            StepLimit::Learned => {
+            StepLimit::Learned(least) => {
                 let steps = seen.iter().filter_map(|seen| match seen {
                     Seen::Beat(beat) => Some(&beat.steps),
                     Seen::Ended | Seen::Nothing => None,
                 });
-                learned(steps.flatten().copied().collect()).unwrap_or(UNLEARNED)
+                learned(steps.flatten().copied().collect(), least).unwrap_or(UNLEARNED.max(least))
             }
         }
     }

@@ -109,13 +109,17 @@ class HealthCheckServer:
             self._port = server.port
             server.close()
 
-    def answer(self) -> None:
-        """Somebody has asked: call the callback, and pass on what it says. Not in torch."""
+    def answer(self, supervisor: _core.Supervisor | None = None) -> None:
+        """Somebody has asked: call the callback, and pass on what it says. Not in torch.
+
+        Args:
+            supervisor: whose thread has to be alive as well.
+        """
         server = self._server
         if server is not None:
             # First, so that a callback which fails is not called again for the same question.
             _take(server.fd)
-            server.answer(max(0.0, time.time() - self._alive_callback()))
+            server.answer(max(0.0, time.time() - self._alive_callback()), supervisor)
 
     def _answer_all(self, server: _core.HealthServer, stop_fd: int) -> None:
         import select

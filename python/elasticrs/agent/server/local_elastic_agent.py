@@ -19,7 +19,7 @@ from elasticrs.agent.attempt import Plan
 from elasticrs.agent.console import Console
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent, JobResult
-from elasticrs.agent.observing import make_observers
+from elasticrs.agent.observing import make_observers, make_observers_of_hooks
 from elasticrs.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -44,7 +44,7 @@ from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, WorkerRanks, assign
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
 from elasticrs.rendezvous.static import OneNodeRendezvous
-from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
+from elasticrs.workers import CommandWorkers, Workers, WorkerSetup, watching_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,7 +202,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             super()._record_worker_events(result)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        _core.check_limits(self._worker_group.spec.local_world_size)
+        spec = self._worker_group.spec
+        nproc = spec.local_world_size
+        _core.check_limits(nproc, others=watching_descriptors(nproc, spec.hang_timeout, os.environ))
         if self._waits_for_events:
             return self._follow_events()
         result: RunResult = super()._invoke_run(role)
@@ -306,10 +308,12 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _server_of_the_loop(self) -> OurServer | None:
         """The server, where the loop that waits answers for it; another one has its own ways."""
+        return self._server_of_ours() if self._waits_for_events else None
+
+    def _server_of_ours(self) -> OurServer | None:
         server = self._health_check_server
-        if isinstance(server, OurServer) and type(server).start is OurServer.start and self._waits_for_events:
-            return server
-        return None
+        is_ours = isinstance(server, OurServer) and type(server).start is OurServer.start
+        return server if isinstance(server, OurServer) and is_ours else None
 
     def _observe(self) -> ObserveSettings:
         spec = self._worker_group.spec
@@ -362,7 +366,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         spec = worker_group.spec
         if self._pcontext is None:
             job = self._job()
-            self._pcontext = PolledWorkers(job, self._workers(job), Console())
+            console = Console()
+            server = self._server_of_ours()
+            observers = make_observers_of_hooks(job, self._observe(), console.say, server)
+            self._pcontext = PolledWorkers(job, self._workers(job), console, observers)
         restarts = spec.max_restarts - self._remaining_restarts
         return self._pcontext.start(_plan_of(worker_group), restarts)
 

@@ -22,10 +22,11 @@ from elasticrs.agent.loop import _TRANSLATORS, Agent
 from elasticrs.multiprocessing.api import RunProcsResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from elasticrs.agent.attempt import Attempt, Plan
     from elasticrs.agent.console import Console
+    from elasticrs.agent.observer import Observer
     from elasticrs.config import JobConfig
     from elasticrs.workers import Workers
 
@@ -37,13 +38,24 @@ class PolledWorkers(Agent):
         job: what to run.
         workers: starts the processes.
         console: for lines to the user.
+        observers: hear of everything.
 
     Attributes:
         name: of the job, as in torch's ``PContext``.
     """
 
-    def __init__(self, job: JobConfig, workers: Workers, console: Console) -> None:
-        super().__init__(job, workers, _HooksDecide(), signals=None, owns_process=False, console=console)
+    def __init__(
+        self, job: JobConfig, workers: Workers, console: Console, observers: Sequence[Observer] = ()
+    ) -> None:
+        super().__init__(
+            job,
+            workers,
+            _HooksDecide(),
+            signals=None,
+            owns_process=False,
+            console=console,
+            observers=observers,
+        )
         self.name = job.name
         self._supervisor: _core.Supervisor | None = None
         self._has_started = False
@@ -89,7 +101,9 @@ class PolledWorkers(Agent):
         with self._undisturbed():
             self._decisions.plan = plan
             self._forget()
-            self._start(supervisor, machine.Start(len(self._result.attempts), restarts))
+            action = machine.Start(len(self._result.attempts), restarts)
+            self._observers.acting(action, plan)
+            self._start(supervisor, action)
             self._note_events()
         while not self._has_started:
             if self._ended is not None:
@@ -177,6 +191,7 @@ class PolledWorkers(Agent):
         finally:
             self._decisions.release_plan()
             supervisor.close()
+            self._observers.ended(self._result)
         self._discard_empty_fault_files()
         self._write_timeline()
         self._console.flush()
@@ -189,6 +204,7 @@ class PolledWorkers(Agent):
             self._supervisor = _core.Supervisor(owns_process=False)
             self._supervisor.watch_fd(self._bell)
             self._workers.watch_timers(self._supervisor)
+            self._observers.opened(self._supervisor)
         return self._supervisor
 
     @contextmanager
@@ -212,6 +228,7 @@ class PolledWorkers(Agent):
             event = supervisor.next_event(seconds)
             if event is not None:
                 _TRANSLATORS[type(event)](self, supervisor, event)
+                self._observers.seen(event, self._result)
                 self._note_events()
         return event is not None
 

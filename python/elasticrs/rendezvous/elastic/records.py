@@ -33,6 +33,7 @@ CAUSE_FIELDS = (
     "pid",
     "exitcode",
     "signal",
+    "step",
     "time_ns",
     "error_ns",
     "message",
@@ -98,6 +99,21 @@ def time_of(cause: Mapping[str, Any] | None) -> int | None:
     """When a cause happened, on the store's wall clock."""
     time = cause.get("time_ns") if cause else None
     return time if isinstance(time, int) else None
+
+
+def step_of(cause: Mapping[str, Any] | None) -> int | None:
+    """The step in which a worker hung; ``None`` when the cause is something else."""
+    step = cause.get("step") if cause else None
+    return step if isinstance(step, int) else None
+
+
+def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
+    """Whether the leader has to know of a cause, beside the recorded one."""
+    step, other_step = step_of(own), step_of(recorded)
+    if step is not None and other_step is not None and step < other_step:
+        return True
+    time, other_time = time_of(own), time_of(recorded)
+    return other_time is None or (time is not None and time <= other_time)
 
 
 class Node(Value):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from elasticrs.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import joining, leaving
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
-from elasticrs.rendezvous.elastic.records import Head, Slot, bound_cause, encode, time_of
+from elasticrs.rendezvous.elastic.records import Head, Slot, bound_cause, encode, may_be_first
 from elasticrs.rendezvous.elastic.state import Phase
 from elasticrs.rendezvous.elastic.texts import end_of, failure_of, round_line
 
@@ -297,15 +297,13 @@ def say_idle(member: Member, number: int) -> None:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """The own failure in that round, unless what is recorded was earlier."""
+    """The own failure in that round, unless what is recorded came first."""
     if member.own_round != number or member.own_cause is None or member.head is None:
         return None
     # The head of a round that runs tells of the round before.
     is_recorded = member.head.round == number and member.head.state == "ENDED"
-    recorded = time_of(member.head.cause) if is_recorded else None
-    own = time_of(member.own_cause)
-    is_known_better = recorded is None or (own is not None and own <= recorded)
-    return member.own_cause if is_known_better else None
+    recorded = member.head.cause if is_recorded else None
+    return member.own_cause if may_be_first(member.own_cause, recorded) else None
 
 
 def _idle_known(member: Member, reply: Any) -> None:

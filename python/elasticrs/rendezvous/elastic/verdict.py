@@ -2,13 +2,14 @@
 
 - **VERDICT-1** only a failure of workers is charged, and only when no member was lost: workers often die
   *because* a node died, and their report comes first.
-- **VERDICT-2** the first cause is the earliest of all that members report for the round.
+- **VERDICT-2** the first cause is the earliest of all that members report for the round; when it is a worker
+  that hung, it is the one that hung in the earliest step: the others waited for it.
 """
 
 from __future__ import annotations
 
 from elasticrs._value import Value
-from elasticrs.rendezvous.elastic.records import time_of
+from elasticrs.rendezvous.elastic.records import step_of, time_of
 from elasticrs.rendezvous.elastic.texts import named, nodes
 
 TYPE_CHECKING = False
@@ -68,16 +69,23 @@ def kind_of(head: Head) -> str:
 
 
 def first_cause(view: View, head: Head) -> dict[str, Any] | None:
-    """The earliest cause of all; of equals, what the node itself told later, as it knew more then."""
-    best, best_time = head.cause, time_of(head.cause)
-    for member in sorted(view.causes):
-        node = view.nodes[member]
-        if member not in view.rank_of or node.idle != head.round:
-            continue
-        time = time_of(node.cause)
-        if best is None or (time is not None and (best_time is None or time <= best_time)):
-            best, best_time = node.cause, time
-    return best
+    """See VERDICT-2; of equals, what the node itself told later, as it knew more then."""
+    members = [member for member in sorted(view.causes) if member in view.rank_of]
+    told = [view.nodes[member] for member in members]
+    causes = [head.cause, *(node.cause for node in told if node.idle == head.round)]
+    known: list[dict[str, Any]] = [cause for cause in reversed(causes) if cause is not None]
+    if not known:
+        return None
+    first = min(known, key=_time_or_last)
+    if step_of(first) is None:
+        return first
+    hung = [cause for cause in known if step_of(cause) is not None]
+    return min(hung, key=lambda cause: (cause["step"], _time_or_last(cause)))
+
+
+def _time_or_last(cause: dict[str, Any]) -> float:
+    time = time_of(cause)
+    return float("inf") if time is None else time
 
 
 def judge(view: View, head: Head, settings: MemberSettings, was_short: bool | None) -> Verdict:

@@ -5,6 +5,7 @@
 use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinHandle;
@@ -31,7 +32,7 @@ pub(super) struct Hangs {
     pub(super) files: Vec<EvidenceFiles>,
     pub(super) py_spy: Option<PathBuf>,
     /// By local rank; those of the last group stay until the next one.
-    pages: Vec<HeartbeatPage>,
+    pages: Vec<Arc<HeartbeatPage>>,
     watch: Option<Watch>,
 }
 
@@ -51,14 +52,13 @@ impl Hangs {
             spec.descriptors.push(descriptor);
             process.pass_fds.push(PassedFd { source, target });
             process.env.push(OsString::from(format!("ELASTICRS_HEARTBEAT={name}")));
-            self.pages.push(page);
+            self.pages.push(Arc::new(page));
         }
         Ok(())
     }
 
-    pub(super) fn heartbeats(&self) -> Vec<Heartbeat> {
-        let now = Stamp::now().0;
-        (0..).zip(&self.pages).filter_map(|(local_rank, page)| heartbeat(local_rank, &page.read(now))).collect()
+    pub(super) fn pages(&self) -> Vec<Arc<HeartbeatPage>> {
+        self.pages.clone()
     }
 
     pub(super) fn freeze(&mut self) {
@@ -78,12 +78,6 @@ impl Hangs {
         };
         running.members.iter().map(read).collect()
     }
-}
-
-fn heartbeat(local_rank: u32, seen: &Seen) -> Option<Heartbeat> {
-    let Seen::Beat(beat) = seen else { return None };
-    let section = beat.section.as_ref().map(|section| section.name.clone());
-    Some(Heartbeat { local_rank, at: Stamp(beat.last), step: beat.step, section })
 }
 
 /// Evidence is being gathered, in a thread of its own.
@@ -218,7 +212,7 @@ impl Task {
         for (index, (seen, suspect)) in seen.iter().zip(&mut suspects).enumerate() {
             let Some(local_rank) = running.group.rank_of(running.members[index].pid) else { continue };
             let found = found.iter().find(|found| found.local_rank == local_rank).cloned().unwrap_or_default();
-            let heartbeat = heartbeat(local_rank, seen);
+            let heartbeat = Heartbeat::of(local_rank, seen);
             let overdue = overdue_of(index);
             *suspect = Suspect {
                 is_late: overdue.is_some(),

@@ -110,13 +110,13 @@ fn suspended_time_does_not_count() {
 
 #[test]
 fn a_limit_is_learned_from_steps() {
-    assert_eq!(learned(vec![SECOND; ENOUGH_STEPS - 1]), None);
-    assert_eq!(learned(vec![SECOND; 100]), Some(LEAST_LEARNED));
-    assert_eq!(learned(vec![20 * SECOND; 100]), Some(Duration::from_secs(200)));
+    assert_eq!(learned(vec![SECOND; ENOUGH_STEPS - 1], LEAST_LEARNED), None);
+    assert_eq!(learned(vec![SECOND; 100], LEAST_LEARNED), Some(LEAST_LEARNED));
+    assert_eq!(learned(vec![20 * SECOND; 100], LEAST_LEARNED), Some(Duration::from_secs(200)));
     let mut steps = vec![SECOND; 99];
     steps.push(50 * SECOND);
-    assert_eq!(learned(steps), Some(Duration::from_secs(150)));
-    let limits = Limits { step: StepLimit::Learned, startup: None };
+    assert_eq!(learned(steps, LEAST_LEARNED), Some(Duration::from_secs(150)));
+    let limits = Limits { step: StepLimit::Learned(LEAST_LEARNED), startup: None };
     let seen = |steps| Seen::Beat(Beat { last: SECOND, steps, ..Beat::default() });
     let few = [seen(vec![SECOND; 3])];
     assert_eq!(watch(&mut Watch::new(limits, 1, 0), 1, 2000, &few, None), Some((1801, vec![0])));
@@ -227,7 +227,7 @@ proptest! {
 
     #[test]
     fn the_learned_limit_has_its_bounds(steps in proptest::collection::vec(0_u64..10_000 * SECOND, 0..300)) {
-        let limit = learned(steps.clone());
+        let limit = learned(steps.clone(), LEAST_LEARNED);
         prop_assert_eq!(limit.is_some(), steps.len() >= ENOUGH_STEPS);
         if let Some(limit) = limit {
             let longest = steps.iter().copied().max().unwrap_or(0);
