@@ -340,7 +340,7 @@ class Agent:
     def _take_signals(self, supervisor: _core.Supervisor | None) -> None:
         for signum in self._signals.take() if self._signals is not None else ():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
-                _suspend(supervisor)
+                suspend(supervisor)
             elif not self._is_echo(signum):
                 self._events.append(machine.SignalReceived(signum))
 
@@ -450,8 +450,12 @@ class Agent:
         return f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
 
 
-def _suspend(supervisor: _core.Supervisor | None) -> None:
-    """Control-Z: the workers are not in the terminal's process group, so they are stopped from here."""
+def suspend(supervisor: _core.Supervisor | None) -> None:
+    """Control-Z: the workers are not in the terminal's process group, so they are stopped from here.
+
+    Args:
+        supervisor: of the workers, if there are any.
+    """
     if supervisor is not None:
         supervisor.suspend()
     stop_this_process()

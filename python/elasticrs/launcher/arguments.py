@@ -57,6 +57,52 @@ class HelpRequested(Exception):  # noqa: N818 -- not an error
         self.what = what
 
 
+class HandlerSettings:
+    """What a rendezvous handler that polls is made from, and its agent.
+
+    Args:
+        backend: its name.
+        endpoint: as the user typed it: what it means is the handler's to say.
+        run_id: the name of the job.
+        nodes: fewest and most.
+        config: settings of the handler.
+        local_addr: address of this node, if the user has named one.
+        exit_barrier_timeout: seconds to wait for other nodes at the end.
+        monitor_interval: seconds between two looks.
+    """
+
+    __slots__ = (
+        "backend",
+        "config",
+        "endpoint",
+        "exit_barrier_timeout",
+        "local_addr",
+        "monitor_interval",
+        "nodes",
+        "run_id",
+    )
+
+    def __init__(
+        self,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        nodes: tuple[int, int],
+        config: Mapping[str, object],
+        local_addr: str | None,
+        exit_barrier_timeout: float,
+        monitor_interval: float,
+    ) -> None:
+        self.backend = backend
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.nodes = nodes
+        self.config = config
+        self.local_addr = local_addr
+        self.exit_barrier_timeout = exit_barrier_timeout
+        self.monitor_interval = monitor_interval
+
+
 class Launch:
     """A job that is ready to run, and the command of its workers.
 
@@ -68,9 +114,10 @@ class Launch:
         variables: what is added to the environment of every worker.
         observe: who is told about it.
         runs_path: the command is a script and its arguments, for :func:`run_script_path`.
+        handler: the nodes meet through a handler that polls; ``None``: not so.
     """
 
-    __slots__ = ("command", "job", "logs", "notices", "observe", "runs_path", "variables")
+    __slots__ = ("command", "handler", "job", "logs", "notices", "observe", "runs_path", "variables")
 
     def __init__(
         self,
@@ -81,6 +128,7 @@ class Launch:
         variables: dict[str, str],
         observe: ObserveSettings,
         runs_path: bool = False,
+        handler: HandlerSettings | None = None,
     ) -> None:
         self.job = job
         self.logs = logs
@@ -89,6 +137,7 @@ class Launch:
         self.variables = variables
         self.observe = observe
         self.runs_path = runs_path
+        self.handler = handler
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
@@ -184,6 +233,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         variables,
         _observe(args, command, meeting, environ, notices),
         args.run_path,
+        meeting.handler,
     )
 
 
@@ -381,17 +431,24 @@ class _Meeting:
         master_addr: where rank 0 hosts the workers' store.
         master_port: its port; ``None`` for a fresh one in every attempt.
         rendezvous: with the other nodes; ``None`` when there are none.
+        handler: in place of a rendezvous of ours.
     """
 
-    __slots__ = ("master_addr", "master_port", "rendezvous", "run_id")
+    __slots__ = ("handler", "master_addr", "master_port", "rendezvous", "run_id")
 
     def __init__(
-        self, run_id: str, master_addr: str, master_port: int | None, rendezvous: Rendezvous | None = None
+        self,
+        run_id: str,
+        master_addr: str,
+        master_port: int | None,
+        rendezvous: Rendezvous | None = None,
+        handler: HandlerSettings | None = None,
     ) -> None:
         self.run_id = run_id
         self.master_addr = master_addr
         self.master_port = master_port
         self.rendezvous = rendezvous
+        self.handler = handler
 
 
 def _meeting(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> _Meeting:
@@ -413,10 +470,14 @@ def _meeting(args: Namespace, environ: Mapping[str, str], grace: float, notices:
 def _described(
     args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str], *, is_plain: bool
 ) -> _Meeting:
-    from elasticrs.rendezvous.elastic.describe import STATIC, check_backend, describe
+    from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, STATIC, describe, is_in_file
     from elasticrs.rendezvous.endpoint import parse_endpoint
 
-    backend = STATIC if is_plain else check_backend(args.rdzv_backend)
+    if not is_plain and (
+        args.rdzv_backend not in BACKENDS or (args.rdzv_backend == C10D and is_in_file(args.rdzv_conf))
+    ):
+        return _polled(args, environ, notices)
+    backend = STATIC if is_plain else BACKENDS[args.rdzv_backend]
     endpoint: str = args.rdzv_endpoint.strip()
     if backend == STATIC and not endpoint:
         endpoint = _static_endpoint(args)
@@ -447,6 +508,35 @@ def _described(
         notices.append("--master-port has no effect here: it is for the static rendezvous")
     # The workers' store has a port of its own; the endpoint is where nodes meet.
     return _Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
+
+
+def _polled(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> _Meeting:
+    from elasticrs.rendezvous.elastic.describe import COMMAND_LINE
+    from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
+    from elasticrs.rendezvous.registry import find_backend
+
+    find_backend(args.rdzv_backend, COMMAND_LINE)
+    for option, is_given in (
+        ("--master-port", args.master_port is not None),
+        ("--node-rank", args.node_rank != 0),
+        ("--drain", args.drain is not None),
+    ):
+        if is_given:
+            notices.append(f"{option} has no effect here: the rendezvous backend does not know it")
+    barrier = args.exit_barrier_timeout
+    if barrier is None:
+        barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")
+    handler = HandlerSettings(
+        args.rdzv_backend,
+        args.rdzv_endpoint,
+        args.rdzv_id,
+        args.nnodes,
+        args.rdzv_conf,
+        args.local_addr,
+        barrier,
+        args.monitor_interval,
+    )
+    return _Meeting(args.rdzv_id, args.local_addr or "localhost", None, handler=handler)
 
 
 def _static_endpoint(args: Namespace) -> str:

@@ -205,7 +205,7 @@ OPTIONS: tuple[Option, ...] = (
         metavar="N",
     ),
     Option("standalone", False, None, "one node, with a fresh address and a random id"),
-    Option("rdzv-backend", "static", str, "c10d (or elasticrs) or static", metavar="NAME"),
+    Option("rdzv-backend", "static", str, "c10d (or elasticrs), static, or of a package", metavar="NAME"),
     Option(
         "rdzv-endpoint",
         "",

@@ -33,7 +33,7 @@ from elasticrs.events.hostname import fq_hostname as _get_fq_hostname
 from elasticrs.metrics import prof, put_metric
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.ranks import NodeShare, node_ranks
-from elasticrs.rendezvous.api import RendezvousGracefulExitError
+from elasticrs.rendezvous.api import RendezvousGracefulExitError, is_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -209,16 +209,18 @@ class SimpleElasticAgent(ElasticAgent):
             self._record_metrics(result)
             self._record_worker_events(result)
             return result
-        except RendezvousGracefulExitError as error:
-            # In torch this returns nothing, which its launcher does not expect.
-            _log.info("%s", error)
-            self._worker_group.state = WorkerState.SUCCEEDED
-            return RunResult(WorkerState.SUCCEEDED)
         except SignalException as error:
             _log.warning("%s received: shutting down", error.sigval.name)
             is_shut_down = True
             self._shut_down_for(error.sigval)
             raise
+        except Exception as error:
+            if not is_kind(error, RendezvousGracefulExitError):
+                raise
+            # In torch this returns nothing, which its launcher does not expect.
+            _log.info("%s", error)
+            self._worker_group.state = WorkerState.SUCCEEDED
+            return RunResult(WorkerState.SUCCEEDED)
         finally:
             if not is_shut_down:
                 _call(self._shutdown, timeout=self._shutdown_timeout)
