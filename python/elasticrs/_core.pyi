@@ -432,8 +432,14 @@ class Supervisor:
             SupervisorError: a group is running; or see the class.
             OSError: descriptors ran out, or one of ``pass_fds`` is not open.
         """
-    def adopt(self, local_rank: int, pid: int) -> None:
+    def adopt(self, local_rank: int, pid: int, status_fd: int | None = None) -> None:
         """Supervise a process that Python started, as a member of the running group.
+
+        Args:
+            local_rank: its index.
+            pid: which process.
+            status_fd: for a process whose parent is not this one: a pipe into which its parent writes the
+                status that ``wait4`` gave, as a C ``int``. Stays the caller's.
 
         Raises:
             ProcessLookupError: no such process.

@@ -43,8 +43,13 @@ impl Supervisor {
         Ok(py.detach(|| self.inner.start(group)).map_err(Error)?)
     }
 
-    fn adopt(&self, py: Python<'_>, local_rank: u32, pid: i32) -> PyResult<()> {
-        Ok(py.detach(|| self.inner.adopt(local_rank, pid)).map_err(Error)?)
+    #[pyo3(signature = (local_rank, pid, status_fd=None))]
+    fn adopt(&self, py: Python<'_>, local_rank: u32, pid: i32, status_fd: Option<i32>) -> PyResult<()> {
+        let status = status_fd
+            .map(duplicate)
+            .transpose()
+            .map_err(|error| os_error(&error, "could not duplicate the status pipe"))?;
+        Ok(py.detach(|| self.inner.adopt(local_rank, pid, status)).map_err(Error)?)
     }
 
     fn stop(&self, policy: &StopPolicy) -> PyResult<()> {

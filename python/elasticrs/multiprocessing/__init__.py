@@ -4,27 +4,110 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     from elasticrs.multiprocessing.api import (
         DefaultLogsSpecs,
         LogsDest,
         LogsSpecs,
+        MultiprocessContext,
+        PContext,
         RunProcsResult,
         SignalException,
         Std,
+        SubprocessContext,
         to_map,
     )
     from elasticrs.multiprocessing.errors import ProcessFailure
+    from elasticrs.numa import NumaOptions
 
 __all__ = [
     "DefaultLogsSpecs",
     "LogsDest",
     "LogsSpecs",
+    "MultiprocessContext",
+    "PContext",
     "ProcessFailure",
     "RunProcsResult",
     "SignalException",
     "Std",
+    "SubprocessContext",
+    "start_processes",
     "to_map",
 ]
+
+
+def start_processes(
+    name: str,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[Any, ...]],
+    envs: dict[int, dict[str, str]],
+    logs_specs: LogsSpecs,
+    log_line_prefixes: dict[int, str] | None = None,
+    start_method: str = "spawn",
+    numa_options: NumaOptions | None = None,
+    duplicate_stdout_filters: list[str] | None = None,
+    duplicate_stderr_filters: list[str] | None = None,
+) -> PContext:
+    """Start copies of a program or a function, one for each local rank, all or none.
+
+    May be called from any thread; signals are handled only when that is the main one. Nothing is left after
+    :meth:`PContext.close`, which :meth:`PContext.wait` calls when all have ended.
+
+    Args:
+        name: in the header of their lines on the console.
+        entrypoint: a program, or a function (importable by name, but for ``fork``).
+        args: by local rank ``0..n-1``; those of a program are made to text.
+        envs: added to the environment, by local rank.
+        logs_specs: where their output goes.
+        log_line_prefixes: by local rank, in place of ``[<name><local_rank>]:``.
+        start_method: of functions: ``spawn``, ``fork`` or ``forkserver``.
+        numa_options: how they are bound to CPUs.
+        duplicate_stdout_filters: tee'd lines with one of these are copied to ``filtered_stdout.log``.
+        duplicate_stderr_filters: the same for standard error.
+
+    Raises:
+        RuntimeError: local ranks do not match, or the processes could not be started.
+        ValueError: no such start method.
+    """
+    from elasticrs.multiprocessing import api, contexts
+
+    nprocs = len(args)
+    api._validate_full_rank(args, nprocs, "args")
+    api._validate_full_rank(envs, nprocs, "envs")
+    context: PContext
+    if isinstance(entrypoint, str):
+        context = contexts.SubprocessContext(
+            name,
+            entrypoint,
+            args,
+            envs,
+            logs_specs,
+            log_line_prefixes,
+            numa_options,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+        )
+    else:
+        context = contexts.MultiprocessContext(
+            name,
+            entrypoint,
+            args,
+            envs,
+            start_method,
+            logs_specs,
+            log_line_prefixes,
+            numa_options,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+        )
+    try:
+        context.start()
+    except BaseException:
+        context.close()
+        raise
+    return context
 
 
 def __getattr__(name: str) -> object:
@@ -33,7 +116,7 @@ def __getattr__(name: str) -> object:
         from elasticrs.multiprocessing.errors import ProcessFailure
 
         return ProcessFailure
-    if name in __all__:
+    if name in __all__ or name == "_validate_full_rank":
         from elasticrs.multiprocessing import api
 
         return getattr(api, name)

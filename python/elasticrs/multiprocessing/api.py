@@ -1,35 +1,76 @@
-"""Where the output of workers goes, with torch's public names.
+"""Starting worker processes, and where their output goes, with torch's public names.
 
 Different from torch: a directory of an attempt is never deleted (torch removes the one of an earlier round
-with the same restart count), and local ranks of two digits can be named.
+with the same restart count), and local ranks of two digits can be named. Handlers of signals are put back
+at the end; a failure stops the others at once and without Python; all are stopped in parallel, with one
+deadline; whatever they have started ends with them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import sys
+import threading
+import time
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntFlag
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from elasticrs import logs
-from elasticrs.config import LogSettings
+from elasticrs.config import DEFAULT_SIGNALS, LogSettings
+from elasticrs.multiprocessing import group
+from elasticrs.multiprocessing.tail_log import TailLog
 
 if TYPE_CHECKING:
-    import signal
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from types import FrameType
+    from typing import TypeAlias
 
+    from elasticrs.multiprocessing.contexts import MultiprocessContext, SubprocessContext
     from elasticrs.multiprocessing.errors import ProcessFailure
+
+    Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 __all__ = [
     "DefaultLogsSpecs",
     "LogsDest",
     "LogsSpecs",
+    "MultiprocessContext",
+    "PContext",
     "RunProcsResult",
     "SignalException",
     "Std",
+    "SubprocessContext",
+    "get_std_cm",
     "to_map",
 ]
+
+logger = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    # They need this module themselves.
+    if name in {"MultiprocessContext", "SubprocessContext"}:
+        from elasticrs.multiprocessing import contexts
+
+        return getattr(contexts, name)
+    if name in {"ProcessFailure", "record"}:
+        from elasticrs.multiprocessing import errors
+
+        return getattr(errors, name)
+    if name in {"SubprocessHandler", "get_subprocess_handler"}:
+        from elasticrs.multiprocessing import subprocess_handler
+
+        return getattr(subprocess_handler, name)
+    if name in {"redirect_stderr", "redirect_stdout"}:
+        from elasticrs.multiprocessing import redirects
+
+        return getattr(redirects, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class SignalException(Exception):  # noqa: N818 -- torch's name
@@ -237,3 +278,242 @@ class RunProcsResult:
     def is_failed(self) -> bool:
         """Whether a process failed."""
         return len(self.failures) > 0
+
+
+def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- a signal handler
+    """Raise :class:`SignalException`, at once or as soon as nothing is lost by it."""
+    sigval = signal.Signals(signum)
+    error = SignalException(f"Process {os.getpid()} got signal: {sigval.value}", sigval=sigval)
+    if not group.interrupt(error):
+        raise error
+
+
+def _validate_full_rank(d: dict[int, Any], nprocs: int, what: str) -> None:
+    actual_keys = set(d.keys())
+    expected_keys = set(range(nprocs))
+    if actual_keys != expected_keys:
+        raise RuntimeError(
+            f"{what}, local rank mapping mismatch, expected: {expected_keys}, actual: {actual_keys}"
+        )
+
+
+def get_std_cm(
+    std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[None]]
+) -> AbstractContextManager[None]:
+    """Redirect a stream, or not.
+
+    Args:
+        std_rd: the file; empty for no redirection.
+        redirect_fn: such as :func:`~elasticrs.multiprocessing.redirects.redirect_stdout`.
+    """
+    return redirect_fn(std_rd) if std_rd else nullcontext()
+
+
+class _CaughtSignals:
+    """The handlers that contexts have installed; what was there before returns with the last of them."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Handler] = {}
+        self._users: dict[int, int] = {}
+
+    def catch(self, names: Iterable[str]) -> list[int]:
+        """Install our handler; names that are no signals are logged. Main thread only.
+
+        Returns:
+            What :meth:`release` takes.
+        """
+        caught: list[int] = []
+        for name in names:
+            try:
+                signum = getattr(signal, name.strip())
+                before = signal.signal(signum, _terminate_process_handler)
+            except (AttributeError, TypeError, ValueError, OSError):
+                logger.warning("no handler for signal %s: there is none, or it cannot be caught", name)
+                continue
+            self._users[signum] = self._users.get(signum, 0) + 1
+            self._before.setdefault(signum, before)
+            caught.append(signum)
+        return caught
+
+    def release(self, signums: list[int]) -> None:
+        """Undo :meth:`catch`, but for handlers that somebody has installed since."""
+        if signums and threading.current_thread() is not threading.main_thread():
+            logger.warning("signal handlers stay: only the main thread can put back what was there before")
+            return
+        while signums:
+            signum = signums.pop()
+            self._users[signum] -= 1
+            if self._users[signum] == 0:
+                self._put_back(signum)
+
+    def put_back_all(self) -> None:
+        """In a forked child: what the program had before."""
+        for signum in list(self._before):
+            self._put_back(signum)
+
+    def _put_back(self, signum: int) -> None:
+        del self._users[signum]
+        before = self._before.pop(signum)
+        if signal.getsignal(signum) is _terminate_process_handler:
+            # None: installed by C code, and Python cannot put it back.
+            signal.signal(signum, signal.SIG_DFL if before is None else before)
+
+
+caught_signals = _CaughtSignals()
+
+
+class PContext(ABC):
+    """Processes of one kind that are started, watched and ended together.
+
+    Args:
+        name: in the header of their lines.
+        entrypoint: what runs.
+        args: its arguments, by local rank.
+        envs: added to the environment, by local rank; ``logs_specs`` adds the error file.
+        logs_specs: where output goes.
+        log_line_prefixes: by local rank, in place of ``[<name><local_rank>]:``.
+        duplicate_stdout_filters: tee'd lines with one of these are copied to ``filtered_stdout.log``.
+        duplicate_stderr_filters: the same for standard error.
+
+    Raises:
+        RuntimeError: ``logs_specs`` gave no file for a local rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        self.name = name
+        nprocs = len(args)
+        logs_dest = logs_specs.reify(envs)
+        _validate_full_rank(logs_dest.stdouts, nprocs, "stdouts")
+        _validate_full_rank(logs_dest.stderrs, nprocs, "stderrs")
+        self.entrypoint = entrypoint
+        self.args = args
+        self.envs = envs
+        self.stdouts = logs_dest.stdouts
+        self.stderrs = logs_dest.stderrs
+        self.error_files = logs_dest.error_files
+        self.nprocs = nprocs
+        self._caught: list[int] = []
+        self._tail_logs = [
+            TailLog(name, _followed(logs_dest.tee_stdouts), sys.stdout, log_line_prefixes),
+            TailLog(name, _followed(logs_dest.tee_stderrs), sys.stderr, log_line_prefixes),
+        ]
+        # Classes that were made for older releases know nothing of these files.
+        self.filtered_stdout = self._copy(
+            logs_dest.tee_stdouts,
+            getattr(logs_dest, "filtered_stdout", ""),
+            duplicate_stdout_filters,
+            log_line_prefixes,
+        )
+        self.filtered_stderr = self._copy(
+            logs_dest.tee_stderrs,
+            getattr(logs_dest, "filtered_stderr", ""),
+            duplicate_stderr_filters,
+            log_line_prefixes,
+        )
+
+    def _copy(
+        self, tees: dict[int, str], path: str, needles: list[str] | None, prefixes: dict[int, str] | None
+    ) -> TextIO | None:
+        files = _followed(tees)
+        # Torch fails on a file below the null device.
+        if not needles or not path or path.startswith(os.devnull + os.sep):
+            return None
+        copy = open(path, "a", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115 -- see `close`
+        self._tail_logs.append(
+            TailLog(
+                self.name,
+                files,
+                copy,
+                prefixes,
+                log_line_filter=lambda line: any(needle in line for needle in needles),
+            )
+        )
+        return copy
+
+    def start(self) -> None:
+        """Install the signal handlers, where this thread can, and start the processes.
+
+        The signals are those of ``TORCHELASTIC_SIGNALS_TO_HANDLE``; they raise :class:`SignalException`.
+        """
+        with group.held():
+            if threading.current_thread() is threading.main_thread():
+                names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE") or DEFAULT_SIGNALS
+                self._caught += caught_signals.catch(names.split(","))
+            else:
+                logger.warning("not in the main thread: signals are not handled")
+            self._start()
+            for tail_log in self._tail_logs:
+                tail_log.start()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the processes."""
+
+    @abstractmethod
+    def _poll(self) -> RunProcsResult | None:
+        """Look: the result when all have succeeded or one has failed, ``None`` while they run."""
+
+    @abstractmethod
+    def pids(self) -> dict[int, int]:
+        """The process ids by local rank."""
+
+    @abstractmethod
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """End the processes; see :meth:`close`."""
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        """Wait until all have succeeded, or one has failed and the others are stopped.
+
+        Args:
+            timeout: seconds; 0 looks once, a negative number waits for ever.
+            period: seconds between looks of a subclass that only has ``_poll``; ours need none.
+
+        Returns:
+            ``None`` when they run still.
+
+        Raises:
+            SignalException: a signal came; the processes run, and :meth:`close` ends them.
+        """
+        deadline = time.monotonic() + timeout if timeout >= 0 else None
+        while True:
+            result = self._poll()
+            left = period if deadline is None else min(period, deadline - time.monotonic())
+            if result is not None or left <= 0:
+                return result
+            self._pause(left)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait until there may be something new."""
+        time.sleep(seconds)
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """End all processes and what they have started, and give everything back. Idempotent.
+
+        Args:
+            death_sig: the signal; SIGTERM when ``None``.
+            timeout: seconds until SIGKILL, one deadline for all.
+        """
+        with group.held():
+            try:
+                self._close(death_sig or signal.SIGTERM, timeout)
+            finally:
+                for tail_log in self._tail_logs:
+                    tail_log.stop()
+                for copy in (self.filtered_stdout, self.filtered_stderr):
+                    if copy is not None:
+                        copy.close()
+                caught_signals.release(self._caught)
+
+
+def _followed(tees: dict[int, str]) -> dict[int, str]:
+    return {local_rank: path for local_rank, path in tees.items() if path and path != os.devnull}

@@ -50,8 +50,8 @@ class FunctionWorkers(Workers):
         super().__init__(setup)
         self._function = function
         self._arguments = tuple(arguments)
-        self._prepared: list[_Prepared] = []
-        self._results: dict[int, _Result] = {}
+        self._prepared: list[PreparedFunction] = []
+        self._results: dict[int, ReturnPipe] = {}
         self._values: dict[int, bytes] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
@@ -60,8 +60,8 @@ class FunctionWorkers(Workers):
         # Those of an earlier attempt may be of other ranks.
         self._values.clear()
         for local_rank, env in environments.items():
-            result = self._results[local_rank] = _Result()
-            prepared = _Prepared(
+            result = self._results[local_rank] = ReturnPipe()
+            prepared = PreparedFunction(
                 self._function, self._arguments, result.writer, f"{self._setup.job.name}:{local_rank}"
             )
             self._prepared.append(prepared)
@@ -144,8 +144,12 @@ class ScriptWorkers(FunctionWorkers):
         return dict.fromkeys(range(self._setup.job.nproc))
 
 
-class _Result:
-    """The pipe for one return value."""
+class ReturnPipe:
+    """The pipe for one return value.
+
+    Attributes:
+        data: what has been read.
+    """
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
@@ -204,15 +208,28 @@ class _Launch(popen_spawn_posix.Popen):
         self.preparation = preparation.getvalue()
 
 
-class _Prepared:
-    """Everything that one child needs, ready to be passed to it."""
+class PreparedFunction:
+    """Everything that one child needs, ready to be passed to it.
+
+    Args:
+        function: what it calls.
+        arguments: with what.
+        result: the descriptor for what the function returns.
+        name: of the process.
+
+    Attributes:
+        argv: of an interpreter that runs it.
+        fds: what it needs, under the same numbers.
+        tracker_fd: of those, multiprocessing's resource tracker.
+        pipe_handle: of those, the pipe with multiprocessing's preparation data.
+    """
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], result: int, name: str
     ) -> None:
         self._payload_fd = self._child_reader = self._parent_writer = -1
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=_call, args=(function, arguments, result), name=name)
+        process = context.Process(target=call_and_return, args=(function, arguments, result), name=name)
         try:
             launch = _Launch(process)
             self._payload_fd = launch.payload_fd
@@ -221,7 +238,8 @@ class _Prepared:
         except BaseException:
             self.close()
             raise
-        command = spawn.get_command_line(tracker_fd=launch.tracker_fd, pipe_handle=self._child_reader)
+        self.tracker_fd, self.pipe_handle = launch.tracker_fd, self._child_reader
+        command = spawn.get_command_line(tracker_fd=self.tracker_fd, pipe_handle=self.pipe_handle)
         self.argv = [os.fsdecode(spawn.get_executable()), *command[1:]]
         self.fds = [*launch._fds, self._child_reader]
 
@@ -264,7 +282,14 @@ def _load_process(fd: int) -> BaseProcess:
     return process
 
 
-def _call(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
+def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
+    """What the process of a function does.
+
+    Args:
+        function: as in torch under :func:`record`.
+        arguments: for it.
+        result: the descriptor that gets what it returned, pickled.
+    """
     value = record(function)(*arguments)
     # A value that cannot be pickled is the worker's failure as well, and multiprocessing only prints it.
     record(_send)(value, result)

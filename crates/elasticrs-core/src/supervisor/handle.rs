@@ -85,7 +85,13 @@ pub(super) type Reply<T> = SyncSender<T>;
 
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
-    Adopt { local_rank: u32, pid: i32, pidfd: OwnedFd, reply: Reply<Result<(), SupervisorError>> },
+    Adopt {
+        local_rank: u32,
+        pid: i32,
+        pidfd: OwnedFd,
+        status: Option<OwnedFd>,
+        reply: Reply<Result<(), SupervisorError>>,
+    },
     Stop(StopPolicy),
     Signal(Signal, Option<Vec<u32>>),
     Suspend(Reply<()>),
@@ -97,7 +103,9 @@ pub(super) enum Command {
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
     Heartbeats(Reply<Vec<Heartbeat>>),
-    Close { keep_descendants: bool },
+    Close {
+        keep_descendants: bool,
+    },
 }
 
 /// What the handle and the runtime thread both use.
@@ -215,11 +223,14 @@ impl Supervisor {
 
     /// Makes a process that this process started a member of the running group.
     ///
+    /// `status` is for a process whose parent is another one: a pipe into which that one writes, in four bytes, the
+    /// status that `wait4` gave for it.
+    ///
     /// # Errors
     /// [`SupervisorError::Adopt`], [`SupervisorError::Idle`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
-    pub fn adopt(&self, local_rank: u32, pid: i32) -> Result<(), SupervisorError> {
+    pub fn adopt(&self, local_rank: u32, pid: i32, status: Option<OwnedFd>) -> Result<(), SupervisorError> {
         let pidfd = pidfd::open(pid).map_err(|errno| SupervisorError::Adopt { pid, source: errno.into() })?;
-        self.ask(|reply| Command::Adopt { local_rank, pid, pidfd, reply })?
+        self.ask(|reply| Command::Adopt { local_rank, pid, pidfd, status, reply })?
     }
 
     /// Stops the group; a harder call overrides. [`super::Event::GroupEnded`] follows.

@@ -253,7 +253,9 @@ impl Task {
     fn on_command(&mut self, command: Command) {
         match command {
             Command::Start(group, reply) => answer(&reply, self.begin_start(*group)),
-            Command::Adopt { local_rank, pid, pidfd, reply } => answer(&reply, self.adopt(local_rank, pid, pidfd)),
+            Command::Adopt { local_rank, pid, pidfd, status, reply } => {
+                answer(&reply, self.adopt(local_rank, pid, pidfd, status));
+            }
             Command::Stop(policy) => self.stop(policy),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
             Command::Suspend(reply) => {
@@ -363,13 +365,19 @@ impl Task {
 
     // --- running ----------------------------------------------------------------------------------------------
 
-    fn adopt(&mut self, local_rank: u32, pid: i32, pidfd: OwnedFd) -> Result<(), SupervisorError> {
+    fn adopt(
+        &mut self,
+        local_rank: u32,
+        pid: i32,
+        pidfd: OwnedFd,
+        status: Option<OwnedFd>,
+    ) -> Result<(), SupervisorError> {
         let Current::Running(running) = &mut self.current else { return Err(SupervisorError::Idle) };
         let pidfd = Arc::new(pidfd);
         let leads_a_group =
             nix::unistd::getpgid(Some(nix::unistd::Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid);
         running.members.push(Member { pid, pidfd: Arc::clone(&pidfd), adopted: true, leads_a_group });
-        self.watched.spawn(watch::until_exit(pid, pidfd));
+        self.watched.spawn(watch::until_exit(pid, pidfd, status));
         self.input(Input::Adopted { local_rank, pid });
         Ok(())
     }
@@ -423,9 +431,9 @@ impl Task {
             }
             Current::Running(running) => {
                 // Nobody reports their exits any more.
-                for member in &running.members {
+                for member in running.members.iter().filter(|member| !member.adopted) {
                     if running.group.living().any(|pid| pid == member.pid) {
-                        self.watched.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd)));
+                        self.watched.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd), None));
                     }
                 }
                 self.input(Input::NurseryLost(end));

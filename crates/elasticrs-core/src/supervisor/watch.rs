@@ -25,9 +25,12 @@ pub(super) struct Watched {
     pub(super) seen: Stamp,
 }
 
+/// How long a parent may take to tell the status of a child that has ended.
+const STATUS_LIMIT: Duration = Duration::from_secs(5);
+
 /// Waits for the end of a process. The status of a child of ours is looked at and left for Python, which started it;
-/// that of anybody else's child is unknown.
-pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>) -> Watched {
+/// that of anybody else's child comes through `status`, or is unknown.
+pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> Watched {
     let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {
         Ok(watched) => watched.readable().await.is_ok(),
         Err(_) => false,
@@ -39,9 +42,25 @@ pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>) -> Watched {
         Ok(WaitStatus::Signaled(_, signal, core_dumped)) if seen_by_epoll => {
             WorkerExit::Signaled { signal: signal as i32, core_dumped }
         }
-        Ok(_) | Err(_) => WorkerExit::Unknown,
+        Ok(_) | Err(_) => match status {
+            Some(status) => told_by_its_parent(status).await.unwrap_or(WorkerExit::Unknown),
+            None => WorkerExit::Unknown,
+        },
     };
     Watched { pid, exit, seen }
+}
+
+/// The status that the parent of an ended process writes: four bytes, as `wait4` gave them.
+async fn told_by_its_parent(status: OwnedFd) -> Option<WorkerExit> {
+    let pipe = register(status, Interest::READABLE).ok()?;
+    // A writer that is lost shows as the end of the file.
+    let _guard = tokio::time::timeout(STATUS_LIMIT, pipe.readable()).await.ok()?.ok()?;
+    let mut bytes = [0; 4];
+    // Written in one piece, which a pipe does not split.
+    match nix::unistd::read(pipe.get_ref(), &mut bytes) {
+        Ok(4) => WorkerExit::from_wait_status(i32::from_ne_bytes(bytes)),
+        Ok(_) | Err(_) => None,
+    }
 }
 
 /// Which of the processes of these pidfds are dead.

@@ -1,0 +1,38 @@
+"""The CPUs of workers that are started without an agent."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elasticrs.numa import NumaOptions
+
+
+def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
+    """Which CPUs each worker may run on.
+
+    Args:
+        options: ours or torch's; ``None`` for no binding.
+        nproc: workers.
+
+    Returns:
+        By local rank; ``None`` when they are not bound.
+
+    Raises:
+        ValueError: they cannot be bound, and the options do not say to go on without.
+        OSError: the same.
+    """
+    if options is None:
+        return None
+    from elasticrs.numa import cpus_by_local_rank
+
+    try:
+        # Torch's modes are another enum with the same values.
+        return cpus_by_local_rank(options.affinity_mode.value, nproc, os.environ)
+    except (ValueError, OSError) as error:
+        if not options.should_fall_back_if_binding_fails:
+            raise
+        warnings.warn(f"workers are not bound to CPUs: {error}", RuntimeWarning, stacklevel=4)
+        return None

@@ -1,0 +1,292 @@
+"""The two kinds of :class:`~elasticrs.multiprocessing.api.PContext`: programs and functions."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from elasticrs import _core
+from elasticrs._worker import hook_environment
+from elasticrs.multiprocessing.api import PContext, RunProcsResult, logger
+from elasticrs.multiprocessing.binding import cpus_of_options
+from elasticrs.multiprocessing.errors import ProcessFailure
+from elasticrs.multiprocessing.group import ProcessGroup
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable, Sequence
+
+    from elasticrs.multiprocessing.api import LogsSpecs
+    from elasticrs.multiprocessing.starting import FunctionStart
+    from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
+    from elasticrs.numa import NumaOptions
+
+__all__ = ["MultiprocessContext", "SubprocessContext"]
+
+_TAIL_LINES = 50
+
+
+class _SupervisedContext(PContext):
+    """What both kinds share: a group under the core's supervisor.
+
+    Args:
+        numa_options: how the processes are bound to CPUs.
+        how: the arguments of the base class.
+    """
+
+    def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:
+        super().__init__(*how)
+        self._numa_options = numa_options
+        self._group: ProcessGroup | None = None
+        self._result: RunProcsResult | None = None
+        self._prefixes: dict[int, str] = how[5] or {}
+        self._show_by_core()
+
+    def _show_by_core(self) -> None:
+        """Give the console's part to the core, where ``sys.stdout`` is the descriptor itself."""
+        self._streams: list[_core.LogStream] = []
+        for to, stream, tail_log in (
+            (1, sys.stdout, self._tail_logs[0]),
+            (2, sys.stderr, self._tail_logs[1]),
+        ):
+            if _descriptor_of(stream) != to:
+                continue
+            for local_rank, path in tail_log.take_files().items():
+                prefix = os.fsencode(self._prefixes.get(local_rank, f"[{self.name}{local_rank}]:"))
+                self._streams.append(_core.LogStream(local_rank, path, 1 if to == 1 else 2, prefix))
+
+    @abstractmethod
+    def _return_values(self) -> dict[int, Any]:
+        """What the processes returned, all of which exited with 0."""
+
+    def _processes(self) -> ProcessGroup:
+        if self._group is None:
+            raise AssertionError("start() comes first")
+        return self._group
+
+    def _poll(self) -> RunProcsResult | None:
+        processes = self._processes()
+        processes.poll()
+        for line in processes.take_trouble():
+            logger.warning("%s", line)
+        if self._result is None and processes.end is not None:
+            # Values are loaded by code of the user's, which may raise: everything is given back before.
+            self.close()
+            self._result = self._make_result(processes)
+        return self._result
+
+    def _pause(self, seconds: float) -> None:
+        processes = self._processes()
+        processes.wait_until(lambda: processes.end is not None, seconds)
+
+    def _make_result(self, processes: ProcessGroup) -> RunProcsResult:
+        result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
+        failed = [ended for ended in processes.exits.values() if ended.exitcode != 0]
+        failed.sort(key=lambda ended: (ended.local_rank != processes.first_failure, ended.seen_ns))
+        for ended in failed:
+            if self._is_told(ended):
+                result.failures[ended.local_rank] = self._failure(ended, processes)
+        if not failed:
+            result.return_values = self._return_values()
+        return result
+
+    def _is_told(self, ended: _core.WorkerExited) -> bool:  # noqa: ARG002 -- for functions
+        return True
+
+    def _failure(
+        self, ended: _core.WorkerExited, processes: ProcessGroup, cause: str | None = None
+    ) -> ProcessFailure:
+        rank = ended.local_rank
+        both = (("stdout", self.stdouts[rank]), ("stderr", self.stderrs[rank]))
+        logs = {stream: path for stream, path in both if path and path != os.devnull}
+        if ended.exitcode is None:
+            end = processes.end
+            lost = end is not None and end.nursery_exitcode is not None
+            cause = (
+                "the nursery was lost, and the process with it" if lost else "nobody can tell how it ended"
+            )
+        return ProcessFailure(
+            rank,
+            ended.pid,
+            ended.exitcode,
+            self.error_files.get(rank, ""),
+            seen_ns=ended.seen_ns,
+            sent_signal=ended.sent_signal,
+            cause=cause,
+            log_paths=logs,
+            stderr_tail=_last_lines(logs["stderr"]) if "stderr" in logs else (),
+        )
+
+    def _cpus(self) -> list[list[int]] | None:
+        return cpus_of_options(self._numa_options, self.nprocs)
+
+    def pids(self) -> dict[int, int]:
+        """See the base class."""
+        return dict(self._processes().pids)
+
+    def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
+        if self._group is None:
+            return
+        try:
+            self._group.stop(death_sig, timeout)
+        finally:
+            self._group.close()
+
+
+class SubprocessContext(_SupervisedContext):
+    """Programs. See :class:`PContext` for the arguments.
+
+    Attributes:
+        subprocess_handlers: by local rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: NumaOptions | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            entrypoint,
+            args,
+            envs,
+            logs_specs,
+            log_line_prefixes,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+            numa_options=numa_options,
+        )
+        self.subprocess_handlers: dict[int, SubprocessHandler] = {}
+
+    def _start(self) -> None:
+        from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
+
+        if self._group is not None:
+            raise ValueError("start() was called twice")
+        cpus = self._cpus()
+        commands = {rank: [str(self.entrypoint), *map(str, self.args[rank])] for rank in range(self.nprocs)}
+        specs = [
+            _core.ProcessSpec(
+                rank,
+                command,
+                env=hook_environment({**os.environ, **self.envs[rank]}),
+                stdout=self.stdouts[rank] or None,
+                stderr=self.stderrs[rank] or None,
+                cpus=None if cpus is None else cpus[rank],
+            )
+            for rank, command in commands.items()
+        ]
+        self._group = ProcessGroup()
+        self._group.start(specs, self._streams)
+        self.subprocess_handlers = {
+            rank: SubprocessHandler.of_group(self._group, rank, command) for rank, command in commands.items()
+        }
+
+    def _return_values(self) -> dict[int, Any]:
+        return dict.fromkeys(range(self.nprocs))
+
+
+class MultiprocessContext(_SupervisedContext):
+    """Functions. See :class:`PContext` for the arguments.
+
+    Those that ended because another one had failed are not among the failures, as in torch.
+
+    Args:
+        start_method: ``spawn``, ``fork`` or ``forkserver``.
+
+    Raises:
+        ValueError: another start method.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        start_method: str,
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: NumaOptions | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        from elasticrs.multiprocessing.starting import START_METHODS
+
+        if start_method not in START_METHODS:
+            raise ValueError(
+                f"start_method: got {start_method!r}, expected one of {', '.join(START_METHODS)}"
+            )
+        super().__init__(
+            name,
+            entrypoint,
+            args,
+            envs,
+            logs_specs,
+            log_line_prefixes,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+            numa_options=numa_options,
+        )
+        self.start_method = start_method
+        self._functions: FunctionStart | None = None
+
+    def _start(self) -> None:
+        from elasticrs.multiprocessing.starting import START_METHODS
+
+        if self._functions is not None:
+            raise ValueError("start() was called twice")
+        self._functions = START_METHODS[self.start_method](self, self._cpus())
+        self._group = self._functions.start(self._streams)
+
+    def _is_told(self, ended: _core.WorkerExited) -> bool:
+        return ended.sent_signal is None
+
+    def _make_result(self, processes: ProcessGroup) -> RunProcsResult:
+        result = super()._make_result(processes)
+        if not result.is_failed() and self._functions is not None:
+            for rank, ended in processes.exits.items():
+                if not self._functions.values.get(rank):
+                    cause = "exited with code 0 before the function returned"
+                    result.failures[rank] = self._failure(ended, processes, cause)
+            if result.is_failed():
+                result.return_values = {}
+        return result
+
+    def _return_values(self) -> dict[int, Any]:
+        if self._functions is None:
+            return {}
+        values = self._functions.values
+        return {rank: pickle.loads(values[rank]) for rank in range(self.nprocs) if values.get(rank)}
+
+    def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
+        try:
+            super()._close(death_sig, timeout)
+        finally:
+            if self._functions is not None:
+                self._functions.close()
+
+
+def _descriptor_of(stream: Any) -> int:
+    try:
+        return int(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return -1
+
+
+def _last_lines(path: str) -> Sequence[str]:
+    try:
+        lines = _core.last_lines(path, _TAIL_LINES)
+    except OSError as error:
+        return [f"(the file cannot be read: {error.strerror})"]
+    return [line.decode(errors="replace") for line in lines]

@@ -1,0 +1,376 @@
+"""A group of processes under a supervisor of its own: what stands behind every ``PContext``.
+
+The core starts, watches and ends the processes; this module takes in what it tells. A group may be used from
+any thread, and from several: one of them waits for the core, the others for that one.
+
+A signal handler that raises would lose the event that was being taken in. So while this module waits in the
+main thread, :func:`interrupt` keeps the exception until the event has been recorded; and while something is
+started or closed (:func:`held`), until it waits or is done.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from elasticrs import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+DRAIN_TIMEOUT = 10.0
+"""Seconds that a slow console gets at the end; the files have everything in any case."""
+
+_END_SLACK = 45.0
+"""Seconds beyond the grace after which the group is given up: the core itself gives up after 30."""
+
+_waiting: list[ProcessGroup] = []
+"""The group for which the main thread waits at this moment; several when a signal handler waits as well."""
+
+_holds: list[bool] = []
+_pending: list[BaseException] = []
+
+
+def interrupt(error: BaseException) -> bool:
+    """Hand an exception to the wait that is going on in this thread, to be raised when that is safe.
+
+    For signal handlers, which run in the main thread.
+
+    Args:
+        error: to be raised.
+
+    Returns:
+        ``False`` when nothing waits here: then the caller raises it.
+    """
+    if not _waiting and not _holds:
+        return False
+    _pending.append(error)
+    if _waiting:
+        _waiting[-1].ring()
+    return True
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Keep what :func:`interrupt` is given until the end, or until this thread waits for a group."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
+        _holds.append(True)
+    try:
+        yield
+    finally:
+        if is_main:
+            _holds.pop()
+            if not _holds and not _waiting:
+                raise_pending()
+
+
+def raise_pending() -> None:
+    """Raise the first exception that was kept; the others say no more."""
+    if _pending and threading.current_thread() is threading.main_thread():
+        error = _pending[0]
+        _pending.clear()
+        raise error
+
+
+class ProcessGroup:
+    """Starts processes, and records how they end.
+
+    Args:
+        grace: seconds between SIGTERM and SIGKILL for the others when one fails.
+
+    Attributes:
+        pids: by local rank.
+        exits: by local rank, in the order in which they were seen.
+        first_failure: the local rank that failed first.
+        end: what was told when nothing was left.
+
+    Raises:
+        _core.SupervisorError: there is no supervisor to be had.
+        OSError: descriptors ran out.
+    """
+
+    def __init__(self, grace: float = 30.0) -> None:
+        self._grace = grace
+        self._turn = threading.Condition()
+        self._waiter: int | None = None
+        self._on_fd: dict[int, Callable[[], None]] = {}
+        self.pids: dict[int, int] = {}
+        self.exits: dict[int, _core.WorkerExited] = {}
+        self.first_failure: int | None = None
+        self.end: _core.GroupEnded | None = None
+        self._is_started = False
+        self._trouble: list[str] = []
+        self._failure: str | None = None
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._supervisor: _core.Supervisor | None = _core.Supervisor()
+        except BaseException:
+            os.close(self._bell)
+            raise
+        self.watch(self._bell, self._on_bell)
+
+    # --- starting ---
+
+    def start(self, specs: Sequence[_core.ProcessSpec], streams: Sequence[_core.LogStream] = ()) -> None:
+        """Start all, or none; returns when all run.
+
+        Args:
+            specs: local ranks ``0..n-1``.
+            streams: what is copied to the console meanwhile.
+
+        Raises:
+            OSError: a program or a file cannot be had.
+            _core.SupervisorError: see the class.
+        """
+        supervisor = self._running()
+        if streams:
+            supervisor.follow(streams)
+        policy = _core.StopPolicy(15, self._grace)
+        supervisor.start(_core.GroupSpec(specs, on_failure=policy))
+        self.wait_until(lambda: self._is_started or self._failure is not None or self.end is not None)
+        if self._failure is not None:
+            raise RuntimeError(f"the processes could not be started: {self._failure}")
+
+    def adopt(
+        self, pids: dict[int, int], statuses: Sequence[int], streams: Sequence[_core.LogStream] = ()
+    ) -> None:
+        """Take processes that another one has started, and that wait to begin.
+
+        Args:
+            pids: by local rank.
+            statuses: by local rank, the pipe into which their parent writes their exit status.
+            streams: what is copied to the console meanwhile.
+
+        Raises:
+            RuntimeError: one has ended already.
+            _core.SupervisorError: see the class.
+        """
+        self.start([], streams)
+        supervisor = self._running()
+        try:
+            for local_rank, pid in pids.items():
+                supervisor.adopt(local_rank, pid, statuses[local_rank])
+        except (ProcessLookupError, _core.SupervisorError) as error:
+            raise RuntimeError("a process ended before it began") from error
+        self.pids.update(pids)
+
+    def watch(self, fd: int, on_ready: Callable[[], None]) -> None:
+        """Call back while ``fd`` is readable, from whichever thread waits.
+
+        Args:
+            fd: stays the caller's; until :meth:`unwatch`.
+            on_ready: reads it.
+        """
+        self._on_fd[fd] = on_ready
+        self._running().watch_fd(fd)
+
+    def unwatch(self, fd: int) -> None:
+        """End what :meth:`watch` began."""
+        del self._on_fd[fd]
+        if self._supervisor is not None:
+            self._supervisor.unwatch_fd(fd)
+
+    # --- waiting ---
+
+    def poll(self) -> None:
+        """Take in what has happened; never waits."""
+        while self.end is None and self._advance(0.0):
+            continue
+
+    def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait for a condition on what is recorded here.
+
+        Args:
+            is_met: looked at after each event.
+            timeout: seconds; for ever when ``None``.
+
+        Returns:
+            Whether it is met.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not is_met():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if self._supervisor is None or (not self._advance(left) and left == 0.0):
+                return is_met()
+        return True
+
+    def ring(self) -> None:
+        """End the wait of this thread."""
+        os.eventfd_write(self._bell, 1)
+
+    def _advance(self, timeout: float | None) -> bool:
+        """Take in one event, or wait until another thread has; ``False`` when there was none."""
+        me = threading.get_ident()
+        with self._turn:
+            if self._waiter not in {None, me}:
+                return self._turn.wait(timeout)
+            # A handler of a signal that came while this thread waited may come here again.
+            outer, self._waiter = self._waiter, me
+        try:
+            return self._take_one(timeout)
+        finally:
+            with self._turn:
+                self._waiter = outer
+                self._turn.notify_all()
+
+    def _take_one(self, timeout: float | None) -> bool:
+        supervisor = self._supervisor
+        if supervisor is None:
+            return False
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main:
+            _waiting.append(self)
+        try:
+            event = supervisor.next_event(timeout)
+            if event is not None:
+                self._record(event)
+        finally:
+            if is_main:
+                _waiting.pop()
+        raise_pending()
+        return event is not None
+
+    def _record(self, event: _core.Event) -> None:
+        if isinstance(event, _core.FdReady):
+            on_ready = self._on_fd.get(event.fd)
+            if on_ready is not None:
+                on_ready()
+        elif isinstance(event, _core.GroupStarted):
+            self.pids.update(enumerate(event.pids))
+            self._is_started = True
+        elif isinstance(event, _core.StartFailed):
+            self._failure = event.message
+        elif isinstance(event, _core.FailureSeen):
+            self.first_failure = event.local_rank
+        elif isinstance(event, _core.WorkerExited):
+            self.exits[event.local_rank] = event
+        elif isinstance(event, _core.GroupEnded):
+            self.end = event
+        elif isinstance(event, _core.LogTrouble):
+            self._trouble.append(f"log file {event.path}: {os.strerror(event.errno)}")
+        elif isinstance(event, _core.Degraded):
+            self._trouble.append(event.message)
+
+    def take_trouble(self) -> list[str]:
+        """Lines for the user since the last call."""
+        taken, self._trouble = self._trouble, []
+        return taken
+
+    def _on_bell(self) -> None:
+        os.eventfd_read(self._bell)
+
+    # --- ending ---
+
+    def signal(self, signum: int, local_rank: int) -> None:
+        """Send a signal to the process group of one process; nothing when it has ended."""
+        if self._supervisor is not None and self.end is None:
+            self._supervisor.signal(signum, [local_rank])
+
+    def stop(self, death_sig: int, timeout: float) -> None:
+        """Signal all, and SIGKILL what is there after ``timeout`` seconds; returns when nothing is left.
+
+        Args:
+            death_sig: the signal.
+            timeout: one deadline for all.
+        """
+        if self._supervisor is None or self.end is not None or self._failure is not None:
+            return
+        self._supervisor.stop(_core.StopPolicy(death_sig, max(0.0, timeout)))
+        if self._is_started:
+            self.wait_until(lambda: self.end is not None, max(0.0, timeout) + _END_SLACK)
+
+    def close(self) -> None:
+        """Kill what is left, show what is not on the console yet, and give everything back. Idempotent."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
+            return
+        try:
+            if self.end is not None:
+                supervisor.drain(DRAIN_TIMEOUT)
+        finally:
+            supervisor.close()
+            os.close(self._bell)
+            with self._turn:
+                self._turn.notify_all()
+
+    def _running(self) -> _core.Supervisor:
+        if self._supervisor is None:
+            raise _core.SupervisorError("the group is closed")
+        return self._supervisor
+
+
+class SupervisedProcess:
+    """One process of a group, as :class:`subprocess.Popen` shows one.
+
+    Args:
+        group: of which it is a member.
+        local_rank: its index there.
+        args: its command.
+        on_end: called when the whole group has ended, by whoever sees it here first.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        local_rank: int,
+        args: Sequence[str],
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        self._group = group
+        self._local_rank = local_rank
+        self._on_end = on_end
+        self.args = list(args)
+        self.pid = group.pids[local_rank]
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or the negative number of a signal; ``None`` while it runs, as far as was looked."""
+        ended = self._group.exits.get(self._local_rank)
+        if ended is None:
+            return None
+        # Popen has no word for "nobody can tell"; this is never a success.
+        return 255 if ended.exitcode is None else ended.exitcode
+
+    def poll(self) -> int | None:
+        """Look; see :attr:`returncode`."""
+        self._group.poll()
+        self._let_go()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs still.
+        """
+        self._group.wait_until(lambda: self.returncode is not None, timeout)
+        self._let_go()
+        code = self.returncode
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal to its process group; nothing when it has ended."""
+        if self.poll() is None:
+            self._group.signal(int(sig), self._local_rank)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(15)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(9)
+
+    def _let_go(self) -> None:
+        if self._on_end is not None and self.returncode is not None:
+            self._on_end()

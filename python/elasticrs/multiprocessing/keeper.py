@@ -1,0 +1,314 @@
+"""The parent of functions that are started by ``fork`` or ``forkserver``.
+
+::
+
+    program ── keeper ── worker 0, worker 1, …
+
+A forked function is no child of the nursery, whose program is another one. So a process of its own, the
+keeper, forks the workers, tells the core how each of them ended, and, as their subreaper, ends whatever they
+have left. For ``fork`` it is itself forked from the program. For ``forkserver`` it is a fresh interpreter
+that has imported what multiprocessing would preload.
+
+- **KEEP-1** It has one thread, so the forks of workers copy no lock that another thread holds.
+- **KEEP-2** It imports nothing between its own fork and those of the workers, and never calls the core.
+- **KEEP-3** Workers die with it (PDEATHSIG, which follows its only thread and so cannot come early), and it
+  ends all of them when the program dies or says so.
+- **KEEP-4** A worker begins only when the core watches it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import time
+from multiprocessing import process as multiprocessing_process
+from multiprocessing import resource_tracker, spawn
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.multiprocessing.redirects import descriptors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LINGER = 5.0
+"""Seconds that descendants may go on after success, as under the nursery."""
+
+AT_ONCE, AFTER_LINGER = b"k", b"l"
+"""What the program says at the end."""
+
+GO = b"g"
+
+_TERM_GRACE = 1.0
+_GIVE_UP = 10.0
+_LOOK = 0.005
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class WorkerPlan:
+    """One worker, as the keeper starts it.
+
+    Args:
+        run: calls the function, and returns the exit code.
+        stdout: a file, or empty.
+        stderr: a file, or empty.
+        cpus: those that it may run on, or ``None``.
+        status: the descriptor for its exit status.
+        keeps: descriptors that it alone needs.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], int],
+        stdout: str,
+        stderr: str,
+        cpus: Sequence[int] | None,
+        status: int,
+        keeps: Sequence[int],
+    ) -> None:
+        self.run = run
+        self.stdout = stdout
+        self.stderr = stderr
+        self.cpus = cpus
+        self.status = status
+        self.keeps = keeps
+
+
+def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) -> None:
+    """Fork the workers, and serve until they may be ended; the body of the keeper, which exits after it.
+
+    Args:
+        workers: by local rank.
+        control: the socket to the program: pids out, how to end in.
+        gate: a pipe from which each worker takes one byte before it begins.
+        parent: the pid of the program.
+    """
+    os.setsid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.set_wakeup_fd(-1)
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _IGNORED}
+    children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    handlers[signal.SIGCHLD] = children
+    try:
+        parent_pidfd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    ready_reader, ready_writer = os.pipe()
+    pids: list[int] = []
+    try:
+        for worker in workers:
+            pid = os.fork()
+            if pid == 0:
+                others = [fd for other in workers for fd in (other.status, *other.keeps)]
+                unused = {control, parent_pidfd, ready_reader, *others} - set(worker.keeps)
+                _be_worker(worker, unused, handlers, gate, ready_writer)
+            pids.append(pid)
+        os.close(ready_writer)
+        for worker in workers:
+            for fd in worker.keeps:
+                os.close(fd)
+        _read_all(ready_reader, len(pids))
+        try:
+            os.write(control, struct.pack(f"{len(pids)}i", *pids))
+        except BrokenPipeError:
+            return  # The program has gone on without them.
+        said = _serve(
+            dict(zip(pids, (worker.status for worker in workers), strict=True)), control, parent_pidfd
+        )
+        if said == AFTER_LINGER:
+            _end_lingerers()
+    finally:
+        _end_all()
+
+
+def _be_worker(
+    worker: WorkerPlan,
+    unused: set[int],
+    handlers: dict[signal.Signals, Any],
+    gate: int,
+    ready: int,
+) -> None:
+    code = 1
+    try:
+        keeper = os.getppid()
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            return
+        for fd in unused:
+            os.close(fd)
+        for signum, handler in handlers.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        if worker.cpus is not None:
+            os.sched_setaffinity(0, worker.cpus)
+        for path, std in ((worker.stdout, "stdout"), (worker.stderr, "stderr")):
+            if path:
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                for fd in descriptors(std):
+                    os.dup2(file, fd)
+                os.close(file)
+        os.write(ready, GO)
+        os.close(ready)
+        if os.read(gate, 1) == GO:
+            os.close(gate)
+            code = worker.run()
+    except BaseException as error:
+        os.write(2, f"a worker could not begin: {error!r}\n".encode(errors="replace"))
+    finally:
+        os._exit(code)
+
+
+def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> bytes:
+    """Tell the statuses of workers; returns what the program said, or that nothing can come from it."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(parent_pidfd, select.POLLIN)
+    pidfds = {os.pidfd_open(pid): pid for pid in statuses}
+    for pidfd in pidfds:
+        poll.register(pidfd, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == control:
+                return os.read(control, 1)
+            if fd == parent_pidfd:
+                return b""
+            pid = pidfds.pop(fd)
+            _, status = os.waitpid(pid, 0)
+            poll.unregister(fd)
+            os.close(fd)
+            os.write(statuses[pid], struct.pack("i", status))
+
+
+def _end_lingerers() -> None:
+    if _reaped_all(LINGER):
+        return
+    for pid in _children():
+        _kill(pid, signal.SIGTERM)
+    _reaped_all(_TERM_GRACE)
+
+
+def _end_all() -> None:
+    """Kill all descendants: an orphan becomes our child, until there is none."""
+    deadline = time.monotonic() + _GIVE_UP
+    while time.monotonic() < deadline:
+        for pid in _children():
+            _kill(pid, signal.SIGKILL)
+        if _reaped_all(_LOOK):
+            return
+
+
+def _reaped_all(seconds: float) -> bool:
+    """Collect children that have ended, for so long; whether none is left."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if pid == 0:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK / 5)
+
+
+def _children() -> list[int]:
+    own = os.getpid()
+    try:
+        with open(f"/proc/self/task/{own}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:
+        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _parent_of(pid) == own]
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _kill(pid: int, signum: signal.Signals) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return  # Cannot be: only we reap it. A zombie takes a signal without complaint.
+
+
+def _read_all(fd: int, count: int) -> None:
+    """Read so many bytes, or to the end."""
+    while count > 0:
+        piece = os.read(fd, count)
+        if not piece:
+            break
+        count -= len(piece)
+    os.close(fd)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+# --- for `forkserver` ---
+
+
+class RunPrepared:
+    """Loads and runs a function that was prepared as for multiprocessing's ``spawn``.
+
+    Args:
+        environment: the whole of it.
+        tracker_fd: multiprocessing's resource tracker.
+        pipe_handle: the pipe with multiprocessing's preparation data.
+    """
+
+    def __init__(self, environment: dict[str, str], tracker_fd: int, pipe_handle: int) -> None:
+        self._environment = environment
+        self._tracker_fd = tracker_fd
+        self._pipe_handle = pipe_handle
+
+    def __call__(self) -> int:
+        """Run it, and return the exit code."""
+        os.environ.clear()
+        os.environ.update(self._environment)
+        tracker: Any = resource_tracker._resource_tracker
+        tracker._fd = self._tracker_fd
+        main: Callable[[int, int], int] = spawn._main
+        return main(self._pipe_handle, os.dup(self._pipe_handle))
+
+
+def main(plan_fd: int) -> None:
+    """The program of a fork server.
+
+    Args:
+        plan_fd: a file with the pickled arguments of :func:`keep`, before them the modules to import and the
+            path of the main one.
+    """
+    with open(plan_fd, "rb") as file:
+        preload, main_path, arguments = pickle.load(file)
+    current: Any = multiprocessing_process.current_process()
+    for name in preload:
+        if name == "__main__":
+            if main_path is not None:
+                current._inheriting = True
+                try:
+                    spawn.import_main_path(main_path)
+                finally:
+                    del current._inheriting
+            continue
+        try:
+            __import__(name)
+        except ImportError as error:
+            sys.stderr.write(f"elasticrs: the fork server cannot import {name}: {error}\n")
+    sys.stdout.flush()
+    keep(*arguments)

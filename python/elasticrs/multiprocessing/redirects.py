@@ -1,0 +1,75 @@
+"""Standard output and error of this process into files, by descriptor, with torch's names."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["get_libc", "redirect", "redirect_stderr", "redirect_stdout"]
+
+_DESCRIPTORS = {"stdout": 1, "stderr": 2}
+
+
+def get_libc() -> ctypes.CDLL:
+    """The C library of this process, whichever it is."""
+    return ctypes.CDLL(None)
+
+
+libc = get_libc()
+
+
+@contextmanager
+def redirect(std: str, to_file: str) -> Iterator[None]:
+    """Send a stream into a file: what Python, C code and child processes write alike.
+
+    Args:
+        std: ``"stdout"`` or ``"stderr"``.
+        to_file: is emptied first, as with torch.
+
+    Raises:
+        ValueError: another name.
+        OSError: the file cannot be opened.
+    """
+    if std not in _DESCRIPTORS:
+        raise ValueError(f"unknown standard stream <{std}>, must be one of {set(_DESCRIPTORS)}")
+    with ExitStack() as kept:
+        target = os.open(to_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        kept.callback(os.close, target)
+        originals: dict[int, int] = {}
+        for descriptor in descriptors(std):
+            originals[descriptor] = os.dup(descriptor)
+            kept.callback(os.close, originals[descriptor])
+        _switch(std, dict.fromkeys(originals, target))
+        try:
+            yield
+        finally:
+            _switch(std, originals)
+
+
+redirect_stdout = partial(redirect, "stdout")
+redirect_stderr = partial(redirect, "stderr")
+
+
+def descriptors(std: str) -> set[int]:
+    """The stream's own, and the one that C code and children write to, should Python's be another."""
+    usual = _DESCRIPTORS[std]
+    try:
+        return {usual, int(getattr(sys, std).fileno())}
+    except (AttributeError, OSError, ValueError):
+        return {usual}
+
+
+def _switch(std: str, targets: dict[int, int]) -> None:
+    libc.fflush(None)
+    stream = getattr(sys, std)
+    if stream is not None:
+        stream.flush()
+    for descriptor, target in targets.items():
+        os.dup2(target, descriptor)

@@ -1,0 +1,8 @@
+"""One program as a worker, with torch's names."""
+
+from __future__ import annotations
+
+from elasticrs.multiprocessing.subprocess_handler.handlers import get_subprocess_handler
+from elasticrs.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+__all__ = ["SubprocessHandler", "get_subprocess_handler"]

@@ -1,0 +1,25 @@
+"""Who makes a :class:`SubprocessHandler`, with torch's name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+if TYPE_CHECKING:
+    from elasticrs.numa import NumaOptions
+
+__all__ = ["get_subprocess_handler"]
+
+
+def get_subprocess_handler(
+    entrypoint: str,
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    stdout: str | None,
+    stderr: str | None,
+    local_rank_id: int,
+    numa_options: NumaOptions | None = None,
+) -> SubprocessHandler:
+    """Start a program; see :class:`SubprocessHandler` for the arguments."""
+    return SubprocessHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)

@@ -1,0 +1,96 @@
+"""A program that runs as a worker, and its descendants."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+from elasticrs import _core
+from elasticrs.multiprocessing.binding import cpus_of_options
+from elasticrs.multiprocessing.group import ProcessGroup, SupervisedProcess
+
+if TYPE_CHECKING:
+    from elasticrs.numa import NumaOptions
+
+__all__ = ["SubprocessHandler"]
+
+
+class SubprocessHandler:
+    """Starts a program in a session of its own; with it end its descendants.
+
+    Different from torch: files are appended to, and ``proc`` is no :class:`subprocess.Popen` but has its
+    ``pid``, ``poll``, ``wait``, ``returncode`` and ``send_signal``.
+
+    Args:
+        entrypoint: the program.
+        args: its arguments, made to text.
+        env: added to the environment of this process.
+        stdout: a file for its standard output; the one of this process when empty or ``None``.
+        stderr: the same for standard error.
+        local_rank_id: its local rank.
+        numa_options: how it is bound to CPUs.
+
+    Attributes:
+        proc: the process.
+
+    Raises:
+        RuntimeError: it could not be started.
+    """
+
+    def __init__(
+        self,
+        entrypoint: str,
+        args: tuple[Any, ...],
+        env: dict[str, str],
+        stdout: str | None,
+        stderr: str | None,
+        local_rank_id: int,
+        numa_options: NumaOptions | None = None,
+    ) -> None:
+        self.local_rank_id = local_rank_id
+        argv = [entrypoint, *map(str, args)]
+        cpus = cpus_of_options(numa_options, local_rank_id + 1)
+        spec = _core.ProcessSpec(
+            0,
+            argv,
+            env={**os.environ, **env},
+            stdout=stdout or None,
+            stderr=stderr or None,
+            cpus=None if cpus is None else cpus[local_rank_id],
+        )
+        self._group = ProcessGroup()
+        try:
+            self._group.start([spec])
+        except BaseException:
+            self._group.close()
+            raise
+        self.proc = SupervisedProcess(self._group, 0, argv, self._release)
+
+    @classmethod
+    def of_group(cls, group: ProcessGroup, local_rank: int, argv: list[str]) -> SubprocessHandler:
+        """The handler of a process that was started together with others.
+
+        Args:
+            group: all of them.
+            local_rank: which.
+            argv: its command.
+        """
+        handler = cls.__new__(cls)
+        handler.local_rank_id = local_rank
+        handler._group = group
+        handler.proc = SupervisedProcess(group, local_rank, argv)
+        return handler
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signal the program's process group; does not wait.
+
+        Args:
+            death_sig: the signal; SIGTERM when ``None``.
+        """
+        self.proc.send_signal(death_sig or signal.SIGTERM)
+
+    def _release(self) -> None:
+        # What it has left behind is ended, and nothing is needed any more.
+        self._group.wait_until(lambda: self._group.end is not None)
+        self._group.close()

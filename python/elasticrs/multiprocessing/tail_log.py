@@ -1,0 +1,208 @@
+"""Files that grow, shown line by line with a header, for any object with ``write``; torch's names.
+
+What an agent shows goes through the core. This is for programs that use :class:`TailLog` themselves, and
+for a ``sys.stdout`` that is no descriptor (a notebook). Different from torch: one thread for all files, whole
+lines only, a newline after the last one, and no wait when the producer has finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import TYPE_CHECKING, BinaryIO, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
+
+__all__ = ["TailLog", "tail_logfile"]
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 16
+_LONGEST_LINE = 1 << 20
+
+
+class _File:
+    """One file that is followed; it need not exist yet."""
+
+    def __init__(
+        self, header: str, path: str, dst: TextIO, line_filter: Callable[[str], bool] | None
+    ) -> None:
+        self._header = header
+        self._path = path
+        self._dst = dst
+        self._filter = line_filter
+        self._file: BinaryIO | None = None
+        self._rest = b""
+
+    def advance(self) -> bool:
+        """Show the lines that have come; whether there was anything."""
+        if self._file is None:
+            try:
+                self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 -- closed by `finish`
+            except FileNotFoundError:
+                return False
+        piece = self._file.read(_CHUNK)
+        if not piece:
+            return False
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            self._show(line)
+        if len(self._rest) > _LONGEST_LINE:
+            self._show(self._rest)
+            self._rest = b""
+        return True
+
+    def finish(self) -> None:
+        """Show what is left, and close."""
+        try:
+            while self.advance():
+                continue
+            if self._rest:
+                self._show(self._rest)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._rest = b""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _show(self, line: bytes) -> None:
+        text = line.decode("utf-8", errors="replace") + "\n"
+        if self._filter is None or self._filter(text):
+            self._dst.write(self._header + text)
+
+
+def tail_logfile(
+    header: str,
+    file: str,
+    dst: TextIO,
+    finished: Event,
+    interval_sec: float,
+    log_line_filter: Callable[[str], bool] | None = None,
+) -> None:
+    """Show the lines of one file until its producer has finished.
+
+    Args:
+        header: put before every line.
+        file: its path; it need not exist yet.
+        dst: where the lines go.
+        finished: set when the producer has written everything.
+        interval_sec: seconds between looks.
+        log_line_filter: says of a line whether it is shown; all are when ``None`` (with torch: none).
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    followed = _File(header, file, dst, log_line_filter)
+    try:
+        is_finished = False
+        while not is_finished:
+            # Before the file is looked at: what is written between the two is seen by the last look.
+            is_finished = finished.is_set()
+            while followed.advance():
+                continue
+            if not is_finished:
+                finished.wait(interval_sec)
+        followed.finish()
+    finally:
+        followed.close()
+
+
+class TailLog:
+    """Follows files from :meth:`start` to :meth:`stop`.
+
+    Args:
+        name: with the index the header of a line: ``[name0]:``.
+        log_files: by index; they need not exist yet.
+        dst: where the lines go; nowhere when ``None``.
+        log_line_prefixes: by index, headers of one's own.
+        interval_sec: seconds between looks.
+        log_line_filter: says of a line whether it is shown.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log_files: Mapping[int, str],
+        dst: TextIO | None,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        interval_sec: float = 0.1,
+        log_line_filter: Callable[[str], bool] = (lambda _: True),
+    ) -> None:
+        self._name = name
+        self._log_files = dict(log_files)
+        self._dst = dst
+        self._prefixes = log_line_prefixes or {}
+        self._interval_sec = interval_sec
+        self._filter = log_line_filter
+        self._finished = Event()
+        self._future: Future[None] | None = None
+        self._stopped = False
+        # Its thread begins with the first task.
+        self._threadpool = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"{type(self).__qualname__}_{name}")
+            if self._log_files
+            else None
+        )
+
+    def take_files(self) -> dict[int, str]:
+        """Leave the files to somebody else who shows them; before :meth:`start`."""
+        taken, self._log_files = self._log_files, {}
+        return taken
+
+    def start(self) -> TailLog:
+        """Begin to follow, on a thread of its own."""
+        if self._threadpool is not None and self._dst is not None and self._log_files:
+            self._future = self._threadpool.submit(self._follow, self._dst)
+        return self
+
+    def stop(self) -> None:
+        """Show what is there, and end the thread; an error of a file is logged."""
+        self._finished.set()
+        if self._future is not None:
+            self._future.result()
+        if self._threadpool is not None:
+            self._threadpool.shutdown(wait=True)
+        self._stopped = True
+
+    def stopped(self) -> bool:
+        """Whether :meth:`stop` has returned."""
+        return self._stopped
+
+    def _follow(self, dst: TextIO) -> None:
+        files = {
+            index: _File(self._prefixes.get(index, f"[{self._name}{index}]:"), path, dst, self._filter)
+            for index, path in self._log_files.items()
+        }
+        is_finished = False
+        while not is_finished:
+            is_finished = self._finished.is_set()
+            began = time.monotonic()
+            # Each in turn: a flood of one does not hold back the others.
+            while self._each(files, _File.advance):
+                if is_finished or time.monotonic() - began < self._interval_sec:
+                    continue
+                break
+            if not is_finished:
+                self._finished.wait(self._interval_sec)
+        self._each(files, _File.finish)
+
+    def _each(self, files: dict[int, _File], act: Callable[[_File], bool | None]) -> bool:
+        # All of them, not only up to the first with news.
+        news = [self._try(files, index, act) for index in list(files)]
+        return any(news)
+
+    def _try(self, files: dict[int, _File], index: int, act: Callable[[_File], bool | None]) -> bool:
+        try:
+            return bool(act(files[index]))
+        except Exception as error:
+            path, kind = self._log_files[index], type(error).__name__
+            logger.exception("%s%d: the log %s cannot be shown: %s", self._name, index, path, kind)
+            files.pop(index).close()
+            return False

@@ -1,0 +1,61 @@
+"""Functions that run in processes of their own."""
+
+import os
+import signal
+import subprocess
+import time
+from typing import Any, NoReturn
+
+
+class UnpicklableError(Exception):
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("not to be pickled")
+
+
+def repeat(text: bytes, times: int) -> bytes:
+    return text * times
+
+
+def say(text: str) -> str:
+    print(text, flush=True)
+    return os.environ["NAME"]
+
+
+def with_descendants(fails: bool, pipe: int | None = None) -> None:
+    """Start a child, and one that leaves the session; then fail, or wait."""
+    children = [subprocess.Popen(["sleep", "1000"], start_new_session=new) for new in (False, True)]
+    if pipe is not None:
+        os.write(
+            pipe, " ".join(str(pid) for pid in (os.getpid(), *(c.pid for c in children))).encode() + b"\n"
+        )
+    if fails:
+        raise UnpicklableError("boom")
+    while True:
+        signal.pause()
+
+
+def ignore_term(marker: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with open(marker, "w", encoding="utf-8"):
+        pass
+    while True:
+        signal.pause()
+
+
+def wait_for_signal() -> None:
+    while True:
+        signal.pause()
+
+
+def leave_silently() -> None:
+    os._exit(0)
+
+
+def unloadable() -> Any:
+    return lambda: time
+
+
+def signals_of_mine() -> bool:
+    return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

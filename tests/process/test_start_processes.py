@@ -1,0 +1,405 @@
+"""Programs and functions that a program starts by itself, without an agent."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from helpers import functions, procs
+
+from elasticrs.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    LogsSpecs,
+    SignalException,
+    Std,
+    start_processes,
+)
+from elasticrs.multiprocessing.api import MultiprocessContext, SubprocessContext
+from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
+
+METHODS = ("spawn", "fork", "forkserver")
+
+methods = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tracker():
+    """Multiprocessing's resource tracker comes with the first spawn, and stays."""
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()
+
+
+def start(tmp_path, entrypoint, *args, n=2, tee=Std.NONE, redirects=Std.NONE, **how):
+    specs = how.pop("specs", None) or DefaultLogsSpecs(str(tmp_path / "logs"), redirects=redirects, tee=tee)
+    of_rank = how.pop("args_by_rank", None) or dict.fromkeys(range(n), args)
+    envs = {rank: {"NAME": f"n{rank}"} for rank in range(len(of_rank))}
+    return start_processes("echo", entrypoint, of_rank, envs, specs, **how)
+
+
+# --- programs ---
+
+
+def test_programs_get_arguments_as_text_and_their_environment(tmp_path):
+    context = start(tmp_path, "sh", "-c", "echo $0 $1 $NAME; exit 0", 1, [2], redirects=Std.OUT)
+    assert isinstance(context, SubprocessContext)
+    result = context.wait()
+    assert result.return_values == {0: None, 1: None}
+    assert [Path(result.stdouts[rank]).read_text() for rank in range(2)] == ["1 [2] n0\n", "1 [2] n1\n"]
+
+
+def test_a_failed_program_stops_the_others_which_are_named(tmp_path):
+    context = start(tmp_path, "sh", args_by_rank={0: ("-c", "exec sleep 1000"), 1: ("-c", "exit 3")})
+    failures = context.wait().failures
+    assert {rank: failure.exitcode for rank, failure in failures.items()} == {1: 3, 0: -15}
+    assert next(iter(failures)) == 1
+    assert (failures[1].sent_signal, failures[0].sent_signal) == (None, signal.SIGTERM)
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match="no-such-program"):
+        start(tmp_path, "no-such-program")
+
+
+def test_the_handlers_are_like_popen(tmp_path):
+    context = start(tmp_path, "sleep", "1000")
+    process = context.subprocess_handlers[1].proc
+    assert process.pid == context.pids()[1]
+    assert process.poll() is None is process.returncode
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(procs.HANG) == -signal.SIGINT
+    assert context.wait().failures[1].exitcode == -signal.SIGINT
+
+
+def test_a_handler_stands_alone(tmp_path):
+    out = tmp_path / "out"
+    handler = get_subprocess_handler("sh", ("-c", "echo $A; exit 4"), {"A": "b"}, str(out), None, 3)
+    assert isinstance(handler, SubprocessHandler)
+    assert (handler.proc.wait(procs.HANG), handler.local_rank_id, out.read_text()) == (4, 3, "b\n")
+    handler = get_subprocess_handler("sleep", (1000,), {}, None, None, 0)
+    handler.close()
+    assert handler.proc.wait(procs.HANG) == -signal.SIGTERM
+
+
+# --- functions ---
+
+
+@methods
+def test_values_of_any_size_come_back(tmp_path, method):
+    context = start(tmp_path, functions.repeat, b"x", 20_000_000, start_method=method)
+    assert isinstance(context, MultiprocessContext)
+    values = context.wait().return_values
+    assert {rank: len(value) for rank, value in values.items()} == {0: 20_000_000, 1: 20_000_000}
+
+
+@methods
+def test_functions_have_their_environment_and_their_files(tmp_path, method):
+    context = start(tmp_path, functions.say, "hello", start_method=method, redirects=Std.OUT)
+    result = context.wait()
+    assert result.return_values == {0: "n0", 1: "n1"}
+    assert [Path(path).read_text() for path in result.stdouts.values()] == ["hello\n"] * 2
+
+
+@methods
+def test_an_exception_that_cannot_be_pickled_ends_everything(tmp_path, method):
+    reader, writer = os.pipe()
+    with open(reader, encoding="ascii") as pids:
+        # Only a fork has the descriptor.
+        pipe = (writer,) if method == "fork" else ()
+        arguments = {0: (False, *pipe), 1: (True, *pipe)}
+        context = start(tmp_path, functions.with_descendants, args_by_rank=arguments, start_method=method)
+        os.close(writer)
+        failures = context.wait().failures
+        assert {rank: failure.message["message"] for rank, failure in failures.items()} == {
+            1: "UnpicklableError: boom"
+        }
+        assert failures[1].exitcode == 1
+        procs.assert_gone([*context.pids().values(), *map(int, pids.read().split())])
+
+
+@methods
+def test_a_value_that_cannot_be_pickled_and_none_at_all_are_failures(tmp_path, method):
+    failures = start(tmp_path, functions.unloadable, n=1, start_method=method).wait().failures
+    assert "pickle" in failures[0].message["message"]
+    failures = start(tmp_path, functions.leave_silently, n=1, start_method=method).wait().failures
+    assert failures[0].exitcode == 0
+    assert "before the function returned" in failures[0].cause
+
+
+@methods
+def test_close_has_one_deadline_for_all(tmp_path, method):
+    markers = [tmp_path / f"m{rank}" for rank in range(4)]
+    arguments = {rank: (str(marker),) for rank, marker in enumerate(markers)}
+    context = start(tmp_path, functions.ignore_term, args_by_rank=arguments, start_method=method)
+    while not all(marker.exists() for marker in markers):
+        assert context.wait(timeout=0.01) is None
+    context.close(timeout=0.2)
+    procs.assert_gone(context.pids().values())
+    assert {ended.exitcode for ended in context._group.exits.values()} == {-signal.SIGKILL}
+    context.close()
+
+
+@methods
+def test_a_function_does_not_inherit_our_handlers(tmp_path, method):
+    assert start(tmp_path, functions.signals_of_mine, start_method=method).wait().return_values == {
+        0: True,
+        1: True,
+    }
+
+
+def test_a_forked_function_may_be_anything(tmp_path):
+    seen = []
+    context = start(tmp_path, lambda: seen.append(1) or len(seen), start_method="fork")
+    assert context.wait().return_values == {0: 1, 1: 1}
+    assert seen == []
+
+
+@methods
+def test_a_worker_outlives_the_thread_that_started_it(tmp_path, method):
+    contexts = []
+    thread = threading.Thread(
+        target=lambda: contexts.append(start(tmp_path, functions.wait_for_signal, start_method=method))
+    )
+    thread.start()
+    thread.join()
+    assert contexts[0].wait(timeout=0.1) is None
+    contexts[0].close()
+
+
+@methods
+def test_children_of_the_program_are_left_alone(tmp_path, method):
+    child = subprocess.Popen(["sleep", "1000"])
+    start(tmp_path, functions.repeat, b"x", 1, start_method=method).wait()
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path):
+    for method in ("spawn", "forkserver"):
+        with pytest.raises(Exception, match="pickle"):
+            start(tmp_path, lambda: None, start_method=method)
+    with pytest.raises(ValueError, match="thread"):
+        start(tmp_path, functions.wait_for_signal, start_method="thread")
+
+
+@pytest.mark.slow
+@methods
+def test_many_processes(tmp_path, method):
+    context = start(tmp_path, functions.repeat, b"x", 2, n=64, start_method=method)
+    assert context.wait().return_values == dict.fromkeys(range(64), b"xx")
+
+
+HOST = """
+import sys
+from helpers import functions
+from elasticrs.multiprocessing import start_processes, DefaultLogsSpecs
+if __name__ == "__main__":
+    pipe = int(sys.argv[2])
+    n = int(sys.argv[4])
+    pipe = pipe if sys.argv[1] == "fork" else None
+    print("begin", flush=True)
+    args = {i: (False, pipe) for i in range(n)}
+    context = start_processes("x", functions.with_descendants, args,
+                              {i: {} for i in args}, DefaultLogsSpecs(sys.argv[3]), start_method=sys.argv[1])
+    print(*context.pids().values(), flush=True)
+    context.wait()
+"""
+
+
+def _host(tmp_path, method, n):
+    reader, writer = os.pipe()
+    program = tmp_path / "host.py"
+    program.write_text(HOST)
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    host = subprocess.Popen(
+        [sys.executable, str(program), method, str(writer), str(tmp_path / "logs"), str(n)],
+        stdout=subprocess.PIPE,
+        pass_fds=[writer],
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+    )
+    os.close(writer)
+    assert host.stdout.readline() == "begin\n"
+    return host, open(reader, encoding="ascii")
+
+
+@methods
+def test_nothing_outlives_a_killed_program(tmp_path, method):
+    host, pids = _host(tmp_path, method, 3)
+    with pids, host.stdout:
+        workers = host.stdout.readline().split()
+        if method == "fork":
+            started = [pids.readline().split() for _ in range(3)]
+            workers = [pid for each in started for pid in each]
+        host.kill()
+        host.wait()
+        procs.assert_gone(map(int, workers))
+        _reap()
+
+
+@pytest.mark.slow
+def test_a_program_killed_while_it_starts_leaves_nothing(tmp_path):
+    for method in METHODS:
+        host, pids = _host(tmp_path, method, 32)
+        with pids, host.stdout:
+            before = procs.descendants(host.pid)
+            while len(before) < 8:
+                before = procs.descendants(host.pid)
+            host.kill()
+            host.wait()
+            procs.assert_gone([each.pid for each in before if "resource_tracker" not in each.command])
+            _reap()
+
+
+def _reap():
+    """Collect what has fallen to us; the trackers of killed programs end by themselves."""
+    for child in procs.children():
+        if child.state == "Z" or not any(word in child.command for word in ("resource_tracker", "pytest")):
+            assert procs.wait_gone(child.pid)
+            os.waitpid(child.pid, 0)
+
+
+# --- waiting and signals ---
+
+
+def start_with_gate(tmp_path, name):
+    """A program that sends us a signal when it is told to."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    command = f"read go < {gate}; kill -{name} $0; exec sleep 1000"
+    context = start(tmp_path, "sh", "-c", command, os.getpid(), n=1)
+
+    def go(context):
+        gate.write_text("go\n")
+        context.wait()
+
+    return context, go
+
+
+def test_wait_returns_none_in_time(tmp_path):
+    context = start(tmp_path, "sleep", "1000")
+    assert context.wait(timeout=0) is None
+    assert context.wait(timeout=0.01, period=1000) is None
+    context.close(signal.SIGINT)
+    assert {failure.exitcode for failure in context.wait().failures.values()} == {-signal.SIGINT}
+
+
+def test_a_signal_raises_in_wait_and_the_handlers_come_back(tmp_path):
+    mine = signal.signal(signal.SIGHUP, lambda *_: None)
+    before = signal.getsignal(signal.SIGHUP)
+    outer = start(tmp_path, "sleep", "1000", n=1)
+    inner, go = start_with_gate(tmp_path, "HUP")
+    with pytest.raises(SignalException) as caught:
+        go(inner)
+    assert caught.value.sigval is signal.SIGHUP
+    inner.close(caught.value.sigval)
+    assert signal.getsignal(signal.SIGHUP) is not before
+    outer.close()
+    assert signal.getsignal(signal.SIGHUP) is before
+    signal.signal(signal.SIGHUP, mine)
+
+
+def test_the_signals_are_those_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR2,SIGNOSUCH")
+    term = signal.getsignal(signal.SIGTERM)
+    context = start(tmp_path, "sleep", "1000", n=1)
+    assert signal.getsignal(signal.SIGTERM) is term
+    with pytest.raises(SignalException):
+        os.kill(os.getpid(), signal.SIGUSR2)
+    context.close()
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+def test_a_keyboard_interrupt_in_wait_leaves_the_processes_to_close(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")
+    context, go = start_with_gate(tmp_path, "INT")
+    with pytest.raises(KeyboardInterrupt):
+        go(context)
+    context.close()
+    procs.assert_gone(context.pids().values())
+
+
+def test_several_threads_may_wait(tmp_path):
+    context = start(tmp_path, "sleep", "1000")
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(context.wait())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    context.close()
+    for thread in threads:
+        thread.join(procs.HANG)
+    assert [len(result.failures) for result in results] == [2, 2, 2]
+
+
+def test_ranks_have_to_match(tmp_path):
+    with pytest.raises(RuntimeError, match="envs, local rank mapping mismatch"):
+        start_processes("x", "true", {0: (), 1: ()}, {0: {}}, DefaultLogsSpecs(str(tmp_path)))
+
+
+# --- output ---
+
+
+def test_lines_go_to_the_descriptor(tmp_path, capfd):
+    start(tmp_path, "sh", "-c", "printf 'a\\nb'", tee=Std.ALL, log_line_prefixes={1: "one: "}).wait()
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == ["[echo0]:a", "[echo0]:b", "one: a", "one: b"]
+
+
+def test_lines_go_to_a_standard_output_that_is_no_descriptor(tmp_path, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    start(tmp_path, "sh", "-c", "printf 'a\\nb'", tee=Std.ALL).wait()
+    assert sorted(screen.getvalue().splitlines()) == [
+        f"[echo{rank}]:{line}" for rank in (0, 1) for line in "ab"
+    ]
+
+
+def test_bytes_are_unchanged_in_files(tmp_path):
+    result = start(tmp_path, "printf", r"\377\000\r\n\376", n=12, redirects={11: Std.OUT}).wait()
+    with open(result.stdouts[11], "rb") as file:
+        assert file.read() == b"\xff\x00\r\n\xfe"
+    assert result.stdouts[10] == ""
+
+
+def test_lines_that_contain_a_text_are_copied(tmp_path):
+    context = start(tmp_path, "printf", r"loss 1\nother\n", tee=Std.OUT, duplicate_stdout_filters=["loss"])
+    context.wait()
+    assert context.filtered_stdout.closed
+    with open(context.filtered_stdout.name, encoding="utf-8") as file:
+        assert sorted(file) == ["[echo0]:loss 1\n", "[echo1]:loss 1\n"]
+
+
+def test_the_null_device_has_no_files_even_with_filters(tmp_path):
+    specs = DefaultLogsSpecs(os.devnull, tee=Std.ALL)
+    context = start(tmp_path, "true", specs=specs, duplicate_stdout_filters=["loss"])
+    assert context.wait().stdouts == {0: "", 1: ""}
+    assert context.filtered_stdout is None
+
+
+class OneFile(LogsSpecs):
+    """Of a user, made for a release that knew nothing of filtered files."""
+
+    def __init__(self, path):
+        super().__init__()
+        self._path = path
+
+    @property
+    def root_log_dir(self):
+        return str(self._path)
+
+    def reify(self, envs):  # noqa: ARG002 -- the interface
+        return LogsDest({0: f"{self._path}/out"}, {0: ""}, {}, {}, {0: f"{self._path}/error.json"})
+
+
+def test_classes_of_users_say_where_output_goes(tmp_path):
+    result = start(tmp_path, "echo", "x", n=1, specs=OneFile(tmp_path)).wait()
+    assert (tmp_path / "out").read_text() == "x\n"
+    assert result.stdouts == {0: f"{tmp_path}/out"}
