@@ -217,22 +217,38 @@ def test_a_path_runs_there_as_well(backend, worker_script):
     assert sorted(launched.stdout.splitlines())[:2] == ["0 2 0 0", "1 2 0 0"]
 
 
-def test_nodes_meet_in_a_file(launch, worker_script, tmp_path):
-    script = worker_script(SHOW)
-    nodes = [
-        launch(
-            "--nnodes=2",
-            "--nproc-per-node=1",
-            "--rdzv-backend=c10d",
-            "--rdzv-conf=store_type=file",
-            f"--rdzv-endpoint={tmp_path / 'meeting'}",
-            "--rdzv-id=job",
-            script,
-        )
-        for _ in range(2)
-    ]
+@pytest.fixture
+def in_file(launch, tmp_path):
+    """Starts two nodes that meet in a file."""
+
+    def start(script):
+        meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--rdzv-id=job")
+        endpoint = f"--rdzv-endpoint={tmp_path / 'meeting'}"
+        return [launch("--nnodes=2", "--nproc-per-node=1", *meeting, endpoint, script) for _ in range(2)]
+
+    return start
+
+
+def test_nodes_meet_in_a_file(in_file, worker_script):
+    nodes = in_file(worker_script(SHOW))
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr
     assert sorted(node.stdout for node in nodes) == ["0 2 0 0\n", "1 2 1 0\n"]
+
+
+@pytest.mark.beyond_torchrun  # there the worker would run for ever
+def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
+    script = worker_script("""
+        import os, signal
+        os.write(1, b"RUNS\\n")
+        if os.environ["RANK"] == "0":
+            signal.pause()
+        raise SystemExit(3)
+    """)
+    nodes = in_file(script)
+    assert [node.wait() for node in nodes] == [1, 1]
+    reasons = [node.stderr for node in nodes if "the rendezvous failed" in node.stderr]
+    assert len(reasons) == 1
+    assert reasons[0].endswith("has closed it, as rank 1 has failed with exit code 3\n")
 
 
 @pytest.mark.beyond_torchrun  # it takes any words for seconds
