@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from elasticrs.agent.sleepers import Sleepers
 from elasticrs.agent.state import Phase
 from elasticrs.config import JobConfig, ObserveSettings
 from elasticrs.events import record
+from elasticrs.events.hostname import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.plugins import attempt_logs
@@ -152,7 +154,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             RuntimeError: the workers could not be started.
             ValueError: the machine's limits do not allow that many.
         """
-        self._start_server()
+        self._setup_healthcheck()
         try:
             if self._waits_for_events:
                 # Measured by who observes the loop.
@@ -288,11 +290,13 @@ class LocalElasticAgent(SimpleElasticAgent):
             hang_startup_timeout=spec.hang_startup_timeout,
         )
 
-    def _start_server(self) -> None:
-        """Of the caller, or what ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for."""
+    def _setup_healthcheck(self) -> None:
+        """Start the health check server of the caller, or the one that ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks
+        for. Called once, before the first rendezvous; torch calls it before each start of workers.
+        """
         if self._health_check_server is None:
             try:
-                made = server_of_environment(os.environ)
+                made = server_of_environment(os.environ, self._get_alive_time)
                 if made is not None:
                     made.open()
                     self._health_check_server = made
@@ -303,6 +307,20 @@ class LocalElasticAgent(SimpleElasticAgent):
             server.open()
         elif self._health_check_server is not None:
             self._health_check_server.start()
+
+    @staticmethod
+    def _get_current_time_secs() -> int:
+        return int(time.time())
+
+    def _get_alive_time(self) -> float:
+        """When there was progress last, in seconds since 1970, for the health check server of the environment.
+
+        Who asks is answered by the agent's loop, so an answer is progress.
+        """
+        return time.time()
+
+    def _get_fq_hostname(self) -> str:
+        return fq_hostname()
 
     def _server_of_the_loop(self) -> OurServer | None:
         """The server, where the loop that waits answers for it; another one has its own ways."""
