@@ -139,6 +139,10 @@ def _logs_of_specs(launch: Launch) -> Callable[[str, dict[int, dict[str, str]]],
 
 
 def _script_workers(setup: WorkerSetup, launch: Launch) -> Workers:
+    if launch.start_method != "spawn":
+        from elasticrs.multiprocessing.kept_workers import KeptScriptWorkers
+
+        return KeptScriptWorkers(setup, launch.command, launch.start_method)
     from elasticrs.multiprocessing.spawn import ScriptWorkers
 
     return ScriptWorkers(setup, launch.command)

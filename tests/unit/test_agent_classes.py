@@ -113,9 +113,9 @@ def test_a_state_without_meaning_is_an_error(handler):
     assert agent.calls[-1] == "shutdown"
 
 
-def test_functions_need_spawn(handler, tmp_path):
-    with pytest.raises(ValueError, match="'fork' is not supported by this release"):
-        LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)), start_method="fork")
+def test_another_start_method_is_refused(handler, tmp_path):
+    with pytest.raises(ValueError, match="got 'thread', expected one of spawn, fork, forkserver"):
+        LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)), start_method="thread")
 
 
 @pytest.fixture

@@ -368,7 +368,7 @@ class Agent:
         attempt.pids = event.pids
         attempt.stamps["started"] = event.started_ns
         self._workers.started(supervisor, attempt)
-        attempt.oom_kills = oom_kills(event.pids)
+        attempt.oom_kills = oom_kills(attempt.pids)
         self._events.append(machine.Started())
         if self._failure_ns is not None:
             span = texts.milliseconds(event.started_ns - self._failure_ns)

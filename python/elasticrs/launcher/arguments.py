@@ -114,10 +114,21 @@ class Launch:
         variables: what is added to the environment of every worker.
         observe: who is told about it.
         runs_path: the command is a script and its arguments, for :func:`run_script_path`.
+        start_method: for such a command: ``spawn``, ``fork`` or ``forkserver``.
         handler: the nodes meet through a handler that polls; ``None``: not so.
     """
 
-    __slots__ = ("command", "handler", "job", "logs", "notices", "observe", "runs_path", "variables")
+    __slots__ = (
+        "command",
+        "handler",
+        "job",
+        "logs",
+        "notices",
+        "observe",
+        "runs_path",
+        "start_method",
+        "variables",
+    )
 
     def __init__(
         self,
@@ -129,6 +140,7 @@ class Launch:
         observe: ObserveSettings,
         runs_path: bool = False,
         handler: HandlerSettings | None = None,
+        start_method: str = "spawn",
     ) -> None:
         self.job = job
         self.logs = logs
@@ -138,6 +150,7 @@ class Launch:
         self.observe = observe
         self.runs_path = runs_path
         self.handler = handler
+        self.start_method = start_method
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
@@ -234,6 +247,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         _observe(args, command, meeting, environ, notices),
         args.run_path,
         meeting.handler,
+        args.start_method,
     )
 
 
@@ -411,8 +425,6 @@ def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
 
 
 def _useless(args: Namespace) -> Iterator[str]:
-    if args.run_path and args.start_method != "spawn":
-        yield f"--start-method {args.start_method} is not supported by this release: --run-path uses spawn"
     for name, stream in (("stdout", 1), ("stderr", 2)):
         tee = (
             args.tee if isinstance(args.tee, int) else max(args.tee.values(), key=lambda bits: bits & stream)

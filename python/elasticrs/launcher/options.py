@@ -225,7 +225,9 @@ OPTIONS: tuple[Option, ...] = (
         "for agents of users that poll; ours reacts at once",
         metavar="SECONDS",
     ),
-    Option("start-method", "spawn", _start_method, "for functions, not for scripts", metavar="METHOD"),
+    Option(
+        "start-method", "spawn", _start_method, "of --run-path: spawn, fork or forkserver", metavar="METHOD"
+    ),
     Option(
         "event-log-handler",
         "null",

@@ -93,7 +93,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     Args:
         spec: the workers.
         logs_specs: where their output goes.
-        start_method: for functions; ``spawn`` in this release.
+        start_method: for functions: ``spawn``, ``fork`` or ``forkserver``.
         exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
             ``None``.
         log_line_prefix_template: before tee'd lines.
@@ -123,8 +123,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         signals_to_handle: str | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
-        if callable(spec.entrypoint) and start_method != "spawn":
-            raise ValueError(f"start_method {start_method!r} is not supported by this release: use 'spawn'")
+        if start_method not in defaults.START_METHODS:
+            raise ValueError(
+                f"start_method: got {start_method!r}, expected one of {', '.join(defaults.START_METHODS)}"
+            )
         names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
         try:
             self._signals = defaults.parse_signals(names or defaults.DEFAULT_SIGNALS)
@@ -291,8 +293,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         )
 
     def _setup_healthcheck(self) -> None:
-        """Start the health check server of the caller, or the one that ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks
-        for. Called once, before the first rendezvous; torch calls it before each start of workers.
+        """Start the health check server of the caller, or what ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for.
+
+        Called once, before the first rendezvous; torch calls it before each start of workers.
         """
         if self._health_check_server is None:
             try:
@@ -313,7 +316,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return int(time.time())
 
     def _get_alive_time(self) -> float:
-        """When there was progress last, in seconds since 1970, for the health check server of the environment.
+        """When there was progress last, in seconds since 1970, for the server of the environment.
 
         Who asks is answered by the agent's loop, so an answer is progress.
         """
@@ -342,6 +345,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         setup = WorkerSetup(
             job, attempt_logs(self._logs_specs), template, environ, ignored_signals(), filters
         )
+        if callable(spec.entrypoint) and self._start_method != "spawn":
+            from elasticrs.multiprocessing.kept_workers import KeptWorkers
+
+            return KeptWorkers(setup, spec.entrypoint, spec.args, self._start_method)
         if callable(spec.entrypoint):
             from elasticrs.multiprocessing.spawn import FunctionWorkers
 
