@@ -2,7 +2,8 @@
 #
 #   make setup PYTHON=python3.12     choose the interpreter of .venv
 #   make test ALL=1                  also what is slow or needs root; nothing may be skipped (but for want of a GPU)
-#   make test PYTEST="-k logs -x"    arguments for pytest
+#   make test PYTEST="-k logs -x"    arguments for pytest, in one process
+#   make test JOBS=8                 processes of pytest; 0: none beside make's own
 #   make bench BENCH="--only launch --quick"
 
 SHELL := /bin/sh
@@ -26,6 +27,9 @@ PYTHON_TREES := python tests benchmarks examples tools
 
 BENCH ?=
 PYTEST ?=
+# Most tests wait rather than compute: one process more than there are processors. Who picks tests looks at them, and may
+# want -s or --pdb.
+JOBS ?= $(if $(strip $(PYTEST)),0,$(shell expr $$(nproc) + 1))
 ifdef ALL
 PYTEST_SELECT :=
 PYTEST_NEEDS := $(FRAMEWORKS)
@@ -86,7 +90,7 @@ test-rust:
 	@cargo test --locked --doc --quiet
 
 test-python: build $(PYTEST_NEEDS)
-	@$(PY) -m pytest $(PYTEST_SELECT) $(PYTEST)
+	@$(PY) -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_SELECT) $(PYTEST)
 
 interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'
 	@tools/interop.sh '$(TORCH)'

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from helpers import hosts, procs  # noqa: E402 -- the namespaces of the tests
 
+AGENT = "elasticrs.launch"
 PORT = 29400
 EPOCHS = 60
 BATCH_SIZE = 4
@@ -131,7 +132,7 @@ class Demo:
 
     def _start(self, node: int, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
         agent = subprocess.Popen(
-            [*self._place.prefix(node), sys.executable, "-m", "elasticrs.launch", *arguments],
+            [*self._place.prefix(node), sys.executable, "-m", AGENT, *arguments],
             env={"OMP_NUM_THREADS": "1", **os.environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -204,7 +205,7 @@ class Demo:
     def _worker_of(self, node: int) -> int:
         """The pid of the process that trains there: the one that has the script as its argument."""
         below = procs.descendants(self.agents[node].pid)
-        mine = [each.pid for each in below if str(TRAIN) in each.command and "elasticrs" not in each.command]
+        mine = [each.pid for each in below if str(TRAIN) in each.command and AGENT not in each.command]
         if len(mine) != 1:
             raise PromiseError(
                 f"expected one worker on {self._place.name(node)}: {[str(each) for each in below]}"

@@ -522,7 +522,8 @@ class Supervisor:
         """The next event, or ``None`` after ``timeout`` seconds. One thread at a time.
 
         Python's signal handlers run as soon as a signal arrives in the main thread; what they raise is
-        raised here.
+        raised here. One that arrives in the instant before the wait begins is looked at within 5 seconds; who
+        wants it at once watches a descriptor of :func:`signal.set_wakeup_fd`.
 
         Raises:
             SupervisorError: see the class.

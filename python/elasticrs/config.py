@@ -221,6 +221,52 @@ class ObserveSettings(Value):
         return self.event_log_handler == "null" and not self.has_metrics and self.health_port is None
 
 
+class HandlerSettings(Value):
+    """What a rendezvous handler that polls is made from, and its agent.
+
+    Args:
+        backend: its name.
+        endpoint: as the user typed it: what it means is the handler's to say.
+        run_id: the name of the job.
+        nodes: fewest and most.
+        config: settings of the handler.
+        local_addr: address of this node, if the user has named one.
+        exit_barrier_timeout: seconds to wait for other nodes at the end.
+        monitor_interval: seconds between two looks.
+    """
+
+    __slots__ = (
+        "backend",
+        "config",
+        "endpoint",
+        "exit_barrier_timeout",
+        "local_addr",
+        "monitor_interval",
+        "nodes",
+        "run_id",
+    )
+
+    def __init__(
+        self,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        nodes: tuple[int, int],
+        config: Mapping[str, object],
+        local_addr: str | None,
+        exit_barrier_timeout: float,
+        monitor_interval: float,
+    ) -> None:
+        self.backend = backend
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.nodes = nodes
+        self.config = config
+        self.local_addr = local_addr
+        self.exit_barrier_timeout = exit_barrier_timeout
+        self.monitor_interval = monitor_interval
+
+
 def random_run_id() -> str:
     """A random UUID (version 4), as torchrun gives to a job without an id."""
     raw = bytearray(os.urandom(16))

@@ -77,8 +77,10 @@ class Workers(ABC):
             self._timer_file = supervisor.watch_timers(environ.get("TORCHELASTIC_TIMER_FILE") or None)
         job = self._setup.job
         if job.hang_timeout is not None:
-            limit = None if job.hang_timeout == "auto" else float(job.hang_timeout)
-            supervisor.watch_hangs(limit, startup=job.hang_startup_timeout)
+            # The agent looks once a millisecond at most.
+            limit = None if job.hang_timeout == "auto" else max(0.001, float(job.hang_timeout))
+            startup = None if job.hang_startup_timeout is None else max(0.001, job.hang_startup_timeout)
+            supervisor.watch_hangs(limit, startup=startup)
 
     def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
         """Begin to start all, or none; fills in the attempt's paths.

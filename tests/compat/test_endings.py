@@ -6,11 +6,13 @@ import signal
 
 import pytest
 from helpers import procs
+from helpers.launcher import TORCHRUN
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.beyond_torchrun,
-]  # both are started here, whatever --launcher says
+    pytest.mark.beyond_torchrun,  # both are started here, whatever --launcher says
+    TORCHRUN,
+]
 
 BOTH = ("torchrun", "elasticrs")
 
@@ -127,7 +129,9 @@ def test_the_report_and_the_error_file(start, worker_script, tmp_path, how):
     reports, errors = {}, {}
     for launcher in BOTH:
         logs = tmp_path / launcher / "logs"
-        launched = start(launcher, "--log-dir", logs, "--rdzv-id=job", "--rdzv-backend=c10d", script)
+        # Any free port: torch's default is everybody's.
+        rendezvous = ("--rdzv-id=job", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+        launched = start(launcher, "--log-dir", logs, *rendezvous, script)
         assert launched.wait() == 1
         reports[launcher] = normalised(launched.stderr)
         found = list(logs.glob("*/attempt_0/0/error.json"))

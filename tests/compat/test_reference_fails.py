@@ -5,12 +5,12 @@ So that a case is known to be one. When a later torch mends it, the test says so
 
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import procs
+from helpers import ports, procs
+from helpers.launcher import TORCHRUN
 from helpers.procs import HANG
 
 pytestmark = [
@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(150),
     pytest.mark.beyond_torchrun,
+    TORCHRUN,
 ]
 
 BOTH = ("elasticrs", "torchrun")
@@ -54,9 +55,7 @@ UP = r"UP (\d) (\d) (\S+) (\d+) (\d+)"
 @pytest.fixture
 def agent(start, worker_script):
     """Starts one of several agents of a job on this machine."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{ports.free()}"
     script = worker_script(RANKS)
 
     def agent(launcher, address, nodes="1:2"):

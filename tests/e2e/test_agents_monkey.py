@@ -8,7 +8,7 @@ import random
 import signal
 
 import pytest
-from helpers import agents_monkey
+from helpers import agents_monkey, ports
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(240)]
 
@@ -35,7 +35,7 @@ def test_many_games(tmp_path):
 
 
 def test_who_is_told_to_end_before_there_are_workers_says_so(launch):
-    port = agents_monkey.free_port()
+    port = ports.free()
     arguments = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "-m", "never")
     endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}")
     agents = [launch(*endpoint, *arguments) for _ in range(2)]

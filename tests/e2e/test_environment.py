@@ -6,6 +6,7 @@ import signal
 import socket
 
 import pytest
+from helpers import ports
 
 SHOW = """
     import json, os, sys
@@ -129,10 +130,7 @@ def test_the_agent_hosts_the_store_unless_told_otherwise(launch, worker_script, 
 
 @pytest.mark.beyond_torchrun
 def test_a_port_of_the_users_is_left_to_rank_0(launch, worker_script):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launched = launch(f"--master-port={port}", worker_script(STORE))
+    launched = launch(f"--master-port={ports.free()}", worker_script(STORE))
     assert launched.wait() == 0, launched.stderr
     assert launched.stdout.splitlines() == ["STORE False refuses"]
 

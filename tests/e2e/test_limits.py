@@ -19,8 +19,8 @@ import elasticrs
 pytestmark = pytest.mark.beyond_torchrun
 
 PACKAGE = Path(elasticrs.__file__).parent
-UID = 54_321
-"""Nobody's, so that its limit of processes counts ours alone."""
+UID = 20_000 + os.getpid() % 40_000
+"""Nobody's, not even that of another process that runs tests: its limit of processes counts ours alone."""
 
 SAY = """
     import os

@@ -4,17 +4,19 @@ What may differ is listed here, and nothing else may.
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
-from helpers import procs
-from helpers.launcher import LAUNCHERS
+from helpers import ports, procs
+from helpers.launcher import LAUNCHERS, TORCHRUN
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.beyond_torchrun,
-]  # both are started here, whatever --launcher says
+    pytest.mark.beyond_torchrun,  # both are started here, whatever --launcher says
+    TORCHRUN,
+]
 
 SHOW = """
     import json, os, sys
@@ -26,6 +28,12 @@ SHOW = """
     os.write(1, f"out {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n".encode())
     os.write(2, f"err {os.environ['RANK']}\\n".encode())
     """
+
+IN_TURN = (
+    "rank = int(os.environ['RANK']); turn = os.open(os.environ['TURN'], (os.O_WRONLY, os.O_RDONLY)[rank]); "
+    "rank and os.read(turn, 1); sys.exit(7 * rank)"
+)
+"""Rank 1 fails when rank 0 has ended: nobody is stopped before it has shown what it sees."""
 
 OURS = {"ELASTICRS_ROUND"}
 """Variables that only our workers have."""
@@ -44,6 +52,7 @@ def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
     home = tmp_path / launcher
     (home / "shown").mkdir(parents=True)
     (home / "tmp").mkdir()
+    os.mkfifo(home / "turn")
     # SHOW is indented like a test's source; a body is a line.
     script = worker_script(SHOW + body)
     launched = launch(
@@ -52,7 +61,7 @@ def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
         "one",
         "--two",
         argv=LAUNCHERS[launcher],
-        env={"SHOWN": str(home / "shown"), "TMPDIR": str(home / "tmp"), **env},
+        env={"SHOWN": str(home / "shown"), "TURN": str(home / "turn"), "TMPDIR": str(home / "tmp"), **env},
         cwd=home,
     )
     code = launched.wait()
@@ -108,7 +117,7 @@ QUICK = [
     ),
     pytest.param(
         ["--nproc_per_node=2", *LOGGED, "-r", "3"],
-        "sys.exit(int(os.environ['RANK']) * 7)",
+        IN_TURN,
         {},
         1,
         id="one fails",
@@ -186,8 +195,8 @@ def flat(value, path=""):
     return {path: value}
 
 
-def check(launch, worker_script, tmp_path, free_port, arguments, body, env, code):
-    arguments = [argument.replace("{port}", str(free_port)) for argument in arguments]
+def check(launch, worker_script, tmp_path, arguments, body, env, code):
+    arguments = [argument.replace("{port}", str(ports.free())) for argument in arguments]
     theirs, their_stderr = show(launch, worker_script, tmp_path, "torchrun", arguments, body, env)
     assert theirs["code"] == code, their_stderr
     ours, our_stderr = show(launch, worker_script, tmp_path, "elasticrs", arguments, body, env)
@@ -198,21 +207,12 @@ def check(launch, worker_script, tmp_path, free_port, arguments, body, env, code
     assert any("/workers/" in name for name in theirs)
 
 
-@pytest.fixture
-def free_port():
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.mark.parametrize(("arguments", "body", "env", "code"), QUICK)
-def test_both_launchers_agree(launch, worker_script, tmp_path, free_port, arguments, body, env, code):
-    check(launch, worker_script, tmp_path, free_port, arguments, body, env, code)
+def test_both_launchers_agree(launch, worker_script, tmp_path, arguments, body, env, code):
+    check(launch, worker_script, tmp_path, arguments, body, env, code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "body", "env", "code"), SLOW)
-def test_both_launchers_agree_on_more(launch, worker_script, tmp_path, free_port, arguments, body, env, code):
-    check(launch, worker_script, tmp_path, free_port, arguments, body, env, code)
+def test_both_launchers_agree_on_more(launch, worker_script, tmp_path, arguments, body, env, code):
+    check(launch, worker_script, tmp_path, arguments, body, env, code)

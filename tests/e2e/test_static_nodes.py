@@ -7,6 +7,7 @@ import socket
 from contextlib import contextmanager
 
 import pytest
+from helpers import ports
 from helpers.nodes import RANKS, Worker
 from helpers.procs import reap_adopted
 
@@ -94,7 +95,7 @@ class Nodes:
 
     def __init__(self, launch, nnodes, script=RANKS, *, host="127.0.0.1", restarts=3, conf=None, env=None):
         self._launch, self._script, self._env = launch, script, env
-        self.port = free_port()
+        self.port = ports.free()
         self._options = ["--nnodes", str(nnodes), "--master-addr", host, "--master-port", str(self.port)]
         self._options += ["--max-restarts", str(restarts)]
         self._conf = conf
@@ -112,12 +113,6 @@ class Nodes:
 
     def codes(self):
         return [agent.wait() for agent in self.agents]
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @contextmanager
@@ -179,7 +174,7 @@ def test_an_ipv6_address_with_and_without_brackets(launch, host):
 
 
 def test_an_endpoint_in_place_of_address_and_port(launch):
-    port = free_port()
+    port = ports.free()
     argv = ("--nnodes=2", "--rdzv-backend=static", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job")
     agents = [launch(*argv, f"--node-rank={rank}", RANKS) for rank in (0, 1)]
     for agent in agents:
@@ -305,7 +300,8 @@ def test_who_comes_too_much_is_told_of_the_round_that_runs(launch, worker_script
 @pytest.mark.beyond_torchrun
 def test_nobody_is_at_the_address(launch):
     nodes = Nodes(launch, 2, conf={"join_timeout": 1})
-    line_of(nodes.start(1), f"could not join at 127.0.0.1:{nodes.port} within 1 s", "refused")
+    found = line_of(nodes.start(1), f"could not join at 127.0.0.1:{nodes.port} within 1 s", "refused")
+    assert "the same --master-addr and --master-port" in found, "options that were given, not those of c10d"
 
 
 @pytest.mark.beyond_torchrun

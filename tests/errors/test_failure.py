@@ -105,6 +105,14 @@ def test_an_empty_file_could_not_be_written(tmp_path: Path, exitcode: int | None
     assert failure.message == (f"{how}; its error file could not be written (it is empty, as on a full disk)")
 
 
+def test_a_huge_file_does_not_take_the_agents_memory(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    failure = ProcessFailure(0, 5, 1, str(path))
+    assert failure.message == "exit code 1; its error file cannot be read (more than 64 MiB)"
+
+
 def test_an_end_that_nobody_saw_has_no_code() -> None:
     failure = ProcessFailure(0, 5, None, "", seen_ns=1, cause="nobody can tell how it ended")
     assert failure.exitcode is None

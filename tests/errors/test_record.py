@@ -7,11 +7,13 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from elasticrs import _worker
 from elasticrs._worker.error_file import write_whole
 from elasticrs.multiprocessing.errors import (
     ChildFailedError,
@@ -120,7 +122,7 @@ def test_the_error_file_of_the_root_cause_is_handed_on(tmp_path: Path, error_fil
     }
 
 
-@pytest.mark.parametrize("content", [None, "", '{"message": {"mess', "[1]"])
+@pytest.mark.parametrize("content", [None, "", '{"message": {"mess', "[1]", "[" * 100_000])
 def test_a_missing_or_malformed_file_does_not_hide_the_failure(
     tmp_path: Path, error_file: Path, content: str | None
 ) -> None:
@@ -196,6 +198,68 @@ def test_a_file_that_cannot_be_replaced_is_written_in_place(tmp_path: Path) -> N
         os.close(reader)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert os.listdir(tmp_path) == ["pipe"]
+
+
+def fail() -> None:
+    raise ValueError("no")
+
+
+@pytest.fixture(params=["device", "pipe", "link"])
+def special(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """What is no regular file, in a folder of its own."""
+    path = tmp_path / "special" / request.param
+    path.parent.mkdir()
+    reader = None
+    if request.param == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+            path.write_text("")
+        except OSError as error:
+            pytest.skip(f"no device can be made: {error}")
+    elif request.param == "pipe":
+        os.mkfifo(path)
+        # A writer does not wait when somebody reads.
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    else:
+        path.symlink_to(tmp_path / "target")
+    before = path.lstat()
+    yield path
+    after = path.lstat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert os.listdir(path.parent) == [request.param]
+    if reader is not None:
+        os.close(reader)
+    if request.param == "link":
+        assert '"message"' in (tmp_path / "target").read_text()
+
+
+def test_what_is_no_regular_file_is_written_not_replaced(
+    special: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(special))
+    with pytest.raises(ValueError, match="no"):
+        record(fail)()
+
+
+def test_what_is_no_regular_file_is_not_removed_for_a_workers(
+    special: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(special))
+    of_worker = tmp_path / "worker.json"
+    of_worker.write_text('{"message": "text"}')
+    with pytest.raises(ChildFailedError):
+        record(raise_child_failure)(of_worker)
+
+
+def test_the_hook_puts_nothing_beside_what_is_no_regular_file(special: Path) -> None:
+    hook = Path(_worker.__file__).with_name("hook")
+    env = {"PYTHONPATH": str(hook), "TORCHELASTIC_ERROR_FILE": str(special)}
+    done = subprocess.run(
+        [sys.executable, "-c", "[][1]"], env=env, capture_output=True, timeout=30, check=False
+    )
+    assert done.returncode == 1
+    assert b"IndexError" in done.stderr
+    assert b"elasticrs:" not in done.stderr
 
 
 def test_an_import_in_a_worker_brings_nothing_heavy() -> None:

@@ -1,7 +1,6 @@
 """The example, and what its demo makes of a run."""
 
 import importlib.util
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers import ports
 from helpers.launcher import clean_environment
 
 DIRECTORY = Path(__file__).parents[2] / "examples" / "ddp_digits"
@@ -105,12 +105,6 @@ def test_every_broken_promise_is_named(demo: ModuleType, complaint: str, change:
 # --- the training script, without a launcher ---
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_workers(count: int, attempt: int, *arguments: str) -> tuple[list[int], str]:
     """All ranks of one attempt; their exit codes, and what rank 0 printed."""
     common = {
@@ -118,7 +112,7 @@ def run_workers(count: int, attempt: int, *arguments: str) -> tuple[list[int], s
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(ports.free()),
         "OMP_NUM_THREADS": "1",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }

@@ -1,5 +1,6 @@
 """The demo of several nodes keeps its promises, in namespaces and without."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from helpers import hosts
 from helpers.launcher import clean_environment
 
-DEMO = Path(__file__).parents[2] / "examples" / "ddp_multinode" / "demo.py"
+ROOT = Path(__file__).parents[2]
 HANG = 280
 EPOCHS = "30"
 """The host is back after some ten; the others are there for a quick machine, on which it comes back late."""
@@ -23,11 +24,15 @@ PLACES = [
 @pytest.mark.torch
 @pytest.mark.timeout(HANG + 20)
 @pytest.mark.parametrize("options", PLACES)
-def test_a_host_is_cut_off_and_comes_back(options: tuple[str, ...]) -> None:
+def test_a_host_is_cut_off_and_comes_back(tmp_path: Path, options: tuple[str, ...]) -> None:
     if not options and (reason := hosts.why_not()):
         pytest.skip(reason)
+    # A fresh clone has the name of the project, which is then in the path of every script.
+    clone = tmp_path / "elasticrs"
+    for part in ("examples", "tests/helpers"):
+        shutil.copytree(ROOT / part, clone / part)
     done = subprocess.run(
-        [sys.executable, DEMO, "--epochs", EPOCHS, *options],
+        [sys.executable, clone / "examples" / "ddp_multinode" / "demo.py", "--epochs", EPOCHS, *options],
         env=clean_environment(),
         stdout=subprocess.PIPE,
         text=True,

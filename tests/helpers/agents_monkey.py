@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from helpers import procs
+from helpers import ports, procs
 from helpers.control import Program
 from helpers.launcher import LAUNCHERS, clean_environment
 
@@ -105,7 +105,7 @@ class Game:
         self.most = chance.randint(2, 4)
         self.least = chance.randint(1, self.most)
         self.is_host_hit = self.is_settle_beaten = False
-        self.port = free_port()
+        self.port = ports.free()
         self.store: subprocess.Popen[bytes] | None = None
         self.began = time.monotonic()
         self.tell(f"min {self.least} max {self.most} nproc {self.nproc} max_restarts {self.max_restarts}")
@@ -461,14 +461,6 @@ class Game:
         for agent in self.agents:
             parts += [f"=== {agent.name}: {agent.popen.poll()}", agent.text()]
         return "\n".join([*parts, *self.complaints])
-
-
-def free_port() -> int:
-    """A port of loopback that nobody has now."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def connections(port: int) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 from helpers import procs
 from helpers.procs import HANG
 
@@ -197,3 +199,7 @@ LAUNCHERS = {
     "torchrun": (str(Path(sys.executable).parent / "torchrun"),),
 }
 """Command lines, all under this interpreter."""
+
+TORCHRUN = pytest.mark.xdist_group("torchrun")
+"""For tests that start torchrun on this machine without saying where its nodes meet: it has one port for all
+of them, so that they cannot run at the same time."""

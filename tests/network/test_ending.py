@@ -161,8 +161,14 @@ def test_a_spare_waits_and_says_so_until_the_job_ends(two):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_to_all_agents_ends_the_job(two, signum):
     job, agents, workers = two()
+    # All at once: an agent that hears of the end from another one first need not tell of its own signal.
+    for agent in agents:
+        agent.signal(signal.SIGSTOP)
+        procs.wait_state(agent.pid, "T")
     for agent in agents:
         agent.signal(signum)
+    for agent in agents:
+        agent.signal(signal.SIGCONT)
     assert job.ended() == [1, 1]
     procs.assert_gone(pids(workers))
     for agent in agents:

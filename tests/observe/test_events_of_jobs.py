@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from helpers.launcher import LAUNCHERS, Launched, clean_environment
+from helpers.launcher import LAUNCHERS, TORCHRUN, Launched, clean_environment
 from helpers.schema import check, schemas
 
 EVENT, INNER = schemas("events.md")
@@ -200,6 +200,7 @@ def shape(value):
 
 @pytest.mark.slow
 @pytest.mark.torch
+@TORCHRUN
 def test_keys_order_and_types_are_those_of_torchrun(worker_script, tmp_path):
     told = {}
     for name, command in LAUNCHERS.items():

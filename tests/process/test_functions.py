@@ -63,6 +63,25 @@ print(json.dumps([[rank, len(value), value[0]] for rank, value in values.items()
     assert sizes == [[0, 3_000_000, 0], [1, 3_000_000, 1], [2, 3_000_000, 2]]
 
 
+def test_a_stranger_at_the_workers_store_is_told_of(tmp_path):
+    _, stderr = host(
+        tmp_path,
+        """
+def work():
+    import socket
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1")
+        stranger.recv(1)
+""",
+        """
+launch(work, nproc=1)
+print("null")
+""",
+    )
+    assert stderr.count("not a client of a TCPStore") == 1, stderr
+
+
 def test_arguments_of_any_size_and_queues_go_along(tmp_path):
     found, _ = host(
         tmp_path,

@@ -176,9 +176,18 @@ def test_a_store_that_was_started_anew_is_not_ours():
 def test_an_agent_gives_up_alone():
     cluster = Cluster(min_nodes=2, max_nodes=2, join_timeout=3)
     a = cluster.add("a")
-    assert a.timers["give_up"] == 6
+    assert a.timers["give_up"] == 2 * 3 + 30, "the last call comes after the time for enough nodes"
     a.fire("give_up")
     assert a.outcome.kind == "timeout"
+
+
+def test_a_last_call_may_be_longer_than_the_time_to_join():
+    cluster = Cluster(min_nodes=1, max_nodes=2, join_timeout=3, last_call_timeout=10)
+    a = cluster.add("a")
+    assert "join/0" not in a.timers, "enough nodes are there"
+    assert a.timers["give_up"] > a.timers["last_call/0"] == 10
+    a.fire("last_call/0")
+    assert (cluster.head.state, cluster.head.size) == ("RUNNING", 1)
 
 
 def test_draining_one_node_ends_the_round_at_once_and_the_others_go_on():

@@ -3,12 +3,15 @@
 import os
 import re
 import signal
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 from helpers import ports
-from helpers.procs import wait_readable
+from helpers.procs import reap_adopted, wait_gone, wait_readable
+
+import elasticrs
 
 TRAINING = """
     import ctypes, os, signal, sys, time
@@ -117,13 +120,21 @@ SPIES = {
 }
 
 
+def interpreter_with_py_spy(folder, body):
+    """An interpreter in a folder of its own: a ``py-spy`` beside it comes before all others."""
+    python = folder / "python"
+    python.symlink_to(os.path.realpath(sys.executable))
+    spy = folder / "py-spy"
+    spy.write_text(f"#!/bin/sh\n{body}\n")
+    spy.chmod(0o755)
+    packages = str(Path(elasticrs.__file__).parent.parent)
+    argv = (python, "-m", "elasticrs.launch")
+    return {"argv": argv, "env": {"ELASTICRS_TRACEBACKS": "0", "PYTHONPATH": packages}}
+
+
 @pytest.mark.parametrize("how", SPIES)
 def test_who_has_no_handler_is_looked_into_by_py_spy(launch, worker_script, tmp_path, how):
-    spy = tmp_path / "bin" / "py-spy"
-    spy.parent.mkdir()
-    spy.write_text(f"#!/bin/sh\n{SPIES[how]}\n")
-    spy.chmod(0o755)
-    env = {"PATH": f"{spy.parent}{os.pathsep}{os.environ['PATH']}", "ELASTICRS_TRACEBACKS": "0"}
+    spied = interpreter_with_py_spy(tmp_path, SPIES[how])
     script = worker_script("""
         import os
         from elasticrs.timer import heartbeat
@@ -132,10 +143,62 @@ def test_who_has_no_handler_is_looked_into_by_py_spy(launch, worker_script, tmp_
         os.read(pipe[0], 1)
     """)
     logs = tmp_path / "logs"
-    launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", f"--log-dir={logs}", script, env=env)
+    launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", f"--log-dir={logs}", script, **spied)
     assert launched.wait() == 1
     assert "hung: no heartbeat" in launched.stderr
     assert re.search(r"^spied with dump --pid \d+$", evidence(logs, 0, 0), re.M)
+
+
+@pytest.mark.parametrize("limit", ["1e-9", "1e-300"])
+def test_a_limit_of_nearly_nothing_does_not_occupy_the_agent(launch, worker_script, limit):
+    script = worker_script("import os; os.write(1, b'UP\\n')")
+    launched = launch("--nproc-per-node=1", f"--hang-timeout={limit}", script)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout == "UP\n"
+
+
+@pytest.mark.parametrize("what", ["error.json.fault", "hang.txt"])
+def test_a_fifo_in_the_place_of_a_file_costs_that_file_only(launch, worker_script, tmp_path, what):
+    script = worker_script(f"""
+        import os
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+        heartbeat(0)
+        if os.environ["RANK"] == "0":
+            path = os.path.join(folder, {what!r})
+            if os.path.exists(path):
+                os.unlink(path)
+            os.mkfifo(path)
+            heartbeat(1)
+        os.read(pipe[0], 1)
+    """)
+    logs = tmp_path / "logs"
+    launched = launch("--nproc-per-node=2", "--hang-timeout=1", f"--log-dir={logs}", script)
+    assert launched.wait() == 1
+    assert "rank      : 1 (local_rank: 1)" in launched.stderr
+    assert "it is in <module> (worker.py:" in launched.stderr, "the evidence of the other rank is there"
+    assert "Current thread" in evidence(logs, 0, 1)
+    assert ("evidence of a hang could not be written" in launched.stderr) == (what == "hang.txt")
+
+
+def test_py_spy_does_not_outlive_an_agent_that_is_killed(launch, worker_script, tmp_path):
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    spied = interpreter_with_py_spy(tmp_path, f"echo $$ > {told}; exec sleep 1000")
+    script = worker_script("""
+        import os
+        from elasticrs.timer import heartbeat
+        pipe = os.pipe()
+        heartbeat()
+        os.read(pipe[0], 1)
+    """)
+    launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", script, **spied)
+    pid = int(told.read_text())
+    launched.signal(signal.SIGKILL)
+    assert launched.wait() == -signal.SIGKILL
+    assert wait_gone(pid), "it died with the agent"
+    reap_adopted()
 
 
 def test_a_section_has_its_own_limit(launch, worker_script):

@@ -166,8 +166,9 @@ def test_a_name_that_is_not_known_yet_makes_a_client(how):
     found = decide(rendezvous("later", **how), NODE1)
     assert not found.may_host
     assert found.trouble == "Name or service not known"
-    assert unresolved(rendezvous("later"), found.trouble) == (
-        "--rdzv-endpoint later:29400: this host cannot resolve 'later' (Name or service not known): "
+    option = "--master-addr later" if "backend" in how else "--rdzv-endpoint later:29400"
+    assert unresolved(rendezvous("later", **how), found.trouble) == (
+        f"{option}: this host cannot resolve 'later' (Name or service not known): "
         "give the address of the node that hosts the store instead, or make the name known (DNS, /etc/hosts)"
     )
 

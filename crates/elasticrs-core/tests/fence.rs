@@ -4,66 +4,20 @@
 mod common;
 
 use std::fs;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use common::{Lines, image, pipe, worker};
+use common::groups::{HANG, KILL, KILLED, close, event, group, run, supervisor, telling_group};
+use common::worker;
 use elasticrs_core::clock::boot_now;
-use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::protocol::Stage;
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy};
+use elasticrs_core::spec::Descendants;
 use elasticrs_core::supervisor::queue::Next;
-use elasticrs_core::supervisor::{Config, Event, Outcome, StartFailure, Supervisor};
-use elasticrs_testkit::{assert_no_children, pidfd, wait_for_end};
-
-/// A guard against hanging, never what is measured.
-const HANG: Duration = Duration::from_secs(20);
-const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
-const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
-
-fn supervisor() -> Supervisor {
-    Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap()
-}
-
-fn group(commands: &[&[&str]], stdout: Option<OwnedFd>) -> GroupSpec {
-    let process = |(local_rank, arguments): (u32, &&[&str])| {
-        let pass_fds = stdout.as_ref().map(|_| PassedFd { source: 0, target: 1 }).into_iter().collect();
-        ProcessSpec { local_rank, pass_fds, ..worker(arguments) }
-    };
-    GroupSpec {
-        processes: (0..).zip(commands).map(process).collect(),
-        descriptors: stdout.into_iter().collect(),
-        on_failure: StopPolicy { signal: Signal::TERM, grace: HANG },
-        on_success: Descendants::Linger(Duration::ZERO),
-        start_deadline: HANG,
-        keep_ignored: Vec::new(),
-    }
-}
-
-/// Starts the group, and waits until all of its workers are ready.
-fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
-    let (reader, writer) = pipe();
-    supervisor.start(group(commands, Some(writer))).unwrap();
-    let Event::GroupStarted { pids, .. } = event(supervisor) else { panic!("it starts") };
-    let mut lines = Lines::new(reader);
-    for _ in commands {
-        lines.until_ready();
-    }
-    (pids, lines)
-}
-
-fn event(supervisor: &Supervisor) -> Event {
-    loop {
-        match supervisor.next(Some(HANG)).unwrap() {
-            Next::Event(event) => return event,
-            Next::Interrupted => {}
-            other => panic!("hangs: {other:?}"),
-        }
-    }
-}
+use elasticrs_core::supervisor::{Event, Outcome, StartFailure, Supervisor};
+use elasticrs_testkit::{pidfd, wait_for_end};
 
 /// The exits and the outcome; the first event must be that of the fence.
 fn until_fenced_end(supervisor: &Supervisor) -> Outcome {
@@ -81,12 +35,6 @@ fn after(delay: Duration) -> u64 {
     boot_now() + u64::try_from(delay.as_nanos()).unwrap()
 }
 
-fn close(supervisor: Supervisor) {
-    supervisor.close(false).unwrap();
-    drop(supervisor);
-    assert_no_children();
-}
-
 #[test]
 fn a_passed_deadline_ends_the_group_as_stopped_and_the_next_lease_begins() {
     let supervisor = supervisor();
@@ -95,7 +43,7 @@ fn a_passed_deadline_ends_the_group_as_stopped_and_the_next_lease_begins() {
     assert_eq!(until_fenced_end(&supervisor), Outcome::Stopped);
     assert_eq!(lines.rest(), Vec::<String>::new(), "the daemon is gone as well");
 
-    supervisor.start(group(&[&["exit", "0"]], None)).unwrap();
+    supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
     let Event::StartFailed(failure) = event(&supervisor) else { panic!("behind the deadline nothing starts") };
     assert!(matches!(failure, StartFailure::Worker { local_rank: 0, stage: Stage::Fence, .. }), "{failure:?}");
     let expected = "could not start a worker for local rank 0: the lease of the connection to the store has run out";
@@ -162,12 +110,10 @@ fn a_suspended_group_is_fenced_and_a_worker_that_failed_before_stays_the_cause()
 #[test]
 fn descendants_that_linger_are_fenced_and_named_once() {
     let supervisor = supervisor();
-    let (reader, writer) = pipe();
-    let mut spec = group(&[&[]], Some(writer));
+    let (mut spec, mut lines) = telling_group(&[&[]]);
     spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo READY"].map(Into::into).into();
     spec.on_success = Descendants::Linger(HANG);
     supervisor.start(spec).unwrap();
-    let mut lines = Lines::new(reader);
     lines.until_ready();
     while !matches!(event(&supervisor), Event::WorkerExited { .. }) {}
     supervisor.fence().set(Some(after(Duration::ZERO)));

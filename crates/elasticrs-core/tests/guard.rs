@@ -5,10 +5,9 @@ mod common;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 
-use common::{Client, Lines};
+use common::{Client, Lines, Tree};
 use elasticrs_core::clock::boot_now;
 use elasticrs_core::nursery::fence::Fence;
 use elasticrs_core::nursery::launch::NurseryImage;
@@ -21,42 +20,22 @@ struct Agent {
     process: Child,
     lines: Lines,
     peer: TcpStream,
-    nursery: i32,
-    workers: Vec<i32>,
-    /// Those that workers have started.
-    daemons: Vec<i32>,
+    tree: Tree,
 }
 
 impl Agent {
     fn start(commands: &[&str]) -> Self {
-        nix::sys::prctl::set_child_subreaper(true).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let nursery = Path::new(env!("CARGO_BIN_EXE_worker-nursery"));
-        let program = nursery.parent().unwrap().join("examples/guarded-agent");
-        let (reader, writer) = common::pipe();
-        let mut agent = Command::new(program);
-        agent.arg(nursery).arg(listener.local_addr().unwrap().port().to_string());
+        let (mut agent, reader) = common::example_agent("guarded-agent");
+        agent.arg(listener.local_addr().unwrap().port().to_string());
         agent.args(commands.iter().map(|command| format!("{} {command}", worker_program().display())));
-        let process = agent.stdin(Stdio::piped()).stdout(writer).spawn().unwrap();
+        let process = agent.stdin(Stdio::piped()).spawn().unwrap();
         drop(agent);
         wait_readable(&listener, "the agent's connection");
         let peer = listener.accept().unwrap().0;
-        let lines = Lines::new(reader);
-        let mut agent = Self { process, lines, peer, nursery: 0, workers: Vec::new(), daemons: Vec::new() };
-        let mut ready = 0;
-        while agent.nursery == 0 || ready < commands.len() {
-            let line = agent.lines.next().unwrap();
-            if line == "READY" {
-                ready += 1;
-            } else if let Some(pids) = line.strip_prefix("nursery ") {
-                let (nursery, workers) = pids.split_once(" workers ").unwrap();
-                agent.nursery = nursery.parse().unwrap();
-                agent.workers.extend(workers.split(' ').map(|pid| pid.parse::<i32>().unwrap()));
-            } else {
-                agent.daemons.push(line.parse().unwrap());
-            }
-        }
-        agent
+        let mut lines = Lines::new(reader);
+        let tree = lines.until_all_ready(commands.len());
+        Self { process, lines, peer, tree }
     }
 
     fn ask(&mut self, request: &str) -> String {
@@ -66,10 +45,6 @@ impl Agent {
 
     fn signal(&self, signal: i32) {
         send(self.process.id().cast_signed(), signal);
-    }
-
-    fn below(&self) -> impl Iterator<Item = i32> {
-        self.workers.iter().chain(&self.daemons).copied()
     }
 
     /// Whether the peer has seen the end of the connection by now.
@@ -84,8 +59,8 @@ impl Agent {
 
     /// The agent is dead already: its nursery has fallen to us.
     fn reap_nursery(mut self) {
-        wait_for_end(self.nursery);
-        wait::reap(self.nursery);
+        wait_for_end(self.tree.nursery);
+        wait::reap(self.tree.nursery);
         assert_no_children();
         assert_eq!(self.lines.rest(), Vec::<String>::new());
     }
@@ -112,10 +87,10 @@ fn until_stopped(pid: i32) {
 fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
     // A large process takes a while to die.
     let mut agent = Agent::start(&["ignore-term", "daemonise", "alloc 256", "stop-self"]);
-    assert_eq!(agent.below().count(), 5);
+    assert_eq!(agent.tree.below().count(), 5);
     agent.process.kill().unwrap();
     wait_readable(&agent.peer, "the end of the connection");
-    let left: Vec<i32> = agent.below().filter(|&pid| is_running(pid)).collect();
+    let left: Vec<i32> = agent.tree.below().filter(|&pid| is_running(pid)).collect();
     assert_eq!(left, [0; 0], "the connection has ended before them");
     assert!(agent.connection_has_ended());
     agent.process.wait().unwrap();
@@ -129,18 +104,18 @@ fn a_connection_is_open_as_long_as_its_nursery_and_no_longer_when_released() {
         if released {
             assert_eq!(agent.ask("release"), "released");
             // The link to the agent remains.
-            while sockets(agent.nursery) > 1 {
+            while sockets(agent.tree.nursery) > 1 {
                 std::thread::yield_now();
             }
         }
-        send(agent.nursery, libc::SIGSTOP);
-        until_stopped(agent.nursery);
+        send(agent.tree.nursery, libc::SIGSTOP);
+        until_stopped(agent.tree.nursery);
         agent.process.kill().unwrap();
         agent.process.wait().unwrap();
         // The agent's own descriptors are closed.
         assert_eq!(agent.connection_has_ended(), released);
-        assert!(is_running(agent.workers[0]));
-        send(agent.nursery, libc::SIGCONT);
+        assert!(is_running(agent.tree.workers[0]));
+        send(agent.tree.nursery, libc::SIGCONT);
         agent.reap_nursery();
     }
 }
@@ -151,12 +126,12 @@ fn workers_of_a_stopped_agent_are_killed_at_the_deadline_and_it_hears_of_it() {
     let answer = agent.ask("fence 300");
     let deadline: u64 = answer.strip_prefix("fence at ").unwrap().parse().unwrap();
     agent.signal(libc::SIGSTOP);
-    let workers: Vec<_> = agent.below().filter_map(pidfd).collect();
+    let workers: Vec<_> = agent.tree.below().filter_map(pidfd).collect();
     for worker in &workers {
         wait_readable(worker, "the end of a worker");
         assert!(boot_now() >= deadline, "too early");
     }
-    assert!(is_running(agent.nursery));
+    assert!(is_running(agent.tree.nursery));
     assert!(!agent.connection_has_ended(), "the agent lives");
 
     agent.signal(libc::SIGCONT);

@@ -4,7 +4,6 @@
 mod common;
 
 use std::os::fd::AsRawFd;
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -25,29 +24,13 @@ struct Agent {
 
 impl Agent {
     fn start(workers: usize, command: &[&str]) -> Self {
-        nix::sys::prctl::set_child_subreaper(true).unwrap();
-        let nursery = Path::new(env!("CARGO_BIN_EXE_worker-nursery"));
-        let program = nursery.parent().unwrap().join("examples/small-agent");
-        let (reader, writer) = common::pipe();
-        let mut agent = Command::new(program);
-        agent.arg(nursery).arg(workers.to_string()).arg(worker_program()).args(command);
-        let process = agent.stdin(Stdio::null()).stdout(writer).spawn().unwrap();
+        let (mut agent, reader) = common::example_agent("small-agent");
+        agent.arg(workers.to_string()).arg(worker_program()).args(command);
+        let process = agent.stdin(Stdio::null()).spawn().unwrap();
         drop(agent);
-        let mut agent = Self { process, lines: Lines::new(reader), nursery: 0, below: Vec::new() };
-        let mut ready = 0;
-        while agent.nursery == 0 || ready < workers {
-            let line = agent.lines.next().unwrap();
-            if line == "READY" {
-                ready += 1;
-            } else if let Some(pids) = line.strip_prefix("nursery ") {
-                let (nursery, workers) = pids.split_once(" workers ").unwrap();
-                agent.nursery = nursery.parse().unwrap();
-                agent.below.extend(workers.split(' ').map(|pid| pid.parse::<i32>().unwrap()));
-            } else {
-                agent.below.push(line.parse().unwrap());
-            }
-        }
-        agent
+        let mut lines = Lines::new(reader);
+        let tree = lines.until_all_ready(workers);
+        Self { process, lines, nursery: tree.nursery, below: tree.below().collect() }
     }
 }
 

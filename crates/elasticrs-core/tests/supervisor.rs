@@ -4,79 +4,19 @@
 mod common;
 
 use std::io::{self, BufRead, Write};
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use common::{Lines, image, pipe, process, worker};
+use common::groups::{HANG, KILL, KILLED, TERM, close, event, group, run, supervisor, telling_group};
+use common::{image, process, worker};
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::nursery::protocol::Stage;
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, Stdio, StopPolicy};
-use elasticrs_core::supervisor::queue::Next;
+use elasticrs_core::spec::{Stdio, StopPolicy};
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
 use elasticrs_testkit::assert_no_children;
 
-/// A guard against hanging, never what is measured.
-const HANG: Duration = Duration::from_secs(20);
-const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: HANG };
-const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
-const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
 const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
-
-fn supervisor() -> Supervisor {
-    Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap()
-}
-
-/// The workers' standard outputs all go to one pipe, so that the test can wait for as many `READY`s.
-struct Launch {
-    group: GroupSpec,
-    lines: Lines,
-}
-
-fn launch(commands: &[&[&str]]) -> Launch {
-    let (reader, writer) = pipe();
-    let mut group = group(commands.iter().map(|arguments| worker(arguments)).collect());
-    for spec in &mut group.processes {
-        spec.pass_fds = vec![PassedFd { source: 0, target: 1 }];
-    }
-    group.descriptors = vec![writer];
-    Launch { group, lines: Lines::new(reader) }
-}
-
-fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
-    let ranked = (0..).zip(processes).map(|(local_rank, process)| ProcessSpec { local_rank, ..process });
-    GroupSpec {
-        processes: ranked.collect(),
-        descriptors: Vec::<OwnedFd>::new(),
-        on_failure: TERM,
-        on_success: Descendants::Linger(Duration::ZERO),
-        start_deadline: HANG,
-        keep_ignored: Vec::new(),
-    }
-}
-
-/// Starts the group, and waits until all of its workers are ready.
-fn run(supervisor: &Supervisor, launch: Launch) -> Vec<i32> {
-    let Launch { group, mut lines } = launch;
-    let count = group.processes.len();
-    supervisor.start(group).unwrap();
-    let Event::GroupStarted { pids, .. } = event(supervisor) else { panic!("it starts") };
-    for _ in 0..count {
-        lines.until_ready();
-    }
-    pids
-}
-
-fn event(supervisor: &Supervisor) -> Event {
-    loop {
-        match supervisor.next(Some(HANG)).unwrap() {
-            Next::Event(event) => return event,
-            Next::Interrupted => {}
-            other => panic!("hangs: {other:?}"),
-        }
-    }
-}
 
 /// Everything until the end of the group: exits by rank, with the signal that we had sent, and the end.
 fn until_end(supervisor: &Supervisor) -> (Vec<(u32, WorkerExit, Option<Signal>)>, Event) {
@@ -112,12 +52,6 @@ fn until_stopped(pid: i32) {
     }
 }
 
-fn close(supervisor: Supervisor) {
-    supervisor.close(false).unwrap();
-    drop(supervisor);
-    assert_no_children();
-}
-
 #[test]
 fn a_group_that_exits_0_succeeds() {
     let supervisor = supervisor();
@@ -132,7 +66,7 @@ fn a_group_that_exits_0_succeeds() {
 #[test]
 fn the_first_failure_stops_the_siblings_and_says_who_was_first() {
     let supervisor = supervisor();
-    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"], &["sleep"]]));
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"], &["sleep"]]);
     kill(pids[1], libc::SIGKILL);
     let Event::FailureSeen { local_rank: 1, siblings: 2, seen, signalled } = event(&supervisor) else {
         panic!("the failure is told first");
@@ -148,7 +82,7 @@ fn the_first_failure_stops_the_siblings_and_says_who_was_first() {
 #[test]
 fn sigkill_follows_when_the_grace_is_over() {
     let supervisor = supervisor();
-    run(&supervisor, launch(&[&["ignore-term"], &["sleep"]]));
+    run(&supervisor, &[&["ignore-term"], &["sleep"]]);
     supervisor.stop(StopPolicy { signal: Signal::TERM, grace: Duration::from_millis(50) }).unwrap();
     let (exits, end) = until_end(&supervisor);
     assert_eq!(exits[0], (0, KILLED, Some(Signal::KILL)));
@@ -160,7 +94,7 @@ fn sigkill_follows_when_the_grace_is_over() {
 #[test]
 fn a_second_harder_stop_does_not_wait_for_the_first() {
     let supervisor = supervisor();
-    run(&supervisor, launch(&[&["ignore-term"]]));
+    run(&supervisor, &[&["ignore-term"]]);
     supervisor.stop(StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(3600) }).unwrap();
     supervisor.stop(KILL).unwrap();
     assert_eq!(until_end(&supervisor).0, [(0, KILLED, Some(Signal::KILL))]);
@@ -219,7 +153,7 @@ fn a_start_that_hangs_is_given_up_and_says_where() {
 #[test]
 fn the_loss_of_the_nursery_ends_the_group_and_the_next_one_gets_a_new_one() {
     let supervisor = supervisor();
-    run(&supervisor, launch(&[&["daemonise"], &["sleep"]]));
+    run(&supervisor, &[&["daemonise"], &["sleep"]]);
     let first = supervisor.nursery_pid().unwrap();
     kill(first, libc::SIGKILL);
     let (exits, end) = until_end(&supervisor);
@@ -244,7 +178,7 @@ fn the_loss_of_the_nursery_ends_the_group_and_the_next_one_gets_a_new_one() {
 #[test]
 fn a_nursery_that_is_stopped_is_noticed_by_its_silence_and_resumed() {
     let supervisor = supervisor();
-    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"]]));
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     kill(supervisor.nursery_pid().unwrap(), libc::SIGSTOP);
     kill(pids[0], libc::SIGKILL);
     let (exits, end) = until_end(&supervisor);
@@ -257,7 +191,7 @@ fn a_nursery_that_is_stopped_is_noticed_by_its_silence_and_resumed() {
 fn a_nursery_that_does_not_wake_up_is_killed_and_said_to_have_hung() {
     use nix::sys::ptrace;
     let supervisor = supervisor();
-    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"]]));
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     // SIGCONT does not wake up who is held by a tracer.
     let nursery = nix::unistd::Pid::from_raw(supervisor.nursery_pid().unwrap());
     ptrace::seize(nursery, ptrace::Options::empty()).unwrap();
@@ -275,7 +209,7 @@ fn a_nursery_that_does_not_wake_up_is_killed_and_said_to_have_hung() {
 #[test]
 fn who_died_by_itself_before_a_stop_is_not_listed_as_stopped() {
     let supervisor = supervisor();
-    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"]]));
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     let nursery = supervisor.nursery_pid().unwrap();
     // So that the death is not told before the stop.
     kill(nursery, libc::SIGSTOP);
@@ -294,7 +228,7 @@ fn who_died_by_itself_before_a_stop_is_not_listed_as_stopped() {
 #[test]
 fn a_stopped_worker_is_told_and_a_stop_still_ends_it() {
     let supervisor = supervisor();
-    let pids = run(&supervisor, launch(&[&["sleep"]]));
+    let (pids, _lines) = run(&supervisor, &[&["sleep"]]);
     kill(pids[0], libc::SIGSTOP);
     let paused = event(&supervisor);
     assert_eq!(paused, Event::WorkerPaused { local_rank: 0, pid: pids[0], signal: libc::SIGSTOP });
@@ -306,7 +240,7 @@ fn a_stopped_worker_is_told_and_a_stop_still_ends_it() {
 #[test]
 fn suspended_workers_are_stopped_and_go_on() {
     let supervisor = supervisor();
-    let pids = run(&supervisor, launch(&[&["sleep"], &["sleep"]]));
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     supervisor.suspend().unwrap();
     for pid in &pids {
         until_stopped(*pid);
@@ -365,7 +299,7 @@ fn the_status_of_a_strangers_child_comes_through_its_pipe() {
 #[test]
 fn one_group_at_a_time() {
     let supervisor = supervisor();
-    run(&supervisor, launch(&[&["sleep"]]));
+    run(&supervisor, &[&["sleep"]]);
     assert!(matches!(supervisor.start(group(vec![])), Err(SupervisorError::Busy)));
     supervisor.stop(KILL).unwrap();
     until_end(&supervisor);
@@ -376,14 +310,14 @@ fn one_group_at_a_time() {
 #[test]
 fn closing_ends_whatever_runs() {
     let supervisor = supervisor();
-    run(&supervisor, launch(&[&["daemonise"], &["ignore-term"]]));
+    run(&supervisor, &[&["daemonise"], &["ignore-term"]]);
     close(supervisor);
 }
 
 #[test]
 fn a_forgotten_supervisor_leaves_nothing() {
     let supervisor = supervisor();
-    run(&supervisor, launch(&[&["sleep"]]));
+    run(&supervisor, &[&["sleep"]]);
     drop(supervisor);
     assert_no_children();
 }
@@ -391,7 +325,7 @@ fn a_forgotten_supervisor_leaves_nothing() {
 #[test]
 fn a_stop_before_all_are_started_is_not_lost() {
     let supervisor = supervisor();
-    let Launch { group, .. } = launch(&[&["sleep"], &["sleep"]]);
+    let (group, _lines) = telling_group(&[&["sleep"], &["sleep"]]);
     supervisor.start(group).unwrap();
     supervisor.stop(TERM).unwrap();
     assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Stopped);
@@ -417,7 +351,7 @@ fn a_panic_of_the_runtime_is_an_error_and_not_a_hang() {
 fn in_a_host_application_a_lost_nursery_leaves_no_daemon_either() {
     nix::sys::prctl::set_child_subreaper(true).unwrap();
     let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: false }).unwrap();
-    run(&supervisor, launch(&[&["daemonise"]]));
+    run(&supervisor, &[&["daemonise"]]);
     kill(supervisor.nursery_pid().unwrap(), libc::SIGKILL);
     let (_, end) = until_end(&supervisor);
     let Event::GroupEnded { outcome: Outcome::Lost, swept, .. } = end else { panic!("{end:?}") };

@@ -8,18 +8,11 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::time::Duration;
 
-use common::image;
+use common::groups::{HANG, supervisor};
 use elasticrs_core::supervisor::queue::Next;
-use elasticrs_core::supervisor::{Config, Event, Supervisor, SupervisorError};
+use elasticrs_core::supervisor::{Event, SupervisorError};
 use elasticrs_testkit::{assert_no_children, is_running};
-
-const HANG: Duration = Duration::from_secs(20);
-
-fn supervisor() -> Supervisor {
-    Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap()
-}
 
 #[test]
 fn tasks_share_the_one_runtime_thread_and_need_not_be_send() {

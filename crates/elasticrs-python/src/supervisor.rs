@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use elasticrs_core::clock::boot_now;
 use elasticrs_core::supervisor::evidence::EvidenceFiles;
@@ -17,6 +17,11 @@ use crate::error::{Error, os_error};
 use crate::event::{FdReady, Heartbeat, heartbeat, object, to_python};
 use crate::nursery;
 use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
+
+/// How long a wait may last without a look at Python's signals. One that comes between the last look and the system call
+/// that waits, or that the kernel hands to another thread, interrupts nothing. As long as the agent's own safety tick, so
+/// that it costs the agent no wake-up.
+const LOOK: Duration = Duration::from_secs(5);
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct Supervisor {
@@ -121,12 +126,12 @@ impl Supervisor {
         let timeout = timeout.map(|seconds| duration(seconds.max(0.0), "timeout")).transpose()?;
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            match py.detach(|| self.inner.next(left)).map_err(Error)? {
+            let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
+            match py.detach(|| self.inner.next(Some(left.min(LOOK)))).map_err(Error)? {
                 Next::Event(event) => return to_python(py, event).map(Some),
                 Next::FdReady(fd) => return object(py, FdReady { fd }).map(Some),
-                Next::TimedOut => return Ok(None),
-                Next::Interrupted => py.check_signals()?,
+                Next::TimedOut if left <= LOOK => return Ok(None),
+                Next::TimedOut | Next::Interrupted => py.check_signals()?,
             }
         }
     }

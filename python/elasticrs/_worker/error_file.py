@@ -50,11 +50,14 @@ def write_whole(path: str, text: str) -> None:
     """Replace ``path`` in one step, so that no reader sees half of it.
 
     Where that cannot be (a bind-mounted file such as ``/dev/termination-log``, a directory without write
-    permission), the file is written in place.
+    permission), or must not (``/dev/null``, ``/dev/stderr``), the file is written in place.
 
     Raises:
         OSError: neither way worked.
     """
+    if not may_be_replaced(path):
+        _write(path, text)
+        return
     partial = "%s.%d.partial" % (path, os.getpid())  # noqa: UP031
     try:
         _write(partial, text)
@@ -64,6 +67,11 @@ def write_whole(path: str, text: str) -> None:
         if os.path.exists(partial):
             os.unlink(partial)
         _write(path, text)
+
+
+def may_be_replaced(path: str) -> bool:
+    """Whether nothing is at ``path``, or a regular file: no device, pipe or symbolic link."""
+    return not os.path.lexists(path) or (os.path.isfile(path) and not os.path.islink(path))
 
 
 def write_uncaught(path: str, error: BaseException) -> None:
@@ -77,6 +85,9 @@ def write_uncaught(path: str, error: BaseException) -> None:
 
 
 def _is_from_elsewhere(path: str) -> bool:
+    if not os.path.isfile(path):
+        # A terminal or a pipe would be waited for.
+        return False
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return FROM_HOOK not in file.read()

@@ -24,6 +24,10 @@ def answer_with_stacks() -> None:
     signum = SIGRTMIN + 12
     if _is_caught(signum):
         return
+    from elasticrs._worker.error_file import may_be_replaced
+
+    if not may_be_replaced(path):
+        return  # Beside a device is no place for files.
     try:
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:

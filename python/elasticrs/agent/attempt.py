@@ -50,10 +50,6 @@ class Plan:
         if self.store is not None:
             self.store.close()
 
-    def notices(self) -> list[str]:
-        """What the store has to say to the user, when it does not say so through the supervisor."""
-        return self.store.take_notices() if self.store is not None else []
-
 
 class Attempt:
     """What happened in one attempt.

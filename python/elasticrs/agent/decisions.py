@@ -86,17 +86,11 @@ class Decisions(ABC):
         """
         raise RuntimeError("plans come with the rounds")
 
-    def release_plan(self) -> list[str]:
-        """The attempt is over: give its port back. Idempotent.
-
-        Returns:
-            Lines for the user.
-        """
+    def release_plan(self) -> None:
+        """The attempt is over: give its port back. Idempotent."""
         plan, self.plan = self.plan, None
-        if plan is None:
-            return []
-        plan.close()
-        return plan.notices()
+        if plan is not None:
+            plan.close()
 
     def close_rendezvous(self) -> None:  # noqa: B027 -- not everybody has one
         """No further attempt follows."""

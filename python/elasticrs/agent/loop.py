@@ -158,7 +158,7 @@ class Agent:
                 self._observers.opened(supervisor)
                 self._drive(supervisor)
         finally:
-            self._release_plan()
+            self._decisions.release_plan()
             if supervisor is not None:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
             self._decisions.close()
@@ -247,7 +247,7 @@ class Agent:
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
-            self._release_plan()
+            self._decisions.release_plan()
         elif isinstance(action, machine.AnnounceRestart):
             self._announce(action)
         elif isinstance(action, machine.ReportFailure):
@@ -302,12 +302,8 @@ class Agent:
             return f"nursery {texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)}"
         return self._result.message or "the workers could not be started"
 
-    def _release_plan(self) -> None:
-        for line in self._decisions.release_plan():
-            self._console.say(line)
-
     def _finish(self, action: machine.Exit) -> None:
-        self._release_plan()
+        self._decisions.release_plan()
         self._discard_empty_fault_files()
         self._write_timeline()
         self._result.phase = self._decisions.phase

@@ -134,10 +134,9 @@ class SeveralNodes(Decisions):
             return found
         return found + self._translate(self._driver.lose("no sign of life reached the store in time"))
 
-    def release_plan(self) -> list[str]:
+    def release_plan(self) -> None:
         """See the base class; the driver owns the listener, which goes with the round."""
         self.plan = None
-        return []
 
     def close(self) -> None:
         """See the base class."""

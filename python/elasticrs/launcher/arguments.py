@@ -11,7 +11,7 @@ import os
 import sys
 
 from elasticrs import config
-from elasticrs.config import JobConfig, LogSettings, ObserveSettings, UsageError
+from elasticrs.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
 from elasticrs.launcher.options import OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
@@ -55,52 +55,6 @@ class HelpRequested(Exception):  # noqa: N818 -- not an error
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what = what
-
-
-class HandlerSettings:
-    """What a rendezvous handler that polls is made from, and its agent.
-
-    Args:
-        backend: its name.
-        endpoint: as the user typed it: what it means is the handler's to say.
-        run_id: the name of the job.
-        nodes: fewest and most.
-        config: settings of the handler.
-        local_addr: address of this node, if the user has named one.
-        exit_barrier_timeout: seconds to wait for other nodes at the end.
-        monitor_interval: seconds between two looks.
-    """
-
-    __slots__ = (
-        "backend",
-        "config",
-        "endpoint",
-        "exit_barrier_timeout",
-        "local_addr",
-        "monitor_interval",
-        "nodes",
-        "run_id",
-    )
-
-    def __init__(
-        self,
-        backend: str,
-        endpoint: str,
-        run_id: str,
-        nodes: tuple[int, int],
-        config: Mapping[str, object],
-        local_addr: str | None,
-        exit_barrier_timeout: float,
-        monitor_interval: float,
-    ) -> None:
-        self.backend = backend
-        self.endpoint = endpoint
-        self.run_id = run_id
-        self.nodes = nodes
-        self.config = config
-        self.local_addr = local_addr
-        self.exit_barrier_timeout = exit_barrier_timeout
-        self.monitor_interval = monitor_interval
 
 
 class Launch:

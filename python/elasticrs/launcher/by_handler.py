@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from elasticrs.agent.console import Console
     from elasticrs.agent.server import RunResult
     from elasticrs.agent.signals import SignalPipe
-    from elasticrs.config import JobConfig
-    from elasticrs.launcher.arguments import HandlerSettings, Launch
+    from elasticrs.config import HandlerSettings, JobConfig
+    from elasticrs.launcher.arguments import Launch
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.workers import Workers
 

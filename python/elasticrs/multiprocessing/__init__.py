@@ -71,43 +71,30 @@ def start_processes(
         RuntimeError: local ranks do not match, or the processes could not be started.
         ValueError: no such start method.
     """
-    from elasticrs.multiprocessing import api, contexts
+    from elasticrs.multiprocessing import api, group
 
     nprocs = len(args)
     api._validate_full_rank(args, nprocs, "args")
     api._validate_full_rank(envs, nprocs, "envs")
-    context: PContext
-    if isinstance(entrypoint, str):
-        context = contexts.SubprocessContext(
-            name,
-            entrypoint,
-            args,
-            envs,
-            logs_specs,
-            log_line_prefixes,
-            numa_options,
-            duplicate_stdout_filters,
-            duplicate_stderr_filters,
-        )
-    else:
-        context = contexts.MultiprocessContext(
-            name,
-            entrypoint,
-            args,
-            envs,
-            start_method,
-            logs_specs,
-            log_line_prefixes,
-            numa_options,
-            duplicate_stdout_filters,
-            duplicate_stderr_filters,
-        )
+    logs = (logs_specs, log_line_prefixes)
+    filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+    context: PContext | None = None
     try:
-        context.start()
+        # A signal that comes meanwhile is raised at the end of the block.
+        with group.held():
+            if isinstance(entrypoint, str):
+                context = api.SubprocessContext(name, entrypoint, args, envs, *logs, numa_options, *filters)
+            else:
+                context = api.MultiprocessContext(
+                    name, entrypoint, args, envs, start_method, *logs, numa_options, *filters
+                )
+            context.start()
+        # Within the `try`: from here on nothing can come between us and the caller.
+        return context
     except BaseException:
-        context.close()
+        if context is not None:
+            context.close()
         raise
-    return context
 
 
 def __getattr__(name: str) -> object:

@@ -105,9 +105,7 @@ class _SupervisedContext(PContext):
         if ended.exitcode is None:
             end = processes.end
             lost = end is not None and end.nursery_exitcode is not None
-            cause = (
-                "the nursery was lost, and the process with it" if lost else "nobody can tell how it ended"
-            )
+            cause = "the nursery was lost, and the process with it" if lost else self._unknown_end()
         return ProcessFailure(
             rank,
             ended.pid,
@@ -119,6 +117,10 @@ class _SupervisedContext(PContext):
             log_paths=logs,
             stderr_tail=_last_lines(logs["stderr"]) if "stderr" in logs else (),
         )
+
+    def _unknown_end(self) -> str:
+        """What is known of a process whose exit status is lost."""
+        return "nobody can tell how it ended"
 
     def _cpus(self) -> list[list[int]] | None:
         return cpus_of_options(self._numa_options, self.nprocs)
@@ -251,6 +253,11 @@ class MultiprocessContext(_SupervisedContext):
 
     def _is_told(self, ended: _core.WorkerExited) -> bool:
         return ended.sent_signal is None
+
+    def _unknown_end(self) -> str:
+        if self.start_method == "spawn":
+            return super()._unknown_end()
+        return "the parent of the functions (their keeper) was killed, and the process with it"
 
     def _make_result(self, processes: ProcessGroup) -> RunProcsResult:
         result = super()._make_result(processes)

@@ -47,6 +47,8 @@ def interrupt(error: BaseException) -> bool:
         ``False`` when nothing waits here: then the caller raises it.
     """
     if not _waiting and not _holds:
+        # The caller's is raised in place of one that is still kept.
+        _pending.clear()
         return False
     _pending.append(error)
     if _waiting:

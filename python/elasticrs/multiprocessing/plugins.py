@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._worker.error_file import may_be_replaced
 from elasticrs.config import UsageError
 from elasticrs.logs import STDERR, LogPaths
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, Std
@@ -64,13 +65,21 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
             destination.stderrs,
             destination.tee_stdouts,
             destination.tee_stderrs,
-            {local_rank: own.get("TORCHELASTIC_ERROR_FILE", "") for local_rank, own in variables.items()},
+            {
+                local_rank: _regular(own.get("TORCHELASTIC_ERROR_FILE", ""))
+                for local_rank, own in variables.items()
+            },
             # Classes of older releases know nothing of these.
             getattr(destination, "filtered_stdout", ""),
             getattr(destination, "filtered_stderr", ""),
         )
 
     return paths_of_attempt
+
+
+def _regular(error_file: str) -> str:
+    # Nothing can be read from a device, and nothing may be put beside it.
+    return error_file if error_file and may_be_replaced(error_file) else ""
 
 
 def _class(name: str) -> Any:

@@ -60,13 +60,26 @@ class OneNodeRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See :class:`RendezvousHandler`; never waits."""
+        return self.next_served_by(None)
+
+    def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousInfo:
+        """As :meth:`next_rendezvous`.
+
+        Args:
+            supervisor: serves the workers' store, and tells what that has to say to the user; ``None``: a
+                thread of its own.
+
+        Raises:
+            RendezvousClosedError: see :meth:`set_closed`.
+            OSError: no port or descriptor is free.
+        """
         if self._is_closed:
             raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")
         self._release()
         port = self._port
         if self.use_agent_store:
             self._store = _core.WorkerStore()
-            self._store.serve()
+            self._store.serve(supervisor)
             port = self._store.port
         elif port is None:
             self._reserved = ReservedPort()

@@ -6,18 +6,22 @@
 //! answers as well. `py-spy` looks into those that do not, where it is installed.
 //!
 //! - **EVI-1** nobody gets the signal without a handler for it and the hook's file;
-//! - **EVI-2** all ranks are asked at once, and all of it ends by the deadline that the caller gives.
+//! - **EVI-2** all ranks are asked at once, and all of it ends by the deadline that the caller gives;
+//! - **EVI-3** only plain files are opened: a worker may put anything in their place, and one that blocks (a FIFO) would
+//!   cost the evidence of all.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write as _};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::watch::wait_channel;
 use crate::nursery::tree::{Status, descendants};
+use crate::sys::command::die_with_thread;
 use crate::sys::pidfd;
 
 /// For all ranks together.
@@ -153,7 +157,7 @@ impl Look {
             problem: None,
         };
         let Some(files) = &self.subject.files else { return (found, None) };
-        let written = OpenOptions::new().create(true).append(true).open(&files.report);
+        let written = open(OpenOptions::new().create(true).append(true), &files.report);
         let spy = written.and_then(|mut file| {
             file.write_all(self.text(&stacks, found.state).as_bytes())?;
             if !stacks.is_empty() || self.status.is_none() {
@@ -175,7 +179,7 @@ impl Look {
         let start = answer.start;
         let stacks = answer.read()?;
         if let Some(files) = &self.subject.files {
-            File::options().write(true).open(&files.stacks)?.set_len(start)?;
+            open(File::options().write(true), &files.stacks)?.set_len(start)?;
         }
         Ok(stacks)
     }
@@ -212,12 +216,18 @@ fn has_handler(pid: i32) -> bool {
     mask & (1 << (stack_signal() - 1)) != 0
 }
 
+/// EVI-3: a plain file and nothing else, without waiting for anybody.
+fn open(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is no plain file")) }
+}
+
 fn can_answer(pid: i32) -> bool {
     Status::of(pid).is_some_and(|status| !matches!(status.state, 'T' | 't' | 'Z' | 'X'))
 }
 
 fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
-    let file = File::open(stacks)?;
+    let file = open(File::options().read(true), stacks)?;
     let start = file.metadata()?.len();
     pidfd::send_signal(pidfd, stack_signal())?;
     Ok(Answer { file, start, length: start, grew: Instant::now() })
@@ -261,7 +271,9 @@ fn kernel_side(pid: i32) -> String {
 fn spy_on(program: &Path, pid: i32, report: File) -> io::Result<Child> {
     let errors = report.try_clone()?;
     let mut command = Command::new(program);
-    command.args(["dump", "--pid", &pid.to_string()]).stdin(Stdio::null()).stdout(report).stderr(errors).spawn()
+    command.args(["dump", "--pid", &pid.to_string()]).stdin(Stdio::null()).stdout(report).stderr(errors);
+    // This thread waits for it.
+    die_with_thread(&mut command).spawn()
 }
 
 #[cfg(test)]
@@ -297,6 +309,23 @@ mod tests {
         assert!(report.contains("no Python stacks") && report.contains(" cat "), "{report}");
         drop(child.stdin.take());
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn what_is_no_plain_file_is_not_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let (fifo, link) = (folder.path().join("fifo"), folder.path().join("link"));
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        fs::write(folder.path().join("precious"), "precious").unwrap();
+        std::os::unix::fs::symlink("precious", &link).unwrap();
+        for report in [fifo.clone(), link] {
+            let files = Some(EvidenceFiles { stacks: fifo.clone(), report });
+            let subject = Subject { local_rank: 0, pid: std::process::id().cast_signed(), files, title: String::new() };
+            let found = gather(vec![subject], None, Instant::now() + LIMIT);
+            assert!(found[0].problem.is_some(), "EVI-3");
+            assert!(ask(&pidfd::open(1).unwrap(), &fifo).is_err());
+        }
+        assert_eq!(fs::read(folder.path().join("precious")).unwrap(), b"precious");
     }
 
     #[test]

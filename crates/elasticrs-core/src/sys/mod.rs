@@ -4,6 +4,8 @@
 //! project is Linux 5.4, what is newer is probed by [`features`].
 
 #[cfg(feature = "agent")]
+pub mod command;
+#[cfg(feature = "agent")]
 pub mod duplicate;
 pub mod fds;
 pub mod features;

@@ -6,13 +6,16 @@
 //!   unless there is a limit for the start;
 //! - **HANG-2** time in which nobody ran does not count: that of a suspended group, and every gap in the calls of
 //!   [`Watch::look`], which comes at least every [`LOOK_EVERY`];
-//! - **HANG-3** the next look is no later than the first moment at which a rank can be hung by the limits of steps;
+//! - **HANG-3** the next look is no later than the first moment at which a rank can be hung by the limits of steps, but
+//!   for [`LEAST_WAIT`], which keeps a limit of nearly nothing from occupying the caller;
 //! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all.
 
 use std::time::Duration;
 
 /// The watch is called at least this often.
 pub const LOOK_EVERY: Duration = Duration::from_secs(5);
+/// Two looks are at least so far apart.
+pub const LEAST_WAIT: Duration = Duration::from_millis(1);
 /// A gap of so much more means that this process, and perhaps the whole machine, was stopped.
 const SLACK: Duration = Duration::from_secs(1);
 /// The learned limit is never below this.
@@ -200,7 +203,7 @@ impl Watch {
             }
         }
         if !late.iter().any(|overdue| overdue.is_due) {
-            return Verdict::LookAgain(next);
+            return Verdict::LookAgain(next.max(now.saturating_add(nanoseconds(LEAST_WAIT))));
         }
         late.sort_by_key(|overdue| overdue.since);
         Verdict::Hung(late)
@@ -268,8 +271,8 @@ pub struct Suspect {
 /// Which of several ranks keeps the others waiting, by index: most of those that are late wait in a collective for it.
 ///
 /// In this order: one that a signal has stopped; the one that is steps behind all others; the only one that stands
-/// elsewhere in the program than all the others, of three or more; the one with the oldest sign of life. `None` when
-/// nobody is late.
+/// elsewhere in the program than all the others, of three or more; the one with the oldest sign of life. Where several
+/// are behind the others, it is one of them. `None` when nobody is late.
 pub fn blame(suspects: &[Suspect]) -> Option<usize> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     if let Some((stopped, _)) = late().find(|(_, suspect)| suspect.is_stopped) {
@@ -280,7 +283,9 @@ pub fn blame(suspects: &[Suspect]) -> Option<usize> {
     if let ([only], true) = (behind.as_slice(), late().count() > 1) {
         return Some(*only);
     }
-    odd_one_out(suspects).or_else(|| late().min_by_key(|(_, suspect)| suspect.last).map(|(index, _)| index))
+    let may_be = |suspect: &Suspect| suspect.step == least || suspect.step.is_none();
+    let oldest = || late().filter(|(_, suspect)| may_be(suspect)).min_by_key(|(_, suspect)| suspect.last);
+    odd_one_out(suspects).filter(|odd| may_be(&suspects[*odd])).or_else(|| oldest().map(|(index, _)| index))
 }
 
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {

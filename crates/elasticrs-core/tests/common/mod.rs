@@ -1,12 +1,15 @@
 //! A small blocking client of the nursery, for tests.
 #![allow(dead_code, reason = "each test uses its part")]
 
+pub mod groups;
+
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use elasticrs_core::exit::{Usage, WorkerExit};
 use elasticrs_core::nursery::launch::{Launched, NurseryImage, launch};
@@ -190,6 +193,32 @@ impl Drop for Client {
     }
 }
 
+/// What runs below an agent of `examples/`.
+pub struct Tree {
+    pub nursery: i32,
+    pub workers: Vec<i32>,
+    /// Those that workers have started.
+    pub daemons: Vec<i32>,
+}
+
+impl Tree {
+    /// Workers and daemons.
+    pub fn below(&self) -> impl Iterator<Item = i32> {
+        self.workers.iter().chain(&self.daemons).copied()
+    }
+}
+
+/// An agent of `examples/`, told which nursery to use, and the reading end of its output. This process becomes a child
+/// subreaper, to which falls what the agent leaves.
+pub fn example_agent(name: &str) -> (Command, OwnedFd) {
+    nix::sys::prctl::set_child_subreaper(true).unwrap();
+    let nursery = Path::new(env!("CARGO_BIN_EXE_worker-nursery"));
+    let (reader, writer) = pipe();
+    let mut agent = Command::new(nursery.parent().unwrap().join("examples").join(name));
+    agent.arg(nursery).stdout(writer);
+    (agent, reader)
+}
+
 /// What a worker writes, line by line.
 pub struct Lines {
     reader: BufReader<File>,
@@ -210,6 +239,25 @@ impl Lines {
             }
             self.said.push(line);
         }
+    }
+
+    /// Until the example agent has told of its nursery, and this many workers of theirs are ready.
+    pub fn until_all_ready(&mut self, count: usize) -> Tree {
+        let mut tree = Tree { nursery: 0, workers: Vec::new(), daemons: Vec::new() };
+        let mut ready = 0;
+        while tree.nursery == 0 || ready < count {
+            let line = self.next().expect("all are ready before the end of the output");
+            if line == "READY" {
+                ready += 1;
+            } else if let Some(pids) = line.strip_prefix("nursery ") {
+                let (nursery, workers) = pids.split_once(" workers ").unwrap();
+                tree.nursery = nursery.parse().unwrap();
+                tree.workers.extend(workers.split(' ').map(|pid| pid.parse::<i32>().unwrap()));
+            } else {
+                tree.daemons.push(line.parse().unwrap());
+            }
+        }
+        tree
     }
 
     /// `None` at the end.

@@ -68,6 +68,8 @@ def _install(path: str) -> None:
     sys.excepthook = excepthook
     atexit.register(at_exit)
 
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
+        return  # Beside a device, such as /dev/null, is no place for files.
     try:
         # A number, not a file object: nothing that the interpreter could close or warn about at its end.
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

@@ -520,9 +520,9 @@ class _Planner:
         self._group = group
         self._handler = handler
 
-    def next(self, _supervisor: _core.Supervisor) -> Plan:
+    def next(self, supervisor: _core.Supervisor) -> Plan:
         group, spec, handler = self._group, self._group.spec, self._handler
-        bootstrap = handler.next_rendezvous().bootstrap_store_info
+        bootstrap = handler.next_served_by(supervisor).bootstrap_store_info
         if bootstrap is None:
             raise RendezvousError("the rendezvous gave no address for the workers' store")
         plan = Plan(

@@ -94,7 +94,7 @@ class PolledWorkers(Agent):
         if self._ended is not None and self._ended.stuck_ranks:
             raise RuntimeError(texts.not_restarted(texts.stuck(self._ended.stuck_ranks)))
         supervisor = self._open()
-        self._release_plan()
+        self._decisions.release_plan()
         with self._undisturbed():
             self._decisions.plan = plan
             self._forget()
@@ -102,7 +102,7 @@ class PolledWorkers(Agent):
             self._note_events()
         while not self._has_started:
             if self._ended is not None:
-                self._release_plan()
+                self._decisions.release_plan()
                 raise RuntimeError(self._result.message or "the workers could not be started")
             self._pump(None)
         return self.pids()
@@ -167,7 +167,7 @@ class PolledWorkers(Agent):
         if self._supervisor is not None and self.is_running:
             self._supervisor.stop(_core.StopPolicy(int(death_sig or signal.SIGTERM), timeout))
             self.wait()
-            self._release_plan()
+            self._decisions.release_plan()
 
     def release(self) -> None:
         """No workers follow: end what is left, and the supervisor. Idempotent."""
@@ -184,7 +184,7 @@ class PolledWorkers(Agent):
         try:
             self._drain(supervisor)
         finally:
-            self._release_plan()
+            self._decisions.release_plan()
             has_succeeded = self._ended is not None and self._ended.outcome == "succeeded"
             supervisor.close(keep_descendants=self._job.linger is None and has_succeeded)
         self._discard_empty_fault_files()

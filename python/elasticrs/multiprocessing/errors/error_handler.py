@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ErrorHandler"]
 
+_SHOWN = 1 << 16
+"""Characters of a file in the way that are logged."""
+
 
 def __getattr__(name: str) -> Any:
     # A worker that never fails need not pay for `logging`.
@@ -111,11 +114,10 @@ class ErrorHandler:
         """
         import json
 
+        from elasticrs.multiprocessing.errors.failure import load_object
+
         try:
-            with open(rootcause_error_file, encoding="utf-8") as file:
-                rootcause_error = json.load(file)
-            if not isinstance(rootcause_error, dict):
-                raise ValueError("not a JSON object")
+            rootcause_error = load_object(rootcause_error_file)
         except (OSError, ValueError) as problem:
             _logger().error("cannot hand on the error file %s: %s", rootcause_error_file, problem)
             return
@@ -140,15 +142,19 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """Log what is in the way of a new error file, then remove it.
+        """Log what is in the way of a new error file, then remove it; what is no regular file stays.
 
         Happens when a worker's child, which inherits the variable, has failed first.
         """
+        from elasticrs._worker.error_file import may_be_replaced
+
+        if not os.path.isfile(my_error_file) or not may_be_replaced(my_error_file):
+            return
         try:
             with open(my_error_file, encoding="utf-8", errors="replace") as file:
-                contents = file.read()
-        except FileNotFoundError:
-            return
+                contents = file.read(_SHOWN)
+        except OSError as error:
+            contents = f"(cannot be read: {error})"
         _logger().warning("%s exists and is replaced; it contained:\n%s", my_error_file, contents)
         try:
             os.remove(my_error_file)

@@ -20,6 +20,8 @@ _TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/
 _FAULTS = frozenset({4, 6, 7, 8, 11})
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: those for which :mod:`faulthandler` writes the stack."""
 _STACK_LIMIT = 16384
+_ERROR_FILE_LIMIT = 1 << 26
+"""Bytes; the agent must not run out of memory for what a program has left in place of an error file."""
 
 
 class ProcessFailure:
@@ -175,20 +177,11 @@ def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], in
 
     Raises:
         EmptyFileError: nothing is in it.
-        ValueError: not JSON (perhaps half-written), or neither of the two forms.
+        ValueError: not JSON (perhaps half-written), neither of the two forms, or far too large.
         OSError: it cannot be read.
     """
-    import json
-
-    with open(path, encoding="utf-8", errors="replace") as file:
-        text = file.read()
-    if not text:
-        raise EmptyFileError("it is empty")
-    try:
-        data = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(data, dict) or "message" not in data:
+    data = load_object(path)
+    if "message" not in data:
         raise ValueError("no `message` in it")
     message = data["message"]
     try:
@@ -197,6 +190,31 @@ def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], in
         return data, message, int(message["extraInfo"]["timestamp"])
     except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise ValueError(f"no timestamp in it: {problem!r}") from None
+
+
+def load_object(path: str) -> dict[str, Any]:
+    """A JSON object that another program has written.
+
+    Raises:
+        EmptyFileError: nothing is in it.
+        ValueError: it is something else, or far too large.
+        OSError: it cannot be read.
+    """
+    import json
+
+    with open(path, "rb") as file:
+        content = file.read(_ERROR_FILE_LIMIT + 1)
+    if len(content) > _ERROR_FILE_LIMIT:
+        raise ValueError(f"more than {_ERROR_FILE_LIMIT >> 20} MiB")
+    if not content:
+        raise EmptyFileError("it is empty")
+    try:
+        data = json.loads(content.decode("utf-8", errors="replace"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(data, dict):
+        raise ValueError("not a JSON object, so there is no `message` in it")
+    return data
 
 
 def fault_file(error_file: str) -> str:

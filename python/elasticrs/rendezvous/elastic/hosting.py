@@ -161,8 +161,10 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
         rendezvous: with the endpoint.
         trouble: :attr:`Hosting.trouble`, or what the last attempt said.
     """
+    option = "--master-addr" if rendezvous.backend == "static" else "--rdzv-endpoint"
+    value = rendezvous.host if rendezvous.backend == "static" else rendezvous.endpoint
     return (
-        f"--rdzv-endpoint {rendezvous.endpoint}: this host cannot resolve {rendezvous.host!r} ({trouble}): "
+        f"{option} {value}: this host cannot resolve {rendezvous.host!r} ({trouble}): "
         "give the address of the node that hosts the store instead, or make the name known (DNS, /etc/hosts)"
     )
 

@@ -376,7 +376,7 @@ def _registered(member: Member, reply: Any) -> None:
     member.phase = Phase.IDLE
     for timer in ("connect", "connect_news", "store_lost"):
         member.disarm(timer)
-    member.arm("give_up", 2 * member.settings.join_timeout)
+    member.arm("give_up", member.settings.patience)
     follow(member, reply.results[-1])
     rounds.look(member)
 

@@ -35,7 +35,7 @@ class MemberSettings(Value):
         homogeneous: all nodes must have the same role and nproc.
         fresh: forget an earlier job of the same run id if none of its nodes is left.
         scale_up: end a round when a waiting node could take part.
-        join_timeout: of one formation; an agent gives up alone after twice that.
+        join_timeout: of one formation with too few nodes.
         last_call_timeout: of the first round, once min_nodes are there.
         restart_call_timeout: how long a restart waits for replacements when the job would shrink.
         settle: how long to wait for members that stop slowly; must exceed the time-to-live of a lease and the
@@ -152,6 +152,15 @@ class MemberSettings(Value):
         self.short_round = short_round
         self.max_short_losses = max_short_losses
         self.max_node_losses = max_node_losses
+
+    @property
+    def patience(self) -> float:
+        """After how long without a round an agent gives up alone.
+
+        A leader may begin to wait as late as ``join_timeout`` after this agent, and then waits for both: for
+        enough nodes, and after that for more of them.
+        """
+        return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
 
     def replaced(self, **changes: object) -> MemberSettings:
         """The same, but for these."""

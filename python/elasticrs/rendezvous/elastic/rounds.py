@@ -72,7 +72,7 @@ def _ended(member: Member, head: Head) -> None:
         member.was_short = None
     member.disarm("barrier")
     if member.registered:
-        member.arm("give_up", 2 * member.settings.join_timeout)
+        member.arm("give_up", member.settings.patience)
     if member.held is not None:
         member.phase = Phase.STOP
         _stop(member, end_of(head))
@@ -332,7 +332,7 @@ def outcome_of(member: Member, head: Head) -> Outcome:
 
 
 def give_up(member: Member) -> None:
-    """No round was formed in twice the time that it may take, and no leader has said so."""
+    """No round was formed in all the time that it may take, and no leader has said so."""
     if member.phase is Phase.IDLE and not (member.head is not None and member.head.state == "RUNNING"):
-        seconds = 2 * member.settings.join_timeout
+        seconds = member.settings.patience
         member.exit(Outcome("timeout", f"no round was formed within {seconds:g} s, and no leader says why"))

@@ -30,6 +30,11 @@ _REMEDIES = {
     "version": "install the same release of elasticrs on all nodes",
 }
 """What the user can do, by the kind of loss."""
+_BY_HAND = (
+    ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
+    ("--rdzv-endpoint", "--master-addr and --master-port"),
+)
+"""The options that say the same with ranks by hand."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds that speak against the endpoint as long as nobody has been met there."""
@@ -281,6 +286,9 @@ class Session:
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
         todo = None if lost.kind in _BEFORE_MEETING and self._has_met else _REMEDIES.get(lost.kind)
+        if todo is not None and self._rendezvous.backend == "static":
+            for option, by_hand in _BY_HAND:
+                todo = todo.replace(option, by_hand)
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def txn(self, action: Txn) -> None:

@@ -76,6 +76,16 @@ fn the_oldest_sign_of_life_comes_first() {
 }
 
 #[test]
+fn a_limit_of_nearly_nothing_leaves_time_between_the_looks() {
+    for nanoseconds in [0, 1] {
+        let limits = Limits { step: StepLimit::Fixed(Duration::from_nanos(nanoseconds)), startup: None };
+        let mut ranks = Watch::new(limits, 1, 0);
+        let next = SECOND + u64::try_from(LEAST_WAIT.as_nanos()).unwrap();
+        assert_eq!(ranks.look(SECOND, &[Seen::Nothing], None), Verdict::LookAgain(next), "HANG-3");
+    }
+}
+
+#[test]
 fn a_stopped_agent_or_machine_makes_nobody_hung() {
     // HANG-2: nobody ran from 3 to 103.
     let mut ranks = Watch::new(fixed(10), 1, 0);
@@ -127,6 +137,12 @@ fn the_one_who_keeps_the_others_waiting_is_blamed() {
     assert_eq!(blame(&[waits(1), waits(3), suspect(7, 4, "read"), waits(2)]), Some(2), "it stands elsewhere");
     assert_eq!(blame(&[waits(3), waits(1), suspect(7, 4, "")]), Some(1), "its last sign is the oldest");
     assert_eq!(blame(&[waits(1), suspect(7, 4, "read")]), Some(0), "of two nobody is the odd one");
+    let behind = |last, frame| suspect(6, last, frame);
+    let several = [waits(1), behind(4, "read"), behind(3, "all_reduce"), waits(2)];
+    assert_eq!(blame(&several), Some(1), "two are behind, and one of them stands elsewhere");
+    assert_eq!(blame(&[waits(1), behind(4, "read"), behind(3, "write")]), Some(2), "the older one of those behind");
+    let ahead = [suspect(7, 1, "read"), behind(4, "all_reduce"), behind(3, "all_reduce")];
+    assert_eq!(blame(&ahead), Some(2), "nobody waits for one that is ahead");
     let stopped = Suspect { is_stopped: true, ..suspect(9, 9, "") };
     assert_eq!(blame(&[suspect(1, 1, "read"), stopped]), Some(1));
     let fine = Suspect { is_late: false, ..suspect(1, 1, "read") };

@@ -1,0 +1,22 @@
+//! Helper programs of this process.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use nix::errno::Errno;
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::Signal;
+use nix::unistd::{getpid, getppid};
+
+/// What is started by it is killed when the thread ends that starts it, so also when this process is killed.
+pub fn die_with_thread(command: &mut Command) -> &mut Command {
+    let parent = getpid();
+    let arm = move || {
+        set_pdeathsig(Signal::SIGKILL)?;
+        // The parent may have died before the signal was armed; then it would never come.
+        if getppid() == parent { Ok(()) } else { Err(io::Error::from(Errno::ESRCH)) }
+    };
+    // SAFETY: the child makes two system calls with integers, and allocates nothing.
+    unsafe { command.pre_exec(arm) }
+}

@@ -1,0 +1,72 @@
+//! Groups of real processes under a supervisor.
+
+use std::time::Duration;
+
+use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::signal::Signal;
+use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy};
+use elasticrs_core::supervisor::queue::Next;
+use elasticrs_core::supervisor::{Config, Event, Supervisor};
+use elasticrs_testkit::assert_no_children;
+
+use super::{Lines, image, pipe, worker};
+
+/// A guard against hanging, never what is measured.
+pub const HANG: Duration = Duration::from_secs(20);
+pub const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: HANG };
+pub const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
+pub const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
+
+pub fn supervisor() -> Supervisor {
+    Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap()
+}
+
+pub fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
+    let ranked = (0..).zip(processes).map(|(local_rank, process)| ProcessSpec { local_rank, ..process });
+    GroupSpec {
+        processes: ranked.collect(),
+        descriptors: Vec::new(),
+        on_failure: TERM,
+        on_success: Descendants::Linger(Duration::ZERO),
+        start_deadline: HANG,
+        keep_ignored: Vec::new(),
+    }
+}
+
+/// The workers' standard outputs all go to one pipe, so that the test can wait for as many `READY`s.
+pub fn telling_group(commands: &[&[&str]]) -> (GroupSpec, Lines) {
+    let (reader, writer) = pipe();
+    let mut group = group(commands.iter().map(|arguments| worker(arguments)).collect());
+    for spec in &mut group.processes {
+        spec.pass_fds = vec![PassedFd { source: 0, target: 1 }];
+    }
+    group.descriptors = vec![writer];
+    (group, Lines::new(reader))
+}
+
+/// Starts a group, and waits until all of its workers are ready.
+pub fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
+    let (group, mut lines) = telling_group(commands);
+    supervisor.start(group).unwrap();
+    let Event::GroupStarted { pids, .. } = event(supervisor) else { panic!("it starts") };
+    for _ in commands {
+        lines.until_ready();
+    }
+    (pids, lines)
+}
+
+pub fn event(supervisor: &Supervisor) -> Event {
+    loop {
+        match supervisor.next(Some(HANG)).unwrap() {
+            Next::Event(event) => return event,
+            Next::Interrupted => {}
+            other => panic!("hangs: {other:?}"),
+        }
+    }
+}
+
+pub fn close(supervisor: Supervisor) {
+    supervisor.close(false).unwrap();
+    drop(supervisor);
+    assert_no_children();
+}

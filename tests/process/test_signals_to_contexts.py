@@ -1,0 +1,164 @@
+"""Signals at every moment of starting, waiting and closing; and a keeper that is killed."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from helpers import functions, procs
+
+from elasticrs import multiprocessing
+from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
+from elasticrs.multiprocessing.starting import START_METHODS
+
+PACKAGE = str(Path(multiprocessing.__file__).parent)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tracker() -> None:
+    """Multiprocessing's resource tracker comes with the first spawn, and stays."""
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture
+def caught() -> Iterator[PContext]:
+    """A context that runs all the time, so that SIGTERM has our handler from the first moment on."""
+    context = start(1, "sleep", "1000")
+    yield context
+    context.close()
+
+
+def start(n: int, entrypoint: str | Callable[..., object], *args: object, method: str = "spawn") -> PContext:
+    specs = DefaultLogsSpecs(os.devnull)
+    by_rank = dict.fromkeys(range(n), args)
+    return start_processes(
+        "x", entrypoint, by_rank, {rank: {} for rank in by_rank}, specs, start_method=method
+    )
+
+
+class SignalAt:
+    """Sends SIGTERM to this process at one of the steps that it takes in :mod:`elasticrs.multiprocessing`.
+
+    Args:
+        step: which, counted from 0.
+        opcodes: steps are instructions; lines otherwise.
+    """
+
+    def __init__(self, step: int, *, opcodes: bool) -> None:
+        self._left = step
+        self._event = "opcode" if opcodes else "line"
+        self._pid = os.getpid()
+        self.sent = False
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _enter(self, frame: FrameType, _event: str, _arg: object) -> Callable[..., object] | None:
+        # Forked children would be traced as well.
+        if os.getpid() != self._pid or not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = self._event == "opcode"
+        return self._step
+
+    def _step(self, _frame: FrameType, event: str, _arg: object) -> Callable[..., object] | None:
+        if event == self._event and not self.sent:
+            self._left -= 1
+            if self._left < 0 and os.getpid() == self._pid:
+                self.sent = True
+                signal.raise_signal(signal.SIGTERM)
+        return self._step
+
+
+def known() -> set[int]:
+    return {each.pid for each in procs.descendants(os.getpid())}
+
+
+def start_under_signals(stride: int, opcodes: bool, how: Callable[[], PContext]) -> int:
+    """Start again and again, each time with the signal a few steps later, until a start is through."""
+    before, tries = known(), 0
+    while True:
+        signal_at = SignalAt(tries * stride, opcodes=opcodes)
+        try:
+            with signal_at:
+                context = how()
+        except SignalException:
+            assert signal_at.sent
+        else:
+            context.close()
+            assert not signal_at.sent, f"step {tries * stride}: the signal was lost"
+            return tries
+        tries += 1
+        # Nobody has the context: what is still there would stay.
+        assert known() <= before, f"step {tries * stride}"
+
+
+def test_a_signal_at_any_line_of_a_start_leaves_nothing(caught: PContext) -> None:
+    assert start_under_signals(23, False, lambda: start(1, "sleep", "1000")) > 10
+    assert caught.wait(0) is None
+
+
+@pytest.mark.slow
+def test_a_signal_at_any_instruction_of_a_start_leaves_nothing(caught: PContext) -> None:
+    assert start_under_signals(19, True, lambda: start(1, "sleep", "1000")) > 100
+    assert caught.wait(0) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_signal_at_any_line_of_a_start_of_functions_leaves_nothing(caught: PContext, method: str) -> None:
+    made = start_under_signals(11, False, lambda: start(2, functions.wait_for_signal, method=method))
+    assert made > 10
+    assert caught.wait(0) is None
+
+
+@pytest.mark.parametrize("method", ["program", *START_METHODS])
+def test_a_signal_at_any_line_of_waiting_and_closing_is_told_once(caught: PContext, method: str) -> None:
+    before, step, is_through = known(), 0, False
+    while not is_through:
+        context = (
+            start(1, "sleep", "1000")
+            if method == "program"
+            else start(1, functions.wait_for_signal, method=method)
+        )
+        signal_at = SignalAt(step, opcodes=False)
+        try:
+            with signal_at:
+                context.wait(0)
+                context.close()
+            is_through = True
+            assert not signal_at.sent, f"step {step}: the signal was lost"
+        except SignalException:
+            assert signal_at.sent
+            context.close()
+        assert known() <= before, f"step {step}"
+        step += 29
+    assert caught.wait(0) is None
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_functions_whose_keeper_is_killed_have_failed(method: str) -> None:
+    context = start(2, functions.wait_for_signal, method=method)
+    pids = context.pids()
+    worker = procs.process(pids[0])
+    assert worker is not None
+    assert worker.ppid != os.getpid()
+    os.kill(worker.ppid, signal.SIGKILL)
+    failures = context.wait(procs.HANG).failures
+    # As their subreaper this process may learn how the orphans ended; the second may have been told to stop.
+    first = next(iter(failures.values()))
+    assert first.exitcode in {None, -signal.SIGKILL}
+    assert first.exitcode is not None or "keeper) was killed" in first.message
+    for pid in pids.values():
+        assert procs.wait_gone(pid)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
