@@ -71,7 +71,7 @@ def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Health
         server.open()
     except OSError as error:
         # A job is worth more than being asked how it is.
-        say(f"no health check server: {error}")
+        say(f"no health check server: {error.strerror or error}; the job goes on without it")
         return None
     say(f"health check server on http://{server.address}")
     return server
