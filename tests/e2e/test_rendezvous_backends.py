@@ -127,8 +127,9 @@ def test_a_failure_is_told_after_the_restarts(backend, worker_script, tmp_path):
         "--nproc-per-node=2", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}", "--tee=3", script
     )
     assert launched.wait() == 1
-    shown = [line for line in launched.stdout.splitlines() if "SHUT" not in line]
-    assert sorted(shown) == [f"[default{rank}]:{rank} 2 0 {count}" for rank in (0, 1) for count in (0, 1)]
+    # Rank 0 may be stopped before it shows anything.
+    shown = [line for line in launched.stdout.splitlines() if line.startswith("[default1]")]
+    assert shown == [f"[default1]:1 2 0 {count}" for count in (0, 1)]
     launched.wait_for_line(r"exitcode\s*: 3", "stderr")
     assert "Traceback" not in launched.stderr
     folders = {path.parent.name for path in (tmp_path / "logs").glob("*/attempt_*/1")}
