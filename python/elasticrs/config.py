@@ -25,6 +25,7 @@ DEFAULT_MASTER_PORT = 29500
 DEFAULT_HEALTH_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
 UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+START_METHODS = ("spawn", "fork", "forkserver")
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 START_DEADLINE = 30.0
@@ -218,6 +219,52 @@ class ObserveSettings(Value):
     def is_off(self) -> bool:
         """Whether nobody is."""
         return self.event_log_handler == "null" and not self.has_metrics and self.health_port is None
+
+
+class HandlerSettings(Value):
+    """What a rendezvous handler that polls is made from, and its agent.
+
+    Args:
+        backend: its name.
+        endpoint: as the user typed it: what it means is the handler's to say.
+        run_id: the name of the job.
+        nodes: fewest and most.
+        config: settings of the handler.
+        local_addr: address of this node, if the user has named one.
+        exit_barrier_timeout: seconds to wait for other nodes at the end.
+        monitor_interval: seconds between two looks.
+    """
+
+    __slots__ = (
+        "backend",
+        "config",
+        "endpoint",
+        "exit_barrier_timeout",
+        "local_addr",
+        "monitor_interval",
+        "nodes",
+        "run_id",
+    )
+
+    def __init__(
+        self,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        nodes: tuple[int, int],
+        config: Mapping[str, object],
+        local_addr: str | None,
+        exit_barrier_timeout: float,
+        monitor_interval: float,
+    ) -> None:
+        self.backend = backend
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.nodes = nodes
+        self.config = config
+        self.local_addr = local_addr
+        self.exit_barrier_timeout = exit_barrier_timeout
+        self.monitor_interval = monitor_interval
 
 
 def random_run_id() -> str:

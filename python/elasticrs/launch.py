@@ -71,9 +71,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
-    from elasticrs import _core
     from elasticrs.agent.console import Console
-    from elasticrs.agent.loop import Agent
     from elasticrs.logs import RunLogs
     from elasticrs.workers import CommandWorkers, WorkerSetup, directory_logs
 
@@ -93,8 +91,27 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     )
     for notice in launch.notices:
         console.say(notice)
-    observers = _observers(launch, console)
     workers = _script_workers(setup, launch) if launch.runs_path else CommandWorkers(setup, launch.command)
+    if launch.handler is not None:
+        from elasticrs.launcher.by_handler import run_by_handler
+
+        code = run_by_handler(
+            launch, launch.handler, workers, console, signals, lambda text: _write(console, text, signals)
+        )
+    else:
+        code = _run_agent(launch, workers, console, signals)
+    try:
+        if logs is not None:
+            logs.remove_if_empty()
+    except OSError as error:
+        console.say(f"a log folder could not be removed: {error.strerror}")
+    return code
+
+
+def _run_agent(launch: Launch, workers: Workers, console: Console, signals: SignalPipe | None) -> int:
+    from elasticrs import _core
+    from elasticrs.agent.loop import Agent
+
     agent = Agent(
         launch.job,
         workers,
@@ -102,7 +119,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         signals=signals,
         owns_process=True,
         console=console,
-        observers=observers,
+        observers=_observers(launch, console),
     )
     try:
         result = agent.run()
@@ -112,11 +129,6 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         from elasticrs.agent.report import print_report
 
         print_report(launch.job, result, lambda text: _write(console, text, signals))
-    try:
-        if logs is not None:
-            logs.remove_if_empty()
-    except OSError as error:
-        console.say(f"a log folder could not be removed: {error.strerror}")
     return result.exit_code
 
 
@@ -127,6 +139,10 @@ def _logs_of_specs(launch: Launch) -> Callable[[str, dict[int, dict[str, str]]],
 
 
 def _script_workers(setup: WorkerSetup, launch: Launch) -> Workers:
+    if launch.start_method != "spawn":
+        from elasticrs.multiprocessing.kept_workers import KeptScriptWorkers
+
+        return KeptScriptWorkers(setup, launch.command, launch.start_method)
     from elasticrs.multiprocessing.spawn import ScriptWorkers
 
     return ScriptWorkers(setup, launch.command)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 
 import pytest
@@ -44,7 +45,11 @@ def test_devices_pass_through_without_it(launch, worker_script):
     assert shown_by(launched) == [["0", "4", None], ["1", "4", None]]
 
 
-def test_a_path_is_run_as_the_main_program_of_a_function(launch, worker_script):
+METHODS = pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+
+
+@METHODS
+def test_a_path_is_run_as_the_main_program_of_a_function(launch, worker_script, method):
     script = worker_script("""
         import multiprocessing, os, sys
         assert __name__ == "__main__"
@@ -52,9 +57,8 @@ def test_a_path_is_run_as_the_main_program_of_a_function(launch, worker_script):
         os.write(1, f"{sys.argv[1:]} {os.environ['RANK']}\\n".encode())
         sys.exit(0)
     """)
-    launched = launch(
-        "--run-path", "--nproc-per-node=2", script, "a", "--b", env={"PYTHON_EXEC": "/no/python"}
-    )
+    how = ("--run-path", f"--start-method={method}", "--nproc-per-node=2")
+    launched = launch(*how, script, "a", "--b", env={"PYTHON_EXEC": "/no/python"})
     assert launched.wait() == 0, launched.stderr
     assert sorted(launched.stdout.splitlines()) == ["['a', '--b'] 0", "['a', '--b'] 1"]
 
@@ -67,17 +71,36 @@ def test_a_path_may_end_as_scripts_do(launch, worker_script, end):
     assert launched.stderr == ""
 
 
-def test_a_path_is_restarted_when_it_fails(launch, worker_script):
+@METHODS
+def test_a_path_is_restarted_when_it_fails(launch, worker_script, method):
     script = worker_script("import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
-    launched = launch("--run-path", "--max-restarts=1", script)
+    launched = launch("--run-path", f"--start-method={method}", "--max-restarts=1", script)
     assert launched.wait() == 0, launched.stderr
 
 
-def test_a_path_that_fails_is_reported_with_its_exception(launch, worker_script):
+@METHODS
+def test_a_path_that_fails_is_reported_with_its_exception(launch, worker_script, method):
     script = worker_script("raise KeyError('no such thing')")
-    launched = launch("--run-path", script)
+    launched = launch("--run-path", f"--start-method={method}", script)
     assert launched.wait() == 1
     assert "KeyError: 'no such thing'" in launched.stderr
+
+
+@pytest.mark.beyond_torchrun  # its children have the handlers of the launcher, and raise
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_forked_path_has_none_of_the_launchers_signal_handlers(launch, worker_script, method):
+    script = worker_script("""
+        import os, signal
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.set_wakeup_fd(-1) == -1
+        os.write(1, b"RUNS\\n")
+        signal.pause()
+    """)
+    launched = launch("--run-path", f"--start-method={method}", script)
+    launched.wait_for_line("RUNS")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
 
 
 def test_matching_lines_are_copied_with_their_prefix(launch, worker_script, tmp_path):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -81,6 +82,52 @@ def test_a_short_loss_of_the_back_end_is_no_end_of_the_round(make):
     assert not handler.shutdown()
 
 
+@pytest.fixture
+def pair(make):
+    """Two handlers in one round, and the second one's look is not kept from the back end."""
+    backend = MemoryBackend()
+    handlers = [make(backend), make(backend)]
+    for each in handlers:
+        each._settings = each._shared.settings = RendezvousSettings(
+            "job", 2, 2, RendezvousTimeout(), timedelta(seconds=30), 3
+        )
+    with ThreadPoolExecutor(2) as threads:
+        for joined in [threads.submit(each.next_rendezvous) for each in handlers]:
+            joined.result()
+    handlers[1]._look_again = 0.0
+    return handlers
+
+
+def test_a_job_that_has_failed_elsewhere_is_over_here(pair):
+    first, second = pair
+    first.set_failed("rank 0 has failed with exit code 3")
+    assert first.shutdown()
+    assert (second.is_closed(), second.num_nodes_waiting()) == (True, 1)
+    with pytest.raises(RendezvousClosedError, match=r"has closed it, as rank 0 has failed with exit code 3$"):
+        second.next_rendezvous()
+    # It is in no round any more.
+    assert second.num_nodes_waiting() == 0
+
+
+@pytest.mark.parametrize("has_succeeded", [True, False])
+def test_a_node_that_only_leaves_ends_nobodys_work(pair, has_succeeded):
+    first, second = pair
+    if has_succeeded:
+        first.set_succeeded()
+    assert first.shutdown()
+    assert (second.is_closed(), second.num_nodes_waiting()) == (True, 0)
+
+
+def test_who_is_in_no_round_cannot_end_it_for_others(make):
+    backend = MemoryBackend()
+    inside, outside = make(backend), make(backend)
+    inside.next_rendezvous()
+    outside.set_failed("it was never needed")
+    assert outside.shutdown()
+    inside._look_again = 0.0
+    assert (inside.is_closed(), inside.num_nodes_waiting()) == (True, 0)
+
+
 @pytest.mark.parametrize(
     ("data", "text"),
     [
@@ -102,7 +149,7 @@ def test_a_state_that_is_not_ours_is_refused(make, data, text):
 
 def test_a_state_is_read_as_it_was_written():
     nodes = {Node("a", 1, 2): Standing(Place.PARTICIPANT, 3, 0), Node("b", 4, 5): Standing(Place.WAITING, 6)}
-    state = State(7, 1, None, 8, "why", nodes)
+    state = State(7, 1, None, 8, "why", nodes, has_failed=True)
     assert decode(encode(state)) == state
 
 

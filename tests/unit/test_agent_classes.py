@@ -113,9 +113,9 @@ def test_a_state_without_meaning_is_an_error(handler):
     assert agent.calls[-1] == "shutdown"
 
 
-def test_functions_need_spawn(handler, tmp_path):
-    with pytest.raises(ValueError, match="'fork' is not supported by this release"):
-        LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)), start_method="fork")
+def test_another_start_method_is_refused(handler, tmp_path):
+    with pytest.raises(ValueError, match="got 'thread', expected one of spawn, fork, forkserver"):
+        LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)), start_method="thread")
 
 
 @pytest.fixture
@@ -328,3 +328,35 @@ def test_torchs_loop_runs_where_somebody_else_has_a_say(handler, tmp_path):
     assert not waits(LocalElasticAgent, OverSomeBackEnd())
     assert not waits(Metered, handler)
     assert waits(type("Renamed", (LocalElasticAgent,), {}), handler)
+
+
+def test_who_replaces_the_progress_is_asked_for_it(handler, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
+
+    class Stalled(LocalElasticAgent):
+        def _get_alive_time(self):
+            return 17
+
+    agent = Stalled(spec(handler), DefaultLogsSpecs(str(tmp_path)))
+    agent._setup_healthcheck()
+    server = agent._health_check_server
+    try:
+        assert server.alive_callback() == 17
+        assert server.port > 0
+    finally:
+        server.stop()
+
+
+def test_who_replaces_the_health_check_has_the_whole_of_it(handler, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
+    asked = []
+
+    class Own(LocalElasticAgent):
+        def _setup_healthcheck(self):
+            asked.append(self._get_fq_hostname())
+
+    agent = Own(spec(handler, entrypoint="/bin/true"), DefaultLogsSpecs(str(tmp_path)))
+    assert agent.run().state is WorkerState.SUCCEEDED
+    assert len(asked) == 1
+    assert asked[0]
+    assert agent._health_check_server is None

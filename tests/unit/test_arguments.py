@@ -124,7 +124,7 @@ def test_a_path_is_run_whatever_else_is_asked_for(script):
     assert made.runs_path
     assert made.command == [script, "a"]
     assert made.notices == []
-    assert "--run-path uses spawn" in launch("--run-path", "--start-method=fork", script).notices[0]
+    assert launch("--run-path", "--start-method=fork", script).start_method == "fork"
     with pytest.raises(UsageError, match="does not exist"):
         launch("--run-path", "/no/script.py")
 

@@ -259,3 +259,42 @@ def test_a_token_that_everybody_can_read_is_a_warning(tmp_path):
     parameters = RendezvousParameters("c10d", "", "j", 1, 1, token_file=str(path))
     with pytest.warns(RuntimeWarning, match="can be read by every user of this machine"):
         get_rendezvous_handler(parameters)
+
+
+@pytest.mark.parametrize(
+    ("config", "seconds"),
+    [({}, 900), ({"timeout": "30"}, 30), ({"timeout": 30, "join_timeout": 7}, 7), ({"join_timeout": 7}, 7)],
+)
+def test_the_timeout_of_static_is_that_of_joining(config, seconds):
+    config = {**config, "rank": 0}
+    meeting = describe("static", "node1:29500", "j", (2, 2), config, {}, words=PYTHON)[0]
+    assert meeting.settings.join_timeout == seconds
+
+
+def test_the_timeout_of_others_is_not():
+    meeting = describe("c10d", "node1:29500", "j", (2, 2), {"timeout": 30}, {}, words=PYTHON)[0]
+    assert meeting.settings.join_timeout == 600
+
+
+def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
+    from elasticrs.rendezvous import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register("of_a_program", lambda _params: None)
+    try:
+        for argv in (
+            ("--rdzv-backend=c10d", "--rdzv-conf=store_type=File"),
+            ("--rdzv-backend=of_a_program", "--rdzv-conf=a=b"),
+        ):
+            launched = launch(*argv, "--rdzv-endpoint=there", "--nnodes=1:3", "--exit-barrier-timeout=5")
+            handler = launched.handler
+            assert launched.job.rendezvous is None
+            assert (handler.endpoint, handler.nodes, handler.exit_barrier_timeout) == ("there", (1, 3), 5)
+        with pytest.raises(UsageError, match="expected c10d, elasticrs, static, of_a_program"):
+            launch("--rdzv-backend=of_nobody")
+    finally:
+        del rendezvous_handler_registry._registry["of_a_program"]
+
+
+def test_a_usual_launch_has_none(launch):
+    for argv in ((), C10D, ("--standalone", "--rdzv-backend=c10d")):
+        assert launch(*argv).handler is None

@@ -71,8 +71,9 @@ class EventRecorder(Observer):
     def seen(self, event: object, result: JobResult) -> None:
         """Of the workers."""
         if isinstance(event, _core.GroupStarted):
-            for ranks in result.attempts[-1].plan.ranks:
-                self._record_worker("START", ranks, event.pids[ranks.local_rank])
+            attempt = result.attempts[-1]
+            for ranks in attempt.plan.ranks:
+                self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
         elif isinstance(event, _core.GroupEnded):
             self._meeting_since = time.monotonic()
         elif isinstance(event, _core.TimerExpired):

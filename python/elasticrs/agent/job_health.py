@@ -133,7 +133,7 @@ class HealthObserver(Observer):
         self._state = "HEALTHY"
         self._publish([
             (ranks.global_rank, ranks.local_rank, pid)
-            for ranks, pid in zip(self._attempt.plan.ranks, event.pids, strict=True)
+            for ranks, pid in zip(self._attempt.plan.ranks, self._attempt.pids, strict=True)
         ])  # fmt: skip
 
     def _on_failure(self, event: _core.FailureSeen) -> None:

@@ -336,7 +336,7 @@ class Agent:
     def _take_signals(self, supervisor: _core.Supervisor | None) -> None:
         for signum in self._signals.take() if self._signals is not None else ():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
-                _suspend(supervisor)
+                suspend(supervisor)
             elif not self._is_echo(signum):
                 self._events.append(machine.SignalReceived(signum))
 
@@ -364,7 +364,7 @@ class Agent:
         attempt.pids = event.pids
         attempt.stamps["started"] = event.started_ns
         self._workers.started(supervisor, attempt)
-        attempt.oom_kills = oom_kills(event.pids)
+        attempt.oom_kills = oom_kills(attempt.pids)
         self._events.append(machine.Started())
         if self._failure_ns is not None:
             span = texts.milliseconds(event.started_ns - self._failure_ns)
@@ -446,8 +446,12 @@ class Agent:
         return f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
 
 
-def _suspend(supervisor: _core.Supervisor | None) -> None:
-    """Control-Z: the workers are not in the terminal's process group, so they are stopped from here."""
+def suspend(supervisor: _core.Supervisor | None) -> None:
+    """Control-Z: the workers are not in the terminal's process group, so they are stopped from here.
+
+    Args:
+        supervisor: of the workers, if there are any.
+    """
     if supervisor is not None:
         supervisor.suspend()
     stop_this_process()

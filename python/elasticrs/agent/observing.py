@@ -33,14 +33,14 @@ def make_observers(
     """
     observers: list[Observer] = []
     if settings.event_log_handler != "null":
-        _check_destination(settings.event_log_handler)
+        check_destination(settings.event_log_handler)
         from elasticrs.agent.job_events import EventRecorder
 
         observers.append(
             EventRecorder(job, settings.event_log_handler, settings.entry_point, settings.rdzv_backend)
         )
     if server is None and settings.health_port is not None:
-        server = _open_server(settings, say)
+        server = open_server(settings, say)
     if settings.has_metrics or server is not None:
         from elasticrs.agent.job_metrics import MetricRecorder
 
@@ -78,7 +78,13 @@ def make_observers_of_hooks(
     return observers
 
 
-def _open_server(settings: ObserveSettings, say: Callable[[str], None]) -> HealthCheckServer | None:
+def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> HealthCheckServer | None:
+    """The health check server that is asked for, open; ``None`` when it cannot be had.
+
+    Args:
+        settings: with a port.
+        say: tells the user a line.
+    """
     import time
 
     from elasticrs.agent.server.health_check_server import HealthCheckServer
@@ -96,7 +102,15 @@ def _open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Healt
     return server
 
 
-def _check_destination(name: str) -> None:
+def check_destination(name: str) -> None:
+    """Look whether events can go there.
+
+    Args:
+        name: of the destination.
+
+    Raises:
+        UsageError: there is no such destination, or it cannot be opened.
+    """
     from elasticrs.events.handlers import get_logging_handler
 
     try:

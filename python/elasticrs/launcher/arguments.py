@@ -11,7 +11,7 @@ import os
 import sys
 
 from elasticrs import config
-from elasticrs.config import JobConfig, LogSettings, ObserveSettings, UsageError
+from elasticrs.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
 from elasticrs.launcher.options import OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
@@ -68,9 +68,21 @@ class Launch:
         variables: what is added to the environment of every worker.
         observe: who is told about it.
         runs_path: the command is a script and its arguments, for :func:`run_script_path`.
+        start_method: for such a command: ``spawn``, ``fork`` or ``forkserver``.
+        handler: the nodes meet through a handler that polls; ``None``: not so.
     """
 
-    __slots__ = ("command", "job", "logs", "notices", "observe", "runs_path", "variables")
+    __slots__ = (
+        "command",
+        "handler",
+        "job",
+        "logs",
+        "notices",
+        "observe",
+        "runs_path",
+        "start_method",
+        "variables",
+    )
 
     def __init__(
         self,
@@ -81,6 +93,8 @@ class Launch:
         variables: dict[str, str],
         observe: ObserveSettings,
         runs_path: bool = False,
+        handler: HandlerSettings | None = None,
+        start_method: str = "spawn",
     ) -> None:
         self.job = job
         self.logs = logs
@@ -89,6 +103,8 @@ class Launch:
         self.variables = variables
         self.observe = observe
         self.runs_path = runs_path
+        self.handler = handler
+        self.start_method = start_method
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
@@ -184,6 +200,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         variables,
         _observe(args, command, meeting, environ, notices),
         args.run_path,
+        meeting.handler,
+        args.start_method,
     )
 
 
@@ -361,8 +379,6 @@ def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
 
 
 def _useless(args: Namespace) -> Iterator[str]:
-    if args.run_path and args.start_method != "spawn":
-        yield f"--start-method {args.start_method} is not supported by this release: --run-path uses spawn"
     for name, stream in (("stdout", 1), ("stderr", 2)):
         tee = (
             args.tee if isinstance(args.tee, int) else max(args.tee.values(), key=lambda bits: bits & stream)
@@ -381,17 +397,24 @@ class _Meeting:
         master_addr: where rank 0 hosts the workers' store.
         master_port: its port; ``None`` for a fresh one in every attempt.
         rendezvous: with the other nodes; ``None`` when there are none.
+        handler: in place of a rendezvous of ours.
     """
 
-    __slots__ = ("master_addr", "master_port", "rendezvous", "run_id")
+    __slots__ = ("handler", "master_addr", "master_port", "rendezvous", "run_id")
 
     def __init__(
-        self, run_id: str, master_addr: str, master_port: int | None, rendezvous: Rendezvous | None = None
+        self,
+        run_id: str,
+        master_addr: str,
+        master_port: int | None,
+        rendezvous: Rendezvous | None = None,
+        handler: HandlerSettings | None = None,
     ) -> None:
         self.run_id = run_id
         self.master_addr = master_addr
         self.master_port = master_port
         self.rendezvous = rendezvous
+        self.handler = handler
 
 
 def _meeting(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> _Meeting:
@@ -413,10 +436,14 @@ def _meeting(args: Namespace, environ: Mapping[str, str], grace: float, notices:
 def _described(
     args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str], *, is_plain: bool
 ) -> _Meeting:
-    from elasticrs.rendezvous.elastic.describe import STATIC, check_backend, describe
+    from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, STATIC, describe, is_in_file
     from elasticrs.rendezvous.endpoint import parse_endpoint
 
-    backend = STATIC if is_plain else check_backend(args.rdzv_backend)
+    if not is_plain and (
+        args.rdzv_backend not in BACKENDS or (args.rdzv_backend == C10D and is_in_file(args.rdzv_conf))
+    ):
+        return _polled(args, environ, notices)
+    backend = STATIC if is_plain else BACKENDS[args.rdzv_backend]
     endpoint: str = args.rdzv_endpoint.strip()
     if backend == STATIC and not endpoint:
         endpoint = _static_endpoint(args)
@@ -447,6 +474,35 @@ def _described(
         notices.append("--master-port has no effect here: it is for the static rendezvous")
     # The workers' store has a port of its own; the endpoint is where nodes meet.
     return _Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
+
+
+def _polled(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> _Meeting:
+    from elasticrs.rendezvous.elastic.describe import COMMAND_LINE
+    from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
+    from elasticrs.rendezvous.registry import find_backend
+
+    find_backend(args.rdzv_backend, COMMAND_LINE)
+    for option, is_given in (
+        ("--master-port", args.master_port is not None),
+        ("--node-rank", args.node_rank != 0),
+        ("--drain", args.drain is not None),
+    ):
+        if is_given:
+            notices.append(f"{option} has no effect here: the rendezvous backend does not know it")
+    barrier = args.exit_barrier_timeout
+    if barrier is None:
+        barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")
+    handler = HandlerSettings(
+        args.rdzv_backend,
+        args.rdzv_endpoint,
+        args.rdzv_id,
+        args.nnodes,
+        args.rdzv_conf,
+        args.local_addr,
+        barrier,
+        args.monitor_interval,
+    )
+    return _Meeting(args.rdzv_id, args.local_addr or "localhost", None, handler=handler)
 
 
 def _static_endpoint(args: Namespace) -> str:

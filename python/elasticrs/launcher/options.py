@@ -208,7 +208,7 @@ OPTIONS: tuple[Option, ...] = (
         metavar="N",
     ),
     Option("standalone", False, None, "one node, with a fresh address and a random id"),
-    Option("rdzv-backend", "static", str, "c10d (or elasticrs) or static", metavar="NAME"),
+    Option("rdzv-backend", "static", str, "c10d (or elasticrs), static, or of a package", metavar="NAME"),
     Option(
         "rdzv-endpoint",
         "",
@@ -228,7 +228,9 @@ OPTIONS: tuple[Option, ...] = (
         "for agents of users that poll; ours reacts at once",
         metavar="SECONDS",
     ),
-    Option("start-method", "spawn", _start_method, "for functions, not for scripts", metavar="METHOD"),
+    Option(
+        "start-method", "spawn", _start_method, "of --run-path: spawn, fork or forkserver", metavar="METHOD"
+    ),
     Option(
         "event-log-handler",
         "null",

@@ -136,12 +136,17 @@ class ScriptWorkers(FunctionWorkers):
     def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
         """Stop multiprocessing's own helper as well: it would outlive the launcher by some time."""
         super().ended(supervisor, attempt)
-        tracker: Any = resource_tracker._resource_tracker
-        tracker._stop()
+        stop_tracker()
 
     def return_values(self) -> dict[int, object]:
         """Scripts return nothing, and may end by ``os._exit(0)``."""
         return dict.fromkeys(range(self._setup.job.nproc))
+
+
+def stop_tracker() -> None:
+    """End multiprocessing's own helper, if there is one; in a process that is ours alone."""
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._stop()
 
 
 class ReturnPipe:

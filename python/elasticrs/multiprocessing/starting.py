@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import select
+import signal
 import socket
 import struct
 import sys
@@ -13,7 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from multiprocessing import forkserver, spawn, util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elasticrs import _core
 from elasticrs.multiprocessing import keeper
@@ -25,9 +26,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
 
-    from elasticrs.multiprocessing.contexts import MultiprocessContext
 
 _LOOK_FOR_SIGNALS = 0.1
+
+
+class Functions(Protocol):
+    """What is to be started: a :class:`MultiprocessContext`, or the workers of an attempt.
+
+    Attributes:
+        name: of the processes.
+        nprocs: how many.
+        entrypoint: the function.
+        args: by local rank.
+        envs: added to the environment, by local rank.
+        stdouts: files by local rank, or empty.
+        stderrs: the same.
+    """
+
+    name: str
+    nprocs: int
+    entrypoint: Callable[..., Any] | str
+    args: dict[int, tuple[Any, ...]]
+    envs: dict[int, dict[str, str]]
+    stdouts: dict[int, str]
+    stderrs: dict[int, str]
 
 
 class FunctionStart(ABC):
@@ -41,7 +63,7 @@ class FunctionStart(ABC):
         values: by local rank, what was returned, pickled; empty for a process that has returned nothing.
     """
 
-    def __init__(self, context: MultiprocessContext, cpus: Sequence[Sequence[int]] | None) -> None:
+    def __init__(self, context: Functions, cpus: Sequence[Sequence[int]] | None) -> None:
         self._context = context
         self._cpus = cpus
         self._pipes: dict[int, ReturnPipe] = {}
@@ -89,7 +111,7 @@ class FunctionStart(ABC):
 class Spawn(FunctionStart):
     """A fresh interpreter for each, started by the core like a program."""
 
-    def __init__(self, context: MultiprocessContext, cpus: Sequence[Sequence[int]] | None) -> None:
+    def __init__(self, context: Functions, cpus: Sequence[Sequence[int]] | None) -> None:
         super().__init__(context, cpus)
         self._prepared: list[PreparedFunction] = []
 
@@ -136,13 +158,14 @@ class Spawn(FunctionStart):
             self._prepared.pop().close()
 
 
-class _Kept(FunctionStart):
+class Kept(FunctionStart):
     """Functions whose parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`."""
 
-    def __init__(self, context: MultiprocessContext, cpus: Sequence[Sequence[int]] | None) -> None:
+    def __init__(self, context: Functions, cpus: Sequence[Sequence[int]] | None) -> None:
         super().__init__(context, cpus)
         self._control: socket.socket | None = None
         self._keeper: int | None = None
+        self._gate = -1
         self._ours: list[int] = []
         self._statuses: list[int] = []
 
@@ -158,14 +181,35 @@ class _Kept(FunctionStart):
 
     def start(self, streams: Sequence[_core.LogStream]) -> ProcessGroup:
         """See the base class."""
+        try:
+            pids = self.launch()
+            self._group = ProcessGroup()
+            self._group.adopt(pids, self._statuses, streams)
+            self._read_pipes(self._group)
+            self.let_begin()
+        except BaseException:
+            if self._group is not None:
+                self._group.close()
+            self.close()
+            raise
+        return self._group
+
+    def launch(self) -> dict[int, int]:
+        """Start all, each of which waits to begin; for who supervises them without a group of ours.
+
+        Returns:
+            The pids by local rank.
+
+        Raises:
+            RuntimeError: they could not be started.
+        """
         ends: list[int] = []
-        gate: int | None = None
         try:
             self._open_pipes()
             self._control, theirs = socket.socketpair()
             ends.append(theirs.detach())
-            gate_reader, gate = self._pipe(ends)
-            self._ours.append(gate)
+            gate_reader, self._gate = self._pipe(ends)
+            self._ours.append(self._gate)
             statuses: list[int] = []
             for _ in range(self._context.nprocs):
                 reader, writer = self._pipe(ends, reads=False)
@@ -173,19 +217,23 @@ class _Kept(FunctionStart):
                 self._statuses.append(reader)
             # Before the threads of the group begin: a fork copies none of their locks.
             self._keeper = self._start_keeper(statuses, ends[0], gate_reader)
+        finally:
             _close_all(ends)
-            pids = self._pids()
-            self._group = ProcessGroup()
-            self._group.adopt(dict(enumerate(pids)), self._statuses, streams)
-            self._read_pipes(self._group)
-            os.write(gate, keeper.GO * self._context.nprocs)
-        except BaseException:
-            _close_all(ends)
-            if self._group is not None:
-                self._group.close()
-            self.close()
-            raise
-        return self._group
+        return dict(enumerate(self._pids()))
+
+    @property
+    def statuses(self) -> list[int]:
+        """By local rank, the pipe into which the keeper writes the exit status."""
+        return self._statuses
+
+    @property
+    def pipes(self) -> dict[int, ReturnPipe]:
+        """By local rank, for the return value."""
+        return self._pipes
+
+    def let_begin(self) -> None:
+        """All are supervised."""
+        os.write(self._gate, keeper.GO * self._context.nprocs)
 
     def _pipe(self, ends: list[int], *, reads: bool = True) -> tuple[int, int]:
         """A pipe, one end of which is the keeper's."""
@@ -213,13 +261,20 @@ class _Kept(FunctionStart):
 
     def close(self) -> None:
         """See the base class; returns when the keeper has ended everything."""
+        ended = None if self._group is None else self._group.end
+        self.end(has_succeeded=ended is not None and ended.outcome == "succeeded")
+
+    def end(self, *, has_succeeded: bool) -> None:
+        """End everything, and return then.
+
+        Args:
+            has_succeeded: what the functions have left may go on for a while.
+        """
         control, self._control = self._control, None
         if control is not None:
-            ended = self._group is not None and self._group.end
-            is_success = ended and ended.outcome == "succeeded"
             with control, suppress(BrokenPipeError, ConnectionResetError):
                 # Refused by one that was killed, and the workers with it.
-                control.send(keeper.AFTER_LINGER if is_success else keeper.AT_ONCE)
+                control.send(keeper.AFTER_LINGER if has_succeeded else keeper.AT_ONCE)
         if self._keeper is not None:
             # Not there when the program waits for all of its children itself, and was faster.
             with suppress(ChildProcessError):
@@ -230,7 +285,7 @@ class _Kept(FunctionStart):
         _close_all(self._statuses)
 
 
-class Fork(_Kept):
+class Fork(Kept):
     """Copies of this process: anything can be passed, and nothing is pickled but what is returned."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
@@ -263,6 +318,7 @@ class Fork(_Kept):
         if pid == 0:
             try:
                 caught_signals.put_back_all()
+                self._put_back_agents_signals()
                 self._forget_programs_ends()
                 keeper.keep(workers, control, gate, parent)
             except BaseException as error:
@@ -270,6 +326,14 @@ class Fork(_Kept):
             finally:
                 os._exit(0)
         return pid
+
+    def _put_back_agents_signals(self) -> None:
+        """What an agent has installed in this process is not for its functions."""
+        for signum in signal.valid_signals():
+            module = getattr(signal.getsignal(signum), "__module__", None) or ""
+            if module.startswith("elasticrs.agent."):
+                is_int = signum == signal.SIGINT
+                signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
 
     def _forget_programs_ends(self) -> None:
         if self._control is not None:
@@ -280,10 +344,10 @@ class Fork(_Kept):
             os.close(pipe.reader)
 
 
-class ForkServer(_Kept):
+class ForkServer(Kept):
     """Copies of a fresh interpreter that has imported what multiprocessing preloads."""
 
-    def __init__(self, context: MultiprocessContext, cpus: Sequence[Sequence[int]] | None) -> None:
+    def __init__(self, context: Functions, cpus: Sequence[Sequence[int]] | None) -> None:
         super().__init__(context, cpus)
         self._prepared: list[PreparedFunction] = []
 
@@ -375,4 +439,7 @@ def _close_all(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-START_METHODS: dict[str, type[FunctionStart]] = {"spawn": Spawn, "fork": Fork, "forkserver": ForkServer}
+KEPT: dict[str, type[Kept]] = {"fork": Fork, "forkserver": ForkServer}
+"""Those with a keeper."""
+
+START_METHODS: dict[str, type[FunctionStart]] = {"spawn": Spawn, **KEPT}

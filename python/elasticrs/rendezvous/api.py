@@ -36,6 +36,21 @@ class RendezvousGracefulExitError(RendezvousError):
     """A spare node may exit without that being a failure."""
 
 
+_TORCHS = "torch.distributed.elastic.rendezvous.api"
+
+
+def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
+    """Whether an error is of this kind: ours, or torch's of the same name, which handlers of packages raise.
+
+    Args:
+        error: what was raised.
+        kind: one of the errors of this module.
+    """
+    return isinstance(error, kind) or any(
+        (each.__module__, each.__name__) == (_TORCHS, kind.__name__) for each in type(error).__mro__
+    )
+
+
 @dataclass
 class RendezvousStoreInfo:
     """Where the workers' store listens.
@@ -274,6 +289,10 @@ class RendezvousHandlerRegistry:
     def is_registered(self, backend: str) -> bool:
         """Whether somebody has added a backend of this name."""
         return backend in self._registry
+
+    def names(self) -> list[str]:
+        """Of all backends. Not in torch."""
+        return list(self._registry)
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
         """Make a handler.

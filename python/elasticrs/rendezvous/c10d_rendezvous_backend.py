@@ -11,6 +11,7 @@ from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
+from elasticrs.events import NodeState, construct_and_record_rdzv_event
 from elasticrs.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
 from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE
 from elasticrs.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
@@ -98,14 +99,22 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
         ValueError: a setting that is none.
         RendezvousConnectionError: the store cannot be reached, or not be served.
     """
+    try:
+        store = _create_store(params)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        construct_and_record_rdzv_event(params.run_id, text, NodeState.FAILED)
+        raise
+    return C10dRendezvousBackend(store, params.run_id), store
+
+
+def _create_store(params: RendezvousParameters) -> Any:
     store_type = str(params.get("store_type", "tcp")).strip().lower()
     if store_type == "file":
-        store = _create_file_store(params)
-    elif store_type == "tcp":
-        store = _create_tcp_store(params)
-    else:
-        raise ValueError("Invalid store type given. Currently only supports file and tcp.")
-    return C10dRendezvousBackend(store, params.run_id), store
+        return _create_file_store(params)
+    if store_type == "tcp":
+        return _create_tcp_store(params)
+    raise ValueError("Invalid store type given. Currently only supports file and tcp.")
 
 
 def _create_file_store(params: RendezvousParameters) -> Any:
@@ -131,6 +140,9 @@ def _create_tcp_store(params: RendezvousParameters) -> Any:
     server, trouble = _serve(port, params.run_id) if is_host else (None, None)
     if trouble is not None and asked:
         raise RendezvousConnectionError(f"The C10d store cannot be served: {trouble}") from trouble
+    if server is not None:
+        text = f"process {os.getpid()} hosts the store of the rendezvous"
+        construct_and_record_rdzv_event(params.run_id, text, NodeState.INIT)
     try:
         return _connected(host, port if server is None else server.port, params.run_id, read_timeout, server)
     except DistNetworkError as error:

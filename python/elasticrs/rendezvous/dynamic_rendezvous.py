@@ -6,7 +6,8 @@ and when it changes is in :mod:`elasticrs.rendezvous.dynamic`. Different from to
 - the value is JSON; nothing is ever unpickled, and a handler of torch cannot take part;
 - no clocks of different hosts are compared;
 - every round has a fresh store for its workers, on the node of rank 0;
-- ``num_nodes_waiting`` is also above 0 when the round has lost a node, and 0 once the rendezvous is closed;
+- ``num_nodes_waiting`` is also above 0 when the round has lost a node or the job has failed elsewhere, and 0
+  once the rendezvous is closed otherwise;
 - times may be parts of seconds, and nodes look more often than once a second while something happens.
 """
 
@@ -24,6 +25,7 @@ from datetime import timedelta
 from typing import Any
 
 from elasticrs import _core
+from elasticrs.events import NodeState, construct_and_record_rdzv_event
 from elasticrs.ports import ReservedPort, agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousConnectionError,
@@ -35,6 +37,7 @@ from elasticrs.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from elasticrs.rendezvous.dynamic import decisions
+from elasticrs.rendezvous.dynamic.recording import Recorder
 from elasticrs.rendezvous.dynamic.settings import RendezvousSettings, RendezvousTimeout, check
 from elasticrs.rendezvous.dynamic.state import Node, Place
 from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE, Operation, SharedState
@@ -50,6 +53,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("elasticrs.rendezvous")
+_NEXT = "DynamicRendezvousHandler.next_rendezvous"
 
 Token = Any
 """What a back end hands out with a state, and takes back with the next one."""
@@ -185,12 +189,14 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._backend_name = backend_name
         self._store = store
         self._shared = state_holder
+        self._recorder = Recorder(settings.run_id, node)
         # Whoever has it has the shared state; backends need not be safe to call from several threads.
         self._lock = threading.Lock()
         self._timer: _PeriodicTimer | None = None
         self._look_again = 0.0
         self._round: int | None = None
         self._has_succeeded = False
+        self._failure: str | None = None
         self._worker_store: _core.WorkerStore | None = None
         self._reserved: ReservedPort | None = None
 
@@ -226,6 +232,11 @@ class DynamicRendezvousHandler(RendezvousHandler):
             RendezvousStateError: the state is none of ours.
             RendezvousTimeoutError: too few nodes came in time.
         """
+        with self._recorder.failures("next_rendezvous"):
+            return self._next_rendezvous()
+
+    def _next_rendezvous(self) -> RendezvousInfo:
+        self._recorder.tell(_NEXT, f"node {self._this_node} wants to join the next round")
         self._stop_heartbeats()
         with self._lock:
             self._release()
@@ -249,6 +260,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 raise
             if bootstrap is not None:
                 _log.info("node %s has rank %d of %d in round %d", self._this_node, rank, size, self._round)
+                text = f"node {self._this_node} has rank {rank} of {size} in round {self._round}"
+                self._recorder.tell(_NEXT, text, rank=rank)
                 return RendezvousInfo(store, rank, size, bootstrap)
             # The node of rank 0 was lost before it said where its store is.
             self._stop_heartbeats()
@@ -257,17 +270,18 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """More than 0 when it is time to stop the workers and ask for the next round.
 
         That is the number of nodes that wait and that there is room for. It is at least 1 when the round
-        has lost a node, which torch does not show, and 0 once the rendezvous is closed: there is no next one.
+        has lost a node, which torch does not show. Once the rendezvous is closed it is 0, as there is no next
+        one; but 1 if that was because the job has failed: asking for the next round says why.
 
         Raises:
             RendezvousConnectionError: the back end could not be reached for so long that the others take this
                 node for dead.
         """
-        with self._lock:
+        with self._recorder.failures("num_nodes_waiting"), self._lock:
             self._look()
             state = self._shared.state
             if state.closed is not None:
-                return 0
+                return int(state.has_failed and self._round is not None)
             waiting = 0 if self._has_succeeded else decisions.waiting(state, self._settings)
             if self._round is not None and decisions.ended(state, self._this_node, self._round):
                 return max(waiting, 1)
@@ -280,9 +294,19 @@ class DynamicRendezvousHandler(RendezvousHandler):
         with self._lock:
             self._has_succeeded = True
 
+    def set_failed(self, reason: str) -> None:
+        """The job has failed here, for good: closing then ends the workers of the other nodes. A node that is
+        in no round cannot say so. Not in torch.
+
+        Args:
+            reason: for the other nodes, such as ``rank 3 has failed with exit code 1``.
+        """
+        with self._lock:
+            self._failure = reason if self._round is not None else None
+
     def is_closed(self) -> bool:
         """See :class:`RendezvousHandler`."""
-        with self._lock:
+        with self._recorder.failures("is_closed"), self._lock:
             self._look()
             return self._shared.state.closed is not None
 
@@ -292,12 +316,19 @@ class DynamicRendezvousHandler(RendezvousHandler):
         Raises:
             RendezvousError: that did not work.
         """
-        reason = "its work is done" if self._has_succeeded else "it has ended"
+        with self._recorder.failures("set_closed"):
+            self._close()
+
+    def _close(self) -> None:
+        reason = self._failure or ("its work is done" if self._has_succeeded else "it has ended")
         self._run(
             decisions.close,
             self._settings.timeout.close.total_seconds(),
             f"node {self._this_node} has closed it, as {reason}",
+            self._failure is not None,
         )
+        text = f"node {self._this_node} has closed the rendezvous"
+        self._recorder.tell("DynamicRendezvousHandler._close", text, NodeState.SUCCEEDED)
 
     def shutdown(self) -> bool:
         """Close the rendezvous, and release what this node holds.
@@ -307,7 +338,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """
         self._stop_heartbeats()
         try:
-            self.set_closed()
+            with self._recorder.failures("shutdown"):
+                self._close()
         except RendezvousError as error:
             _log.warning("the rendezvous of job %s could not be closed: %s", self.get_run_id(), error)
             return False
@@ -359,11 +391,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     # --- the shared state ---
 
-    def _run(self, decide: Any, seconds: float, reason: str = "") -> None:
-        operation = Operation(self._shared, decide, seconds, reason)
+    def _run(self, decide: Any, seconds: float, reason: str = "", has_failed: bool = False) -> None:
+        operation = Operation(self._shared, decide, seconds, reason, has_failed, self._recorder.acts)
         while True:
             with self._lock:
                 pause = operation.turn()
+                self._recorder.lost(self._shared.take_lost())
             if pause is None:
                 return
             if pause > 0:
@@ -378,6 +411,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._look_again = now + min(interval / 2, LONGEST_PAUSE)
         try:
             shared.read()
+            self._recorder.lost(shared.take_lost())
         except RendezvousConnectionError as error:
             # A pause of the back end is no reason to stop workers while the others count this node in.
             if shared.synced is None or now - shared.synced > decisions.patience(self._settings) - interval:
@@ -407,7 +441,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         for line in self._worker_store.take_notices() if self._worker_store is not None else ():
             _log.warning("the workers' store: %s", line)
         try:
-            self._run(decisions.keep_alive, self._settings.timeout.heartbeat.total_seconds())
+            with self._recorder.failures("_keep_alive"):
+                self._run(decisions.keep_alive, self._settings.timeout.heartbeat.total_seconds())
         except Exception as error:
             # Whatever a user's back end raises: the next sign of life may come through.
             _log.warning("node %s could not give a sign of life: %s", self._this_node, error or repr(error))
@@ -436,6 +471,17 @@ def create_handler(
         ValueError: one of them is none.
         TypeError: an interval or a number of attempts of ``None``.
     """
+    try:
+        return _create_handler(store, backend, params)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        construct_and_record_rdzv_event(params.run_id, text, NodeState.FAILED, "create_handler")
+        raise
+
+
+def _create_handler(
+    store: Any, backend: RendezvousBackend, params: RendezvousParameters
+) -> DynamicRendezvousHandler:
     timeout = RendezvousTimeout(
         *(_time(params, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
     )

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import warnings
 
+from elasticrs.config import UsageError
 from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
-from elasticrs.rendezvous.elastic.describe import BACKENDS, PYTHON, check_backend, describe
+from elasticrs.rendezvous.elastic.describe import BACKENDS, PYTHON, Words, check_backend, describe, is_in_file
 from elasticrs.rendezvous.static import OneNodeRendezvous
 
 __all__ = ["get_rendezvous_handler"]
@@ -29,14 +30,30 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
     Raises:
         ValueError: no such backend, one that cannot be loaded, or bad settings.
     """
-    if not rendezvous_handler_registry.is_registered(params.backend) and not _register_from_package(
-        params.backend
-    ):
-        check_backend(params.backend, PYTHON)
+    find_backend(params.backend, PYTHON)
     return rendezvous_handler_registry.create_handler(params)
 
 
-def _register_from_package(name: str) -> bool:
+def find_backend(name: str, words: Words) -> None:
+    """Make sure that a backend is registered, with the help of installed packages.
+
+    Args:
+        name: of the backend.
+        words: what the user knows things by.
+
+    Raises:
+        ValueError: there is none of this name, or its package cannot be loaded.
+    """
+    if rendezvous_handler_registry.is_registered(name) or _register_from_package(name, words):
+        return
+    from importlib import metadata
+
+    installed = {entry.name for group in GROUPS for entry in metadata.entry_points(group=group)}
+    others = sorted({*rendezvous_handler_registry.names(), *installed} - BACKENDS.keys())
+    check_backend(name, words, others)
+
+
+def _register_from_package(name: str, words: Words) -> bool:
     from importlib import metadata
 
     for group in GROUPS:
@@ -44,8 +61,8 @@ def _register_from_package(name: str) -> bool:
             try:
                 creator = entry.load()()
             except Exception as error:
-                raise ValueError(
-                    f"the rendezvous backend {name!r} cannot be loaded from {entry.value}: {error!r}"
+                raise UsageError(
+                    f"{words.backend}: {name!r} cannot be loaded from {entry.value}: {error!r}"
                 ) from error
             rendezvous_handler_registry.register(name, creator)
             return True
@@ -73,7 +90,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
-    if str(params.get("store_type", "tcp")).strip().lower() != "file":
+    if not is_in_file(params.config):
         return _create(params)
     from elasticrs.rendezvous.c10d_rendezvous_backend import create_backend
     from elasticrs.rendezvous.dynamic_rendezvous import create_handler

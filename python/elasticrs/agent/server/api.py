@@ -32,8 +32,9 @@ from elasticrs.events import Event, EventSource, record
 from elasticrs.events.hostname import fq_hostname as _get_fq_hostname
 from elasticrs.metrics import prof, put_metric
 from elasticrs.multiprocessing.api import SignalException
+from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.ranks import NodeShare, node_ranks
-from elasticrs.rendezvous.api import RendezvousGracefulExitError
+from elasticrs.rendezvous.api import RendezvousError, RendezvousGracefulExitError, is_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -205,24 +206,36 @@ class SimpleElasticAgent(ElasticAgent):
         is_shut_down = False
         try:
             result = self._invoke_run(role)
+            if result.is_failed():
+                self._tell_failure(_first_failure(result))
             self._total_execution_time = int(time.monotonic() - started)
             self._record_metrics(result)
             self._record_worker_events(result)
             return result
-        except RendezvousGracefulExitError as error:
-            # In torch this returns nothing, which its launcher does not expect.
-            _log.info("%s", error)
-            self._worker_group.state = WorkerState.SUCCEEDED
-            return RunResult(WorkerState.SUCCEEDED)
         except SignalException as error:
             _log.warning("%s received: shutting down", error.sigval.name)
             is_shut_down = True
             self._shut_down_for(error.sigval)
             raise
+        except Exception as error:
+            if not is_kind(error, RendezvousGracefulExitError):
+                if not is_kind(error, RendezvousError):
+                    self._tell_failure(f"its agent has failed: {error!r}")
+                raise
+            # In torch this returns nothing, which its launcher does not expect.
+            _log.info("%s", error)
+            self._worker_group.state = WorkerState.SUCCEEDED
+            return RunResult(WorkerState.SUCCEEDED)
         finally:
             if not is_shut_down:
                 _call(self._shutdown, timeout=self._shutdown_timeout)
             self._total_execution_time = int(time.monotonic() - started)
+
+    def _tell_failure(self, reason: str) -> None:
+        """For the other nodes, when the launcher shuts the handler down; torch's handlers have no way to."""
+        set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
+        if set_failed is not None:
+            set_failed(reason)
 
     def _shut_down_for(self, sigval: signal.Signals) -> None:
         try:
@@ -414,6 +427,13 @@ class SimpleElasticAgent(ElasticAgent):
         left = (self._remaining_restarts + 1) / (spec.max_restarts + 1)
         flakiness = 100.0 if is_failed else 100.0 - 100.0 * left
         put_metric(f"workers.{spec.role}.flakiness", int(flakiness))
+
+
+def _first_failure(result: RunResult) -> str:
+    if not result.failures:
+        return f"its workers are {result.state.name}"
+    rank, failure = ChildFailedError("", result.failures).get_first_failure()
+    return f"rank {rank} has failed with exit code {failure.exitcode}"
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:

@@ -154,11 +154,14 @@ def create_healthcheck_server(
     return HealthCheckServer(alive_callback, port, timeout)
 
 
-def server_of_environment(environ: Mapping[str, str]) -> HealthCheckServer | None:
+def server_of_environment(
+    environ: Mapping[str, str], alive_callback: Callable[[], float] = time.time
+) -> HealthCheckServer | None:
     """The server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for.
 
     Args:
         environ: the environment.
+        alive_callback: see :class:`HealthCheckServer`.
 
     Raises:
         ValueError: it holds no port; torch says so in its log, and goes on without a server.
@@ -170,4 +173,4 @@ def server_of_environment(environ: Mapping[str, str]) -> HealthCheckServer | Non
         port = config.health_port(text)
     except ValueError as error:
         raise ValueError(f"{PORT_VARIABLE}: got {text!r}, expected {error}") from None
-    return HealthCheckServer(time.time, port, config.DEFAULT_HEALTH_TIMEOUT, environ.get(HOST_VARIABLE))
+    return HealthCheckServer(alive_callback, port, config.DEFAULT_HEALTH_TIMEOUT, environ.get(HOST_VARIABLE))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from elasticrs.agent.sleepers import Sleepers
 from elasticrs.agent.state import Phase
 from elasticrs.config import JobConfig, ObserveSettings
 from elasticrs.events import record
+from elasticrs.events.hostname import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.plugins import attempt_logs
@@ -91,7 +93,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     Args:
         spec: the workers.
         logs_specs: where their output goes.
-        start_method: for functions; ``spawn`` in this release.
+        start_method: for functions: ``spawn``, ``fork`` or ``forkserver``.
         exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
             ``None``.
         log_line_prefix_template: before tee'd lines.
@@ -121,8 +123,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         signals_to_handle: str | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
-        if callable(spec.entrypoint) and start_method != "spawn":
-            raise ValueError(f"start_method {start_method!r} is not supported by this release: use 'spawn'")
+        if start_method not in defaults.START_METHODS:
+            raise ValueError(
+                f"start_method: got {start_method!r}, expected one of {', '.join(defaults.START_METHODS)}"
+            )
         names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
         try:
             self._signals = defaults.parse_signals(names or defaults.DEFAULT_SIGNALS)
@@ -152,7 +156,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             RuntimeError: the workers could not be started.
             ValueError: the machine's limits do not allow that many.
         """
-        self._start_server()
+        self._setup_healthcheck()
         try:
             if self._waits_for_events:
                 # Measured by who observes the loop.
@@ -290,11 +294,14 @@ class LocalElasticAgent(SimpleElasticAgent):
             hang_startup_timeout=spec.hang_startup_timeout,
         )
 
-    def _start_server(self) -> None:
-        """Of the caller, or what ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for."""
+    def _setup_healthcheck(self) -> None:
+        """Start the health check server of the caller, or what ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for.
+
+        Called once, before the first rendezvous; torch calls it before each start of workers.
+        """
         if self._health_check_server is None:
             try:
-                made = server_of_environment(os.environ)
+                made = server_of_environment(os.environ, self._get_alive_time)
                 if made is not None:
                     made.open()
                     self._health_check_server = made
@@ -305,6 +312,20 @@ class LocalElasticAgent(SimpleElasticAgent):
             server.open()
         elif self._health_check_server is not None:
             self._health_check_server.start()
+
+    @staticmethod
+    def _get_current_time_secs() -> int:
+        return int(time.time())
+
+    def _get_alive_time(self) -> float:
+        """When there was progress last, in seconds since 1970, for the server of the environment.
+
+        Who asks is answered by the agent's loop, so an answer is progress.
+        """
+        return time.time()
+
+    def _get_fq_hostname(self) -> str:
+        return fq_hostname()
 
     def _server_of_the_loop(self) -> OurServer | None:
         """The server, where the loop that waits answers for it; another one has its own ways."""
@@ -328,6 +349,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         setup = WorkerSetup(
             job, attempt_logs(self._logs_specs), template, environ, ignored_signals(), filters
         )
+        if callable(spec.entrypoint) and self._start_method != "spawn":
+            from elasticrs.multiprocessing.kept_workers import KeptWorkers
+
+            return KeptWorkers(setup, spec.entrypoint, spec.args, self._start_method)
         if callable(spec.entrypoint):
             from elasticrs.multiprocessing.spawn import FunctionWorkers
 

@@ -18,7 +18,7 @@ from elasticrs.agent import state as machine
 from elasticrs.agent import texts
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
-from elasticrs.agent.loop import _TRANSLATORS, Agent
+from elasticrs.agent.loop import _TRANSLATORS, Agent, suspend
 from elasticrs.multiprocessing.api import RunProcsResult
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class PolledWorkers(Agent):
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_taking = False
         self._pending: BaseException | None = None
+        self._is_to_suspend = False
 
     def interrupt(self, error: BaseException) -> bool:
         """Take an error of a signal handler, to be raised as soon as no event can be lost by it.
@@ -79,6 +80,14 @@ class PolledWorkers(Agent):
         self._pending = error
         os.eventfd_write(self._bell, 1)
         return True
+
+    def suspend(self) -> None:
+        """Control-Z: stop the workers and this process, until it goes on. For a signal handler."""
+        if self._is_taking:
+            self._is_to_suspend = True
+            os.eventfd_write(self._bell, 1)
+        else:
+            suspend(self._supervisor)
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
         """Start all workers, or none.
@@ -190,7 +199,8 @@ class PolledWorkers(Agent):
             self._drain(supervisor)
         finally:
             self._decisions.release_plan()
-            supervisor.close()
+            has_succeeded = self._ended is not None and self._ended.outcome == "succeeded"
+            supervisor.close(keep_descendants=self._job.linger is None and has_succeeded)
             self._observers.ended(self._result)
         self._discard_empty_fault_files()
         self._write_timeline()
@@ -216,8 +226,12 @@ class PolledWorkers(Agent):
         finally:
             self._is_taking = False
         pending, self._pending = self._pending, None
-        if pending is not None:
+        is_to_suspend, self._is_to_suspend = self._is_to_suspend, False
+        if pending is not None or is_to_suspend:
             os.eventfd_read(self._bell)
+        if is_to_suspend:
+            suspend(self._supervisor)
+        if pending is not None:
             raise pending
 
     def _pump(self, seconds: float | None) -> bool:

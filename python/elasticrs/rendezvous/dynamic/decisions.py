@@ -11,7 +11,8 @@
 - **DYN-4** Who comes to a complete round waits, and is counted, so that the round is formed again, if there
   is room; without room it is redundant, not counted, and waits without a deadline. Torch counts nodes that
   began to wait before the round was full: the group then restarts for ever.
-- **DYN-5** Closed is for ever, and says why.
+- **DYN-5** Closed is for ever, and says why. Closed because the job has failed, the round is over for all;
+  torch leaves the workers of the other nodes to their own time-outs. Otherwise they run to their end.
 """
 
 from __future__ import annotations
@@ -222,9 +223,15 @@ def apply(action: Action, state: State, node: Node, beat: int, settings: Rendezv
     raise ValueError(f"{action} changes nothing for node {node}")
 
 
-def closed(state: State, reason: str) -> State:
-    """The state, closed for a reason."""
-    return replace(state, closed=reason[:256])
+def closed(state: State, reason: str, has_failed: bool = False) -> State:
+    """The state, closed for a reason.
+
+    Args:
+        state: as last read.
+        reason: for the others.
+        has_failed: the job has failed.
+    """
+    return replace(state, closed=reason[:256], has_failed=has_failed)
 
 
 def without(state: State, gone: Iterable[Node], settings: RendezvousSettings) -> State:

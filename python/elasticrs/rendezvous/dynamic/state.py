@@ -73,6 +73,7 @@ class State:
         last_calls: how many there have been.
         closed: why the rendezvous is closed; ``None`` while it is open.
         nodes: all that take part or wait.
+        has_failed: it was closed because the job has failed: workers that still run have nothing to run for.
     """
 
     round: int = 0
@@ -81,6 +82,7 @@ class State:
     last_calls: int = 0
     closed: str | None = None
     nodes: dict[Node, Standing] = field(default_factory=dict)
+    has_failed: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -128,6 +130,7 @@ def encode(state: State) -> bytes:
         "last_call": state.last_call,
         "last_calls": state.last_calls,
         "closed": state.closed,
+        "has_failed": state.has_failed,
         "nodes": nodes,
     }
     data = json.dumps(document, separators=(",", ":")).encode()
@@ -177,6 +180,7 @@ def _state(document: dict[str, Any]) -> State:
         _count(document["last_calls"]),
         None if closed is None else _text(closed),
         nodes,
+        _truth(document["has_failed"]),
     )
 
 
@@ -191,6 +195,12 @@ def _count(value: object) -> int:
     if number < 0:
         raise ValueError(f"{number} is negative")
     return number
+
+
+def _truth(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
 
 
 def _text(value: object) -> str:

@@ -64,6 +64,13 @@ class SharedState:
         self._token: Any = None
         self._beat = 0
         self._beat_at: float | None = None
+        self._dead: set[Node] = set()
+        self._lost: list[Node] = []
+
+    def take_lost(self) -> list[Node]:
+        """Those that were first taken for dead since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def read(self) -> bool:
         """Look at the state; whether it has changed.
@@ -125,6 +132,8 @@ class SharedState:
         answered = self.clock()
         dead = self._sightings.look(state, asked, answered, decisions.patience(self.settings))
         dead = [node for node in dead if node != self.node]
+        self._lost += [node for node in dead if node not in self._dead]
+        self._dead = set(dead)
         self.state = decisions.without(state, dead, self.settings)
         self._data, self._token, self.synced = data, token, answered
         return has_changed
@@ -138,6 +147,8 @@ class Operation:
         decide: what it wants: a function of :mod:`.decisions`.
         seconds: until it gives up.
         reason: for closing.
+        has_failed: closing because the job has failed.
+        acts: is told of each change that the node is about to make, and of the state before.
     """
 
     def __init__(
@@ -146,12 +157,16 @@ class Operation:
         decide: Callable[[View, float], Action],
         seconds: float,
         reason: str = "",
+        has_failed: bool = False,
+        acts: Callable[[Action, State], None] | None = None,
     ) -> None:
         self._shared = shared
         self._decide = decide
         self._seconds = seconds
         self._deadline = shared.clock() + seconds
         self._reason = reason
+        self._has_failed = has_failed
+        self._acts = acts
         self._wanted: State | None = None
         self._pause = SHORTEST_PAUSE
 
@@ -180,8 +195,10 @@ class Operation:
         if action is Action.SYNC:
             return self._until_next_look(view)
         self._raise_for(action)
+        if self._acts is not None:
+            self._acts(action, view.state)
         if action is Action.CLOSE:
-            self._wanted = decisions.closed(view.state, self._reason)
+            self._wanted = decisions.closed(view.state, self._reason, self._has_failed)
         else:
             self._wanted = decisions.apply(action, view.state, view.node, shared.next_beat(), shared.settings)
         if action is Action.NO_LONGER_REDUNDANT:

@@ -19,7 +19,7 @@ from elasticrs.rendezvous.endpoint import parse_endpoint
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 STATIC = "static"
 C10D = "c10d"
@@ -28,6 +28,7 @@ BACKENDS = {C10D: C10D, "elasticrs": C10D, STATIC: STATIC}
 
 _NOT_SUPPORTED = ("etcd", "etcd-v2")
 _MAX_RUN_ID = 256
+_STATIC_JOIN_TIMEOUT = 900.0
 
 
 class Words:
@@ -63,8 +64,22 @@ PYTHON = Words(
 )
 
 
-def check_backend(backend: str, words: Words = COMMAND_LINE) -> str:
+def is_in_file(config: Mapping[str, object]) -> bool:
+    """Whether the settings of ``c10d`` ask for a file instead of the elastic rendezvous.
+
+    Args:
+        config: settings by key.
+    """
+    return str(config.get("store_type", "tcp")).strip().lower() == "file"
+
+
+def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
     """What a name of a back end stands for.
+
+    Args:
+        backend: the name.
+        words: what the user knows things by.
+        others: names of what is there besides ours, for the error.
 
     Raises:
         UsageError: it is none of ours.
@@ -76,7 +91,7 @@ def check_backend(backend: str, words: Words = COMMAND_LINE) -> str:
         raise UsageError(
             f"{words.backend}: {backend!r} is not supported by this release: use c10d, which needs no server"
         )
-    raise UsageError(f"{words.backend}: got {backend!r}, expected {', '.join(BACKENDS)}")
+    raise UsageError(f"{words.backend}: got {backend!r}, expected {', '.join((*BACKENDS, *others))}")
 
 
 def describe(
@@ -121,6 +136,8 @@ def describe(
     values = dict(config)
     if kind == STATIC:
         values["order_hint"] = node_rank
+        # Torch's name for it, and torchrun's default.
+        values.setdefault("join_timeout", values.get("timeout", _STATIC_JOIN_TIMEOUT))
     elif node_rank is not None:
         values.setdefault("order_hint", node_rank)
     settings, notices = read_settings(

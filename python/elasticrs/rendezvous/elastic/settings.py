@@ -230,7 +230,7 @@ KEYS: tuple[Key, ...] = (
     Key("heartbeat_timeout", 5.0, _seconds(0, above=True), "no effect", is_stored=False),
     Key("read_timeout", 60.0, _seconds(0, above=True), "no effect", is_stored=False),
     Key("cas_backoff_max_seconds", 0.0, _seconds(0), "no effect", is_stored=False),
-    Key("timeout", 900.0, _seconds(0), "no effect", is_stored=False),
+    Key("timeout", 900.0, _seconds(0, above=True), "join_timeout of static", is_stored=False),
 )  # fmt: skip
 """Every setting. Spans are seconds."""
 

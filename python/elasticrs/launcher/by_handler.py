@@ -1,0 +1,226 @@
+"""Jobs of the command line whose nodes meet through a handler that polls.
+
+That is one of a package (``--rdzv-backend`` with the name of an entry point, or one that a program has
+registered), and ``c10d`` with ``store_type=file``. The agent is torch's loop over our workers: see
+:class:`~elasticrs.agent.server.LocalElasticAgent`. Imported for such jobs only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from elasticrs import _core
+from elasticrs.agent import texts
+from elasticrs.agent.loop import suspend
+from elasticrs.agent.observing import check_destination, open_server
+from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
+from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.config import UsageError
+from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException
+from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.rendezvous import registry
+from elasticrs.rendezvous.api import RendezvousError, RendezvousHandler, RendezvousParameters, is_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from elasticrs.agent.console import Console
+    from elasticrs.agent.server import RunResult
+    from elasticrs.agent.signals import SignalPipe
+    from elasticrs.config import HandlerSettings, JobConfig
+    from elasticrs.launcher.arguments import Launch
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.workers import Workers
+
+_DEFAULT_TIMEOUT = 900
+"""Seconds; torch's launcher passes it to every handler."""
+
+
+def run_by_handler(
+    launch: Launch,
+    handler: HandlerSettings,
+    workers: Workers,
+    console: Console,
+    signals: SignalPipe | None,
+    write: Callable[[str], None],
+) -> int:
+    """Run the job to its end.
+
+    Args:
+        launch: the job.
+        handler: what to make the handler from.
+        workers: starts the processes.
+        console: for lines to the user.
+        signals: those that came before are heard; from here on they are raised.
+        write: takes the report of a failure.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: settings that the handler does not take.
+    """
+    if launch.observe.event_log_handler != "null":
+        check_destination(launch.observe.event_log_handler)
+    running: list[_CommandLineAgent] = []
+    logger, lines = logging.getLogger("elasticrs"), _Lines(console)
+    logger.addHandler(lines)
+
+    def interrupt(error: BaseException) -> bool:
+        return bool(running) and running[0]._interrupt(error)
+
+    def stop_for_a_while(_signum: int, _frame: FrameType | None) -> None:
+        if running:
+            running[0].suspend()
+        else:
+            suspend(None)
+
+    try:
+        with raised_signals(launch.job.signals, SignalException, interrupt):
+            if signals is not None:
+                for signum in signals.take():
+                    if signum in launch.job.signals:
+                        raise SignalException(
+                            f"stopped by {texts.signal_name(signum)}", signal.Signals(signum)
+                        )
+                if signal.SIGTSTP not in launch.job.signals and signal.SIGTSTP in signals.caught:
+                    signal.signal(signal.SIGTSTP, stop_for_a_while)
+            made = _make_handler(handler)
+            running.append(_CommandLineAgent(launch, handler, made, workers, console))
+            return _run(running[0], made, launch, write)
+    except SignalException as error:
+        if not running:
+            console.say(f"stopped by {error.sigval.name}")
+        return 1
+    except Exception as error:
+        if not is_kind(error, RendezvousError):
+            raise
+        console.say(f"the rendezvous failed: {error}")
+        return 1
+    finally:
+        logger.removeHandler(lines)
+
+
+class _Lines(logging.Handler):
+    """What the agent warns of, as lines to the user."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.say(self.format(record))
+
+
+class _CommandLineAgent(LocalElasticAgent):
+    def __init__(
+        self,
+        launch: Launch,
+        settings: HandlerSettings,
+        handler: RendezvousHandler,
+        workers: Workers,
+        console: Console,
+    ) -> None:
+        job, observe = launch.job, launch.observe
+        spec = WorkerSpec(
+            job.role,
+            job.nproc,
+            handler,
+            entrypoint=observe.entry_point,
+            max_restarts=job.max_restarts,
+            monitor_interval=settings.monitor_interval,
+            local_addr=settings.local_addr,
+            event_log_handler=observe.event_log_handler,
+        )
+        super().__init__(
+            spec,
+            # Not asked: the workers come with theirs.
+            DefaultLogsSpecs(os.devnull),
+            exit_barrier_timeout=settings.exit_barrier_timeout,
+            shutdown_timeout=job.shutdown_timeout,
+            uninterruptible_state_timeout=job.uninterruptible_state_timeout,
+            health_check_server=None if observe.health_port is None else open_server(observe, console.say),
+            signals_to_handle=launch.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"],
+        )
+        self._given_job = job
+        self._given_workers = workers
+
+    @property
+    def _waits_for_events(self) -> bool:
+        return False
+
+    def _job(self, rendezvous: Rendezvous | None = None) -> JobConfig:  # noqa: ARG002 -- it has none
+        return self._given_job
+
+    def _workers(self, job: JobConfig) -> Workers:  # noqa: ARG002 -- made for it
+        return self._given_workers
+
+    def suspend(self) -> None:
+        """Stop the workers and this process, until it goes on."""
+        if self._pcontext is not None:
+            self._pcontext.suspend()
+        else:
+            suspend(None)
+
+
+def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
+    low, high = settings.nodes
+    config: dict[str, Any] = {"timeout": _DEFAULT_TIMEOUT, **settings.config}
+    parameters = RendezvousParameters(
+        settings.backend, settings.endpoint, settings.run_id, low, high, settings.local_addr, **config
+    )
+    try:
+        return registry.get_rendezvous_handler(parameters)
+    except (SignalException, UsageError):
+        raise
+    except ValueError as error:
+        raise UsageError(f"--rdzv-backend {settings.backend}: {error}") from error
+    except Exception as error:
+        if is_kind(error, RendezvousError):
+            raise
+        raise UsageError(f"--rdzv-backend: {settings.backend!r} failed: {error!r}") from error
+
+
+def _run(
+    agent: LocalElasticAgent, handler: RendezvousHandler, launch: Launch, write: Callable[[str], None]
+) -> int:
+    is_signalled = False
+    try:
+        return _exit_code(agent.run(), launch.job, write)
+    except SignalException:
+        # Closing would end the job on all nodes, and only this one was asked to stop.
+        is_signalled = True
+        raise
+    except (RuntimeError, _core.SupervisorError, OSError) as error:
+        write(f"{texts.PREFIX}the job was stopped: {error}{os.linesep}")
+        return 1
+    finally:
+        if not is_signalled:
+            _shut_down(handler)
+
+
+def _exit_code(result: RunResult, job: JobConfig, write: Callable[[str], None]) -> int:
+    if not result.is_failed():
+        return 0
+    if not result.failures:
+        write(f"{texts.PREFIX}the job has failed{os.linesep}")
+        return 1
+    from elasticrs.agent.report import hand_on
+
+    error = ChildFailedError(job.name, result.failures)
+    write(error.format_msg() + os.linesep)
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        hand_on(error)
+    return 1
+
+
+def _shut_down(handler: RendezvousHandler) -> None:
+    try:
+        handler.shutdown()
+    except Exception as error:
+        warnings.warn(f"the rendezvous could not be shut down: {error!r}", RuntimeWarning, stacklevel=3)

@@ -1,0 +1,119 @@
+"""Events of a rendezvous over a back end: torch's names, at the points where torch records them.
+
+They cost nothing while nobody has put a handler in the place of ``dynamic_rendezvous``. Names are those of
+torch's classes, as who reads events knows them.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from elasticrs.events import NodeState, RdzvEvent, get_logging_handler, record_rdzv_event
+from elasticrs.rendezvous.dynamic.decisions import Action
+from elasticrs.rendezvous.dynamic.state import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from elasticrs.rendezvous.dynamic.state import Node, State
+
+_FILE = "dynamic_rendezvous.py"
+_EXECUTOR = "_DistributedRendezvousOpExecutor"
+
+_LEAVING = {
+    Place.PARTICIPANT: ("_remove_from_participants", "leaves the participants"),
+    Place.WAITING: ("_remove_from_wait_list", "leaves those who wait"),
+    Place.REDUNDANT: ("_remove_from_redundancy_list", "leaves those who are not needed"),
+}
+_ACTS = {
+    Action.KEEP_ALIVE: ("_keep_alive", "gives a sign of life"),
+    Action.PARTICIPATE: ("_add_to_participants", "joins the participants"),
+    Action.WAIT: ("_add_to_wait_list", "joins those who wait"),
+    Action.BE_REDUNDANT: ("_add_to_redundancy_list", "joins those who are not needed"),
+    Action.COMPLETE: ("_mark_rendezvous_complete", "completes the round"),
+    Action.CLOSE: ("_mark_rendezvous_closed", "closes the rendezvous"),
+}
+_DONE = (Action.COMPLETE, Action.CLOSE)
+
+
+class Recorder:
+    """Records what happens to a node.
+
+    Args:
+        run_id: the name of the job.
+        node: the node.
+    """
+
+    def __init__(self, run_id: str, node: Node) -> None:
+        self._run_id = run_id
+        self._node = node
+
+    def tell(
+        self,
+        what: str,
+        message: str,
+        node_state: NodeState = NodeState.RUNNING,
+        rank: int | None = None,
+    ) -> None:
+        """Record an event.
+
+        Args:
+            what: class and method in torch.
+            message: what happened.
+            node_state: where the node stands; with FAILED, the exception that is being handled goes along.
+            rank: of the node, when it is known.
+        """
+        if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
+            return
+        event = RdzvEvent(
+            name=f"{_FILE}:{what}",
+            run_id=self._run_id,
+            message=message,
+            hostname=self._node.addr,
+            pid=self._node.pid,
+            node_state=node_state,
+            rank=rank,
+            local_id=self._node.local_id,
+            error_trace=traceback.format_exc() if node_state is NodeState.FAILED else "",
+        )
+        record_rdzv_event(event)
+
+    def acts(self, action: Action, state: State) -> None:
+        """The node is about to change the state.
+
+        Args:
+            action: how.
+            state: as last read.
+        """
+        place = state.place_of(self._node)
+        if action in _ACTS:
+            method, deed = _ACTS[action]
+        elif place is not None:
+            method, deed = _LEAVING[place]
+        else:
+            return
+        node_state = NodeState.SUCCEEDED if action in _DONE else NodeState.RUNNING
+        self.tell(f"{_EXECUTOR}.{method}", f"node {self._node} {deed} (round {state.round})", node_state)
+
+    def lost(self, nodes: Iterable[Node]) -> None:
+        """Nodes are taken for dead."""
+        names = ", ".join(map(str, nodes))
+        if names:
+            self.tell("_BackendRendezvousStateHolder.sync", f"no sign of life of {names}: counted out")
+
+    @contextmanager
+    def failures(self, what: str) -> Iterator[None]:
+        """Record what is raised in here.
+
+        Args:
+            what: the method of the handler.
+        """
+        try:
+            yield
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            self.tell(f"DynamicRendezvousHandler.{what}", text, NodeState.FAILED)
+            raise

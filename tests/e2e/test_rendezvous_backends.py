@@ -1,0 +1,263 @@
+"""Rendezvous backends of packages, and files, from the command line."""
+
+import os
+import signal
+
+import pytest
+from helpers import procs
+
+PLUGIN = """
+import os
+from {api} import (
+    RendezvousConnectionError, RendezvousGracefulExitError, RendezvousHandler, RendezvousInfo,
+    RendezvousStoreInfo,
+)
+from {stores} import FileStore
+
+class Handler(RendezvousHandler):
+    '''Nodes count themselves in a file.'''
+
+    def __init__(self, params):
+        self.params, self.closed, self.rounds = params, False, 0
+        if params.get("trouble") == "settings":
+            raise ValueError("trouble is no setting")
+        if params.get("trouble") == "creator":
+            raise OSError("no room")
+        self.store = FileStore(params.endpoint{more})
+
+    def get_backend(self):
+        return "mine"
+
+    def next_rendezvous(self):
+        if self.params.get("trouble") == "connection":
+            raise RendezvousConnectionError("nobody is there")
+        if self.params.get("trouble") == "spare":
+            raise RendezvousGracefulExitError("not needed")
+        if self.params.get("trouble") == "wait":
+            import signal
+            print("WAITS", flush=True)
+            signal.pause()
+        self.rounds += 1
+        nodes = self.params.max_nodes
+        number = self.store.add("nodes", 1)
+        if number == self.rounds * nodes:
+            self.store.set(f"round {{self.rounds}}", "1")
+        self.store.wait([f"round {{self.rounds}}"])
+        rank = (number - 1) % nodes
+        return RendezvousInfo(self.store, rank, nodes, RendezvousStoreInfo("127.0.0.1", 23456))
+
+    def is_closed(self):
+        return self.closed
+
+    def set_closed(self):
+        self.closed = True
+
+    def num_nodes_waiting(self):
+        return 0
+
+    def get_run_id(self):
+        return self.params.run_id
+
+    def shutdown(self):
+        config = sorted(self.params.config.items())
+        print(f"SHUT {{self.params.min_nodes}}:{{self.params.max_nodes}} {{config}}", flush=True)
+        return True
+
+def entry():
+    return Handler
+
+def broken():
+    raise OSError("no luck")
+"""
+
+OURS = ("elasticrs.rendezvous", "elasticrs.rendezvous.file_store", "", "elasticrs.rendezvous_handlers")
+TORCHS = ("torch.distributed.elastic.rendezvous", "torch.distributed", ", -1", "torchrun.handlers")
+
+SHOW = """
+    import os
+    names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
+    os.write(1, (" ".join(os.environ[name] for name in names) + "\\n").encode())
+"""
+PAUSE = "import os, signal; os.write(1, f'RUNS {os.getpid()}\\n'.encode()); signal.pause()"
+
+
+@pytest.fixture
+def backend(launch, tmp_path):
+    """Starts a job with the backend ``mine`` of an installed package."""
+
+    def start(*arguments, kind=OURS, conf="", name="mine"):
+        site = tmp_path / "site"
+        info = site / "my_rdzv-1.0.dist-info"
+        if not site.exists():
+            info.mkdir(parents=True)
+            api, stores, more, group = kind
+            (site / "my_rdzv.py").write_text(PLUGIN.format(api=api, stores=stores, more=more))
+            (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-rdzv\nVersion: 1.0\n")
+            entries = "mine = my_rdzv:entry\nbroken = my_rdzv:broken\n"
+            (info / "entry_points.txt").write_text(f"[{group}]\n{entries}")
+        path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+        more = (f"--rdzv-conf={conf}",) if conf else ()
+        meeting = (f"--rdzv-backend={name}", f"--rdzv-endpoint={tmp_path / 'nodes'}", "--rdzv-id=job")
+        return launch(*meeting, *more, *arguments, env={"PYTHONPATH": path})
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(OURS, id="ours", marks=pytest.mark.beyond_torchrun),
+        pytest.param(TORCHS, id="torchs", marks=[pytest.mark.torch, pytest.mark.slow]),
+    ],
+)
+def test_a_backend_of_a_package_brings_nodes_together(backend, worker_script, kind):
+    script = worker_script(SHOW)
+    nodes = [backend("--nnodes=2", "--nproc-per-node=2", script, kind=kind, conf="a=b") for _ in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr
+    lines = sorted(line for node in nodes for line in node.stdout.splitlines())
+    assert lines[:4] == ["0 4 0 0", "1 4 0 0", "2 4 1 0", "3 4 1 0"]
+    # What torch's launcher passes to each handler.
+    assert lines[4:] == ["SHUT 2:2 [('a', 'b'), ('timeout', 900)]"] * 2
+
+
+@pytest.mark.beyond_torchrun  # another report
+def test_a_failure_is_told_after_the_restarts(backend, worker_script, tmp_path):
+    script = worker_script(SHOW + "    raise SystemExit(int(os.environ['RANK']) * 3)")
+    launched = backend(
+        "--nproc-per-node=2", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}", "--tee=3", script
+    )
+    assert launched.wait() == 1
+    # Rank 0 may be stopped before it shows anything.
+    shown = [line for line in launched.stdout.splitlines() if line.startswith("[default1]")]
+    assert shown == [f"[default1]:1 2 0 {count}" for count in (0, 1)]
+    launched.wait_for_line(r"exitcode\s*: 3", "stderr")
+    assert "Traceback" not in launched.stderr
+    folders = {path.parent.name for path in (tmp_path / "logs").glob("*/attempt_*/1")}
+    assert folders == {"attempt_0", "attempt_1"}
+
+
+@pytest.mark.beyond_torchrun  # tracebacks
+@pytest.mark.parametrize("trouble", ["", "wait"])
+def test_a_signal_ends_workers_and_waiting(backend, worker_script, trouble):
+    launched = backend(worker_script(PAUSE), conf=f"trouble={trouble}" if trouble else "")
+    told = launched.wait_for_line(r"WAITS|RUNS (\d+)")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    assert launched.stderr.splitlines() == ["elasticrs: SIGTERM received: shutting down"]
+    # The others go on.
+    assert "SHUT" not in launched.stdout
+    procs.assert_gone([int(told[1])] if told[1] else [])
+
+
+@pytest.mark.beyond_torchrun
+def test_control_z_stops_the_workers_too(backend, worker_script):
+    launched = backend(worker_script(PAUSE))
+    pid = int(launched.wait_for_line(r"RUNS (\d+)")[1])
+    launched.signal(signal.SIGTSTP)
+    launched.wait_stopped()
+    procs.wait_state(pid, "T")
+    launched.signal(signal.SIGCONT)
+    procs.wait_state(pid, "S")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+
+
+@pytest.mark.beyond_torchrun  # tracebacks
+@pytest.mark.parametrize(
+    ("how", "code", "line"),
+    [
+        ({"conf": "trouble=settings"}, 2, "elasticrs: --rdzv-backend mine: trouble is no setting"),
+        ({"conf": "trouble=creator"}, 2, "elasticrs: --rdzv-backend: 'mine' failed: OSError('no room')"),
+        (
+            {"name": "broken"},
+            2,
+            "elasticrs: --rdzv-backend: 'broken' cannot be loaded from my_rdzv:broken: OSError('no luck')",
+        ),
+        (
+            {"name": "nothing"},
+            2,
+            "elasticrs: --rdzv-backend: got 'nothing', expected c10d, elasticrs, static, broken, mine",
+        ),
+        ({"conf": "trouble=connection"}, 1, "elasticrs: the rendezvous failed: nobody is there"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(backend, worker_script, how, code, line):
+    launched = backend(worker_script(SHOW), **how)
+    assert launched.wait() == code
+    assert launched.stderr.splitlines() == [line]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.beyond_torchrun  # its launcher ends with an error of its own
+@pytest.mark.parametrize(("trouble", "code"), [("spare", 0), ("connection", 1)])
+def test_errors_of_torch_are_heard(backend, worker_script, trouble, code):
+    launched = backend(worker_script(SHOW), kind=TORCHS, conf=f"trouble={trouble}")
+    assert launched.wait() == code
+    failed = "elasticrs: the rendezvous failed: nobody is there"
+    lines = launched.stderr.splitlines()
+    assert (failed in lines) == bool(code)
+    # Torch itself logs one, of a package that imports it.
+    assert not [line for line in lines if line.startswith("Traceback")]
+
+
+@pytest.mark.beyond_torchrun  # it has other words
+def test_options_that_a_backend_does_not_know_are_named(backend, worker_script):
+    launched = backend("--master-port=1", "--node-rank=1", "--drain=job", worker_script(SHOW))
+    assert launched.wait() == 0
+    assert [line.split()[1] for line in launched.stderr.splitlines()] == [
+        "--master-port",
+        "--node-rank",
+        "--drain",
+    ]
+
+
+def test_a_path_runs_there_as_well(backend, worker_script):
+    launched = backend("--run-path", "--nproc-per-node=2", worker_script(SHOW))
+    assert launched.wait() == 0, launched.stderr
+    assert sorted(launched.stdout.splitlines())[:2] == ["0 2 0 0", "1 2 0 0"]
+
+
+@pytest.fixture
+def in_file(launch, tmp_path):
+    """Starts two nodes that meet in a file."""
+
+    def start(script):
+        meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--rdzv-id=job")
+        endpoint = f"--rdzv-endpoint={tmp_path / 'meeting'}"
+        return [launch("--nnodes=2", "--nproc-per-node=1", *meeting, endpoint, script) for _ in range(2)]
+
+    return start
+
+
+def test_nodes_meet_in_a_file(in_file, worker_script):
+    nodes = in_file(worker_script(SHOW))
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr
+    assert sorted(node.stdout for node in nodes) == ["0 2 0 0\n", "1 2 1 0\n"]
+
+
+@pytest.mark.beyond_torchrun  # there the worker would run for ever
+def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
+    script = worker_script("""
+        import os, signal
+        os.write(1, b"RUNS\\n")
+        if os.environ["RANK"] == "0":
+            signal.pause()
+        raise SystemExit(3)
+    """)
+    nodes = in_file(script)
+    assert [node.wait() for node in nodes] == [1, 1]
+    reasons = [node.stderr for node in nodes if "the rendezvous failed" in node.stderr]
+    assert len(reasons) == 1
+    assert reasons[0].endswith("has closed it, as rank 1 has failed with exit code 3\n")
+
+
+@pytest.mark.beyond_torchrun  # it takes any words for seconds
+def test_bad_settings_of_a_file_are_one_line(launch, worker_script):
+    conf = "--rdzv-conf=store_type=file,join_timeout=soon"
+    launched = launch("--rdzv-backend=c10d", conf, worker_script(SHOW))
+    assert launched.wait() == 2
+    assert launched.stderr == (
+        "elasticrs: --rdzv-backend c10d: The rendezvous configuration option 'join_timeout' does not "
+        "represent a valid number of seconds: 'soon'.\n"
+    )

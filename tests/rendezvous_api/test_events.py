@@ -1,0 +1,132 @@
+"""What a rendezvous over a back end records."""
+
+import logging
+
+import pytest
+
+from elasticrs.events import NodeState, RdzvEvent, _events_loggers, handlers
+from elasticrs.rendezvous import RendezvousConnectionError, RendezvousParameters
+from elasticrs.rendezvous.c10d_rendezvous_backend import create_backend
+from elasticrs.rendezvous.dynamic.decisions import Action
+from elasticrs.rendezvous.dynamic.recording import Recorder
+from elasticrs.rendezvous.dynamic.state import Node, Place, Standing, State
+from elasticrs.rendezvous.dynamic_rendezvous import create_handler
+from elasticrs.rendezvous.file_store import FileStore
+
+from .backends import MemoryBackend
+
+
+class Listener(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def emit(self, record):
+        self.events.append(RdzvEvent.deserialize(record.getMessage()))
+
+
+@pytest.fixture
+def told(monkeypatch):
+    listener = Listener()
+    monkeypatch.setitem(handlers._log_handlers, "dynamic_rendezvous", listener)
+    _events_loggers.pop("dynamic_rendezvous", None)
+    yield listener.events
+    logger = _events_loggers.pop("dynamic_rendezvous", None)
+    if logger is not None:
+        logger.removeHandler(listener)
+
+
+def params(**config):
+    return RendezvousParameters("memory", "", "job", 1, 1, "here", **config)
+
+
+def names(told):
+    return [event.name.partition(":")[2].split(".") for event in told]
+
+
+def test_a_round_and_its_end_are_recorded_by_torchs_names(told, tmp_path):
+    handler = create_handler(FileStore(str(tmp_path / "store")), MemoryBackend(), params())
+    handler.next_rendezvous()
+    assert handler.shutdown()
+    assert [name for name in names(told) if name[-1] != "_keep_alive"] == [
+        ["DynamicRendezvousHandler", "next_rendezvous"],
+        ["_DistributedRendezvousOpExecutor", "_add_to_participants"],
+        ["DynamicRendezvousHandler", "next_rendezvous"],
+        ["_DistributedRendezvousOpExecutor", "_mark_rendezvous_closed"],
+        ["DynamicRendezvousHandler", "_close"],
+    ]
+    ranks = [event.rank for event in told if event.name.endswith("next_rendezvous")]
+    assert ranks == [None, 0]
+    assert {(event.run_id, event.hostname, event.local_id) for event in told} == {
+        ("job", "here", handler._this_node.local_id)
+    }
+    assert told[-1].node_state is NodeState.SUCCEEDED
+
+
+def test_an_error_is_recorded_with_its_traceback(told, tmp_path):
+    backend = MemoryBackend()
+    backend.value, backend.token = b"[]", 1
+    handler = create_handler(FileStore(str(tmp_path / "store")), backend, params())
+    with pytest.raises(Exception, match="not written by elasticrs"):
+        handler.next_rendezvous()
+    assert told[-1].node_state is NodeState.FAILED
+    assert "not written by elasticrs" in told[-1].message
+    assert told[-1].error_trace.startswith("Traceback")
+
+
+def test_what_cannot_be_made_is_recorded(told, tmp_path):
+    with pytest.raises(ValueError, match="join_timeout"):
+        create_handler(None, MemoryBackend(), params(join_timeout="soon"))
+    parameters = RendezvousParameters("c10d", str(tmp_path / "none" / "file"), "job", 1, 1, store_type="file")
+    with pytest.raises(Exception, match="file creation"):
+        create_backend(parameters)
+    assert [event.node_state for event in told] == [NodeState.FAILED] * 2
+    assert [name[-1] for name in names(told)] == ["create_handler", "create_backend"]
+
+
+def test_the_host_of_a_store_is_recorded(told):
+    backend, store = create_backend(
+        RendezvousParameters("c10d", "127.0.0.1:0", "job", 1, 1, is_host=True, read_timeout=20)
+    )
+    store.close()
+    assert backend.name == "c10d"
+    assert [(event.node_state, "hosts the store" in event.message) for event in told] == [
+        (NodeState.INIT, True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("action", "place", "name"),
+    [
+        (Action.PARTICIPATE, None, "_add_to_participants"),
+        (Action.WAIT, None, "_add_to_wait_list"),
+        (Action.BE_REDUNDANT, None, "_add_to_redundancy_list"),
+        (Action.NO_LONGER_REDUNDANT, Place.REDUNDANT, "_remove_from_redundancy_list"),
+        (Action.LEAVE, Place.PARTICIPANT, "_remove_from_participants"),
+        (Action.LEAVE, Place.WAITING, "_remove_from_wait_list"),
+        (Action.COMPLETE, Place.PARTICIPANT, "_mark_rendezvous_complete"),
+        (Action.CLOSE, None, "_mark_rendezvous_closed"),
+        (Action.KEEP_ALIVE, Place.WAITING, "_keep_alive"),
+    ],
+)
+def test_each_change_has_torchs_name(told, action, place, name):
+    node = Node("a", 1, 2)
+    state = State(nodes={} if place is None else {node: Standing(place, 1)})
+    Recorder("job", node).acts(action, state)
+    assert names(told) == [["_DistributedRendezvousOpExecutor", name]]
+
+
+def test_who_is_taken_for_dead_is_recorded_once(told):
+    recorder = Recorder("job", Node("a", 1, 2))
+    recorder.lost([])
+    recorder.lost([Node("b", 3, 4), Node("c", 5, 6)])
+    assert [event.message for event in told] == ["no sign of life of b_3_4, c_5_6: counted out"]
+
+
+def test_nobody_listens_and_nothing_is_made(tmp_path):
+    backend = MemoryBackend()
+    backend.trouble = ["refused"]
+    handler = create_handler(FileStore(str(tmp_path / "store")), backend, params())
+    with pytest.raises(RendezvousConnectionError):
+        handler.next_rendezvous()
+    assert "dynamic_rendezvous" not in _events_loggers
