@@ -239,9 +239,12 @@ def test_nothing_outlives_a_killed_program(tmp_path, method):
         if method == "fork":
             started = [pids.readline().split() for _ in range(3)]
             workers = [pid for each in started for pid in each]
+        before = procs.descendants(host.pid)
         host.kill()
         host.wait()
         procs.assert_gone(map(int, workers))
+        # The keeper goes after its workers, and falls to us like them.
+        procs.assert_gone([each.pid for each in before if "resource_tracker" not in each.command])
         _reap()
 
 
