@@ -31,6 +31,15 @@ _PATIENCE = 10.0
 _FIRST_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
+def __getattr__(name: str) -> object:
+    # The functions of torch.distributed.launch; the command line has no use for argparse.
+    if name in {"get_args_parser", "launch", "parse_args", "run"}:
+        from elasticrs.launcher import before_torchrun
+
+        return getattr(before_torchrun, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Launch a job and wait for its end.
 

@@ -11,6 +11,7 @@ already by the parser. One that was filled in by hand may leave out options, and
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,18 @@ __all__ = [
     "run_script_path",
 ]
 
+_OFFERED = {
+    "DefaultLogsSpecs": "elasticrs.multiprocessing.api",
+    "LaunchConfig": "elasticrs.launcher.api",
+    "LogsSpecs": "elasticrs.multiprocessing.api",
+    "Std": "elasticrs.multiprocessing.api",
+    "elastic_launch": "elasticrs.launcher.api",
+    "get_logger": "elasticrs.utils.logging",
+    "macros": "elasticrs.utils.api",
+    "record": "elasticrs.multiprocessing.errors",
+}
+"""What programs import from torchrun's module, though it is at home elsewhere."""
+
 _TEXTS = {
     "nnodes": "1:1",
     "nproc_per_node": "1",
@@ -56,6 +69,12 @@ _TEXTS = {
 _ANY_PORT = "localhost:0"
 _OLD_LAUNCHERS = "use_env"
 """In torch only the launcher before torchrun has this option."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _OFFERED:
+        return getattr(importlib.import_module(_OFFERED[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def get_args_parser() -> argparse.ArgumentParser:

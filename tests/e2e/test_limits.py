@@ -74,6 +74,17 @@ def test_pages_for_heartbeats_fit_into_what_the_check_demands(launch):
     assert launched.wait() == 0, launched.stderr
 
 
+def test_a_worker_with_few_descriptors_gives_heartbeats(launch, worker_script):
+    script = worker_script("""
+        from elasticrs.timer import heartbeat
+        heartbeat(1)
+        raise SystemExit(3)
+    """)
+    launched = launch("--hang-timeout=600", script, prefix=("prlimit", "--nofile=100"))
+    assert launched.wait() == 1
+    assert "last heartbeat" in launched.stderr, launched.stderr
+
+
 def test_the_agent_takes_all_descriptors_it_may_have_and_workers_keep_their_limit(launch, worker_script):
     script = worker_script("""
         import os, resource, signal

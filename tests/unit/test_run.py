@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import elasticrs.launch as distrib_launch
 from elasticrs.config import DEFAULT_SIGNALS
 from elasticrs.launcher.arguments import parse
 from elasticrs.launcher.options import OPTIONS, OURS
@@ -189,6 +190,35 @@ def test_as_a_program_it_is_the_command_line(launch, worker_script):
     assert started.wait() == 1
     assert "no failure" not in started.stdout
     assert launch("--help", argv=[sys.executable, "-m", "elasticrs.run"]).wait() == 0
+
+
+OLD_PROGRAM = """
+import sys
+import elasticrs.launch as distrib_launch
+
+script, *options = sys.argv[1:]
+distrib_launch.launch(distrib_launch.parse_args(["--nproc-per-node=2", *options, script, "own"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [((), ["0 --local-rank=0 own", "1 --local-rank=1 own"]), (("--use-env",), ["0 own", "1 own"])],
+)
+def test_programs_run_jobs_as_with_the_launcher_before_torchrun(launch, worker_script, options, said):
+    script = worker_script("""
+        import os, sys
+        os.write(1, " ".join([os.environ["RANK"], *sys.argv[1:]]).encode() + b"\\n")
+    """)
+    started = launch(worker_script(OLD_PROGRAM, "program.py"), script, *options, argv=[sys.executable])
+    assert started.wait() == 0, started.stderr
+    assert sorted(started.stdout.splitlines()) == said
+
+
+def test_the_launcher_before_torchrun_wants_to_know_where_the_local_rank_goes():
+    args = distrib_launch.parse_args(["--no-python", "true"])
+    with pytest.raises(ValueError, match="--no-python needs --use-env"):
+        distrib_launch.launch(args)
 
 
 def test_mistakes_are_named(capsys):

@@ -62,6 +62,11 @@ pub(crate) fn given_descriptors() -> Option<u64> {
     Some(GIVEN.load(Ordering::Relaxed)).filter(|&soft| soft != 0)
 }
 
+/// The soft limit of descriptors with which workers start.
+pub(crate) fn descriptors_of_workers() -> u64 {
+    given_descriptors().or_else(|| Some(getrlimit(Resource::RLIMIT_NOFILE).ok()?.0)).unwrap_or(u64::MAX)
+}
+
 /// Compares with `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE` and the `pids.max` of all control groups above this process.
 /// `files` are the log files that the agent follows meanwhile, a descriptor for each; `others` are further descriptors,
 /// those of timers and heartbeats.

@@ -12,6 +12,7 @@ use tokio::task::JoinHandle;
 
 use super::{Current, Running, Task};
 use crate::clock::Stamp;
+use crate::limits;
 use crate::spec::{GroupSpec, PassedFd};
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, Heartbeat, RankSeen, TimerExpired, WorkerHung};
@@ -20,7 +21,8 @@ use crate::supervisor::state::Input;
 use crate::timer::hang::{Limits, Overdue, Seen, Suspect, Verdict, Watch, blame};
 use crate::timer::pages::HeartbeatPage;
 
-/// The number under which a worker gets its page; the next free one when the caller passes that.
+/// The number under which a worker gets its page, or the next free one below: out of the way of what programs number
+/// themselves.
 const PAGE_FD: i32 = 198;
 /// A disk that does not answer must not keep a hung job.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -43,10 +45,13 @@ impl Hangs {
         if self.limits.is_none() {
             return Ok(());
         }
+        // What is passed on is first moved above all targets: half of what a worker may number is left for that.
+        let half = i32::try_from(limits::descriptors_of_workers() / 2).unwrap_or(i32::MAX);
         for process in &mut spec.processes {
             let page = HeartbeatPage::new(Stamp::now().0)?;
             let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);
-            let target = (PAGE_FD..i32::MAX).find(|number| !is_taken(*number)).unwrap_or(PAGE_FD);
+            let target = (3..=PAGE_FD.min(half)).rev().find(|number| !is_taken(*number));
+            let target = target.ok_or_else(|| io::Error::other("no descriptor is free for a page of heartbeats"))?;
             let (descriptor, name) = page.share(target)?;
             let source = u32::try_from(spec.descriptors.len()).map_err(io::Error::other)?;
             spec.descriptors.push(descriptor);
