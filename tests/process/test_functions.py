@@ -388,3 +388,33 @@ except ChildFailedError as error:
 def test_limits_of_heartbeats_that_are_none_are_refused(limits, problem):
     with pytest.raises(ValueError, match=f"^{problem}$"):
         LaunchConfig(1, 1, 1, **limits)
+
+
+def test_a_function_that_no_other_process_can_find_is_refused_before_any_start(tmp_path):
+    main = """
+try:
+    launch(lambda: 1)
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+    kind, said = host(tmp_path, "", main)[0]
+    assert kind == "PicklingError"
+    assert said.endswith(
+        "another process can only be given a function at the top level of a module, and arguments that can "
+        "be pickled; start_method='fork' passes on any"
+    )
+
+
+def test_a_program_that_is_no_file_is_refused_before_any_start():
+    program = """
+from elasticrs import LaunchConfig, elastic_launch
+def function(): pass
+try:
+    elastic_launch(LaunchConfig(1, 1, 1, rdzv_backend="c10d", run_id="job"), function)()
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "not a file (<stdin>): put the function into a module, or use start_method='fork'" in done.stdout

@@ -191,6 +191,8 @@ class _Launch(popen_spawn_posix.Popen):
     _fds: list[int]
 
     def _launch(self, process_obj: BaseProcess) -> None:
+        data = spawn.get_preparation_data(process_obj.name)
+        _check_program(data.get("init_main_from_path"))
         tracker_fd = resource_tracker.getfd()
         if tracker_fd is None:
             raise RuntimeError("multiprocessing's resource tracker did not start")
@@ -200,8 +202,13 @@ class _Launch(popen_spawn_posix.Popen):
         payload = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump(spawn.get_preparation_data(process_obj.name), preparation)
+            reduction.dump(data, preparation)
             reduction.dump(process_obj, payload)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise pickle.PicklingError(
+                f"{error}: another process can only be given a function at the top level of a module, and "
+                "arguments that can be pickled; start_method='fork' passes on any"
+            ) from error
         finally:
             set_spawning_popen(None)
         self.payload_fd = os.memfd_create("elasticrs-function")
@@ -211,6 +218,15 @@ class _Launch(popen_spawn_posix.Popen):
         self.duplicate_for_child(self.payload_fd)
         reduction.dump(_Deferred(self.payload_fd), preparation)
         self.preparation = preparation.getvalue()
+
+
+def _check_program(path: str | None) -> None:
+    """Each child runs it again, up to ``if __name__ == "__main__"``, to find the function."""
+    if path is not None and not os.path.exists(path):
+        raise RuntimeError(
+            f"another process cannot read the program, which is not a file ({os.path.basename(path)}): "
+            "put the function into a module, or use start_method='fork'"
+        )
 
 
 class PreparedFunction:

@@ -88,8 +88,10 @@ def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[st
     if found is not None:
         return found
     if backend in _NOT_SUPPORTED:
+        default = ", torch's default," if backend == "etcd" and words is not COMMAND_LINE else ""
         raise UsageError(
-            f"{words.backend}: {backend!r} is not supported by this release: use c10d, which needs no server"
+            f"{words.backend}: {backend!r}{default} is not supported by this release: "
+            "use c10d, which needs no server"
         )
     raise UsageError(f"{words.backend}: got {backend!r}, expected {', '.join((*BACKENDS, *others))}")
 
