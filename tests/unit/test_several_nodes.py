@@ -235,7 +235,9 @@ def test_the_python_api_says_the_same_with_its_own_words():
         with pytest.raises(UsageError) as raised:
             api(**how)
         assert str(raised.value).startswith(line)
-    with pytest.raises(UsageError, match=r"^rdzv_backend: 'etcd' is not supported by this release"):
+    with pytest.raises(
+        UsageError, match=r"^rdzv_backend: 'etcd', torch's default, is not supported by this release"
+    ):
         check_backend("etcd", PYTHON)
 
 
@@ -246,7 +248,7 @@ def test_handlers_check_their_settings():
     assert handler("elasticrs", timeout=900).get_backend() == "elasticrs"
     with pytest.raises(ValueError, match="rdzv_configs: unknown key zzz"):
         handler(zzz=1)
-    with pytest.raises(ValueError, match="'etcd' is not supported by this release"):
+    with pytest.raises(ValueError, match="'etcd', torch's default, is not supported by this release"):
         handler("etcd")
     with pytest.raises(ValueError, match="rdzv_backend: got 'mine', expected c10d, elasticrs, static"):
         handler("mine")
