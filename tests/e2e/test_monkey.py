@@ -132,12 +132,12 @@ def test_whatever_is_signalled_the_account_is_right(launch, tmp_path, rng):
         if code == -signal.SIGKILL:
             assert game.is_launcher_killed, story
             if game.is_nursery_killed:
-                procs.assert_gone(child.pid for child in procs.children())
+                procs.assert_gone(child.pid for child in procs.adopted())
             procs.reap_adopted()
         else:
             # 0 only when nobody asked to stop and all workers of one attempt left with 0.
             assert code == 1 or (code == 0 and not game.asked and game.may_have_succeeded()), story
-            assert not procs.children(), story
+            assert not procs.adopted(), story
         # Those of workers have a prefix.
         assert "\nTraceback" not in "\n" + launched.stderr, story
         game.job.check_logs(is_console_complete=code != -signal.SIGKILL)

@@ -10,6 +10,7 @@ import select
 import signal
 import time
 from collections.abc import Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,8 +136,17 @@ def kill_and_reap(child: Process) -> None:
         os.close(pidfd)
 
 
+def adopted(keep: Iterable[int] = ()) -> list[Process]:
+    """What a test has left to this process: its children but ``keep``, :data:`bystanders` and the resource
+    tracker that multiprocessing has started for this very process.
+    """
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    kept = {*keep, *bystanders, tracker}
+    return [child for child in children() if child.pid not in kept]
+
+
 def reap_adopted(keep: Iterable[int] = (), timeout: float = HANG) -> list[Process]:
-    """Wait until all children but ``keep`` and :data:`bystanders` have ended by themselves, and collect them.
+    """Wait until all that is :func:`adopted` has ended by itself, and collect it.
 
     For tests that kill an agent: its nursery, and whatever else it leaves for a moment, becomes a child of
     this process.
@@ -145,10 +155,10 @@ def reap_adopted(keep: Iterable[int] = (), timeout: float = HANG) -> list[Proces
     Returns:
         Those that were collected.
     """
-    kept = set(keep) | bystanders
+    kept = set(keep)
     deadline = time.monotonic() + timeout
     reaped: list[Process] = []
-    while orphans := [child for child in children() if child.pid not in kept]:
+    while orphans := adopted(kept):
         for orphan in orphans:
             pidfd = os.pidfd_open(orphan.pid)
             try:

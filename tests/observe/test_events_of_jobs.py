@@ -167,7 +167,7 @@ def test_a_handler_of_a_package(launch, tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nmine = mine:Handler\n")
-    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     job = launch("--event-log-handler=mine", "--no-python", "true", env={"PYTHONPATH": path})
     assert job.wait() == 0, job.stderr
     lines = [line.removeprefix("mine: ") for line in job.stdout.splitlines() if line.startswith("mine: ")]
@@ -185,7 +185,7 @@ def test_a_handler_that_fails_is_told_once_and_the_job_goes_on(launch, tmp_path)
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nbad = bad:Handler\n")
-    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     job = launch("--event-log-handler=bad", "--no-python", "true", env={"PYTHONPATH": path})
     assert job.wait() == 0
     assert job.stderr.count("EventRecorder failed, and the job goes on: RuntimeError('no')") == 1

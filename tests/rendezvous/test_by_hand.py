@@ -148,8 +148,8 @@ def test_missing_ranks_are_named_with_those_that_are_there():
     lead = next(agent for agent in cluster.agents if agent.member.lead is not None)
     lead.fire("join/0")
     text = (
-        "2 of at least 4 nodes after 5 s: node rank 1 is n1 (10.0.0.2), node rank 3 is n3 (10.0.0.1); "
-        "nobody has node rank 0, 2"
+        "2 of at least 4 nodes after 5 s (join_timeout): "
+        "node rank 1 is n1 (10.0.0.2), node rank 3 is n3 (10.0.0.1); nobody has node rank 0, 2"
     )
     assert b.outcome == m.Outcome("timeout", text)
 

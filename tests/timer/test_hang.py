@@ -105,8 +105,7 @@ def test_a_program_below_the_worker_is_asked(launch, worker_script, tmp_path):
         deep()
     """)
     logs = tmp_path / "logs"
-    command = f"{os.environ.get('PYTHON', 'python3')} {script}; true"
-    argv = ("--no-python", "bash", "-c", command.replace("python3", os.sys.executable))
+    argv = ("--no-python", "bash", "-c", f"{sys.executable} {script}; true")
     launched = launch("--nproc-per-node=1", "--hang-timeout=1", f"--log-dir={logs}", *argv)
     assert launched.wait() == 1
     assert "it is in deep (worker.py:" in launched.stderr, launched.stderr

@@ -142,7 +142,7 @@ def play(launch, tmp_path, count):
         # What a launcher that was killed has left ends by itself, and is adopted by this process.
         if any(game.was_killed for game in games):
             procs.reap_adopted()
-        assert not procs.children(), [game.story for game in games]
+        assert not procs.adopted(), [game.story for game in games]
 
 
 def test_whoever_hangs_is_named_and_nobody_is_left(launch, tmp_path):
