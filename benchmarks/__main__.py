@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 
 from benchmarks import (
+    deadlines,
     idle,
     launch,
     leave,
@@ -39,6 +40,7 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "nodes-silent": lost.measure_silent,
     "nodes-idle": idle.measure_nodes,
     "timers": timers.measure,
+    "timers-deadlines": deadlines.measure,
     "scrape": scrape.measure,
     "worker-store": worker_store.measure,
 }

@@ -149,7 +149,15 @@ def holds_endpoint(launched):
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 inodes.add(f"socket:[{fields[9]}]")
     folder = f"/proc/{launched.pid}/fd"
-    return any(os.readlink(f"{folder}/{fd}") in inodes for fd in os.listdir(folder))
+    return any(target_of(f"{folder}/{fd}") in inodes for fd in os.listdir(folder))
+
+
+def target_of(link):
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:
+        # Closed meanwhile.
+        return None
 
 
 def test_what_a_crashed_worker_leaves_is_ended(start, worker_script):

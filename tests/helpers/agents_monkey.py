@@ -215,8 +215,9 @@ class Game:
             self.records.append(record)
 
     def _judge(self, new: Record) -> None:
-        if int(new["restart"]) > self.max_restarts:
-            self.complain(f"restart {new['restart']} of {self.max_restarts}: {new}")
+        # An agent with another number is refused, unless it is the first to come.
+        if int(new["restart"]) > int(new["max"]):
+            self.complain(f"restart {new['restart']} of {new['max']}: {new}")
         for old in self.records:
             if old["word"] != "BEGIN":
                 if old["agent"] == new["agent"] and old["round"] != new["round"] and old.is_alive:

@@ -4,7 +4,7 @@ import math
 import os
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticrs.config import UsageError
@@ -293,6 +293,7 @@ anything = texts | st.floats() | st.integers() | st.booleans() | st.none() | st.
 @given(
     st.dictionaries(st.sampled_from([name for name in NAMES if name != "token_file"]), anything, max_size=4)
 )
+@example({"keep_alive_max_attempt": "288230376151711728"})
 def test_any_settings_are_read_or_refused_in_one_line(given):
     line = None
     try:

@@ -428,6 +428,11 @@ def read_settings(
         values["exit_barrier_timeout"] = exit_barrier_timeout_of(given, environ, source)
     settings = Settings(values, grace=grace)
     if settings.settle <= settings.ttl:
+        if "settle" not in given:
+            raise UsageError(
+                f"{source}: keep_alive_interval x keep_alive_max_attempt: got {settings.ttl:g} seconds, "
+                "expected fewer"
+            )
         raise UsageError(
             f"{source}: settle: got {given['settle']!r}, expected seconds, more than "
             f"keep_alive_interval x keep_alive_max_attempt ({settings.ttl:g})"

@@ -1,0 +1,80 @@
+"""How late the core sees that a timer has expired: a thousand timers that only tell, of 64 processes.
+
+Straight on the extension: no evidence is taken and no process is signalled, which takes most of the time in a
+job.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+
+from benchmarks.harness import HANG, Options, Row, Samples, percentile
+from elasticrs import _core
+
+WORKERS = 64
+TIMERS = 16
+SPREAD = 4.0
+AHEAD = 1.0
+
+
+def measure(options: Options) -> list[Row]:
+    """Deadlines at random moments within some seconds, several times."""
+    [launcher] = (each for each in options.launchers if each.name == "elasticrs")
+    samples = Samples(options)
+    for _ in range(options.repeats(5, 1)):
+        samples.add(launcher, *_lateness())
+    conditions = (
+        f"{WORKERS} processes with {TIMERS} timers each, all expire within {SPREAD:g} s and only tell; "
+        "from the deadline until the core has seen it"
+    )
+    return [
+        *samples.rows("timer: deadline seen, p50", "ms", conditions),
+        *samples.rows("timer: deadline seen, p99", "ms", conditions, lambda values: percentile(values, 99)),
+    ]
+
+
+def _lateness() -> list[float]:
+    supervisor = _core.Supervisor()
+    try:
+        fifo = supervisor.watch_timers()
+        policy = _core.StopPolicy(signal.SIGKILL, 0.0)
+        sleeper = ("sleep", "3600")
+        specs = [_core.ProcessSpec(rank, sleeper, env=dict(os.environ)) for rank in range(WORKERS)]
+        supervisor.start(_core.GroupSpec(specs, on_failure=policy, linger=0.0))
+        pids: list[int] = []
+        while not pids:
+            event = supervisor.next_event(HANG)
+            if isinstance(event, _core.GroupStarted):
+                pids = event.pids
+            elif event is None or isinstance(event, _core.StartFailed):
+                raise RuntimeError(f"the workers do not start: {event}")
+        _write(fifo, pids)
+        # One clock for both: they run alike for the seconds that this takes.
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        late: list[float] = []
+        while len(late) < WORKERS * TIMERS:
+            event = supervisor.next_event(HANG)
+            if event is None:
+                raise TimeoutError(f"{len(late)} of {WORKERS * TIMERS} timers have expired")
+            if isinstance(event, _core.TimerExpired):
+                late.append((event.seen_ns + offset_ns) / 1e6 - event.deadline * 1e3)
+        return late
+    finally:
+        supervisor.close()
+
+
+def _write(fifo: str, pids: list[int]) -> None:
+    now = time.time() + AHEAD
+    with open(fifo, "wb", buffering=0) as file:
+        for pid in pids:
+            for number in range(TIMERS):
+                record = {
+                    "version": 1,
+                    "pid": pid,
+                    "scope_id": f"timer/{number}",
+                    "expiration_time": now + random.uniform(0.0, SPREAD),
+                    "signal": 0,
+                }
+                file.write(json.dumps(record).encode() + b"\n")
