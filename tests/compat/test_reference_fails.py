@@ -192,8 +192,7 @@ def test_workers_do_not_outlive_an_agent_that_is_killed_and_has_loaded_no_torch(
 
 def test_a_signal_while_waiting_for_a_node_is_handled(agent):
     first = agent("elasticrs", "127.0.0.1", nodes="2")
-    while not holds_endpoint(first):
-        os.sched_yield()
+    first.wait_for_line("waiting for nodes: 1 of at least 2", "stderr")
     first.signal(signal.SIGTERM)
     assert first.wait() == 1
 
