@@ -349,7 +349,7 @@ def _rdzv_configs(values: Namespace) -> dict[str, Any]:
 def _get_logs_specs_class(logs_specs_name: str | None) -> type[LogsSpecs]:
     from elasticrs.multiprocessing import plugins
 
-    chosen: type[LogsSpecs] = plugins._class(logs_specs_name or "default")
+    chosen: type[LogsSpecs] = plugins.specs_class(logs_specs_name or "default")
     return chosen
 
 

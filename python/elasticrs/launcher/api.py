@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elasticrs.agent.server.local_elastic_agent import HealthCheckServer
+    from elasticrs.rendezvous.api import RendezvousHandler
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
@@ -215,14 +216,19 @@ def launch_agent(
         raise
     finally:
         if not is_signalled:
-            _shut_down(spec)
+            shut_down(spec.rdzv_handler)
         if isinstance(config.logs_specs, DefaultLogsSpecs):
             config.logs_specs._remove_if_empty()
 
 
-def _shut_down(spec: WorkerSpec) -> None:
+def shut_down(handler: RendezvousHandler) -> None:
+    """End a rendezvous after its job; an error of the handler is a warning, as the job's outcome stands.
+
+    Args:
+        handler: ours or the user's.
+    """
     try:
-        spec.rdzv_handler.shutdown()
+        handler.shutdown()
     except Exception as error:
         warnings.warn(f"the rendezvous could not be shut down: {error!r}", RuntimeWarning, stacklevel=3)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
@@ -20,6 +19,7 @@ from elasticrs.agent.observing import check_destination, open_server
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.config import UsageError
+from elasticrs.launcher.api import shut_down
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry
@@ -201,7 +201,7 @@ def _run(
         return 1
     finally:
         if not is_signalled:
-            _shut_down(handler)
+            shut_down(handler)
 
 
 def _exit_code(result: RunResult, job: JobConfig, write: Callable[[str], None]) -> int:
@@ -217,10 +217,3 @@ def _exit_code(result: RunResult, job: JobConfig, write: Callable[[str], None]) 
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         hand_on(error)
     return 1
-
-
-def _shut_down(handler: RendezvousHandler) -> None:
-    try:
-        handler.shutdown()
-    except Exception as error:
-        warnings.warn(f"the rendezvous could not be shut down: {error!r}", RuntimeWarning, stacklevel=3)

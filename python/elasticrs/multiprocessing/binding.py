@@ -1,4 +1,4 @@
-"""The CPUs of workers that are started without an agent."""
+"""The CPUs of workers, from the options of the Python API."""
 
 from __future__ import annotations
 

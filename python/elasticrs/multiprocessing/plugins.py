@@ -36,7 +36,7 @@ def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
     Raises:
         UsageError: no such name, or it cannot be loaded or made.
     """
-    chosen = _class(settings.specs or "default")
+    chosen = specs_class(settings.specs or "default")
     std = _std_of(chosen)
     ranks = settings.local_ranks_filter
     try:
@@ -82,7 +82,15 @@ def _regular(error_file: str) -> str:
     return error_file if error_file and may_be_replaced(error_file) else ""
 
 
-def _class(name: str) -> Any:
+def specs_class(name: str) -> Any:
+    """The class of ``LogsSpecs`` that has this name.
+
+    Args:
+        name: of an entry point; ``default`` for ours.
+
+    Raises:
+        UsageError: nothing of that name is installed.
+    """
     from importlib import metadata
 
     known = metadata.entry_points()

@@ -41,6 +41,7 @@ from elasticrs.events import record
 from elasticrs.events.hostname import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing.api import SignalException
+from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, WorkerRanks, assign
@@ -287,7 +288,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             shutdown_timeout=self._shutdown_timeout,
             signals=self._signals,
             rendezvous=rendezvous,
-            cpus=_cpus(spec),
+            cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
             virtual_local_rank=spec.virtual_local_rank,
             uninterruptible_state_timeout=self._uninterruptible_state_timeout,
             hang_timeout=spec.hang_timeout,
@@ -502,22 +503,6 @@ def _plan_of(group: WorkerGroup) -> Plan:
     use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
     address = group.master_addr or "localhost"
     return Plan(ranks, address, group.master_port, reserved, use_agent_store=use_agent_store)
-
-
-def _cpus(spec: WorkerSpec) -> list[list[int]] | None:
-    options = spec.numa_options
-    if options is None:
-        return None
-    from elasticrs.numa import cpus_by_local_rank
-
-    try:
-        # Torch's own options and modes serve as well.
-        return cpus_by_local_rank(options.affinity_mode.value, spec.local_world_size, os.environ)
-    except (ValueError, OSError) as error:
-        if not options.should_fall_back_if_binding_fails:
-            raise
-        warnings.warn(f"workers are not bound to CPUs: {error}", RuntimeWarning, stacklevel=5)
-        return None
 
 
 class _Planner:
