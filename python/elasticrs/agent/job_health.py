@@ -94,7 +94,7 @@ class HealthObserver(Observer):
             self._on_failure(event)
         elif isinstance(event, _core.TimerExpired) and event.signal is not None:
             self._native.enter("hung")
-            self._native.was_hung(max(0.0, time.time() - event.deadline))
+            self._native.was_hung(max(0.0, (time.monotonic_ns() - event.seen_ns) / 1e9))
         elif isinstance(event, _core.WorkerHung):
             self._native.enter("hung")
             self._native.was_hung(max(0.0, (time.monotonic_ns() - event.since_ns) / 1e9))

@@ -123,7 +123,10 @@ class ProcessFailure:
 
     def _made_up_message(self, trouble: str) -> str:
         known = self.cause
-        if not known and self.signal_number():
+        if known:
+            # There is no error file that could say more.
+            self.error_file_data["message"] = known
+        elif self.signal_number():
             known = f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
         if not known:
             traits = {"category": "system_terminated_error", "retryability": "False"}
