@@ -57,8 +57,13 @@ impl Supervisor {
         Ok(py.detach(|| self.inner.adopt(local_rank, pid, status)).map_err(Error)?)
     }
 
-    fn stop(&self, policy: &StopPolicy) -> PyResult<()> {
-        Ok(self.inner.stop(policy.inner).map_err(Error)?)
+    #[pyo3(signature = (policy, *, hung_for=None))]
+    fn stop(&self, policy: &StopPolicy, hung_for: Option<f64>) -> PyResult<()> {
+        Ok(match hung_for {
+            Some(seconds) => self.inner.stop_for_hang(policy.inner, duration(seconds, "hung_for")?),
+            None => self.inner.stop(policy.inner),
+        }
+        .map_err(Error)?)
     }
 
     #[pyo3(signature = (signum, local_ranks=None))]

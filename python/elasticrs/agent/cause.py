@@ -6,7 +6,9 @@ A cause is a dictionary that can be written as JSON::
     round, rank, local_rank, pid  which worker; no ``rank`` when the workers could not be started
     exitcode                      as in ``ProcessFailure``
     message, lines                its traceback or what else is known, and its last lines on stderr; shortened
-    step                          in which it hung; only of a worker that did, and gave heartbeats with steps
+    ground, silence               only of a worker that hung: why it of all that were late (see
+                                  ``WorkerHung``), and for how many seconds it had given no sign of life
+    step                          in which it hung, if it gave heartbeats with steps
     time_ns, error_ns             when, on the wall clock of the store, and how far off that may be, if known
 
 Imported only when something went wrong.
@@ -74,7 +76,8 @@ def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Cloc
         "local_rank": worker.local_rank,
         "pid": worker.pid,
         "exitcode": worker.exitcode,
-        **_step(attempt, worker.local_rank),
+        **_why(attempt, worker.local_rank),
+        **_hang(attempt, worker.local_rank),
         "time_ns": clock.from_monotonic(worker.seen_ns),
         "error_ns": clock.error_ns,
     }
@@ -112,26 +115,34 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock) -> dict[str, Any] | 
         "exitcode": first.exitcode,
         "message": _end(_message(attempt, first), MAX_MESSAGE),
         "lines": [_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
-        **_step(attempt, first.local_rank),
+        **_hang(attempt, first.local_rank),
         "time_ns": clock.from_monotonic(at if at is not None else time.monotonic_ns()),
         "error_ns": clock.error_ns,
     }
 
 
-def _step(attempt: Attempt, local_rank: int) -> dict[str, int]:
-    """Where a worker hung: of nodes that wait for each other each names somebody."""
-    seen = getattr(attempt.expired.get(local_rank), "ranks", ())
-    beat = next((rank.heartbeat for rank in seen if rank.local_rank == local_rank), None)
-    return {"step": beat.step} if beat is not None and beat.step is not None else {}
+def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
+    """What tells apart those that are named by nodes which wait for each other."""
+    from elasticrs import _core
+
+    event = attempt.expired.get(local_rank)
+    if not isinstance(event, _core.WorkerHung):
+        return {}
+    told = {"ground": event.ground, "silence": round((event.seen_ns - event.since_ns) / 1e9, 3)}
+    beat = next((rank.heartbeat for rank in event.ranks if rank.local_rank == local_rank), None)
+    return {**told, "step": beat.step} if beat is not None and beat.step is not None else told
+
+
+def _why(attempt: Attempt, local_rank: int) -> dict[str, str]:
+    why = attempt.why_expired(local_rank)
+    return {} if why is None else {"message": _end(why, MAX_MESSAGE)}
 
 
 def _message(attempt: Attempt, first: ProcessFailure) -> str:
     """What is known of it, with what says most at the end."""
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
-    if why is None or first.stack is None:
-        return text
-    return f"{text.removeprefix(why).lstrip()}\n{why}"
+    return text if why is None else f"{text.removeprefix(why).strip()}\n{why}".strip()
 
 
 def not_started(message: str, place: Place, clock: Clock) -> dict[str, Any]:

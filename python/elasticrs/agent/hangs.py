@@ -46,7 +46,8 @@ def _missed(event: WorkerHung, own: RankSeen | None) -> str:
         "line": "no rank has written a line",
     }[event.missed]
     silent = (event.seen_ns - event.since_ns) / 1e9
-    return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s)"
+    cut_short = ", but a rank of another node waits" if silent < event.limit else ""
+    return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{cut_short})"
 
 
 def _stopped_at(event: WorkerHung, own: RankSeen | None, others: Sequence[RankSeen]) -> str:

@@ -243,7 +243,7 @@ class Agent:
         elif isinstance(action, machine.Stop):
             if not action.is_announced:
                 self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
-            supervisor.stop(_core.StopPolicy(action.signum, action.grace))
+            supervisor.stop(_core.StopPolicy(action.signum, action.grace), hung_for=action.hung_for)
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)

@@ -279,14 +279,19 @@ class Stop(Action):
         signum: the first signal.
         grace: seconds until SIGKILL.
         is_announced: the user knows why already.
+        hung_for: the reason is a worker of another node, without a sign of life for so many seconds: the
+            evidence of what it may wait for is taken first.
     """
 
-    __slots__ = ("grace", "is_announced", "signum")
+    __slots__ = ("grace", "hung_for", "is_announced", "signum")
 
-    def __init__(self, signum: int, grace: float, is_announced: bool = False) -> None:
+    def __init__(
+        self, signum: int, grace: float, is_announced: bool = False, hung_for: float | None = None
+    ) -> None:
         self.signum = signum
         self.grace = grace
         self.is_announced = is_announced
+        self.hung_for = hung_for
 
 
 class CollectEvidence(Action):

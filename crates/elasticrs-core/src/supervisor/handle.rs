@@ -92,7 +92,7 @@ pub(super) enum Command {
         status: Option<OwnedFd>,
         reply: Reply<Result<(), SupervisorError>>,
     },
-    Stop(StopPolicy),
+    Stop(StopPolicy, Option<Duration>),
     Signal(Signal, Option<Vec<u32>>),
     Suspend(Reply<()>),
     Resume,
@@ -237,7 +237,16 @@ impl Supervisor {
     /// # Errors
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn stop(&self, policy: StopPolicy) -> Result<(), SupervisorError> {
-        self.tell(Command::Stop(policy))
+        self.tell(Command::Stop(policy, None))
+    }
+
+    /// The same, because a worker of another node has been silent for `silence`. Where heartbeats are watched the evidence
+    /// of all workers is taken first, and [`super::Event::WorkerHung`] names the one that may have kept it waiting.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn stop_for_hang(&self, policy: StopPolicy, silence: Duration) -> Result<(), SupervisorError> {
+        self.tell(Command::Stop(policy, Some(silence)))
     }
 
     /// Sends a signal to the groups of these workers, or of all.

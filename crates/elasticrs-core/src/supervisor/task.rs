@@ -256,7 +256,7 @@ impl Task {
             Command::Adopt { local_rank, pid, pidfd, status, reply } => {
                 answer(&reply, self.adopt(local_rank, pid, pidfd, status));
             }
-            Command::Stop(policy) => self.stop(policy),
+            Command::Stop(policy, silence) => self.stop(policy, silence),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
             Command::Suspend(reply) => {
                 self.input(Input::Suspend);
@@ -382,7 +382,7 @@ impl Task {
         Ok(())
     }
 
-    fn stop(&mut self, policy: StopPolicy) {
+    fn stop(&mut self, policy: StopPolicy, silence: Option<Duration>) {
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => {
@@ -394,7 +394,10 @@ impl Task {
                     nursery.kill();
                 }
             }
-            Current::Running(_) => self.input(Input::Stop(policy)),
+            Current::Running(_) => match silence {
+                Some(silence) => self.stop_with_evidence(policy, silence),
+                None => self.stop_at_once(policy),
+            },
         }
     }
 

@@ -370,14 +370,23 @@ class Stop(Action):
         round: whose workers.
         why: for the log.
         fenced: SIGKILL at once; else the usual signal and grace.
+        hung_for: the reason is a worker of another node, without a sign of life for so many seconds: what it
+            waits for may be here.
     """
 
-    __slots__ = ("fenced", "round", "why")
+    __slots__ = ("fenced", "hung_for", "round", "why")
 
-    def __init__(self, round: int, why: str, fenced: bool = False) -> None:  # noqa: A002 -- the field's own word
+    def __init__(
+        self,
+        round: int,  # noqa: A002 -- the field's own word
+        why: str,
+        fenced: bool = False,
+        hung_for: float | None = None,
+    ) -> None:
         self.round = round
         self.why = why
         self.fenced = fenced
+        self.hung_for = hung_for
 
 
 class BindStore(Action):
