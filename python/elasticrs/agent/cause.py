@@ -126,7 +126,7 @@ def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
     from elasticrs import _core
 
     event = attempt.expired.get(local_rank)
-    if not isinstance(event, _core.WorkerHung):
+    if event is None or isinstance(event, _core.TimerExpired):
         return {}
     told = {"ground": event.ground, "silence": round((event.seen_ns - event.since_ns) / 1e9, 3)}
     beat = next((rank.heartbeat for rank in event.ranks if rank.local_rank == local_rank), None)

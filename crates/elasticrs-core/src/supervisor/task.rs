@@ -394,10 +394,7 @@ impl Task {
                     nursery.kill();
                 }
             }
-            Current::Running(_) => match silence {
-                Some(silence) => self.stop_with_evidence(policy, silence),
-                None => self.stop_at_once(policy),
-            },
+            Current::Running(_) => self.stop_running(policy, silence),
         }
     }
 

@@ -152,28 +152,27 @@ impl Task {
         }
     }
 
-    /// Stops the group. What is under way counts as if it had been found before: a rank whose limit has passed has hung.
-    pub(super) fn stop_at_once(&mut self, policy: StopPolicy) {
-        if let Some(gathering) = self.gathering.take() {
-            for then in gathering.then {
-                self.follow_up(then, &[]);
-            }
+    /// Stops the group. With `silence`, a rank of another node hangs for so long, and what it waits for may be here: the
+    /// evidence comes first. Otherwise at once, and what is under way counts as if it had been found before: whoever had
+    /// used up its limit has hung.
+    pub(super) fn stop_running(&mut self, policy: StopPolicy, silence: Option<Duration>) {
+        if let Some(look) = silence.and_then(|silence| self.look_for(silence)) {
+            return self.gather_for(Then::Stop(policy, look));
+        }
+        for then in self.gathering.take().map_or_else(Vec::new, |gathering| gathering.then) {
+            self.follow_up(then, &[]);
         }
         self.input(Input::Stop(policy));
     }
 
-    /// Stops the group when the evidence is there, as a rank of another node has been silent for so long: what that one
-    /// waits for may be here.
-    pub(super) fn stop_with_evidence(&mut self, policy: StopPolicy, silence: Duration) {
-        let Current::Running(running) = &self.current else { return };
-        let now = Stamp::now();
-        let (seen, line) = (self.hangs.seen(running, now.0), self.shared.logs.last_written(now).map(|at| at.0));
+    /// Who may keep a rank waiting that has been silent for so long; `None` when nobody is watched.
+    fn look_for(&mut self, silence: Duration) -> Option<Look> {
+        let Current::Running(running) = &self.current else { return None };
+        let at = Stamp::now();
+        let (seen, line) = (self.hangs.seen(running, at.0), self.shared.logs.last_written(at).map(|at| at.0));
+        let watch = self.hangs.watch.as_mut().filter(|_| running.group.is_running())?;
         let silence = u64::try_from(silence.as_nanos()).unwrap_or(u64::MAX);
-        let watch = self.hangs.watch.as_mut().filter(|_| running.group.is_running());
-        match watch.map(|watch| watch.suspects(now.0, &seen, line, silence)) {
-            Some(late) => self.gather_for(Then::Stop(policy, Look { late, seen, at: now })),
-            None => self.stop_at_once(policy),
-        }
+        Some(Look { late: watch.suspects(at.0, &seen, line, silence), seen, at })
     }
 
     /// Takes the evidence first, then the input.
