@@ -454,15 +454,24 @@ class Supervisor:
             ProcessLookupError: no such process.
             SupervisorError: no group is running (an empty one may be started for this).
         """
-    def stop(self, policy: StopPolicy, *, hung_for: float | None = None) -> None:
+    def stop(
+        self,
+        policy: StopPolicy,
+        *,
+        hung_for: float | None = None,
+        hung_step: int | None = None,
+        hung_frame: str | None = None,
+    ) -> None:
         """Stop the group; :class:`GroupEnded` tells when that is done. A later, harder call overrides.
 
         Args:
             policy: how.
             hung_for: the reason is a worker of another node, which has given no sign of life for so many
                 seconds. Where heartbeats are watched, the evidence of all workers is taken first, for 2 s at
-                most, and :class:`WorkerHung` names the one that may have kept it waiting: at least half of
-                that time, or of its own limit, has passed.
+                most, and :class:`WorkerHung` names the one that may have kept it waiting, unless that other
+                one is rather to blame: at least half of that time, or of its own limit, has passed.
+            hung_step: the step that it was in.
+            hung_frame: where its main thread stands, as in :class:`RankSeen`.
         """
     def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the process groups of these workers, or of all."""

@@ -163,18 +163,19 @@ def test_whoever_stops_for_a_hang_elsewhere_is_told_how_long_it_lasts():
         "time_ns": 9,
         "ground": "oldest",
         "silence": 61.5,
+        "step": 7,
     }
     b.send(m.WorkerFailed({**hung, "message": "hung: no heartbeat for 61.5 s (limit 60 s)"}))
     (stop,) = a.all(m.Stop)
-    assert stop.hung_for == 61.5
+    assert (stop.hung["silence"], stop.hung["step"]) == (61.5, 7)
     assert stop.why == "rank 1 (pid 7) on node b: hung: no heartbeat for 61.5 s (limit 60 s)"
-    assert b.all(m.Stop)[0].hung_for is None, "its own agent has found it"
+    assert b.all(m.Stop)[0].hung is None, "its own agent has found it"
 
 
 def test_a_crash_is_no_reason_to_look_who_hangs():
     _, (a, b) = running(2, max_restarts=1)
     b.send(m.WorkerFailed({"node": "b", "rank": 1, "exitcode": 1, "time_ns": 9, "silence": 5.0}))
-    assert a.all(m.Stop)[0].hung_for is None
+    assert a.all(m.Stop)[0].hung is None
 
 
 def test_a_step_says_nothing_beside_a_failure_that_came_first():

@@ -48,16 +48,24 @@ def suspects(group):
 def test_the_worker_that_is_behind_is_told_long_before_its_limit(group, beating):
     group.supervisor.watch_hangs(600.0)
     beating(8, 7, 8)
-    group.supervisor.stop(POLICY, hung_for=0.0)
+    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
     (told,) = suspects(group)
     assert (told.local_rank, told.ground, told.missed, told.limit) == (1, "behind", "step", 600.0)
     assert {seen.local_rank: seen.heartbeat.step for seen in told.ranks} == {0: 8, 1: 7, 2: 8}
 
 
+@pytest.mark.parametrize("step", [7, None])
+def test_nobody_is_told_when_the_other_one_is_as_much_to_blame(group, beating, step):
+    group.supervisor.watch_hangs(600.0)
+    beating(8, 7)
+    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=step)
+    assert suspects(group) == []
+
+
 def test_who_has_just_given_a_sign_of_life_is_no_suspect(group, beating):
     group.supervisor.watch_hangs(600.0)
     beating(8, 7)
-    group.supervisor.stop(POLICY, hung_for=10_000.0)
+    group.supervisor.stop(POLICY, hung_for=10_000.0, hung_step=8)
     assert suspects(group) == []
 
 
@@ -66,14 +74,14 @@ def test_without_heartbeats_it_is_a_stop_like_any_other(group, beating, is_watch
     if is_watched:
         group.supervisor.watch_hangs(600.0)
     beating(None, None)
-    group.supervisor.stop(POLICY, hung_for=0.0)
+    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
     assert suspects(group) == []
 
 
 def test_a_harder_stop_does_not_wait_for_the_evidence(group, beating):
     group.supervisor.watch_hangs(600.0)
     beating(7)
-    group.supervisor.stop(POLICY, hung_for=0.0)
+    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
     group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
     assert group.end().outcome == "stopped"
     # Whichever came first.

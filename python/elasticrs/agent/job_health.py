@@ -83,8 +83,8 @@ class HealthObserver(Observer):
         """The rendezvous is over, a restart costs nothing, or a worker of another node hung."""
         if isinstance(action, Start):
             self._native.enter("starting" if self._attempt is None else "restarting")
-        elif isinstance(action, Stop) and action.hung_for is not None:
-            self._was_hung(action.hung_for)
+        elif isinstance(action, Stop) and action.hung is not None:
+            self._was_hung(action.hung.silence)
         elif isinstance(action, AnnounceRestart):
             self._is_uncharged = not action.charged
 

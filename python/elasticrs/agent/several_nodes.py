@@ -286,8 +286,12 @@ class SeveralNodes(Decisions):
         if self._signum is not None:
             return [machine.Stop(self._signum, self._job.shutdown_timeout, is_announced=True)]
         self._console.say(f"{action.why}: stopping the workers of round {action.round}")
-        grace = self._job.shutdown_timeout
-        return [machine.Stop(signal.SIGTERM, grace, is_announced=True, hung_for=action.hung_for)]
+        hung = None
+        if action.hung is not None:
+            from elasticrs.agent.cause import hung_elsewhere
+
+            hung = hung_elsewhere(action.hung)
+        return [machine.Stop(signal.SIGTERM, self._job.shutdown_timeout, is_announced=True, hung=hung)]
 
     def _exit(self, outcome: messages.Outcome) -> list[machine.Action]:
         self.clock = self._clock()

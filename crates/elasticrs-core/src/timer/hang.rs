@@ -282,6 +282,17 @@ pub struct Suspect {
     pub frame: Option<String>,
 }
 
+/// A rank that hangs on another node, as that node names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Elsewhere {
+    /// For how long it has given no sign of life.
+    pub silence: Duration,
+    /// The step that it was in.
+    pub step: Option<u64>,
+    /// Where its main thread stands.
+    pub frame: Option<String>,
+}
+
 /// What speaks against a rank; what says more comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ground {
@@ -307,7 +318,9 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     }
     let least = late().filter_map(|(_, suspect)| suspect.step).min();
     let behind: Vec<usize> = late().filter(|(_, suspect)| suspect.step == least).map(|(index, _)| index).collect();
-    if let ([only], true) = (behind.as_slice(), late().count() > 1) {
+    // Who has said no step may be in an earlier one.
+    let are_comparable = late().count() > 1 && late().all(|(_, suspect)| suspect.step.is_some());
+    if let ([only], true) = (behind.as_slice(), are_comparable) {
         return Some((*only, Ground::Behind));
     }
     let may_be = |suspect: &Suspect| suspect.step == least || suspect.step.is_none();
@@ -315,6 +328,16 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
         || late().filter(|(_, suspect)| may_be(suspect)).min_by_key(|(_, suspect)| (!suspect.is_due, suspect.last));
     let odd = odd_one_out(suspects).filter(|odd| may_be(&suspects[*odd])).map(|odd| (odd, Ground::Elsewhere));
     odd.or_else(|| oldest().map(|(index, _)| (index, Ground::Oldest)))
+}
+
+/// Which of these keeps a rank of another node waiting, which is named there; `None` when that one is to blame.
+pub fn blame_beside(suspects: &[Suspect], elsewhere: &Elsewhere) -> Option<(usize, Ground)> {
+    let Elsewhere { step, frame, .. } = elsewhere;
+    // Of equals it is the one that is named already.
+    let named = Suspect { is_late: true, is_due: true, step: *step, frame: frame.clone(), ..Suspect::default() };
+    let all: Vec<Suspect> = [named].into_iter().chain(suspects.iter().cloned()).collect();
+    let (index, ground) = blame(&all)?;
+    Some((index.checked_sub(1)?, ground))
 }
 
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {

@@ -370,23 +370,22 @@ class Stop(Action):
         round: whose workers.
         why: for the log.
         fenced: SIGKILL at once; else the usual signal and grace.
-        hung_for: the reason is a worker of another node, without a sign of life for so many seconds: what it
-            waits for may be here.
+        hung: the reason is this worker of another node, which hangs: what it waits for may be here.
     """
 
-    __slots__ = ("fenced", "hung_for", "round", "why")
+    __slots__ = ("fenced", "hung", "round", "why")
 
     def __init__(
         self,
         round: int,  # noqa: A002 -- the field's own word
         why: str,
         fenced: bool = False,
-        hung_for: float | None = None,
+        hung: Cause | None = None,
     ) -> None:
         self.round = round
         self.why = why
         self.fenced = fenced
-        self.hung_for = hung_for
+        self.hung = hung
 
 
 class BindStore(Action):

@@ -18,7 +18,7 @@ use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, Heartbeat, RankSeen, TimerExpired, WorkerHung};
 use crate::supervisor::evidence::{self, EvidenceFiles, Found, Subject};
 use crate::supervisor::state::Input;
-use crate::timer::hang::{Limits, Overdue, Seen, Suspect, Verdict, Watch, blame};
+use crate::timer::hang::{Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside};
 use crate::timer::pages::HeartbeatPage;
 
 /// The number under which a worker gets its page, or the next free one below: out of the way of what programs number
@@ -97,7 +97,7 @@ enum Then {
     Input(Input),
     Hung(Look),
     /// A rank of another node hangs: whoever of these keeps it waiting is told before they are stopped.
-    Stop(StopPolicy, Look),
+    Stop(StopPolicy, Elsewhere, Look),
 }
 
 /// What was found when the heartbeats were looked at.
@@ -152,12 +152,13 @@ impl Task {
         }
     }
 
-    /// Stops the group. With `silence`, a rank of another node hangs for so long, and what it waits for may be here: the
-    /// evidence comes first. Otherwise at once, and what is under way counts as if it had been found before: whoever had
-    /// used up its limit has hung.
-    pub(super) fn stop_running(&mut self, policy: StopPolicy, silence: Option<Duration>) {
-        if let Some(look) = silence.and_then(|silence| self.look_for(silence)) {
-            return self.gather_for(Then::Stop(policy, look));
+    /// Stops the group. When a rank hangs elsewhere, what it waits for may be here: the evidence comes first. Otherwise at
+    /// once, and what is under way counts as if it had been found before: whoever had used up its limit has hung.
+    pub(super) fn stop_running(&mut self, policy: StopPolicy, elsewhere: Option<Elsewhere>) {
+        if let Some(elsewhere) = elsewhere
+            && let Some(look) = self.look_for(elsewhere.silence)
+        {
+            return self.gather_for(Then::Stop(policy, elsewhere, look));
         }
         for then in self.gathering.take().map_or_else(Vec::new, |gathering| gathering.then) {
             self.follow_up(then, &[]);
@@ -234,12 +235,12 @@ impl Task {
             Then::Hung(look) => {
                 // Whoever was late may have ended meanwhile.
                 let is_due = look.late.iter().any(|overdue| overdue.is_due && self.runs(overdue.rank));
-                if let Some(hung) = self.verdict(&look, found).filter(|_| is_due) {
+                if let Some(hung) = self.verdict(&look, found, blame).filter(|_| is_due) {
                     self.input(Input::Hung(hung.into()));
                 }
             }
-            Then::Stop(policy, look) => {
-                if let Some(hung) = self.verdict(&look, found) {
+            Then::Stop(policy, elsewhere, look) => {
+                if let Some(hung) = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere)) {
                     self.input(Input::Suspected(hung.into()));
                 }
                 self.input(Input::Stop(policy));
@@ -253,7 +254,12 @@ impl Task {
     }
 
     /// Who is to blame of those that are late.
-    fn verdict(&self, Look { late, seen, at }: &Look, found: &[Found]) -> Option<WorkerHung> {
+    fn verdict(
+        &self,
+        Look { late, seen, at }: &Look,
+        found: &[Found],
+        blame: impl Fn(&[Suspect]) -> Option<(usize, Ground)>,
+    ) -> Option<WorkerHung> {
         let Current::Running(running) = &self.current else { return None };
         let overdue_of = |index: usize| late.iter().find(|overdue| overdue.rank == index);
         let mut suspects = vec![Suspect::default(); seen.len()];

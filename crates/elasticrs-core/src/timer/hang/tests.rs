@@ -190,6 +190,33 @@ fn what_keeps_another_node_waiting_need_not_be_due() {
     assert!(suspects(&mut group, 0).is_empty(), "it is suspended");
 }
 
+#[test]
+fn a_rank_of_another_node_counts_beside_the_own_ones() {
+    let beside = |suspects: &[Suspect], step: Option<u64>, frame: &str| {
+        let frame = (!frame.is_empty()).then(|| frame.to_owned());
+        blame_beside(suspects, &Elsewhere { silence: Duration::ZERO, step, frame })
+    };
+    let waits = |last| suspect(7, last, "all_reduce");
+    let hangs = suspect(7, 4, "read");
+    assert_eq!(beside(&[waits(1), hangs.clone()], Some(7), "all_reduce"), Some((1, Ground::Elsewhere)));
+    assert_eq!(beside(&[waits(1), waits(2)], Some(7), "read"), None, "that one stands elsewhere");
+    assert_eq!(beside(&[waits(1), waits(2)], Some(7), "all_reduce"), None, "nothing speaks against these");
+    assert_eq!(beside(&[hangs], Some(7), "all_reduce"), None, "of two nobody is the odd one");
+    assert_eq!(beside(&[suspect(6, 3, "")], Some(7), ""), Some((0, Ground::Behind)));
+    assert_eq!(beside(&[suspect(8, 3, "")], Some(7), ""), None, "that one is behind");
+    assert_eq!(beside(&[suspect(6, 3, ""), suspect(6, 2, "")], Some(7), ""), Some((1, Ground::Oldest)));
+    assert_eq!(beside(&[suspect(6, 3, "")], None, ""), None, "it may be in an earlier step");
+    assert_eq!(beside(&[Suspect { is_stopped: true, ..suspect(8, 3, "") }], Some(7), ""), Some((0, Ground::Stopped)));
+    assert_eq!(beside(&[Suspect { is_late: false, ..suspect(6, 3, "") }], Some(7), ""), None);
+    assert_eq!(beside(&[], Some(7), ""), None);
+}
+
+#[test]
+fn who_never_said_a_step_may_be_the_one_that_is_behind() {
+    let begins_late = Suspect { step: None, is_due: true, last: 0, ..suspect(0, 0, "") };
+    assert_eq!(blame(&[suspect(0, 5, ""), begins_late]), Some((1, Ground::Oldest)));
+}
+
 fn any_seen() -> impl Strategy<Value = Seen> {
     let at = 0_u64..200 * SECOND;
     prop_oneof![
