@@ -247,11 +247,11 @@ class WorkerHung:
     def seen_ns(self) -> int:
         """When it was found."""
     @property
-    def ground(self) -> Literal["stopped", "behind", "elsewhere", "oldest"]:
+    def ground(self) -> Literal["stopped", "behind", "elsewhere", "apart", "oldest"]:
         """Why it, of those that are late.
 
         A signal has stopped it; it is the only one that is a step behind; it alone stands at another place of
-        the program; its sign of life is the oldest.
+        the program; its sign of life is the oldest, and no other stands where it does; or it is just the oldest.
         """
     @property
     def ranks(self) -> list[RankSeen]:

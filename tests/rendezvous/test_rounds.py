@@ -136,6 +136,7 @@ def test_of_ranks_that_hung_the_one_in_the_earliest_step_is_the_cause():
         ("elsewhere", "behind", "a"),
         ("behind", "stopped", "a"),
         ("elsewhere", "oldest", "b"),
+        ("oldest", "apart", "a"),
         ("oldest", "oldest", "b"),
     ],
 )

@@ -268,6 +268,7 @@ fn worker_hung(hung: supervisor::WorkerHung) -> WorkerHung {
             Ground::Stopped => "stopped",
             Ground::Behind => "behind",
             Ground::Elsewhere => "elsewhere",
+            Ground::Apart => "apart",
             Ground::Oldest => "oldest",
         },
         ranks: hung.ranks.into_iter().map(rank).collect(),

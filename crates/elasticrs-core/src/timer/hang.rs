@@ -302,6 +302,8 @@ pub enum Ground {
     Behind,
     /// All others stand at one place of the program, and it elsewhere.
     Elsewhere,
+    /// Its sign of life is the oldest, and no other stands where it does.
+    Apart,
     /// Its sign of life is the oldest.
     Oldest,
 }
@@ -327,7 +329,13 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     let oldest =
         || late().filter(|(_, suspect)| may_be(suspect)).min_by_key(|(_, suspect)| (!suspect.is_due, suspect.last));
     let odd = odd_one_out(suspects).filter(|odd| may_be(&suspects[*odd])).map(|odd| (odd, Ground::Elsewhere));
-    odd.or_else(|| oldest().map(|(index, _)| (index, Ground::Oldest)))
+    odd.or_else(|| {
+        let (index, suspect) = oldest()?;
+        let others = || late().filter(|(other, _)| *other != index).filter_map(|(_, other)| other.frame.as_ref());
+        let is_apart =
+            suspect.frame.as_ref().is_some_and(|frame| others().count() > 0 && others().all(|at| at != frame));
+        Some((index, if is_apart { Ground::Apart } else { Ground::Oldest }))
+    })
 }
 
 /// Which of these keeps a rank of another node waiting, which is named there; `None` when that one is to blame.

@@ -109,7 +109,7 @@ def step_of(cause: Mapping[str, Any] | None) -> int | None:
     return step if isinstance(step, int) else None
 
 
-GROUNDS = ("stopped", "behind", "elsewhere", "oldest")
+GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 """What speaks against a rank that is said to keep the others waiting; what says more comes first."""
 
 

@@ -212,7 +212,12 @@ impl Task {
             let message = format!("the evidence of a hang could not be written: {message}");
             self.shared.queue.push(Event::Degraded { message });
         }
-        for then in gathering.then {
+        let mut thens = gathering.then;
+        if thens.iter().any(|then| matches!(then, Then::Stop(..))) {
+            // It looks at the same ranks, and knows of one more.
+            thens.retain(|then| !matches!(then, Then::Hung(_)));
+        }
+        for then in thens {
             self.follow_up(then, found);
         }
     }
@@ -233,24 +238,25 @@ impl Task {
         match then {
             Then::Input(input) => self.input(input),
             Then::Hung(look) => {
-                // Whoever was late may have ended meanwhile.
-                let is_due = look.late.iter().any(|overdue| overdue.is_due && self.runs(overdue.rank));
-                if let Some(hung) = self.verdict(&look, found, blame).filter(|_| is_due) {
+                if let Some(hung) = self.verdict(&look, found, blame).filter(|_| self.anyone_is_due(&look)) {
                     self.input(Input::Hung(hung.into()));
                 }
             }
             Then::Stop(policy, elsewhere, look) => {
                 if let Some(hung) = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere)) {
-                    self.input(Input::Suspected(hung.into()));
+                    let is_due = self.anyone_is_due(&look);
+                    self.input(if is_due { Input::Hung(hung.into()) } else { Input::Suspected(hung.into()) });
                 }
                 self.input(Input::Stop(policy));
             }
         }
     }
 
-    fn runs(&self, index: usize) -> bool {
+    /// Whoever was may have ended meanwhile.
+    fn anyone_is_due(&self, look: &Look) -> bool {
         let Current::Running(running) = &self.current else { return false };
-        running.group.rank_of(running.members[index].pid).is_some()
+        let runs = |index: usize| running.group.rank_of(running.members[index].pid).is_some();
+        look.late.iter().any(|overdue| overdue.is_due && runs(overdue.rank))
     }
 
     /// Who is to blame of those that are late.

@@ -148,13 +148,13 @@ fn the_one_who_keeps_the_others_waiting_is_blamed() {
         Some((1, Ground::Oldest)),
         "its last sign is the oldest"
     );
-    assert_eq!(blame(&[waits(1), suspect(7, 4, "read")]), Some((0, Ground::Oldest)), "of two nobody is the odd one");
+    assert_eq!(blame(&[waits(1), suspect(7, 4, "read")]), Some((0, Ground::Apart)), "of two nobody is the odd one");
     let behind = |last, frame| suspect(6, last, frame);
     let several = [waits(1), behind(4, "read"), behind(3, "all_reduce"), waits(2)];
     assert_eq!(blame(&several), Some((1, Ground::Elsewhere)), "two are behind, and one of them stands elsewhere");
     assert_eq!(
         blame(&[waits(1), behind(4, "read"), behind(3, "write")]),
-        Some((2, Ground::Oldest)),
+        Some((2, Ground::Apart)),
         "the older one of those behind"
     );
     let ahead = [suspect(7, 1, "read"), behind(4, "all_reduce"), behind(3, "all_reduce")];
