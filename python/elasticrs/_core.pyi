@@ -251,7 +251,7 @@ class WorkerHung:
         """Why it, of those that are late.
 
         A signal has stopped it; it is the only one that is a step behind; it alone stands at another place of
-        the program; its sign of life is the oldest, and no other stands where it does; or it is just the oldest.
+        the program; its sign of life is the oldest, and no other stands where it does; or it is the oldest.
         """
     @property
     def ranks(self) -> list[RankSeen]:
