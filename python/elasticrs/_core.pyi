@@ -225,7 +225,9 @@ class RankSeen:
 class WorkerHung:
     """A worker gave no sign of life for too long: it counts as failed, and :class:`FailureSeen` follows.
 
-    Of several that did not, it is the one that keeps the others waiting, as far as can be told.
+    Of several that did not, it is the one that keeps the others waiting, as far as can be told. It also names
+    whom a worker of another node may have waited for (``hung_for`` of :meth:`Supervisor.stop`). Then the
+    group is stopped, and no :class:`FailureSeen` follows.
     """
 
     @property
@@ -244,6 +246,13 @@ class WorkerHung:
     @property
     def seen_ns(self) -> int:
         """When it was found."""
+    @property
+    def ground(self) -> Literal["stopped", "behind", "elsewhere", "apart", "oldest"]:
+        """Why it, of those that are late.
+
+        A signal has stopped it; it is the only one that is a step behind; it alone stands at another place of
+        the program; its sign of life is the oldest, and no other stands where it does; or it is the oldest.
+        """
     @property
     def ranks(self) -> list[RankSeen]:
         """All workers that ran."""
@@ -445,8 +454,25 @@ class Supervisor:
             ProcessLookupError: no such process.
             SupervisorError: no group is running (an empty one may be started for this).
         """
-    def stop(self, policy: StopPolicy) -> None:
-        """Stop the group; :class:`GroupEnded` tells when that is done. A later, harder call overrides."""
+    def stop(
+        self,
+        policy: StopPolicy,
+        *,
+        hung_for: float | None = None,
+        hung_step: int | None = None,
+        hung_frame: str | None = None,
+    ) -> None:
+        """Stop the group; :class:`GroupEnded` tells when that is done. A later, harder call overrides.
+
+        Args:
+            policy: how.
+            hung_for: the reason is a worker of another node, which has given no sign of life for so many
+                seconds. Where heartbeats are watched, the evidence of all workers is taken first, for 2 s at
+                most, and :class:`WorkerHung` names the one that may have kept it waiting, unless that other
+                one is rather to blame: at least half of that time, or of its own limit, has passed.
+            hung_step: the step that it was in.
+            hung_frame: where its main thread stands, as in :class:`RankSeen`.
+        """
     def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the process groups of these workers, or of all."""
     def suspend(self) -> None:

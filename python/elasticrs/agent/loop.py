@@ -243,7 +243,7 @@ class Agent:
         elif isinstance(action, machine.Stop):
             if not action.is_announced:
                 self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
-            supervisor.stop(_core.StopPolicy(action.signum, action.grace))
+            self._stop(supervisor, action)
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
@@ -254,6 +254,13 @@ class Agent:
             self._result.message = action.message
         elif isinstance(action, machine.CloseRendezvous):
             self._decisions.close_rendezvous()
+
+    def _stop(self, supervisor: _core.Supervisor, action: machine.Stop) -> None:
+        policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
+        if hung is None:
+            supervisor.stop(policy)
+        else:
+            supervisor.stop(policy, hung_for=hung.silence, hung_step=hung.step, hung_frame=hung.frame)
 
     def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
         plan = self._decisions.plan
