@@ -8,7 +8,8 @@
 //! by way of the runtime thread, so that it says that both are alive. So an idle agent sleeps until somebody asks.
 //!
 //! Who owns what: the [`Handle`] belongs to the agent's thread; sockets belong to the server's thread alone; what both use
-//! is behind short locks.
+//! is behind short locks. What may hang in the kernel, the look at the files of a dead network mount, has a thread of its
+//! own ([`log_sizes`]), which nobody waits for longer than a moment.
 //!
 //! - **HEALTH-1** a client has so much time for its request and for taking the answer, and no more;
 //! - **HEALTH-2** there are never more than [`server::MAX_CONNECTIONS`] connections; the oldest makes room for a new one;
@@ -19,6 +20,7 @@
 
 pub mod http;
 pub mod liveness;
+pub mod log_sizes;
 pub mod metrics;
 pub mod processes;
 pub mod server;
