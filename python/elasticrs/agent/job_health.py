@@ -64,6 +64,8 @@ class HealthObserver(Observer):
         self._native.show(supervisor)
         if self._is_asked:
             supervisor.watch_fd(self._native.fd)
+        else:
+            self._server.ask_through(supervisor)
         set_sink(self._native.put)
         if self._job.rendezvous is not None:
             self._native.enter("waiting_for_nodes")
