@@ -16,7 +16,8 @@
 //! - **HEALTH-3** many requests for one answer cost the loop one wake-up;
 //! - **HEALTH-4** the agent counts as dead when a question is not answered within the limit, or when the last answer said
 //!   that progress is longer ago than that, and in no other case;
-//! - **HEALTH-5** a handle that is closed or dropped has ended the thread, and closed the port.
+//! - **HEALTH-5** a handle that is closed or dropped has ended its threads, but for one that hangs in a file system, and
+//!   closed the port.
 
 pub mod http;
 pub mod liveness;

@@ -202,7 +202,7 @@ impl Handle {
         self.count(|registry, now| registry.enter(activity, now));
     }
 
-    /// HEALTH-5; only a thread that hangs in the file system is left behind. Idempotent. In a forked child it does nothing: the thread is the parent's.
+    /// HEALTH-5. Idempotent. In a forked child it does nothing: the thread is the parent's.
     pub fn close(&self) {
         if std::process::id() != self.owner {
             return;
