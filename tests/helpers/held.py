@@ -22,9 +22,8 @@ def thread_of(pid: int, name: str) -> int | None:
     return found[0] if found else None
 
 
-@contextlib.contextmanager
-def held(thread: int | None) -> Iterator[None]:
-    """This thread does not run meanwhile."""
+def hold(thread: int | None) -> ctypes.CDLL:
+    """This thread does not run until it is let go, or has gone with its process: :func:`gone`."""
     assert thread is not None
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
@@ -32,6 +31,18 @@ def held(thread: int | None) -> Iterator[None]:
         pytest.skip(f"threads cannot be traced: {os.strerror(ctypes.get_errno())}")
     assert libc.ptrace(_INTERRUPT, thread, None, None) == 0
     assert os.waitpid(thread, _EVERY_THREAD)[0] == thread
+    return libc
+
+
+def gone(thread: int) -> bool:
+    """Wait for the end of a held thread: whether it is the process that has ended it."""
+    return os.WIFEXITED(os.waitpid(thread, _EVERY_THREAD)[1])
+
+
+@contextlib.contextmanager
+def held(thread: int | None) -> Iterator[None]:
+    """This thread does not run meanwhile."""
+    libc = hold(thread)
     try:
         yield
     finally:

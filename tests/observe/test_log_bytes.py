@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.held import held, thread_of
+from helpers.held import gone, held, hold, thread_of
 from helpers.http_client import get, get_json, port_of
 
 WRITES = """
@@ -131,6 +131,17 @@ def test_a_look_that_hangs_holds_up_neither_scrapes_nor_the_job(start):
     # It has everything to do that came meanwhile: the end of the first attempt, and the second one.
     page.until(stdout0=2500, stdout1=4000)
     release(job, pids)
+
+
+def test_a_look_that_hangs_does_not_keep_the_agent(start):
+    job, page = start("--nproc-per-node=1", "--redirects=3")
+    page.until(stdout0=1000, stderr0=10)
+    (pid,) = page.workers().values()
+    thread = thread_of(job.pid, "elasticrs-sizes")
+    hold(thread)
+    os.kill(pid, signal.SIGUSR1)
+    assert gone(thread)
+    assert job.wait() == 0, job.stderr
 
 
 OWN = """
