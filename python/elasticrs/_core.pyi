@@ -591,13 +591,29 @@ class HealthServer:
     @property
     def fd(self) -> int:
         """Readable while somebody waits for :meth:`answer`."""
-    def answer(self, age: float, supervisor: Supervisor | None = None) -> None:
+    def answer(self, age: float, supervisor: Supervisor | None = None, doing: str | None = None) -> None:
         """The loop is alive, and the last progress was ``age`` seconds ago.
 
-        With a supervisor, the answer counts when the thread that supervises the workers has passed it on.
+        Args:
+            age: seconds.
+            supervisor: the answer counts when the thread that supervises the workers has passed it on.
+            doing: in what the agent is, for the reason that is told when the progress is too old.
         """
     def show(self, supervisor: Supervisor) -> None:
         """Show what this supervisor counts."""
+    def watch_files(self, files: Sequence[tuple[int, int, str]], are_new: bool) -> None:
+        """An attempt begins that writes to files which nobody reads: count their bytes for the metrics.
+
+        Args:
+            files: local rank, descriptor (1 or 2) and path of each; none of them twice.
+            are_new: none of them was there so far. Otherwise what comes after a first look counts.
+
+        Raises:
+            ValueError: of a descriptor.
+            OSError: there is no thread left that could look at them.
+        """
+    def files_ended(self) -> None:
+        """What wrote to them has ended: they are looked at a last time."""
     def publish(self, state: str, status: str, workers: Sequence[tuple[int, int, int]] | None = None) -> None:
         """The job is in this state from now on.
 

@@ -64,6 +64,8 @@ class HealthObserver(Observer):
         self._native.show(supervisor)
         if self._is_asked:
             supervisor.watch_fd(self._native.fd)
+        else:
+            self._server.ask_through(supervisor)
         set_sink(self._native.put)
         if self._job.rendezvous is not None:
             self._native.enter("waiting_for_nodes")
@@ -88,8 +90,15 @@ class HealthObserver(Observer):
         elif isinstance(action, AnnounceRestart):
             self._is_uncharged = not action.charged
 
+    def prepared(self, attempt: Attempt) -> None:
+        """Count the bytes of the files that nobody reads."""
+        if attempt.paths is not None:
+            self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
+
     def seen(self, event: object, result: JobResult) -> None:
         """Of the workers."""
+        if isinstance(event, (_core.GroupEnded, _core.StartFailed)):
+            self._native.files_ended()
         if isinstance(event, _core.GroupStarted):
             self._on_started(event, result)
         elif isinstance(event, _core.FailureSeen):

@@ -272,7 +272,9 @@ class Agent:
         self._result.attempts.append(attempt)
         self._decisions.observe(attempt)
         try:
-            self._workers.start(supervisor, attempt)
+            group = self._workers.prepare(supervisor, attempt)
+            self._observers.prepared(attempt)
+            supervisor.start(group)
         except BaseException as error:
             self._workers.ended(supervisor, attempt)
             if not isinstance(error, (OSError, _core.SupervisorError)):
