@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -112,10 +114,15 @@ def test_a_program_below_the_worker_is_asked(launch, worker_script, tmp_path):
     assert re.search(r"the program below it: pid \d+", evidence(logs, 0, 0))
 
 
+SPY = """
+    echo "spied with $*"
+    echo 'Thread 7 (idle): "MainThread"'
+    echo "    all_reduce (/home/train.py:41)"
+"""
 SPIES = {
-    "answers": 'echo "spied with $*"',
+    "answers": SPY,
     # Evidence does not keep the job: it is ended after two seconds.
-    "hangs": 'echo "spied with $*"; exec sleep 1000',
+    "hangs": f"{SPY}\nexec sleep 1000",
 }
 
 
@@ -145,7 +152,44 @@ def test_who_has_no_handler_is_looked_into_by_py_spy(launch, worker_script, tmp_
     launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", f"--log-dir={logs}", script, **spied)
     assert launched.wait() == 1
     assert "hung: no heartbeat" in launched.stderr
-    assert re.search(r"^spied with dump --pid \d+$", evidence(logs, 0, 0), re.M)
+    assert re.search(r"^spied with dump --full-filenames --pid \d+$", evidence(logs, 0, 0), re.M)
+    assert "it is in all_reduce (train.py:41)" in launched.stderr
+    assert re.search(r'    File "/home/train.py", line 41 in all_reduce$', launched.stderr, re.M)
+
+
+@pytest.fixture(scope="session")
+def py_spy():
+    """The real one, where it may look into a process that is no child of its own."""
+    folder = os.path.dirname(sys.executable)
+    program = shutil.which("py-spy", path=os.pathsep.join([folder, os.environ.get("PATH", os.defpath)]))
+    if program is None:
+        pytest.skip("needs py-spy")
+    child = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    looked = subprocess.run([program, "dump", "--pid", str(child.pid)], capture_output=True, check=False)
+    child.communicate(b"\n")
+    if looked.returncode != 0:
+        pytest.skip(f"py-spy may not look into processes here: {looked.stderr.decode().splitlines()[:1]}")
+
+
+@pytest.mark.parametrize("how", ["sleep", "stopped"])
+@pytest.mark.usefixtures("py_spy")
+def test_the_real_py_spy_names_the_place(launch, worker_script, tmp_path, how):
+    # The hung rank does not answer: its handler is Python's, or it is stopped.
+    body = "signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nclass Loader:\n    def read_batch(self):\n"
+    script = worker_script(training(body + textwrap.indent(HANGS[how], " " * 8) + "\nLoader().read_batch()"))
+    logs = tmp_path / "logs"
+    launched = launch("--nproc-per-node=3", "--hang-timeout=1", f"--log-dir={logs}", script)
+    assert launched.wait() == 1
+    assert "no Python stacks" in evidence(logs, 0, 1)
+    state = "stopped by a signal in" if how == "stopped" else "in"
+    assert f"it is {state} read_batch (worker.py:" in launched.stderr, launched.stderr
+    assert "ranks 0, 2 in wait_for_peers (worker.py:" in launched.stderr
+    frame = re.escape(f'File "{script}", line ')
+    assert re.search(rf"where it was.*\n +{frame}\d+ in (Loader\.)?read_batch$", launched.stderr, re.M)
 
 
 @pytest.mark.parametrize("limit", ["1e-9", "1e-300"])

@@ -85,6 +85,51 @@ def test_the_stack_is_that_of_the_thread_that_answered(tmp_path):
     assert len(lines) == hangs.MAX_FRAMES + 2
 
 
+def test_a_rank_that_is_stopped_may_have_a_place():
+    text = hangs.hung(hung([seen(1, beat(1, 40.0), READ, state="T")]), RANKS)
+    assert text.endswith("(limit 60 s); it is stopped by a signal in read (train.py:41)")
+
+
+SPIED = """\
+no sign of life for 1.000 s
+pid 7, state S
+
+no Python stacks: it has no handler for the signal, or it did not answer
+
+threads in the kernel: state, name, wait channel, stack
+
+7 S python futex_do_wait
+    futex_wait+0x1
+9 S Thread 5 (x) -
+
+Process 7: python train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 9 (idle): "loader"
+    Condition.wait (/lib/threading.py:327)
+Thread 7 (idle): "MainThread"
+    Loader.read (/home (old)/train.py:41)
+    <module> (/home (old)/train.py:50)
+"""
+
+
+def test_the_stack_may_be_from_py_spy(tmp_path):
+    path = tmp_path / "hang.txt"
+    path.write_text(SPIED)
+    assert (hangs.stack(str(path)) or "").split("\n")[1:] == [
+        '  File "/home (old)/train.py", line 41 in Loader.read',
+        '  File "/home (old)/train.py", line 50 in <module>',
+    ]
+    path.write_text(SPIED.replace(': "MainThread"', "").replace(': "loader"', ""))
+    assert (hangs.stack(str(path)) or "").split("\n")[1:] == [
+        '  File "/lib/threading.py", line 327 in Condition.wait'
+    ]
+    path.write_text(
+        SPIED.partition("Process 7")[0] + "Error: Failed to suspend process\n\nCaused by:\n    0: EPERM\n"
+    )
+    assert hangs.stack(str(path)) is None
+
+
 @given(st.text(max_size=300))
 def test_no_text_of_a_worker_breaks_a_line(text):
     for shown in (hangs.place(text), hangs.printable(text)):

@@ -6,6 +6,7 @@ Imported only when a worker hung, or to end a job in which heartbeats were given
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 
 from elasticrs.multiprocessing.errors.report import ranks_text
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from elasticrs._core import Heartbeat, RankSeen, WorkerHung
 
 MAX_FRAMES = 12
-_MAX_READ = 65536
+_MAX_READ = 1 << 20
+"""``py-spy`` comes after the threads in the kernel."""
 _EARLIER = 0.01
 """Seconds; less says nothing."""
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
@@ -78,7 +80,7 @@ def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int,
     if own is not None:
         state = _STATES.get(own.state, "")
         if own.frame:
-            texts.append(f"it is in {place(own.frame)}")
+            texts.append(f"{state or 'it is'} in {place(own.frame)}")
         elif state:
             texts.append(state)
         elif own.wait_channel:
@@ -127,7 +129,9 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
 
 
 def stack(path: str) -> str | None:
-    """The first frames of the thread that answered, from the evidence; ``None`` when there are none.
+    """The first frames of the thread that answered, or of the main one as ``py-spy`` saw it.
+
+    ``None`` when the evidence has none.
 
     Args:
         path: of the evidence.
@@ -137,20 +141,38 @@ def stack(path: str) -> str | None:
             lines = file.read(_MAX_READ).splitlines()
     except OSError:
         return None  # It was told when it could not be written.
-    starts = [number for number, line in enumerate(lines) if "(most recent call first):" in line]
-    current = [number for number in starts if lines[number].startswith("Current thread")]
-    if not starts:
+    frames = _answered(lines) or _spied(lines)
+    if not frames:
         return None
-    start = (current or starts[-1:])[0]
-    frames = []
-    for line in lines[start + 1 :]:
-        if not line.startswith("  "):
-            break
-        frames.append(line)
     shown = frames[:MAX_FRAMES]
     if len(frames) > MAX_FRAMES:
         shown.append(f"  ({len(frames) - MAX_FRAMES} more)")
     return "\n".join(["where it was, the most recent call first:", *shown])
+
+
+def _answered(lines: Sequence[str]) -> list[str]:
+    """As ``faulthandler`` writes them, of the thread that has taken the signal, or of the last one."""
+    starts = [number for number, line in enumerate(lines) if "(most recent call first):" in line]
+    current = [number for number in starts if lines[number].startswith("Current thread")]
+    return _block(lines, (current or starts[-1:])[0], "  ") if starts else []
+
+
+def _spied(lines: Sequence[str]) -> list[str]:
+    """As ``py-spy`` writes them, of the main thread, or of the first one."""
+    starts = [number for number, line in enumerate(lines) if line.startswith("Thread ")]
+    main = [number for number in starts if lines[number].endswith('"MainThread"')]
+    return [_frame(line) for line in _block(lines, (main or starts)[0], "    ")] if starts else []
+
+
+def _block(lines: Sequence[str], start: int, indent: str) -> list[str]:
+    return list(takewhile(lambda line: line.startswith(indent), lines[start + 1 :]))
+
+
+def _frame(line: str) -> str:
+    """``read (/home/train.py:41)`` in the form of ``faulthandler``."""
+    function, _, rest = line.strip().partition(" (")
+    file, _, number = rest.removesuffix(")").rpartition(":")
+    return f'  File "{file}", line {number} in {function}' if file else line
 
 
 def seconds(span: float) -> str:

@@ -83,23 +83,16 @@ pub(super) struct Found {
 pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, deadline: Instant) -> Vec<Found> {
     let mut looks: Vec<Look> = subjects.into_iter().map(Look::begin).collect();
     await_answers(&mut looks, deadline.min(Instant::now() + ANSWERS));
-    let reports: Vec<_> = looks.into_iter().map(|look| look.write(py_spy)).collect();
-    let mut running: Vec<Child> = Vec::new();
-    let mut found = Vec::new();
-    for (one, spy) in reports {
-        running.extend(spy);
-        found.push(one);
-    }
-    while Instant::now() < deadline && !running.is_empty() {
-        running.retain_mut(|spy| matches!(spy.try_wait(), Ok(None)));
+    let mut reports: Vec<_> = looks.into_iter().map(|look| look.write(py_spy)).collect();
+    let mut is_running = |spy: &mut Spy| matches!(spy.child.try_wait(), Ok(None));
+    while Instant::now() < deadline && reports.iter_mut().filter_map(|(_, spy)| spy.as_mut()).any(&mut is_running) {
         std::thread::sleep(PAUSE);
     }
-    for mut spy in running {
-        // It is our child and not reaped yet: neither can fail, and what it has written stays.
-        let _ = spy.kill();
-        let _ = spy.wait();
-    }
-    found
+    let with_frame = |(mut found, spy): (Found, Option<Spy>)| {
+        found.frame = found.frame.or_else(|| spy.and_then(Spy::end));
+        found
+    };
+    reports.into_iter().map(with_frame).collect()
 }
 
 /// One worker while it is looked at.
@@ -154,7 +147,7 @@ impl Look {
         Self { subject, target, status, kernel, answer }
     }
 
-    fn write(mut self, py_spy: Option<&Path>) -> (Found, Option<Child>) {
+    fn write(mut self, py_spy: Option<&Path>) -> (Found, Option<Spy>) {
         let stacks = self.answer.take().and_then(|answer| self.read(answer).ok()).unwrap_or_default();
         let mut found = Found {
             local_rank: self.subject.local_rank,
@@ -164,7 +157,7 @@ impl Look {
             problem: None,
         };
         let Some(files) = &self.subject.files else { return (found, None) };
-        let written = open(OpenOptions::new().create(true).append(true), &files.report);
+        let written = open(OpenOptions::new().read(true).create(true).append(true), &files.report);
         let spy = written.and_then(|mut file| {
             // An earlier one is of somebody who went on.
             file.set_len(0)?;
@@ -172,7 +165,9 @@ impl Look {
             if !stacks.is_empty() || self.status.is_none() {
                 return Ok(None);
             }
-            py_spy.map(|program| spy_on(program, self.target, file)).transpose()
+            // A debugger stops what it looks into, which fails where that is done already.
+            let is_held = matches!(found.state, 'T' | 't');
+            py_spy.map(|program| Spy::begin(program, self.target, is_held, file)).transpose()
         });
         match spy {
             Ok(spy) => (found, spy),
@@ -280,12 +275,51 @@ fn kernel_side(pid: i32) -> String {
     text
 }
 
-fn spy_on(program: &Path, pid: i32, report: File) -> io::Result<Child> {
-    let errors = report.try_clone()?;
-    let mut command = Command::new(program);
-    command.args(["dump", "--pid", &pid.to_string()]).stdin(Stdio::null()).stdout(report).stderr(errors);
-    // This thread waits for it.
-    die_with_thread(&mut command).spawn()
+/// `py-spy` while it looks into a worker.
+struct Spy {
+    child: Child,
+    report: File,
+    /// Where in the report what it writes begins.
+    start: u64,
+}
+
+impl Spy {
+    fn begin(program: &Path, pid: i32, is_held: bool, report: File) -> io::Result<Self> {
+        let (output, errors, start) = (report.try_clone()?, report.try_clone()?, report.metadata()?.len());
+        let mut command = Command::new(program);
+        // Whole names of files, as `faulthandler` writes them: places of several ranks are compared.
+        command.args(["dump", "--full-filenames", "--pid", &pid.to_string()]);
+        command.args(is_held.then_some("--nonblocking")).stdin(Stdio::null()).stdout(output).stderr(errors);
+        // This thread waits for it.
+        let child = die_with_thread(&mut command).spawn()?;
+        Ok(Self { child, report, start })
+    }
+
+    /// The innermost frame, if it was written by now. What was written stays.
+    fn end(mut self) -> Option<String> {
+        // It is our child: that fails only when it has ended and is reaped.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let mut bytes = Vec::new();
+        self.report.seek(SeekFrom::Start(self.start)).ok()?;
+        self.report.take(MAX_STACKS as u64).read_to_end(&mut bytes).ok()?;
+        innermost_spied(&String::from_utf8_lossy(&bytes))
+    }
+}
+
+/// Of the main thread, or of the first one, in the form of [`innermost_frame`].
+fn innermost_spied(output: &str) -> Option<String> {
+    let lines: Vec<&str> = output.lines().collect();
+    let is_thread = |line: &&str| line.starts_with("Thread ");
+    let main = lines.iter().position(|line| is_thread(line) && line.ends_with("\"MainThread\""));
+    let thread = main.or_else(|| lines.iter().position(is_thread))?;
+    lines[thread + 1..].iter().map_while(|line| line.strip_prefix("    ")).find_map(|frame| {
+        let (name, place) = frame.split_once(" (")?;
+        let (file, line) = place.strip_suffix(')')?.rsplit_once(':')?;
+        // `faulthandler` writes the name alone, without that of the class.
+        let function = name.rsplit('.').next()?;
+        Some(format!("File \"{file}\", line {line} in {function}"))
+    })
 }
 
 #[cfg(test)]
@@ -302,6 +336,23 @@ mod tests {
         let others = DUMP.replace("Current thread", "Thread");
         assert_eq!(innermost_frame(&others).as_deref(), Some("File \"b.py\", line 7 in all_reduce"));
         assert_eq!(innermost_frame(""), None);
+    }
+
+    #[test]
+    fn what_py_spy_writes_is_read_as_well() {
+        let output = "Process 7: python train.py\nPython v3.11.7 (/usr/bin/python3.11)\n\n\
+            Thread 9 (idle): \"T 1 (x)\"\n    Condition.wait (/lib/threading.py:327)\n\
+            Thread 7 (active): \"MainThread\"\n    Loader.<locals>.read (/data (old)/a:b.py:41)\n    <module> (/b.py:9)\n";
+        let read = "File \"/data (old)/a:b.py\", line 41 in read";
+        assert_eq!(innermost_spied(output).as_deref(), Some(read));
+        // Names of threads are not always known, nor lines.
+        let nameless = "Thread 0x7F00 (idle)\n    native (/a.so)\n    f (/a.py:1)\nThread 8 (idle)\n    g (/a.py:2)\n";
+        assert_eq!(innermost_spied(nameless).as_deref(), Some("File \"/a.py\", line 1 in f"));
+        for none in
+            ["", "Thread 7 (idle)", "Thread 7 (idle)\n    f (", "Error: Permission Denied\n    0: not a frame\n"]
+        {
+            assert_eq!(innermost_spied(none), None, "{none}");
+        }
     }
 
     #[test]
