@@ -459,8 +459,8 @@ impl Task {
     // --- effects ----------------------------------------------------------------------------------------------
 
     fn input(&mut self, input: Input) {
-        if matches!(input, Input::Exited { .. }) {
-            self.settle_timers();
+        if let Input::Exited { pid, .. } = input {
+            self.settle_before_exit_of(pid);
         }
         match &mut self.current {
             Current::Idle => {}
