@@ -166,7 +166,7 @@ def test_a_program_below_the_worker_is_asked(launch, worker_script, tmp_path):
 SPY = """
     echo "spied with $*"
     echo 'Thread 7 (idle): "MainThread"'
-    echo "    all_reduce (/home/train.py:41)"
+    echo "    all_reduce (/data/train.py:41)"
 """
 SPIES = {
     "answers": SPY,
@@ -203,7 +203,7 @@ def test_who_has_no_handler_is_looked_into_by_py_spy(launch, worker_script, tmp_
     assert "hung: no heartbeat" in launched.stderr
     assert re.search(r"^spied with dump --full-filenames --pid \d+$", evidence(logs, 0, 0), re.M)
     assert "it is in all_reduce (train.py:41)" in launched.stderr
-    assert re.search(r'    File "/home/train.py", line 41 in all_reduce$', launched.stderr, re.M)
+    assert re.search(r'    File "/data/train.py", line 41 in all_reduce$', launched.stderr, re.M)
 
 
 @pytest.fixture(scope="session")

@@ -169,7 +169,7 @@ def _block(lines: Sequence[str], start: int, indent: str) -> list[str]:
 
 
 def _frame(line: str) -> str:
-    """``read (/home/train.py:41)`` in the form of ``faulthandler``."""
+    """``read (/data/train.py:41)`` in the form of ``faulthandler``."""
     function, _, rest = line.strip().partition(" (")
     file, _, number = rest.removesuffix(")").rpartition(":")
     return f'  File "{file}", line {number} in {function}' if file else line
