@@ -135,6 +135,30 @@ def test_a_worker_that_goes_on_while_it_is_looked_at_has_not_hung(launch, worker
     assert "hung" not in launched.stderr
 
 
+def test_after_a_verdict_of_nobody_the_next_look_comes_at_its_time(launch, worker_script):
+    # The check of every five seconds would find it, too: one question in each of its intervals.
+    script = worker_script("""
+        import os, signal, time
+        from elasticrs.timer import heartbeat
+        question = [signal.SIGRTMIN + 12]
+        signal.pthread_sigmask(signal.SIG_BLOCK, question)
+        stacks = os.environ["TORCHELASTIC_ERROR_FILE"] + ".fault"
+        heartbeat(0)
+        asked = []
+        for step in range(1, 6):
+            signal.sigwait(question)
+            asked.append(time.monotonic())
+            heartbeat(step)
+            with open(stacks, "a") as file:
+                print("Current thread 0x1 (most recent call first):", file=file)
+        gaps = [later - earlier for earlier, later in zip(asked, asked[1:])]
+        os.write(1, b"IN TIME\\n" if min(gaps[1:]) < 4 else f"{gaps}\\n".encode())
+    """)
+    launched = launch("--nproc-per-node=1", "--hang-timeout=0.3", script)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout == "IN TIME\n"
+
+
 def test_a_handler_of_the_workers_own_costs_the_stacks_only(launch, worker_script, tmp_path):
     script = worker_script(
         training("signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nwhile True: os.read(reader, 1)")
@@ -184,7 +208,8 @@ def interpreter_with_py_spy(folder, body):
     spy.chmod(0o755)
     packages = str(Path(elasticrs.__file__).parent.parent)
     argv = (python, "-m", "elasticrs.launch")
-    return {"argv": argv, "env": {"ELASTICRS_TRACEBACKS": "0", "PYTHONPATH": packages}}
+    path = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+    return {"argv": argv, "env": {"ELASTICRS_TRACEBACKS": "0", "PYTHONPATH": packages, "PATH": path}}
 
 
 @pytest.mark.parametrize("how", SPIES)

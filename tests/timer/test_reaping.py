@@ -5,9 +5,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers.procs import wait_readable
+
+import elasticrs
 
 ENABLED = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
 
@@ -70,6 +74,35 @@ def test_the_report_names_the_timer_whatever_the_worker_exits_with(launch, worke
     assert launched.wait() == 1
     assert re.search(r"timer expired: scope 'step 7', deadline \d\d:\d\d:\d\d\.\d{3}$", launched.stderr, re.M)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
+
+
+def test_a_sibling_that_the_question_lets_go_on_leaves_the_time_for_evidence(launch, worker_script, tmp_path):
+    python = tmp_path / "python"
+    python.symlink_to(os.path.realpath(sys.executable))
+    spy = tmp_path / "py-spy"
+    spy.write_text("#!/bin/sh\necho \"seen in state $(cut -d ' ' -f 3 /proc/$4/stat)\"\n")
+    spy.chmod(0o755)
+    # It catches the question and does not answer: `py-spy` comes after 1.2 s.
+    script = worker_script(BY_HAND + """
+    if os.environ["RANK"] == "0":
+        # The handler is in C, so `pause` returns.
+        signal.pause()
+    else:
+        signal.signal(signal.SIGRTMIN + 12, lambda *_: None)
+        acquire(os.getpid(), "step", 0.3)
+        while True:
+            os.read(os.pipe()[0], 1)
+""")  # fmt: skip
+    logs = tmp_path / "logs"
+    packages = str(Path(elasticrs.__file__).parent.parent)
+    launched = launch(
+        "--nproc-per-node=2", f"--log-dir={logs}", script,
+        argv=(python, "-m", "elasticrs.launch"), env={**ENABLED, "PYTHONPATH": packages, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert launched.wait() == 1
+    assert re.search(r"traceback : timer expired: scope 'step'", launched.stderr), launched.stderr
+    (kept,) = logs.glob("*/attempt_0/1/hang.txt")
+    assert "seen in state S" in kept.read_text()
 
 
 def test_a_record_in_the_name_of_somebody_else_is_refused_and_told(launch, worker_script):

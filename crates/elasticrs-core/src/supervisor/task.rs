@@ -459,8 +459,8 @@ impl Task {
     // --- effects ----------------------------------------------------------------------------------------------
 
     fn input(&mut self, input: Input) {
-        if let Input::Exited { pid, .. } = input {
-            self.settle_before_exit_of(pid);
+        if let Input::Exited { pid, exit, .. } = input {
+            self.settle_before_exit_of(pid, exit);
         }
         match &mut self.current {
             Current::Idle => {}

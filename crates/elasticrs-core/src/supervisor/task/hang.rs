@@ -12,6 +12,7 @@ use tokio::task::JoinHandle;
 
 use super::{Current, Running, Task};
 use crate::clock::Stamp;
+use crate::exit::WorkerExit;
 use crate::limits;
 use crate::spec::{GroupSpec, PassedFd, StopPolicy};
 use crate::supervisor::deadlines::Timer;
@@ -122,10 +123,10 @@ impl Then {
         local_rank.is_some() && self.rank() == local_rank
     }
 
-    /// Whether it was before this member has ended, and concerns it.
-    fn comes_before_exit_of(&self, member: Option<usize>) -> bool {
+    /// Whether it concerns this member, which has ended after it, or is `overtaken` by what follows from that end.
+    fn comes_before_exit_of(&self, member: Option<usize>, local_rank: Option<u32>, overtaken: bool) -> bool {
         match self {
-            Self::Input(_) => true,
+            Self::Input(_) => overtaken || self.is_of_rank(local_rank),
             Self::Hung(look) | Self::Stop(_, _, look) => look.late.iter().any(|overdue| Some(overdue.rank) == member),
         }
     }
@@ -246,12 +247,16 @@ impl Task {
     }
 
     /// A worker has ended while evidence is gathered. The question itself may have ended its wait (`pause` returns on any
-    /// signal), but not undone that its timer had expired, or that it had hung.
-    pub(super) fn settle_before_exit_of(&mut self, pid: i32) {
+    /// signal), but not undone that its timer had expired, or that it had hung. One that has ended well leaves the others
+    /// the time for their evidence.
+    pub(super) fn settle_before_exit_of(&mut self, pid: i32, exit: WorkerExit) {
         let (Current::Running(running), Some(gathering)) = (&self.current, &mut self.gathering) else { return };
         let ended = running.members.iter().position(|member| member.pid == pid);
-        let (due, others): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut gathering.then).into_iter().partition(|then| then.comes_before_exit_of(ended));
+        let local_rank = running.group.rank_of(pid);
+        let overtaken = !exit.is_success() || running.group.living().all(|living| living == pid);
+        let (due, others): (Vec<_>, Vec<_>) = std::mem::take(&mut gathering.then)
+            .into_iter()
+            .partition(|then| then.comes_before_exit_of(ended, local_rank, overtaken));
         gathering.then = others;
         self.follow_all_up(due, &[]);
     }
@@ -389,7 +394,8 @@ mod tests {
     fn a_verdict_comes_before_the_exit_of_one_that_was_late() {
         let overdue = |rank| Overdue { rank, missed: Missed::Step, since: 1, limit: Duration::ZERO, is_due: true };
         let hung = Then::Hung(Look { late: vec![overdue(0), overdue(2)], seen: Vec::new(), at: Stamp(2) });
-        let before = [Some(0), Some(1), Some(2), None].map(|member| hung.comes_before_exit_of(member));
+        let before =
+            [Some(0), Some(1), Some(2), None].map(|member| hung.comes_before_exit_of(member, member.map(|_| 9), false));
         assert_eq!(before, [true, false, true, false]);
     }
 }
