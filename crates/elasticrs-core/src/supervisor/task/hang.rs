@@ -122,6 +122,7 @@ impl Task {
         if let Some(watch) = &mut self.hangs.watch {
             watch.thaw(now.0, &seen, line.map(|at| at.0));
         }
+        self.look();
     }
 
     /// Judges, and sets the time of the next look.
@@ -201,6 +202,10 @@ impl Task {
     fn follow_up(&mut self, then: Then, found: &[Found]) {
         let input = match then {
             Then::Input(input) => Some(input),
+            // HANG-5
+            Then::Hung { at, .. } if !self.hangs.watch.as_ref().is_some_and(|watch| watch.holds(at.0)) => {
+                return self.look();
+            }
             Then::Hung { late, seen, at } => self.verdict(&late, &seen, at, found).map(|hung| Input::Hung(hung.into())),
         };
         if let Some(input) = input {
