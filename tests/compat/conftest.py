@@ -16,7 +16,6 @@ TREE = Path(__file__).resolve().parent.parent.parent / "python"
 @pytest.fixture
 def start(launch, tmp_path):
     """Starts ``"torchrun"`` or ``"elasticrs"``; see :class:`helpers.launcher.Launched`."""
-    before = {(child.pid, child.started) for child in procs.children()}
     started, told = [], []
 
     def start(launcher, *args, env=None):
@@ -29,17 +28,8 @@ def start(launch, tmp_path):
         return started[-1]
 
     yield start
-    if "torchrun" not in told:
-        return
-    # Multiprocessing's resource tracker outlives torchrun, and so does what its workers leave.
-    kept = {each.pid for each in started}
-    while left := [
-        child
-        for child in procs.children()
-        if (child.pid, child.started) not in before and child.pid not in kept
-    ]:
-        for child in left:
-            procs.kill_and_reap(child)
+    if "torchrun" in told:
+        procs.kill_adopted(keep=[each.pid for each in started])
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,6 @@ DIFFERENT = {"--master-port": "/workers/0-0/env/TORCHELASTIC_USE_AGENT_STORE"}
 
 def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
     """Runs one of the launchers, and gives everything that can be seen of it in comparable form."""
-    before = {(child.pid, child.started) for child in procs.children()}
     home = tmp_path / launcher
     (home / "shown").mkdir(parents=True)
     (home / "tmp").mkdir()
@@ -66,10 +65,7 @@ def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
     )
     code = launched.wait()
     if launcher == "torchrun":
-        # Multiprocessing's resource tracker outlives it.
-        for child in procs.children():
-            if (child.pid, child.started) not in before:
-                procs.kill_and_reap(child)
+        procs.kill_adopted(keep=[launched.pid])
     shown = {file.stem: json.loads(file.read_text()) for file in (home / "shown").iterdir()}
     for each in shown.values():
         each["env"] = comparable(each["env"], str(home))

@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.agent import evidence
-
-HANG = 30
 
 V1 = """\
 31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755

@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
-HANG = 30.0
+HANG = 60.0
 """Seconds after which a wait has hung; less than a test may take, so that the message says what hung."""
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -168,3 +168,13 @@ def reap_adopted(keep: Iterable[int] = (), timeout: float = HANG) -> list[Proces
                 os.close(pidfd)
             reaped.append(orphan)
     return reaped
+
+
+def kill_adopted(keep: Iterable[int] = ()) -> None:
+    """SIGKILL and collect all that is :func:`adopted`: what torchrun and its workers leave behind, such as
+    the resource tracker of its multiprocessing.
+    """
+    kept = set(keep)
+    while orphans := adopted(kept):
+        for orphan in orphans:
+            kill_and_reap(orphan)

@@ -1,11 +1,11 @@
 """Agents that poll, written for torch's base class, on several nodes: one job of real processes."""
 
 import signal
-import socket
 import sys
 
 import pytest
 from helpers import ports, procs
+from helpers.polled import polled_nodes
 
 AGENT = '''
 import logging, os, signal, subprocess, sys
@@ -72,47 +72,14 @@ finally:
 '''
 
 
-class Node:
-    """A process with an agent; its workers end when they are told to."""
-
-    def __init__(self, launched, writer):
-        self.launched, self._writer = launched, writer
-        self._rounds = 0
-
-    def round(self):
-        """What it says of the next round."""
-        self._rounds += 1
-        return self.launched.wait_for_lines(r"^ROUND (.*)$", self._rounds)[-1][1]
-
-    def workers_exit(self, code):
-        self._writer.send(str(code).encode())
-
-    def result(self):
-        """How it ended."""
-        assert self.launched.wait() == 0, self.launched.stderr
-        lines = self.launched.stdout.splitlines()
-        assert lines[-1] == "SHUT True True", self.launched.stderr
-        return lines[-2].split()[1]
-
-
 @pytest.fixture
 def node(launch, tmp_path):
-    program, endpoint, opened = tmp_path / "agent.py", f"127.0.0.1:{ports.free()}", []
+    program, endpoint = tmp_path / "agent.py", f"127.0.0.1:{ports.free()}"
     program.write_text(AGENT, encoding="utf-8")
-
-    def start(number, nodes="2:2", nproc=1, *settings, env=None):
-        reader, writer = socket.socketpair()
-        opened.append(writer)
-        with reader:
-            launched = launch(
-                program, str(number), endpoint, nodes, str(nproc), *settings,
-                argv=[sys.executable], stdin=reader.fileno(), env=env,
-            )  # fmt: skip
-        return Node(launched, writer)
-
-    yield start
-    for each in opened:
-        each.close()
+    with polled_nodes(launch) as start:
+        yield lambda number, nodes="2:2", nproc=1, *settings, env=None: start(
+            [sys.executable, program, str(number), endpoint, nodes, str(nproc), *settings], env=env
+        )
 
 
 def ranks(told):

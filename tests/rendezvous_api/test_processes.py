@@ -2,12 +2,12 @@
 
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import procs
+from helpers.polled import polled_nodes
 
 AGENT = '''
 import logging, os, select, signal, subprocess, sys
@@ -70,57 +70,31 @@ finally:
 '''
 
 
-class Node:
-    """A process with an agent."""
-
-    def __init__(self, launched, writer):
-        self.launched, self._writer = launched, writer
-        self._rounds = 0
-
-    def round(self):
-        """Rank and size, global rank, and where the workers' store is, of the next round that it tells of."""
-        self._rounds += 1
-        return self.launched.wait_for_lines(r"^ROUND (.*)$", self._rounds)[-1][1].split()
-
-    def round_of(self, size):
-        """The next round with so many nodes."""
-        while not (told := self.round())[0].endswith(f"/{size}"):
-            pass
-        return told
-
-    def worker_exits(self, code):
-        self._writer.send(str(code).encode())
-
-    def result(self):
-        assert self.launched.wait() == 0, self.launched.stderr
-        *_, result, shut = self.launched.stdout.splitlines()
-        assert shut == "SHUT True True"
-        return result
-
-
 @pytest.fixture(params=["mine", "c10d"])
 def node(launch, tmp_path, request):
-    opened = []
     program = tmp_path / "agent.py"
     tests = os.fspath(Path(__file__).parent.parent)
     program.write_text(AGENT.format(tests=tests), encoding="utf-8")
+    with polled_nodes(launch) as start:
+        yield lambda name, nodes: start([sys.executable, program, name, str(tmp_path), nodes, request.param])
 
-    def start(name, nodes):
-        reader, writer = socket.socketpair()
-        opened.append(writer)
-        with reader:
-            argv = [sys.executable, program, name, str(tmp_path), nodes, request.param]
-            return Node(launch(argv=argv, stdin=reader.fileno()), writer)
 
-    yield start
-    for each in opened:
-        each.close()
+def round_of(node):
+    """Rank and size, global rank, and where the workers' store is, of the next round that it tells of."""
+    return node.round().split()
+
+
+def round_with(node, size):
+    """The next round with so many nodes."""
+    while not (told := round_of(node))[0].endswith(f"/{size}"):
+        pass
+    return told
 
 
 def test_a_killed_agent_is_noticed_and_the_others_go_on(node):
     names = ["node2", "node10", "node9"]
     nodes = [node(name, "2:3") for name in names]
-    told = [each.round_of(3) for each in nodes]
+    told = [round_with(each, 3) for each in nodes]
     # By name, with numbers in their order; so are global ranks, as each has one worker.
     assert [each[:2] for each in told] == [["0/3", "0"], ["2/3", "2"], ["1/3", "1"]]
     assert {tuple(each[2:]) for each in told} == {("node2", told[0][3])}
@@ -128,32 +102,32 @@ def test_a_killed_agent_is_noticed_and_the_others_go_on(node):
     first.launched.signal(signal.SIGKILL)
     first.launched.wait()
     procs.reap_adopted(keep=[each.launched.pid for each in others])
-    again = [each.round_of(2) for each in others]
+    again = [round_with(each, 2) for each in others]
     assert [each[:3] for each in again] == [["1/2", "1", "node9"], ["0/2", "0", "node9"]]
     assert again[0][3] == again[1][3] != told[0][3]
     for each in others:
-        each.worker_exits(0)
-    assert [each.result() for each in others] == ["RESULT SUCCEEDED"] * 2
+        each.workers_exit(0)
+    assert [each.result() for each in others] == ["SUCCEEDED"] * 2
 
 
 def test_a_failed_worker_lets_all_run_again_also_who_has_finished(node):
     first, second = node("a", "2:2"), node("b", "2:2")
-    before = first.round(), second.round()
-    first.worker_exits(0)
-    second.worker_exits(1)
-    after = first.round(), second.round()
+    before = round_of(first), round_of(second)
+    first.workers_exit(0)
+    second.workers_exit(1)
+    after = round_of(first), round_of(second)
     assert [each[:2] for each in after] == [each[:2] for each in before] == [["0/2", "0"], ["1/2", "1"]]
     assert after[0][3] == after[1][3] != before[0][3]
     for each in (first, second):
-        each.worker_exits(0)
-    assert [each.result() for each in (first, second)] == ["RESULT SUCCEEDED"] * 2
+        each.workers_exit(0)
+    assert [each.result() for each in (first, second)] == ["SUCCEEDED"] * 2
 
 
 def test_a_newcomer_is_let_in(node):
     first = node("a", "1:2")
-    assert first.round()[0] == "0/1"
+    assert round_of(first)[0] == "0/1"
     second = node("b", "1:2")
-    assert (first.round_of(2)[0], second.round_of(2)[0]) == ("0/2", "1/2")
+    assert (round_with(first, 2)[0], round_with(second, 2)[0]) == ("0/2", "1/2")
     for each in (first, second):
-        each.worker_exits(0)
-    assert [each.result() for each in (first, second)] == ["RESULT SUCCEEDED"] * 2
+        each.workers_exit(0)
+    assert [each.result() for each in (first, second)] == ["SUCCEEDED"] * 2

@@ -20,6 +20,7 @@ from elasticrs.rendezvous import (
 )
 from elasticrs.rendezvous.elastic.handler import error_of
 from elasticrs.rendezvous.elastic.messages import Outcome
+from elasticrs.rendezvous.elastic.session import Session
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.store import DistNetworkError
 
@@ -141,11 +142,12 @@ def test_a_port_that_is_taken_is_a_connection_error(handlers):
         alone.next_rendezvous()
 
 
+class Asked(Exception):  # noqa: N818 -- raised by a signal
+    pass
+
+
 def test_a_signal_interrupts_a_call_that_waits(handlers):
     (alone,) = handlers(1)
-
-    class Asked(Exception):  # noqa: N818 -- raised by a signal
-        pass
 
     def ask(*_):
         raise Asked
@@ -167,6 +169,54 @@ def test_a_signal_interrupts_a_call_that_waits(handlers):
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert alone.shutdown()
+
+
+def test_a_call_that_could_not_begin_leaves_nothing_and_may_be_made_again(handlers, monkeypatch):
+    (alone,) = handlers(1, nodes=(1, 1))
+
+    def fails(*_, **_options):
+        raise OSError("for a moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "settings", fails)
+        with pytest.raises(OSError, match="for a moment"):
+            alone.next_rendezvous()
+    assert alone.next_rendezvous().world_size == 1
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_signal_may_meet_the_start_of_a_thread(handlers, monkeypatch, began):
+    (alone,) = handlers(1, nodes=(1, 1))
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if began:
+            start(thread)
+        raise Asked
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(Asked):
+            alone.next_rendezvous()
+    assert alone.next_rendezvous().world_size == 1
+    assert alone.shutdown()
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_signal_may_meet_the_start_of_a_thread_of_which_no_more_is_asked(handlers, monkeypatch, began):
+    (alone,) = handlers(1)
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if began:
+            start(thread)
+        raise Asked
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(Asked):
+            alone.next_rendezvous()
+    alone.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -476,7 +476,6 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.Fenced: Agent._on_fenced,
     _core.WorkerPaused: Agent._on_paused,
     _core.WorkerResumed: Agent._on_resumed,
-    _core.Fenced: Agent._on_fenced,
     _core.LogTrouble: Agent._on_log_trouble,
     _core.Degraded: Agent._on_degraded,
 }

@@ -128,6 +128,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._begin()
             elif self._runs:
                 self._without_workers()
+            if self._thread is None:
+                threading.Thread(target=self._work, name="elasticrs-rdzv", daemon=True).start()
             while True:
                 self._raise_the_end()
                 if self._is_to_stop:
@@ -214,11 +216,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
             supervisor=None,
             use_agent_store=self._use_agent_store,
         )
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._driver = driver
-        self._take(driver.begin())
-        self._thread = threading.Thread(target=self._work, name="elasticrs-rdzv", daemon=True)
-        self._thread.start()
+        wake = -1
+        try:
+            wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            actions = driver.begin()
+        except BaseException:
+            driver.close()
+            if wake >= 0:
+                os.close(wake)
+            raise
+        self._driver, self._wake = driver, wake
+        self._take(actions)
 
     def _tell(self, driver: Driver, *events: messages.Event) -> None:
         self._take(driver.tell(*events))
@@ -314,6 +322,12 @@ class ElasticRendezvousHandler(RendezvousHandler):
     # --- the thread ---
 
     def _work(self) -> None:
+        with self._news:
+            # An exception of a signal may have met the start of this thread, before or after it began. So it
+            # says itself that it works, and one is started whenever none does; a second one just ends.
+            if self._thread is not None or self._driver is None:
+                return
+            self._thread = threading.current_thread()
         try:
             while True:
                 with self._news:
@@ -331,12 +345,13 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._news.notify_all()
 
     def _end_thread(self) -> None:
-        thread, self._thread = self._thread, None
+        with self._news:
+            thread, self._thread = self._thread, None
+        os.eventfd_write(self._wake, 1)
         if thread is not None:
-            os.eventfd_write(self._wake, 1)
             thread.join()
-            os.close(self._wake)
-            self._wake = -1
+        os.close(self._wake)
+        self._wake = -1
 
 
 def error_of(outcome: messages.Outcome) -> RendezvousError:
