@@ -157,6 +157,7 @@ impl Task {
         if let Some(watch) = &mut self.hangs.watch {
             watch.thaw(now.0, &seen, line.map(|at| at.0));
         }
+        self.look();
     }
 
     /// Judges, and sets the time of the next look.
@@ -274,6 +275,7 @@ impl Task {
     fn follow_up(&mut self, then: Then, found: &[Found]) {
         match then {
             Then::Input(input) => self.input(input),
+            Then::Hung(look) if !self.holds(&look) => self.look(),
             Then::Hung(look) => {
                 let look = self.without_those_that_went_on(look);
                 if let Some(hung) = self.verdict(&look, found, blame).filter(|_| self.anyone_is_due(&look)) {
@@ -282,7 +284,8 @@ impl Task {
             }
             Then::Stop(policy, elsewhere, look) => {
                 let look = self.without_those_that_went_on(look);
-                if let Some(hung) = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere)) {
+                let hung = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere));
+                if let Some(hung) = hung.filter(|_| self.holds(&look)) {
                     let is_due = self.anyone_is_due(&look);
                     self.input(if is_due { Input::Hung(hung.into()) } else { Input::Suspected(hung.into()) });
                 }
@@ -292,6 +295,11 @@ impl Task {
     }
 
     /// HANG-5
+    fn holds(&self, look: &Look) -> bool {
+        self.hangs.watch.as_ref().is_some_and(|watch| watch.holds(look.at.0))
+    }
+
+    /// HANG-6
     fn without_those_that_went_on(&self, look: Look) -> Look {
         let Current::Running(running) = &self.current else { return look };
         let now = Stamp::now();

@@ -98,6 +98,17 @@ fn a_stopped_agent_or_machine_makes_nobody_hung() {
 }
 
 #[test]
+fn what_was_seen_of_a_suspended_group_blames_nobody() {
+    let mut watch = Watch::new(fixed(10), 1, 0);
+    assert!(watch.holds(SECOND));
+    watch.freeze(2 * SECOND);
+    assert!(!watch.holds(SECOND), "HANG-5");
+    watch.thaw(3 * SECOND, &[Seen::Nothing], None);
+    assert!(!watch.holds(SECOND), "HANG-5");
+    assert!(watch.holds(3 * SECOND));
+}
+
+#[test]
 fn suspended_time_does_not_count() {
     let mut ranks = Watch::new(fixed(10), 1, 0);
     let seen = [beat(2)];
@@ -309,7 +320,7 @@ fn who_has_given_a_sign_of_life_since_is_not_hung() {
     let late = vec![overdue(0, Missed::Step), overdue(1, Missed::Section), overdue(2, Missed::Startup)];
     let left = |seen: &[Seen]| still_late(late.clone(), seen, None).iter().map(|late| late.rank).collect::<Vec<_>>();
     assert_eq!(left(&[beat(10), beat(10), Seen::Nothing]), [0, 1, 2]);
-    assert_eq!(left(&[beat(10), beat(11), beat(11)]), [0], "HANG-5");
+    assert_eq!(left(&[beat(10), beat(11), beat(11)]), [0], "HANG-6");
     assert_eq!(left(&[Seen::Ended, Seen::Ended, Seen::Ended]), [0, 1, 2], "who has ended was late before");
     let silent = vec![overdue(0, Missed::Line), overdue(1, Missed::Line)];
     let nobody = [Seen::Nothing, Seen::Nothing];
