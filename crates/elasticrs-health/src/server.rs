@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use elasticrs_core::clock::Stamp;
 use elasticrs_core::counters::Counters;
 use elasticrs_core::supervisor::{Heartbeat, Supervisor, Task};
-use elasticrs_store::door::Door;
+use elasticrs_store::door::{Door, Purpose};
 use elasticrs_store::listen::{ListenError, Port, listen};
 use elasticrs_store::notices::{Notices, Tell};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -221,7 +221,7 @@ async fn run(
     notices: Notices,
     mut stopped: oneshot::Receiver<()>,
 ) {
-    let mut door = match Door::new(listener) {
+    let mut door = match Door::new(listener, Purpose::Health) {
         Ok(door) => door,
         Err(error) => return notices.say(format!("the health check server cannot be served: {error}")),
     };
