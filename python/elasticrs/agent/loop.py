@@ -243,7 +243,7 @@ class Agent:
         elif isinstance(action, machine.Stop):
             if not action.is_announced:
                 self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
-            supervisor.stop(_core.StopPolicy(action.signum, action.grace))
+            self._stop(supervisor, action)
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
@@ -255,6 +255,13 @@ class Agent:
         elif isinstance(action, machine.CloseRendezvous):
             self._decisions.close_rendezvous()
 
+    def _stop(self, supervisor: _core.Supervisor, action: machine.Stop) -> None:
+        policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
+        if hung is None:
+            supervisor.stop(policy)
+        else:
+            supervisor.stop(policy, hung_for=hung.silence, hung_step=hung.step, hung_frame=hung.frame)
+
     def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
         plan = self._decisions.plan
         if plan is None:
@@ -265,7 +272,9 @@ class Agent:
         self._result.attempts.append(attempt)
         self._decisions.observe(attempt)
         try:
-            self._workers.start(supervisor, attempt)
+            group = self._workers.prepare(supervisor, attempt)
+            self._observers.prepared(attempt)
+            supervisor.start(group)
         except BaseException as error:
             self._workers.ended(supervisor, attempt)
             if not isinstance(error, (OSError, _core.SupervisorError)):
@@ -471,7 +480,6 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.Fenced: Agent._on_fenced,
     _core.WorkerPaused: Agent._on_paused,
     _core.WorkerResumed: Agent._on_resumed,
-    _core.Fenced: Agent._on_fenced,
     _core.LogTrouble: Agent._on_log_trouble,
     _core.Degraded: Agent._on_degraded,
 }
