@@ -11,6 +11,7 @@ import time
 import pytest
 from helpers import procs
 from helpers.http_client import get
+from helpers.torch_clients import GREETING
 
 LIMIT, KEPT = 80, 24
 
@@ -81,6 +82,9 @@ def test_a_full_store_leaves_the_health_check_its_descriptors():
         store, health = map(int, process.stdout.readline().split())
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
         crowd = [socket.create_connection(("127.0.0.1", store)) for _ in range(2 * LIMIT)]
+        for each in crowd:
+            # Who says nothing is put out after a while.
+            each.sendall(GREETING)
         descriptors(process, lambda count: count > LIMIT - KEPT)
         assert get(health, "/")[0] == 200
         for each in crowd:
