@@ -5,7 +5,7 @@ import signal
 import sys
 
 import pytest
-from helpers import ports
+from helpers import ports, procs
 from helpers.schema import check, schemas
 
 HOST = '''
@@ -285,6 +285,7 @@ os._exit(0)
         ["SUCCEEDED", {"0": 6.0, "1": 6.0}],
         ["SUCCEEDED", {"2": 6.0, "3": 6.0}],
     ]
+    procs.reap_adopted(keep=[each.pid for each in started])
 
 
 def test_who_asks_is_told_how_an_agent_with_hooks_is(host):
