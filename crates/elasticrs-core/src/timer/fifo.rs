@@ -26,7 +26,7 @@ pub struct Fifo {
 impl Fifo {
     /// Makes one: at `path`, or in a directory of its own that only this user can enter.
     ///
-    /// A FIFO of this user that is there already, and that nobody reads (its server was killed), is used as it is.
+    /// What a server that was killed has left is taken over: a FIFO of this user that nobody else may open, and nobody reads.
     /// Anything else is left alone.
     ///
     /// # Errors
@@ -110,7 +110,9 @@ fn in_use() -> io::Error {
 
 fn check_abandoned(path: &Path) -> io::Result<()> {
     let there = fs::symlink_metadata(path)?;
-    if !there.file_type().is_fifo() || there.uid() != nix::unistd::geteuid().as_raw() {
+    // One that is open to others was made by somebody else.
+    let is_ours = there.mode() == libc::S_IFIFO | 0o600 && there.uid() == nix::unistd::geteuid().as_raw();
+    if !is_ours {
         return Err(Errno::EEXIST.into());
     }
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
@@ -166,6 +168,21 @@ mod tests {
         let link = directory.path().join("link");
         std::os::unix::fs::symlink(&file, &link).unwrap();
         assert_eq!(Fifo::create(Some(&link)).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn one_that_others_may_open_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("fifo");
+        mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+        for mode in [0o666, 0o620, 0o400, 0o2600] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(Fifo::create(Some(&path)).unwrap_err().raw_os_error(), Some(libc::EEXIST), "{mode:o}");
+            assert!(path.exists(), "{mode:o}");
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        drop(Fifo::create(Some(&path)).unwrap());
+        assert!(!path.exists());
     }
 
     #[test]
