@@ -599,8 +599,14 @@ class HealthServer:
             supervisor: the answer counts when the thread that supervises the workers has passed it on.
             doing: in what the agent is, for the reason that is told when the progress is too old.
         """
-    def show(self, supervisor: Supervisor) -> None:
-        """Show what this supervisor counts."""
+    def show(self, supervisor: Supervisor, *, is_asked: bool = False) -> None:
+        """Show what this supervisor counts.
+
+        Args:
+            supervisor: of the agent.
+            is_asked: the loop that takes its events answers for the agent. One that does not come back to
+                :meth:`Supervisor.next_event` for longer than the limit is dead at the first question.
+        """
     def watch_files(self, files: Sequence[tuple[int, int, str]], are_new: bool) -> None:
         """An attempt begins that writes to files which nobody reads: count their bytes for the metrics.
 

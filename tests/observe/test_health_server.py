@@ -11,6 +11,7 @@ import time
 import pytest
 from helpers.describe_api import describe
 from helpers.http_client import get, get_json
+from helpers.procs import wait_readable
 
 from elasticrs import _core
 from elasticrs.agent.server import health_check_server
@@ -175,9 +176,17 @@ def callback():
         file.read()
     return time.time()
 
+class Stuck(DefaultLogsSpecs):
+    def reify(self, envs):
+        callback()
+        return super().reify(envs)
+
 if __name__ == "__main__":
-    server = (Own if kind == "own" else HealthCheckServer)(callback, 0, 0.2)
-    specs = DefaultLogsSpecs(os.getcwd())
+    if kind == "stuck":
+        server = HealthCheckServer(time.time, 0, 1.5)
+    else:
+        server = (Own if kind == "own" else HealthCheckServer)(callback, 0, 0.2)
+    specs = (Stuck if kind == "stuck" else DefaultLogsSpecs)(os.getcwd())
     config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", run_id="job", logs_specs=specs)
     if kind != "own":
         server.open()
@@ -229,6 +238,28 @@ def test_a_loop_that_hangs_turns_it_to_503(host, tmp_path):
                 and "elasticrs_agent_alive 0\n" in get(port, "/metrics")[2]
             ):
                 pass
+            job.write("end\n")
+        assert process.stdout.read() == "done\n"
+        assert process.wait() == 0
+
+
+def test_a_loop_that_was_stuck_before_anybody_asked_is_503_at_the_first_question(host, tmp_path):
+    process = host("stuck")
+    with process.stdout:
+        port = int(process.stdout.readline())
+        with open(tmp_path / "fifo", "w"):
+            # It is in the user's class, and stays there for longer than the limit.
+            assert not wait_readable(process.stdout.fileno(), 1.7)
+            assert "elasticrs_agent_alive 0\n" in get(port, "/metrics")[2]
+            code, health = get_json(port, "/healthz")
+            assert (code, health["alive"]) == (503, False)
+            assert health["age_seconds"] >= 1.7
+            assert health["reason"].startswith("the agent's loop has taken no step for ")
+        with open(tmp_path / "job", "w") as job:
+            # The workers run, and the loop waits for them.
+            while get_json(port, "/readyz")[0] != 200:
+                pass
+            assert get_json(port, "/healthz")[0] == 200
             job.write("end\n")
         assert process.stdout.read() == "done\n"
         assert process.wait() == 0

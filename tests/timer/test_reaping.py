@@ -96,10 +96,9 @@ def test_a_sibling_that_the_question_lets_go_on_leaves_the_time_for_evidence(lau
 """)  # fmt: skip
     logs = tmp_path / "logs"
     packages = str(Path(elasticrs.__file__).parent.parent)
-    launched = launch(
-        "--nproc-per-node=2", f"--log-dir={logs}", script,
-        argv=(python, "-m", "elasticrs.launch"), env={**ENABLED, "PYTHONPATH": packages, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )  # fmt: skip
+    env = {**ENABLED, "PYTHONPATH": packages, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    argv = (python, "-m", "elasticrs.launch")
+    launched = launch("--nproc-per-node=2", f"--log-dir={logs}", script, argv=argv, env=env)
     assert launched.wait() == 1
     assert re.search(r"traceback : timer expired: scope 'step'", launched.stderr), launched.stderr
     (kept,) = logs.glob("*/attempt_0/1/hang.txt")

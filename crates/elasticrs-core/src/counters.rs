@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::clock::Stamp;
 use crate::logs::Dest;
@@ -128,6 +129,37 @@ impl Heartbeat {
     }
 }
 
+/// Since when the agent's loop is at work on what woke it last. A loop that waits for events may do so for ever.
+#[derive(Debug)]
+pub struct Turn {
+    /// Monotonic nanoseconds, or [`WAITS`].
+    since: AtomicU64,
+}
+
+const WAITS: u64 = u64::MAX;
+
+impl Default for Turn {
+    fn default() -> Self {
+        Self { since: AtomicU64::new(Stamp::now().0) }
+    }
+}
+
+impl Turn {
+    /// For how long it has not come back to wait; `None` while it waits.
+    pub fn at_work(&self) -> Option<Duration> {
+        let since = self.since.load(Ordering::Relaxed);
+        (since != WAITS).then(|| Duration::from_nanos(Stamp::now().0.saturating_sub(since)))
+    }
+
+    pub(crate) fn waits(&self) {
+        self.since.store(WAITS, Ordering::Relaxed);
+    }
+
+    pub(crate) fn works(&self) {
+        self.since.store(Stamp::now().0, Ordering::Relaxed);
+    }
+}
+
 /// Everything that one supervisor counts.
 #[derive(Debug, Clone, Default)]
 pub struct Counters {
@@ -137,6 +169,8 @@ pub struct Counters {
     pub logs: Arc<LogTotals>,
     /// See [`Heartbeats`].
     pub heartbeats: Arc<Heartbeats>,
+    /// Of the loop that takes the supervisor's events.
+    pub turn: Arc<Turn>,
 }
 
 #[cfg(test)]
@@ -152,6 +186,17 @@ mod tests {
         let all: Vec<_> =
             totals.all().into_iter().map(|(stream, counts)| (stream, counts.bytes(), counts.lines())).collect();
         assert_eq!(all, [((0, Dest::Stdout), 0, 0), ((1, Dest::Stderr), 6, 3)]);
+    }
+
+    #[test]
+    fn a_loop_is_at_work_until_it_waits() {
+        let turn = Turn::default();
+        assert!(turn.at_work().is_some());
+        turn.waits();
+        assert_eq!(turn.at_work(), None);
+        turn.works();
+        turn.since.fetch_sub(60_000_000_000, Ordering::Relaxed);
+        assert!(turn.at_work().unwrap() >= Duration::from_secs(60));
     }
 
     #[test]

@@ -80,14 +80,18 @@ impl Liveness {
         self.answered = Some(Answer { at: now, age, doing });
     }
 
-    /// What can be said now.
-    pub fn verdict(&self, now: Instant) -> Verdict {
+    /// What can be said now. `at_work`: for how long the loop has not come back to wait for events, if that is known.
+    pub fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
         if let Some(answer) = stale {
             let age = answer.age.saturating_add(since(answer.at));
             let place = answer.doing.as_ref().map_or_else(String::new, |doing| format!(", in {doing}"));
             let reason = format!("the last progress was {:.1} s ago{place}", age.as_secs_f64());
+            return Verdict { alive: false, age, reason: Some(reason) };
+        }
+        if let Some(age) = self.stuck(now, at_work) {
+            let reason = format!("the agent's loop has taken no step for {:.1} s", age.as_secs_f64());
             return Verdict { alive: false, age, reason: Some(reason) };
         }
         let Some(asked) = self.asked else {
@@ -99,6 +103,13 @@ impl Liveness {
         let who = if self.is_passed_on { "the runtime that supervises the workers" } else { "the agent's loop" };
         let reason = format!("{who} has not answered for {:.1} s", age.as_secs_f64());
         Verdict { alive: age <= self.limit, age, reason: Some(reason) }
+    }
+
+    /// For how long the loop has been at one thing, if that is too long. An answer that it has given meanwhile was a step.
+    fn stuck(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
+        let answered = self.answered.as_ref().map(|answer| now.saturating_duration_since(answer.at));
+        let age = at_work?.min(answered.unwrap_or(Duration::MAX));
+        (age > self.limit.max(FRESH)).then_some(age)
     }
 }
 
@@ -114,7 +125,7 @@ mod tests {
     #[test]
     fn nobody_asked_and_it_is_alive_however_long_ago() {
         let (liveness, now) = (Liveness::new(LIMIT), Instant::now());
-        assert!(liveness.verdict(now + LIMIT * 100).alive);
+        assert!(liveness.verdict(now + LIMIT * 100, None).alive);
     }
 
     #[test]
@@ -122,12 +133,27 @@ mod tests {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
         assert_eq!(liveness.ask(now), Ask::New);
         assert_eq!(liveness.ask(now + SECOND), Ask::Pending);
-        assert!(liveness.verdict(now + LIMIT).alive);
-        let verdict = liveness.verdict(now + LIMIT + SECOND);
+        assert!(liveness.verdict(now + LIMIT, None).alive);
+        let verdict = liveness.verdict(now + LIMIT + SECOND, None);
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has not answered for 61.0 s");
         liveness.answer(now + LIMIT + SECOND, Duration::ZERO, None);
-        assert!(liveness.verdict(now + LIMIT + SECOND).alive);
+        assert!(liveness.verdict(now + LIMIT + SECOND, None).alive);
+    }
+
+    #[test]
+    fn a_loop_that_was_stuck_before_anybody_asked_is_dead_at_the_first_question() {
+        let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
+        liveness.ask(now);
+        assert!(liveness.verdict(now, None).alive, "it waits for events");
+        assert!(liveness.verdict(now, Some(LIMIT)).alive);
+        let verdict = liveness.verdict(now, Some(LIMIT + SECOND));
+        assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
+        assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 61.0 s");
+        // An answer is a step, also within a long turn, and then the time begins anew.
+        liveness.answer(now, Duration::ZERO, None);
+        assert!(liveness.verdict(now + SECOND, Some(LIMIT * 2)).alive);
+        assert!(!liveness.verdict(now + LIMIT + SECOND, Some(LIMIT * 3)).alive);
     }
 
     #[test]
@@ -135,12 +161,15 @@ mod tests {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
         liveness.ask(now);
         liveness.pass_on();
-        let verdict = liveness.verdict(now + LIMIT + SECOND);
+        let verdict = liveness.verdict(now + LIMIT + SECOND, None);
         assert!(!verdict.alive);
         assert_eq!(verdict.reason.unwrap(), "the runtime that supervises the workers has not answered for 61.0 s");
         liveness.answer(now + LIMIT + SECOND, Duration::ZERO, None);
         liveness.ask(now + LIMIT * 2);
-        assert_eq!(liveness.verdict(now + LIMIT * 2).reason.unwrap(), "the agent's loop has not answered for 0.0 s");
+        assert_eq!(
+            liveness.verdict(now + LIMIT * 2, None).reason.unwrap(),
+            "the agent's loop has not answered for 0.0 s"
+        );
     }
 
     #[test]
@@ -149,23 +178,24 @@ mod tests {
         liveness.ask(now);
         liveness.answer(now, LIMIT + SECOND, Some("_start_workers".into()));
         assert_eq!(liveness.ask(now), Ask::Fresh);
-        let verdict = liveness.verdict(now);
+        let verdict = liveness.verdict(now, None);
         assert!(!verdict.alive);
         assert_eq!(verdict.reason.unwrap(), "the last progress was 61.0 s ago, in _start_workers");
         assert_eq!(liveness.ask(now + FRESH), Ask::New);
-        assert!(!liveness.verdict(now + SECOND).alive);
+        assert!(!liveness.verdict(now + SECOND, None).alive);
         liveness.answer(now + SECOND, SECOND, None);
-        assert!(liveness.verdict(now + SECOND).alive);
+        assert!(liveness.verdict(now + SECOND, None).alive);
     }
 
     proptest! {
         /// HEALTH-3 and HEALTH-4, with any sequence of questions and answers.
         #[test]
-        fn dead_means_too_late_or_too_old(steps in prop::collection::vec((0u64..40, 0u8..2, 0u64..120), 1..60)) {
+        fn dead_means_too_late_or_too_old(steps in prop::collection::vec((0u64..40, 0u8..2, 0u64..120, prop::option::of(0u64..120)), 1..60)) {
             let start = Instant::now();
             let (mut liveness, mut now) = (Liveness::new(LIMIT), start);
             let (mut open, mut told): (Option<Instant>, Option<Duration>) = (None, None);
-            for (pause, what, age) in steps {
+            let mut last_answer: Option<Instant> = None;
+            for (pause, what, age, at_work) in steps {
                 now += Duration::from_secs(pause);
                 if what == 0 {
                     let asked = liveness.ask(now);
@@ -176,11 +206,15 @@ mod tests {
                 } else {
                     liveness.answer(now, Duration::from_secs(age), None);
                     (open, told) = (None, Some(Duration::from_secs(age)));
+                    last_answer = Some(now);
                 }
                 let is_late = open.is_some_and(|asked| now - asked > LIMIT);
                 let is_old = told.is_some_and(|age| age > LIMIT);
-                let verdict = liveness.verdict(now);
-                prop_assert_eq!(verdict.alive, !is_late && !is_old);
+                let at_work = at_work.map(Duration::from_secs);
+                let is_stuck = at_work.is_some_and(|at_work| at_work > LIMIT)
+                    && last_answer.is_none_or(|at| now - at > LIMIT);
+                let verdict = liveness.verdict(now, at_work);
+                prop_assert_eq!(verdict.alive, !is_late && !is_old && !is_stuck);
                 prop_assert!(verdict.alive || verdict.reason.is_some());
             }
         }

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use elasticrs_core::clock::Stamp;
-use elasticrs_core::counters::Counters;
+use elasticrs_core::counters::{Counters, Turn};
 use elasticrs_core::supervisor::{Heartbeat, Supervisor, Task};
 use elasticrs_store::door::{Door, Purpose};
 use elasticrs_store::listen::{ListenError, Port, listen};
@@ -87,6 +87,8 @@ struct Shared {
     published: Mutex<Published>,
     registry: Mutex<Registry>,
     counters: Mutex<Counters>,
+    /// Of the loop that answers, if it is an agent's.
+    turn: Mutex<Option<Arc<Turn>>>,
     sizes: LogSizes,
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
@@ -133,6 +135,7 @@ impl Handle {
             published: Mutex::new(Published { state: "INIT".into(), status: json!({}), workers: Vec::new() }),
             registry: Mutex::new(Registry::new(now)),
             counters: Mutex::default(),
+            turn: Mutex::default(),
             sizes: LogSizes::default(),
             page: Mutex::default(),
         });
@@ -180,6 +183,12 @@ impl Handle {
     /// What the runtime counts.
     pub fn show(&self, counters: Counters) {
         *lock(&self.shared.counters) = counters;
+    }
+
+    /// The loop that takes this supervisor's events answers: when it works on one thing for too long, that is known before
+    /// anybody has asked it.
+    pub fn watch_loop(&self, supervisor: &Supervisor) {
+        *lock(&self.shared.turn) = Some(supervisor.counters().turn);
     }
 
     /// An attempt begins that writes to files which nobody reads; see [`crate::log_sizes`].
@@ -397,7 +406,8 @@ impl Shared {
     }
 
     fn verdict(&self) -> Verdict {
-        lock(&self.liveness).verdict(Instant::now())
+        let at_work = lock(&self.turn).as_ref().and_then(|turn| turn.at_work());
+        lock(&self.liveness).verdict(Instant::now(), at_work)
     }
 
     fn health(&self, verdict: Verdict) -> Response {

@@ -58,8 +58,12 @@ impl HealthServer {
         Ok(())
     }
 
-    fn show(&self, supervisor: &Supervisor) {
+    #[pyo3(signature = (supervisor, *, is_asked=false))]
+    fn show(&self, supervisor: &Supervisor, is_asked: bool) {
         self.handle.show(supervisor.inner.counters());
+        if is_asked {
+            self.handle.watch_loop(&supervisor.inner);
+        }
     }
 
     fn watch_files(&self, files: Vec<(u32, u8, PathBuf)>, are_new: bool) -> PyResult<()> {

@@ -61,7 +61,7 @@ class HealthObserver(Observer):
     def opened(self, supervisor: _core.Supervisor) -> None:
         """From now on the loop answers."""
         self._supervisor = supervisor
-        self._native.show(supervisor)
+        self._native.show(supervisor, is_asked=self._is_asked)
         if self._is_asked:
             supervisor.watch_fd(self._native.fd)
         else:

@@ -401,7 +401,11 @@ impl Supervisor {
     /// # Errors
     /// [`SupervisorError::Forked`]; [`SupervisorError::Resources`] when `ppoll` fails.
     pub fn next(&self, timeout: Option<Duration>) -> Result<Next, SupervisorError> {
-        Ok(self.queue()?.next(timeout)?)
+        let queue = self.queue()?;
+        self.counters.turn.waits();
+        let next = queue.next(timeout);
+        self.counters.turn.works();
+        Ok(next?)
     }
 
     /// Kills what is left (unless `keep_descendants`), ends the nursery and the runtime thread. Idempotent.
