@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 from abc import ABC, abstractmethod
 
 from elasticrs import _core
-from elasticrs.config import hang_limits
+from elasticrs.config import UsageError, hang_limits
 from elasticrs.logs import LogPaths, RunLogs, coloured, hang_file, line_prefix, wants_colour
 from elasticrs.worker_env import virtual_local_rank, worker_env
 
@@ -33,6 +34,19 @@ def watching_descriptors(nproc: int, hang_timeout: float | str | None, environ: 
     # The FIFO, read and written, and a pidfd for each process that has a timer: one in each worker.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     return pages + timers
+
+
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def _bad_timer_file(path: str, error: OSError) -> str:
+    if error.errno == errno.EEXIST:
+        wrong, remedy = "something is there already", "name a path where nothing is"
+    elif error.errno == errno.EBUSY:
+        wrong, remedy = "another agent or timer server reads the FIFO there", "name another path"
+    else:
+        wrong, remedy = os.strerror(error.errno or 0), "name a path where this user may make a FIFO"
+    return f"TORCHELASTIC_TIMER_FILE={path!r}: {wrong}; {remedy}, or unset it"
 
 
 def _enough(limit: float | None) -> float | None:
@@ -91,11 +105,18 @@ class Workers(ABC):
             supervisor: by whom.
 
         Raises:
-            OSError: what is at ``TORCHELASTIC_TIMER_FILE`` is not ours, or a FIFO cannot be made there.
+            UsageError: what is at ``TORCHELASTIC_TIMER_FILE`` is not ours, or a FIFO cannot be made there.
+            OSError: no FIFO can be made at all.
         """
         environ = self._setup.environ
         if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
-            self._timer_file = supervisor.watch_timers(environ.get("TORCHELASTIC_TIMER_FILE") or None)
+            path = environ.get("TORCHELASTIC_TIMER_FILE") or None
+            try:
+                self._timer_file = supervisor.watch_timers(path)
+            except OSError as error:
+                if path is None or error.errno in _EXHAUSTED:
+                    raise
+                raise UsageError(_bad_timer_file(path, error)) from error
         job = self._setup.job
         if job.hang_timeout is not None:
             limit, least = hang_limits(job.hang_timeout)

@@ -155,14 +155,85 @@ def test_what_was_released_while_the_agent_was_stopped_does_not_expire(launch, w
     assert "timer expired" not in launched.stderr
 
 
+def refusal_of(launch, worker_script, path):
+    env = {**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)}
+    launched = launch("--nproc-per-node", "1", worker_script(""), env=env)
+    assert launched.wait() == 2
+    (line,) = (line for line in launched.stderr.splitlines() if "TORCHELASTIC_TIMER_FILE" in line)
+    return line
+
+
 def test_a_file_that_is_there_already_stays(launch, worker_script, tmp_path):
     path = tmp_path / "timers"
     path.write_text("precious")
-    env = {**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)}
-    launched = launch("--nproc-per-node", "1", worker_script(""), env=env)
-    assert launched.wait() == 1
-    assert f"could not watch timers at {path}: File exists" in launched.stderr
+    line = refusal_of(launch, worker_script, path)
+    said = "something is there already; name a path where nothing is, or unset it"
+    assert line == f"elasticrs: TORCHELASTIC_TIMER_FILE='{path}': {said}"
     assert path.read_text() == "precious"
+
+
+def test_a_fifo_of_a_dead_server_is_taken_over_and_no_other(launch, worker_script, tmp_path):
+    path = tmp_path / "timers"
+    os.mkfifo(path)
+    os.chmod(path, 0o666)
+    assert "something is there already" in refusal_of(launch, worker_script, path)
+    assert path.exists()
+    os.chmod(path, 0o600)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    assert "another agent or timer server reads the FIFO there" in refusal_of(launch, worker_script, path)
+    os.close(reader)
+    launched = launch(worker_script(""), env={**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)})
+    assert launched.wait() == 0, launched.stderr
+    assert not path.exists()
+
+
+def test_a_path_where_no_fifo_can_be_is_a_mistake(launch, worker_script, tmp_path):
+    line = refusal_of(launch, worker_script, tmp_path / "missing" / "timers")
+    assert "No such file or directory; name a path where this user may make a FIFO, or unset it" in line
+
+
+@pytest.mark.parametrize("body", ["said.append((run_id, timers))", "raise ValueError('no')"])
+def test_what_expired_is_told_to_the_function_that_programs_replace(tmp_path, worker_script, body):
+    script = worker_script(BY_HAND + """
+    acquire(os.getpid(), "step 7", -1)
+    signal.pause()
+""")  # fmt: skip
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import json, os, sys
+from elasticrs import LaunchConfig, elastic_launch
+from elasticrs.multiprocessing import DefaultLogsSpecs
+from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.timer import debug_info_logging
+said = []
+def told(run_id, timers):
+    said.append(sorted(timers))
+    {body}
+debug_info_logging.log_debug_info_for_expired_timers = told
+config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", run_id="job", max_restarts=0,
+                      logs_specs=DefaultLogsSpecs(os.getcwd()))
+try:
+    elastic_launch(config, sys.executable)({str(script)!r})
+except ChildFailedError as error:
+    (failure,) = error.failures.values()
+    assert said[0] == [failure.pid] and "timer expired" in failure.message, (said, failure)
+    for run_id, timers in said[1:]:
+        (record,) = timers[failure.pid]
+        record = json.loads(record)
+        assert (run_id, record["pid"], record["scope_id"]) == ("job", failure.pid, "step 7")
+        assert record["signal"] == 9
+    print("told", len(said))
+""")
+    ran = subprocess.run(
+        [sys.executable, program],
+        cwd=tmp_path,
+        env={**os.environ, **ENABLED},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert ran.stdout.splitlines()[-1:] == [f"told {2 if 'append' in body else 1}"], ran.stderr
+    assert ("log_debug_info_for_expired_timers failed" in ran.stderr) == ("raise" in body)
 
 
 def test_nothing_is_left_of_a_fifo_that_the_user_named(launch, worker_script, tmp_path):

@@ -60,6 +60,11 @@ def test_a_rank_that_was_only_asked_about_says_so():
     assert text == "hung: no heartbeat for 61.0 s (limit 600 s, but a rank of another node waits)"
 
 
+def test_a_rank_that_was_not_the_first_to_be_late_says_so():
+    text = hangs.hung(hung([], limit=61.04), RANKS)
+    assert text == "hung: no heartbeat for 61.0 s (limit 61.04 s, and that of another rank has passed)"
+
+
 def test_last_heartbeats_are_told_by_step():
     beats = [beat(0, 99.5, 1205), beat(1, 40, 1204), beat(2, 99.25, 1205), beat(3, 90, 1205, "checkpoint")]
     assert hangs.heartbeat_notes(beats, 100 * SECOND, RANKS) == [

@@ -56,8 +56,13 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
         "line": "no rank has written a line",
     }[event.missed]
     silent = (event.seen_ns - event.since_ns) / 1e9
-    elsewhere = "" if was_found_here else ", but a rank of another node waits"
-    return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{elsewhere})"
+    others = ""
+    if not was_found_here:
+        others = ", but a rank of another node waits"
+    elif silent < event.limit:
+        # It is to blame though, by what the others do.
+        others = ", and that of another rank has passed"
+    return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
 
 def _stopped_at(event: WorkerHung, own: RankSeen | None, others: Sequence[RankSeen]) -> str:

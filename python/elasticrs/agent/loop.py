@@ -396,6 +396,7 @@ class Agent:
         self._events.append(machine.FailureSeen(event.local_rank))
 
     def _on_timer(self, _supervisor: _core.Supervisor, event: _core.TimerExpired) -> None:
+        _log_expired(self._job.run_id, event)
         if event.signal is not None:
             self._result.attempts[-1].expired.setdefault(event.local_rank, event)
         else:
@@ -471,6 +472,20 @@ def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
     finally:
         if supervisor is not None:
             supervisor.resume()
+
+
+def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
+    """As torch's server does: programs put a function of their own there."""
+    from elasticrs.timer import debug_info_logging
+    from elasticrs.timer.file_based_local_timer import FileTimerRequest
+
+    request = FileTimerRequest(event.pid, event.scope, event.deadline, event.signal or 0)
+    try:
+        debug_info_logging.log_debug_info_for_expired_timers(run_id, {event.pid: [request.to_json()]})
+    except Exception:
+        import logging
+
+        logging.getLogger("elasticrs.agent").exception("log_debug_info_for_expired_timers failed")
 
 
 _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
