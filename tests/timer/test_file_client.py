@@ -1,5 +1,6 @@
 """The client of FIFO timers: what it writes, and what it does when it cannot."""
 
+import fcntl
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 
 import pytest
 from helpers.procs import HANG, wait_readable
@@ -122,6 +124,50 @@ def test_a_full_pipe_blocks_nobody_and_loses_no_release(fifo, client, caplog):
     for thread in threading.enumerate():
         if thread.name == "FileTimerClient":
             thread.join(HANG)
+
+
+@pytest.mark.parametrize("room", [4096, 1 << 20])
+def test_records_of_several_threads_are_whole_in_order_and_none_is_live_in_the_end(
+    fifo, client, room, request
+):
+    threads, blocks = 8, 500
+    # Threads take turns everywhere, also between two steps of one request.
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    fcntl.fcntl(fifo.fd, fcntl.F_SETPIPE_SZ, room)
+    begin = threading.Barrier(threads)
+
+    def works(scope):
+        begin.wait(HANG)
+        for _ in range(blocks):
+            with expires(after=60, scope=scope, client=client):
+                pass
+
+    started = [threading.Thread(target=works, args=(f"thread {number}",)) for number in range(threads)]
+    for thread in started:
+        thread.start()
+    live, acquired, released, rest = set(), 0, 0, b""
+    # All that wait in the client are releases, and each of them is for one block.
+    while released < threads * blocks:
+        assert wait_readable(fifo.fd, HANG)
+        *lines, rest = (rest + os.read(fifo.fd, 1024)).split(b"\n")
+        for record in map(json.loads, lines):
+            scope = record["scope_id"]
+            if record["expiration_time"] < 0:
+                released += 1
+                live.discard(scope)
+            else:
+                acquired += 1
+                assert scope not in live, "a release has been overtaken"
+                live.add(scope)
+    for thread in started:
+        thread.join(HANG)
+    assert (live, rest) == (set(), b"")
+    assert acquired + client.dropped == threads * blocks
+    for thread in threading.enumerate():
+        if thread.name == "FileTimerClient":
+            thread.join(HANG)
+    assert fifo.records() == []
 
 
 def test_an_agent_that_is_gone_does_no_harm(fifo, client):
