@@ -1,5 +1,6 @@
 """Functions that run in processes of their own."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -55,6 +56,13 @@ def leave_silently() -> None:
 
 def unloadable() -> Any:
     return lambda: time
+
+
+def parent_of_mine() -> tuple[int | None, bool]:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join(0)
+    return parent.pid, parent.is_alive()
 
 
 def signals_of_mine() -> bool:

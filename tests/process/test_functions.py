@@ -272,6 +272,22 @@ except SignalException as error:
     assert "SIGTERM received: passing it on to the workers" in stderr
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_each_worker_gets_its_local_rank_for_the_macro(tmp_path, method):
+    found, _ = host(
+        tmp_path,
+        """
+def work(*arguments):
+    return arguments
+""",
+        f"""
+values = launch(work, "rank=${{local_rank}}", "$$", "${{other}}", 5, nproc=2, start_method={method!r})
+print(json.dumps(list(values.values())))
+""",
+    )
+    assert found == [[f"rank={rank}", "$", "${other}", 5] for rank in range(2)]
+
+
 def test_programs_return_none(tmp_path):
     found, _ = host(
         tmp_path,

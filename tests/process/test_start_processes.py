@@ -154,6 +154,12 @@ def test_a_function_does_not_inherit_our_handlers(tmp_path, method):
     }
 
 
+@methods
+def test_a_function_has_a_parent_process_that_lives(tmp_path, method):
+    found = start(tmp_path, functions.parent_of_mine, n=1, start_method=method).wait()
+    assert found.return_values == {0: (os.getpid(), True)}
+
+
 def test_a_forked_function_may_be_anything(tmp_path):
     seen = []
     context = start(tmp_path, lambda: seen.append(1) or len(seen), start_method="fork")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.sleepers import Sleepers
     from elasticrs.config import JobConfig
-    from elasticrs.workers import Workers
+    from elasticrs.workers import Leftovers, Workers
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
@@ -117,6 +117,8 @@ class Agent:
         self._actions: deque[machine.Action] = deque()
         self._result = JobResult()
         self._failure_ns: int | None = None
+        self._begun: _core.GroupStarted | None = None
+        self._over: _core.GroupEnded | None = None
         self._asked: dict[int, float] = {}
         self._sleepers: Sleepers | None = None
         self._unfit: str | None = None
@@ -161,6 +163,7 @@ class Agent:
             self._decisions.release_plan()
             if supervisor is not None:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
+            self._workers.close()
             self._decisions.close()
         self._console.flush()
         if self._result.exit_code == 0 and self._decisions.has_taken_part:
@@ -194,8 +197,7 @@ class Agent:
             self._console.flush()
             event = supervisor.next_event(self._seconds_left())
             if event is not None:
-                _TRANSLATORS[type(event)](self, supervisor, event)
-                self._observers.seen(event, self._result)
+                self._take_in(supervisor, event)
             else:
                 self._take_signals(supervisor)
                 self._actions.extend(self._decisions.look_around())
@@ -215,7 +217,7 @@ class Agent:
         if overdue:
             self._unfit = texts.asleep(overdue, self._job.uninterruptible_state_timeout)
             self._console.say(f"{self._unfit}; stopping the workers")
-            supervisor.stop(_core.StopPolicy(signal.SIGTERM, self._job.shutdown_timeout))
+            self._stop(supervisor, signal.SIGTERM, self._job.shutdown_timeout)
 
     def _drain(self, supervisor: _core.Supervisor) -> None:
         """Let the console catch up, for a while."""
@@ -243,7 +245,7 @@ class Agent:
         elif isinstance(action, machine.Stop):
             if not action.is_announced:
                 self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
-            supervisor.stop(_core.StopPolicy(action.signum, action.grace))
+            self._stop(supervisor, action.signum, action.grace)
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
@@ -255,6 +257,10 @@ class Agent:
         elif isinstance(action, machine.CloseRendezvous):
             self._decisions.close_rendezvous()
 
+    def _stop(self, supervisor: _core.Supervisor, signum: int, grace: float) -> None:
+        supervisor.stop(_core.StopPolicy(signum, grace))
+        self._workers.stop()
+
     def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
         plan = self._decisions.plan
         if plan is None:
@@ -264,6 +270,7 @@ class Agent:
         attempt = Attempt(action.round, action.restarts, plan, name)
         self._result.attempts.append(attempt)
         self._decisions.observe(attempt)
+        self._begun = self._over = None
         try:
             self._workers.start(supervisor, attempt)
         except BaseException as error:
@@ -333,6 +340,12 @@ class Agent:
 
     # --- events ---
 
+    def _take_in(self, supervisor: _core.Supervisor, event: _core.Event) -> None:
+        _TRANSLATORS[type(event)](self, supervisor, event)
+        # Those two count when the workers' side is ready as well.
+        if not isinstance(event, (_core.GroupStarted, _core.GroupEnded)):
+            self._observers.seen(event, self._result)
+
     def _take_signals(self, supervisor: _core.Supervisor | None) -> None:
         for signum in self._signals.take() if self._signals is not None else ():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
@@ -356,20 +369,36 @@ class Agent:
         actions = self._decisions.fd_ready(event.fd)
         if actions is None:
             self._workers.fd_ready(supervisor, event.fd)
+            self._follow_workers()
         else:
             self._actions.extend(actions)
 
     def _on_started(self, supervisor: _core.Supervisor, event: _core.GroupStarted) -> None:
         attempt = self._result.attempts[-1]
         attempt.pids = event.pids
-        attempt.stamps["started"] = event.started_ns
+        self._begun = event
         self._workers.started(supervisor, attempt)
+        self._follow_workers()
+
+    def _follow_workers(self) -> None:
+        """Go on when all workers run, or nothing is left: with other parents later than the core says."""
+        if self._begun is not None and self._workers.are_started:
+            begun, self._begun = self._begun, None
+            self._run_begins(begun)
+        if self._over is not None and (leftovers := self._workers.leftovers) is not None:
+            over, self._over = self._over, None
+            self._attempt_ends(over, leftovers)
+
+    def _run_begins(self, event: _core.GroupStarted) -> None:
+        attempt = self._result.attempts[-1]
+        attempt.stamps["started"] = event.started_ns
         attempt.oom_kills = oom_kills(attempt.pids)
         self._events.append(machine.Started())
         if self._failure_ns is not None:
             span = texts.milliseconds(event.started_ns - self._failure_ns)
             self._console.say(f"attempt {attempt.name} runs, {span} after the failure was seen")
             self._failure_ns = None
+        self._observers.seen(event, self._result)
 
     def _on_start_failed(self, supervisor: _core.Supervisor, event: _core.StartFailed) -> None:
         self._workers.ended(supervisor, self._result.attempts[-1])
@@ -404,18 +433,33 @@ class Agent:
         attempt.nursery_hung = event.nursery_hung
         if self._job.hang_timeout is not None:
             attempt.heartbeats = supervisor.heartbeats()
-        self._workers.ended(supervisor, attempt)
+        self._begun, self._over = None, event
+        self._workers.ended(supervisor, attempt, has_succeeded=event.outcome == "succeeded")
+        self._follow_workers()
+
+    def _attempt_ends(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
+        if self._workers.why_not_started is not None:
+            self._result.message = self._workers.why_not_started
+            self._events.append(machine.StartFailed(self._result.message))
+        else:
+            self._tell_end(event, leftovers)
+        self._observers.seen(event, self._result)
+
+    def _tell_end(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
+        attempt = self._result.attempts[-1]
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
             self._console.say(
                 f"{self._who(rank)} does not end after SIGKILL (waits in {channel or 'the kernel'})"
             )
         for verb, left in (("could not end", event.stuck), ("left alone", event.spared)):
-            self._name_descendants(verb, left)
-        if event.outcome == "succeeded":
-            self._name_descendants("ended", event.ended, event.more_ended)
-        conflict = event.outcome == "failed" and is_port_conflict(attempt)
+            self._name_descendants(verb, [(process.pid, process.command) for process in left])
+        outcome = "stopped" if leftovers.was_stopped else event.outcome
+        if outcome == "succeeded":
+            ended = [*((process.pid, process.command) for process in event.ended), *leftovers.ended]
+            self._name_descendants("ended", ended, event.more_ended + leftovers.more_ended)
+        conflict = outcome == "failed" and is_port_conflict(attempt)
         stuck = tuple(event.stuck_ranks)
-        self._events.append(machine.GroupEnded(event.outcome, stuck, conflict, self._unfit))
+        self._events.append(machine.GroupEnded(outcome, stuck, conflict, self._unfit))
 
     def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
         name = texts.signal_name(event.signal)
@@ -435,9 +479,9 @@ class Agent:
     def _on_fenced(self, _supervisor: _core.Supervisor, _event: _core.Fenced) -> None:
         self._actions.extend(self._decisions.fenced())
 
-    def _name_descendants(self, verb: str, left: list[_core.Descendant], more: int = 0) -> None:
+    def _name_descendants(self, verb: str, left: Sequence[tuple[int, str]], more: int = 0) -> None:
         if left:
-            names = ", ".join(f"{process.pid} ({process.command})" for process in left)
+            names = ", ".join(f"{pid} ({command})" for pid, command in left)
             names += f" and {more} more" if more else ""
             self._console.say(f"{verb} what the workers left behind: {names}")
 

@@ -18,7 +18,7 @@ from elasticrs.agent import state as machine
 from elasticrs.agent import texts
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
-from elasticrs.agent.loop import _TRANSLATORS, Agent, suspend
+from elasticrs.agent.loop import Agent, suspend
 from elasticrs.multiprocessing.api import RunProcsResult
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class PolledWorkers(Agent):
             timeout: seconds until SIGKILL.
         """
         if self._supervisor is not None and self.is_running:
-            self._supervisor.stop(_core.StopPolicy(int(death_sig or signal.SIGTERM), timeout))
+            self._stop(self._supervisor, int(death_sig or signal.SIGTERM), timeout)
             self.wait()
             self._decisions.release_plan()
 
@@ -201,6 +201,7 @@ class PolledWorkers(Agent):
             self._decisions.release_plan()
             has_succeeded = self._ended is not None and self._ended.outcome == "succeeded"
             supervisor.close(keep_descendants=self._job.linger is None and has_succeeded)
+            self._workers.close()
             self._observers.ended(self._result)
         self._discard_empty_fault_files()
         self._write_timeline()
@@ -241,8 +242,7 @@ class PolledWorkers(Agent):
         with self._undisturbed():
             event = supervisor.next_event(seconds)
             if event is not None:
-                _TRANSLATORS[type(event)](self, supervisor, event)
-                self._observers.seen(event, self._result)
+                self._take_in(supervisor, event)
                 self._note_events()
         return event is not None
 
