@@ -217,7 +217,7 @@ class Agent:
         if overdue:
             self._unfit = texts.asleep(overdue, self._job.uninterruptible_state_timeout)
             self._console.say(f"{self._unfit}; stopping the workers")
-            self._stop(supervisor, signal.SIGTERM, self._job.shutdown_timeout)
+            self._stop(supervisor, machine.Stop(signal.SIGTERM, self._job.shutdown_timeout))
 
     def _drain(self, supervisor: _core.Supervisor) -> None:
         """Let the console catch up, for a while."""
@@ -245,7 +245,7 @@ class Agent:
         elif isinstance(action, machine.Stop):
             if not action.is_announced:
                 self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
-            self._stop(supervisor, action.signum, action.grace)
+            self._stop(supervisor, action)
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
@@ -257,8 +257,12 @@ class Agent:
         elif isinstance(action, machine.CloseRendezvous):
             self._decisions.close_rendezvous()
 
-    def _stop(self, supervisor: _core.Supervisor, signum: int, grace: float) -> None:
-        supervisor.stop(_core.StopPolicy(signum, grace))
+    def _stop(self, supervisor: _core.Supervisor, action: machine.Stop) -> None:
+        policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
+        if hung is None:
+            supervisor.stop(policy)
+        else:
+            supervisor.stop(policy, hung_for=hung.silence, hung_step=hung.step, hung_frame=hung.frame)
         self._workers.stop()
 
     def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
@@ -272,7 +276,9 @@ class Agent:
         self._decisions.observe(attempt)
         self._begun = self._over = None
         try:
-            self._workers.start(supervisor, attempt)
+            group = self._workers.prepare(supervisor, attempt)
+            self._observers.prepared(attempt)
+            supervisor.start(group)
         except BaseException as error:
             self._workers.ended(supervisor, attempt)
             if not isinstance(error, (OSError, _core.SupervisorError)):
@@ -515,7 +521,6 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.Fenced: Agent._on_fenced,
     _core.WorkerPaused: Agent._on_paused,
     _core.WorkerResumed: Agent._on_resumed,
-    _core.Fenced: Agent._on_fenced,
     _core.LogTrouble: Agent._on_log_trouble,
     _core.Degraded: Agent._on_degraded,
 }

@@ -166,6 +166,7 @@ class _CommandLineAgent(LocalElasticAgent):
             self._pcontext.suspend()
         else:
             suspend(None)
+        self._progress.renew()
 
 
 def _make_handler(settings: HandlerSettings) -> RendezvousHandler:

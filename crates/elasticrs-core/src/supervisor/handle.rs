@@ -23,7 +23,7 @@ use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::pidfd;
-use crate::timer::hang::Limits;
+use crate::timer::hang::{Elsewhere, Limits};
 
 /// How a supervisor works.
 #[derive(Debug, Clone)]
@@ -95,7 +95,7 @@ pub(super) type Reply<T> = SyncSender<T>;
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
-    Stop(StopPolicy),
+    Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
     Suspend(Reply<()>),
     Resume,
@@ -256,7 +256,16 @@ impl Supervisor {
     /// # Errors
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn stop(&self, policy: StopPolicy) -> Result<(), SupervisorError> {
-        self.tell(Command::Stop(policy))
+        self.tell(Command::Stop(policy, None))
+    }
+
+    /// The same, because a worker of another node hangs. Where heartbeats are watched the evidence of all workers is taken
+    /// first, and [`super::Event::WorkerHung`] names the one that may have kept it waiting.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn stop_for_hang(&self, policy: StopPolicy, elsewhere: Elsewhere) -> Result<(), SupervisorError> {
+        self.tell(Command::Stop(policy, Some(elsewhere)))
     }
 
     /// Sends a signal to the groups of these workers, or of all.

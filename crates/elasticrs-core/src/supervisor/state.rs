@@ -67,6 +67,8 @@ pub enum Input {
     TimerExpired(TimerExpired),
     /// A member gave no sign of life for too long.
     Hung(Box<WorkerHung>),
+    /// A member may be what a rank of another node waits for: it is told, and [`Input::Stop`] follows.
+    Suspected(Box<WorkerHung>),
     /// One more member, which Python started.
     Adopted {
         /// Its rank.
@@ -257,6 +259,12 @@ impl Group {
             Input::Dead(pids) => self.members.iter_mut().for_each(|m| m.dead |= pids.contains(&m.pid)),
             Input::TimerExpired(timer) => self.on_timer_expired(timer, &mut effects),
             Input::Hung(hung) => self.on_hung(hung, &mut effects),
+            Input::Suspected(hung) => {
+                let runs = |m: &Member| m.local_rank == hung.local_rank && m.runs();
+                if self.phase == Phase::Running && self.members.iter().any(runs) {
+                    effects.push(Effect::Tell(Event::WorkerHung(hung)));
+                }
+            }
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
         }
         effects

@@ -27,6 +27,7 @@ use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
 use crate::sys::pidfd;
+use crate::timer::hang::Elsewhere;
 
 mod check;
 mod guard;
@@ -254,7 +255,7 @@ impl Task {
         match command {
             Command::Start(group, reply) => answer(&reply, self.begin_start(*group)),
             Command::Adopt(adopted, reply) => answer(&reply, self.adopt(adopted)),
-            Command::Stop(policy) => self.stop(policy),
+            Command::Stop(policy, elsewhere) => self.stop(policy, elsewhere),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
             Command::Suspend(reply) => {
                 self.input(Input::Suspend);
@@ -383,7 +384,7 @@ impl Task {
         Ok(())
     }
 
-    fn stop(&mut self, policy: StopPolicy) {
+    fn stop(&mut self, policy: StopPolicy, elsewhere: Option<Elsewhere>) {
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => {
@@ -395,7 +396,7 @@ impl Task {
                     nursery.kill();
                 }
             }
-            Current::Running(_) => self.input(Input::Stop(policy)),
+            Current::Running(_) => self.stop_running(policy, elsewhere),
         }
     }
 

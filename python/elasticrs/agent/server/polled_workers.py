@@ -179,7 +179,7 @@ class PolledWorkers(Agent):
             timeout: seconds until SIGKILL.
         """
         if self._supervisor is not None and self.is_running:
-            self._stop(self._supervisor, int(death_sig or signal.SIGTERM), timeout)
+            self._stop(self._supervisor, machine.Stop(int(death_sig or signal.SIGTERM), timeout))
             self.wait()
             self._decisions.release_plan()
 

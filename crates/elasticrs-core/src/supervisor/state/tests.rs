@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use super::*;
-use crate::timer::hang::Missed;
+use crate::timer::hang::{Ground, Missed};
 
 const PIDS: [i32; 4] = [100, 101, 102, 103];
 const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) };
@@ -286,10 +286,27 @@ fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
     assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Failed), "whatever it exits with");
 }
 
-fn hung(local_rank: u32) -> Input {
+fn who_hangs(local_rank: u32) -> WorkerHung {
     let (missed, limit) = (Missed::Step, Duration::from_secs(60));
-    let (pid, since, seen, ranks) = (0, Stamp(1), Stamp(7), Vec::new());
-    Input::Hung(Box::new(WorkerHung { local_rank, pid, missed, since, limit, seen, ranks }))
+    let (pid, since, seen, ground, ranks) = (0, Stamp(1), Stamp(7), Ground::Oldest, Vec::new());
+    WorkerHung { local_rank, pid, missed, since, limit, seen, ground, ranks }
+}
+
+fn hung(local_rank: u32) -> Input {
+    Input::Hung(who_hangs(local_rank).into())
+}
+
+#[test]
+fn who_may_hang_is_told_while_nothing_else_ends_the_group() {
+    let mut group = lingering();
+    let suspected = |rank| Input::Suspected(who_hangs(rank).into());
+    assert_eq!(group.on_input(suspected(2)), [Effect::Tell(Event::WorkerHung(who_hangs(2).into()))]);
+    let effects = group.on_input(Input::Stop(TERM_30));
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "it gets its grace");
+    assert_eq!(group.on_input(suspected(1)), [], "the stop came first");
+    let mut group = lingering();
+    let _ = group.on_input(exited(102, DONE));
+    assert_eq!(group.on_input(suspected(2)), [], "it has ended");
 }
 
 #[test]
@@ -350,6 +367,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => Just(Input::Fenced),
         1 => (0..4_u32, any::<bool>()).prop_map(|(rank, reaps)| expired(rank, 100, reaps.then_some(Signal::KILL))),
         1 => (0..4_u32).prop_map(hung),
+        1 => (0..4_u32).prop_map(|rank| Input::Suspected(who_hangs(rank).into())),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
         2 => Just(swept()),
     ]
