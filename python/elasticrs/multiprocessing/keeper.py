@@ -53,7 +53,11 @@ _LOOK = 0.005
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+IMPORT_NO_MORE = int(signal.SIGRTMIN) + 13
+"""Ends a keeper that imports, with what its imports have started; any other reads what the program says."""
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)
 
 
 def word(linger: float) -> bytes:
@@ -110,7 +114,7 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
     lead_session()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.set_wakeup_fd(-1)
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _IGNORED}
+    handlers: dict[int, Any] = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _IGNORED}
     children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     handlers[signal.SIGCHLD] = children
     try:
@@ -156,7 +160,7 @@ def lead_session() -> None:
 def _be_worker(
     worker: WorkerPlan,
     unused: set[int],
-    handlers: dict[signal.Signals, Any],
+    handlers: dict[int, Any],
     gate: int,
     ready: int,
 ) -> None:

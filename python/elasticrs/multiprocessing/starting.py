@@ -321,14 +321,14 @@ class Kept(FunctionStart):
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.word(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # It may import for long yet. Workers that it has die with it, and have not begun.
+            # It may import for long yet. No SIGKILL: it has to collect the workers that it may have.
             with suppress(ProcessLookupError):
                 if self._keeper_pidfd != -1:
-                    signal.pidfd_send_signal(self._keeper_pidfd, signal.SIGKILL)
+                    signal.pidfd_send_signal(self._keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
-                    os.kill(self._keeper, signal.SIGKILL)
+                    os.kill(self._keeper, keeper.IMPORT_NO_MORE)
                 # What the imports have started; not there before it leads a session.
-                os.killpg(self._keeper, signal.SIGKILL)
+                os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
 
     def finish(self) -> None:
         """Wait for the end of the keeper, and close everything. Idempotent."""
