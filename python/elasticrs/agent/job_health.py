@@ -100,7 +100,7 @@ class HealthObserver(Observer):
         if isinstance(event, (_core.GroupEnded, _core.StartFailed)):
             self._native.files_ended()
         if isinstance(event, _core.GroupStarted):
-            self._on_started(event, result)
+            self._on_started(result)
         elif isinstance(event, _core.FailureSeen):
             self._on_failure(event)
         elif isinstance(event, _core.TimerExpired) and event.signal is not None:
@@ -136,7 +136,7 @@ class HealthObserver(Observer):
             self._native.enter("hung")
             self._native.was_hung(max(0.0, seconds))
 
-    def _on_started(self, event: _core.GroupStarted, result: JobResult) -> None:
+    def _on_started(self, result: JobResult) -> None:
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
@@ -144,7 +144,7 @@ class HealthObserver(Observer):
         self._paused.clear()
         self._is_hang_counted = False
         if self._failed_ns is not None:
-            self._native.recovered((event.started_ns - self._failed_ns) / 1e9)
+            self._native.recovered((self._attempt.stamps["started"] - self._failed_ns) / 1e9)
             self._failed_ns = None
         self._native.enter("productive")
         self._state = "HEALTHY"

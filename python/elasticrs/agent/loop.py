@@ -397,11 +397,12 @@ class Agent:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self._result.attempts[-1]
-        attempt.stamps["started"] = event.started_ns
+        # A group that begins empty gets its workers later.
+        attempt.stamps["started"] = started_ns = event.started_ns if event.pids else time.monotonic_ns()
         attempt.oom_kills = oom_kills(attempt.pids)
         self._events.append(machine.Started())
         if self._failure_ns is not None:
-            span = texts.milliseconds(event.started_ns - self._failure_ns)
+            span = texts.milliseconds(started_ns - self._failure_ns)
             self._console.say(f"attempt {attempt.name} runs, {span} after the failure was seen")
             self._failure_ns = None
         self._observers.seen(event, self._result)
