@@ -999,6 +999,24 @@ def raise_descriptor_limit() -> int:
         The soft limit that holds now.
     """
 
+def order_stop_signals() -> None:
+    """Keep the handlers of SIGTSTP and SIGCONT from interrupting each other: each hears of them in the order
+    in which they came. Holds until one of them gets another handler.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+
+def stop_unless_continued() -> None:
+    """Stop this process, as with SIGSTOP, and return when it goes on.
+
+    The calling thread has to block SIGTSTP and to have sent one to itself: a SIGCONT that came after that
+    counts, also when it came before this call, and the process goes on at once.
+
+    Raises:
+        OSError: no memory, or too many processes.
+    """
+
 def kernel_features() -> dict[str, bool]:
     """What the running kernel offers: ``close_range``, ``pidfd_group_signal``, ``memfd_exec``,
     ``proc_children``.

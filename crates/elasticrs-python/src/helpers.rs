@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use elasticrs_core::clock::Stamp;
 use elasticrs_core::sys::features::Features;
 use elasticrs_core::timer::pages::HeartbeatPage;
-use elasticrs_core::{limits, logs};
+use elasticrs_core::{limits, logs, sys};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -37,6 +37,16 @@ pub fn heartbeat_page() -> PyResult<(i32, String)> {
     let made = HeartbeatPage::new(Stamp::now().0).and_then(HeartbeatPage::hand_out);
     let (descriptor, name) = made.map_err(|error| os_error(&error, "could not make a page for heartbeats"))?;
     Ok((descriptor.into_raw_fd(), name))
+}
+
+#[pyfunction]
+pub fn stop_unless_continued() -> PyResult<()> {
+    sys::stop::stop_unless_continued().map_err(|errno| os_error(&errno.into(), "stop"))
+}
+
+#[pyfunction]
+pub fn order_stop_signals() -> PyResult<()> {
+    sys::stop::order_signals().map_err(|errno| os_error(&errno.into(), "order signals"))
 }
 
 #[pyfunction]

@@ -51,6 +51,7 @@ class EventRecorder(Observer):
         self._plan: Plan | None = None
         self._restarts = 0
         self._watches = False
+        self._hung: _core.WorkerHung | None = None
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
         """Of nothing yet."""
@@ -151,9 +152,16 @@ class EventRecorder(Observer):
         if isinstance(event, _core.TimerExpired):
             self._record_expired(event)
         elif isinstance(event, _core.WorkerHung):
-            self._record_hung(event, result.attempts[-1])
+            # Whether it was found here, or named by another node, the next event of it tells.
+            self._hung = event
+        elif isinstance(event, (_core.FailureSeen, _core.WorkerExited)):
+            self._record_hung(event.local_rank, result.attempts[-1])
 
-    def _record_hung(self, event: _core.WorkerHung, attempt: Attempt) -> None:
+    def _record_hung(self, local_rank: int, attempt: Attempt) -> None:
+        event = self._hung
+        if event is None or event.local_rank != local_rank:
+            return
+        self._hung = None
         claim: dict[str, object] = {
             "worker_pid": str(event.pid),
             "message": attempt.why_expired(event.local_rank),

@@ -21,7 +21,6 @@ from elasticrs.agent.console import Console
 from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
-from elasticrs.agent.signals import SignalPipe, stop_this_process
 from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.observer import Observer
+    from elasticrs.agent.signals import SignalPipe
     from elasticrs.agent.sleepers import Sleepers
     from elasticrs.config import JobConfig
     from elasticrs.workers import Leftovers, Workers
@@ -353,9 +353,11 @@ class Agent:
             self._observers.seen(event, self._result)
 
     def _take_signals(self, supervisor: _core.Supervisor | None) -> None:
-        for signum in self._signals.take() if self._signals is not None else ():
+        if self._signals is None:
+            return
+        for signum in self._signals.take():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
-                suspend(supervisor)
+                suspend(supervisor, self._signals)
             elif not self._is_echo(signum):
                 self._events.append(machine.SignalReceived(signum))
 
@@ -497,17 +499,20 @@ class Agent:
         return f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
 
 
-def suspend(supervisor: _core.Supervisor | None) -> None:
+def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
     """Control-Z: the workers are not in the terminal's process group, so they are stopped from here.
 
     Args:
         supervisor: of the workers, if there are any.
+        signals: where the SIGTSTP was taken from.
     """
     if supervisor is not None:
         supervisor.suspend()
-    stop_this_process()
-    if supervisor is not None:
-        supervisor.resume()
+    try:
+        signals.stop_this_process()
+    finally:
+        if supervisor is not None:
+            supervisor.resume()
 
 
 _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {

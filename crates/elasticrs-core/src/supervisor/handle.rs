@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use nix::sys::signal::SigSet;
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
 use super::event::Heartbeat;
@@ -203,10 +204,10 @@ impl Supervisor {
         let thread = {
             let (queue, logs, nursery_pid) = (Arc::clone(&queue), Arc::clone(&logs), Arc::clone(&nursery_pid));
             let shared = Shared { queue, logs, nursery_pid, fence: fence.clone(), counters: counters.clone() };
-            std::thread::Builder::new()
-                .name("elasticrs".into())
-                .stack_size(512 * 1024)
-                .spawn(move || task::run(config, inbox, shared, &ready))?
+            std::thread::Builder::new().name("elasticrs".into()).stack_size(512 * 1024).spawn(move || {
+                leave_signals_to_others();
+                task::run(config, inbox, shared, &ready);
+            })?
         };
         match started.recv() {
             Ok(Ok(())) => {}
@@ -460,4 +461,9 @@ impl Drop for Supervisor {
             std::mem::forget(Arc::clone(&self.logs));
         }
     }
+}
+
+/// Python's handlers belong to its own threads.
+fn leave_signals_to_others() {
+    SigSet::all().thread_block().expect("the arguments are constants, and there is no other error");
 }

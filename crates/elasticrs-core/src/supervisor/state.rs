@@ -296,10 +296,12 @@ impl Group {
         let Some(member) = self.members.iter_mut().find(|m| m.pid == pid && !m.ended) else {
             return;
         };
-        if stopping {
+        if suspended {
+            // Stopped by us; all go on together.
+        } else if stopping {
             // The stop signal may have been sent before this; a stopped process never sees it.
             effects.push(Effect::Signal { pid, signal: Signal::CONT });
-        } else if !suspended && member.pause == Pause::Running {
+        } else if member.pause == Pause::Running {
             member.pause = Pause::Noticed(signal);
             effects.push(Effect::Arm(Timer::Paused(member.local_rank), PAUSE_IS_TOLD_AFTER));
         }
@@ -538,6 +540,11 @@ impl Group {
 
     fn tell_end(&mut self, swept: Swept, effects: &mut Vec<Effect>) {
         self.phase = Phase::Ended;
+        if self.suspended {
+            // Nobody is left to go on, but the deadlines are those of the next group as well.
+            self.suspended = false;
+            effects.push(Effect::Thaw);
+        }
         let stuck_workers = self.members.iter().filter(|m| !m.ended).map(|m| (m.local_rank, m.pid)).collect();
         let (outcome, nursery) = (self.outcome, self.nursery);
         effects.push(Effect::TellEnd(End { outcome, nursery, stuck_workers, swept }));

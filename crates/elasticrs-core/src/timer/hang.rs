@@ -8,7 +8,8 @@
 //!   [`Watch::look`], which comes at least every [`LOOK_EVERY`];
 //! - **HANG-3** the next look is no later than the first moment at which a rank can be hung by the limits of steps, but
 //!   for [`LEAST_WAIT`], which keeps a limit of nearly nothing from occupying the caller;
-//! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all.
+//! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all;
+//! - **HANG-5** nobody is blamed by what was seen while the group was suspended: it is looked at again.
 
 use std::time::Duration;
 
@@ -155,12 +156,20 @@ pub struct Watch {
     credits: Vec<Credit>,
     looked: u64,
     frozen_at: Option<u64>,
+    thawed: u64,
 }
 
 impl Watch {
     /// A group of so many ranks, which runs since `started`.
     pub fn new(limits: Limits, ranks: usize, started: u64) -> Self {
-        Self { limits, started, credits: vec![Credit::default(); ranks + 1], looked: started, frozen_at: None }
+        Self {
+            limits,
+            started,
+            credits: vec![Credit::default(); ranks + 1],
+            looked: started,
+            frozen_at: None,
+            thawed: started,
+        }
     }
 
     /// The group is suspended from now on.
@@ -172,8 +181,14 @@ impl Watch {
     pub fn thaw(&mut self, now: u64, seen: &[Seen], line: Option<u64>) {
         if let Some(since) = self.frozen_at.take() {
             self.forgive(now.saturating_sub(since), now, seen, line);
-            self.looked = now;
+            (self.looked, self.thawed) = (now, now);
         }
+    }
+
+    /// Whether what was seen of the processes after a look at `looked` says who hangs. It does not if the group was
+    /// suspended since: all of them stood still, and it was us who stopped them.
+    pub fn holds(&self, looked: u64) -> bool {
+        self.frozen_at.is_none() && self.thawed <= looked
     }
 
     /// Judges. `line` is when the last line of any rank came.

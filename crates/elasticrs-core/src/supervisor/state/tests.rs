@@ -186,6 +186,28 @@ fn a_suspended_group_is_not_told_as_paused() {
 }
 
 #[test]
+fn the_end_of_a_suspended_group_does_not_leave_time_standing_still() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Stop(KILL));
+    assert_eq!(group.on_input(Input::Suspend)[0], Effect::Freeze);
+    for pid in PIDS {
+        let _ = group.on_input(exited(pid, FAILED));
+    }
+    let effects = group.on_input(swept());
+    assert!(matches!(effects[..], [Effect::Thaw, Effect::TellEnd(_)]), "{effects:?}");
+    assert_eq!(group.on_input(Input::Resume), [], "it comes too late to do that");
+}
+
+#[test]
+fn a_suspended_group_that_is_being_stopped_goes_on_when_it_is_resumed() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Stop(TERM_30));
+    let _ = group.on_input(Input::Suspend);
+    assert_eq!(group.on_input(Input::Paused { pid: 100, signal: 19 }), []);
+    assert_eq!(signals(&group.on_input(Input::Resume)), PIDS.map(|pid| (pid, Signal::CONT)));
+}
+
+#[test]
 fn the_loss_of_the_nursery_ends_the_group_once() {
     let mut group = lingering();
     let exit = WorkerExit::Signaled { signal: 9, core_dumped: false };
@@ -382,6 +404,7 @@ struct Seen {
     any_failed_exit: bool,
     armed: BTreeSet<Timer>,
     owed_sweeps: u32,
+    is_frozen: bool,
 }
 
 impl Seen {
@@ -394,7 +417,10 @@ impl Seen {
                     self.any_failed_exit |= !exit.is_success();
                 }
                 Effect::TellFailure { .. } => self.failures += 1,
-                Effect::TellEnd(end) => self.ends.push(end.outcome),
+                Effect::TellEnd(end) => {
+                    prop_assert!(!self.is_frozen, "the deadlines of the next group would stand still");
+                    self.ends.push(end.outcome);
+                }
                 Effect::Arm(timer, _) | Effect::Hasten(timer, _) => {
                     self.armed.insert(*timer);
                 }
@@ -402,11 +428,14 @@ impl Seen {
                     self.armed.remove(timer);
                 }
                 Effect::Sweep { .. } => self.owed_sweeps += 1,
-                Effect::Signal { .. }
-                | Effect::SignalProcess { .. }
-                | Effect::Freeze
-                | Effect::Thaw
-                | Effect::Tell(_) => {}
+                Effect::Freeze | Effect::Thaw => {
+                    self.is_frozen = !self.is_frozen;
+                    prop_assert_eq!(self.is_frozen, *effect == Effect::Freeze, "they take turns");
+                }
+                Effect::Signal { signal: Signal::CONT, .. } => {
+                    prop_assert!(!self.is_frozen || effects.contains(&Effect::Thaw), "nobody goes on alone");
+                }
+                Effect::Signal { .. } | Effect::SignalProcess { .. } | Effect::Tell(_) => {}
             }
         }
         Ok(())

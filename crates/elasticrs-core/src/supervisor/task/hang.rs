@@ -142,6 +142,7 @@ impl Task {
         if let Some(watch) = &mut self.hangs.watch {
             watch.thaw(now.0, &seen, line.map(|at| at.0));
         }
+        self.look();
     }
 
     /// Judges, and sets the time of the next look.
@@ -247,19 +248,26 @@ impl Task {
     fn follow_up(&mut self, then: Then, found: &[Found]) {
         match then {
             Then::Input(input) => self.input(input),
+            Then::Hung(look) if !self.holds(&look) => self.look(),
             Then::Hung(look) => {
                 if let Some(hung) = self.verdict(&look, found, blame).filter(|_| self.anyone_is_due(&look)) {
                     self.input(Input::Hung(hung.into()));
                 }
             }
             Then::Stop(policy, elsewhere, look) => {
-                if let Some(hung) = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere)) {
+                let hung = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere));
+                if let Some(hung) = hung.filter(|_| self.holds(&look)) {
                     let is_due = self.anyone_is_due(&look);
                     self.input(if is_due { Input::Hung(hung.into()) } else { Input::Suspected(hung.into()) });
                 }
                 self.input(Input::Stop(policy));
             }
         }
+    }
+
+    /// HANG-5
+    fn holds(&self, look: &Look) -> bool {
+        self.hangs.watch.as_ref().is_some_and(|watch| watch.holds(look.at.0))
     }
 
     /// Whoever was may have ended meanwhile.

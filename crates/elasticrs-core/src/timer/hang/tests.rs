@@ -98,6 +98,17 @@ fn a_stopped_agent_or_machine_makes_nobody_hung() {
 }
 
 #[test]
+fn what_was_seen_of_a_suspended_group_blames_nobody() {
+    let mut watch = Watch::new(fixed(10), 1, 0);
+    assert!(watch.holds(SECOND));
+    watch.freeze(2 * SECOND);
+    assert!(!watch.holds(SECOND), "HANG-5");
+    watch.thaw(3 * SECOND, &[Seen::Nothing], None);
+    assert!(!watch.holds(SECOND), "HANG-5");
+    assert!(watch.holds(3 * SECOND));
+}
+
+#[test]
 fn suspended_time_does_not_count() {
     let mut ranks = Watch::new(fixed(10), 1, 0);
     let seen = [beat(2)];
