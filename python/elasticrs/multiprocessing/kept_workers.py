@@ -48,7 +48,7 @@ class KeptWorkers(FunctionWorkers):
         self._kept: Kept | None = None
         self._attempt: Attempt | None = None
         self._pages: dict[int, int] = {}
-        self._are_started = self._is_ending = self._is_lingering = self._was_stopped = False
+        self._are_started = self._is_ending = self._has_succeeded = self._was_stopped = False
         self._why_not_started: str | None = None
         self._leftovers: Leftovers | None = None
 
@@ -56,7 +56,7 @@ class KeptWorkers(FunctionWorkers):
         """See the base class: has them started, to wait until they may begin; none is for the core."""
         self._values.clear()
         self._attempt = None
-        self._are_started = self._is_ending = self._is_lingering = self._was_stopped = False
+        self._are_started = self._is_ending = self._has_succeeded = self._was_stopped = False
         self._why_not_started = self._leftovers = None
         own = {rank: dict(environment) for rank, environment in environments.items()}
         if self._setup.job.hang_timeout is not None:
@@ -132,8 +132,7 @@ class KeptWorkers(FunctionWorkers):
 
     def stop(self) -> None:
         """See the base class: what is not there yet is not wanted, and what may go on for a while no more."""
-        if self._is_lingering or not self._are_started:
-            self._was_stopped = True
+        self._was_stopped = True
         if self._kept is not None and self._is_ending:
             self._kept.begin_end(keeper.AT_ONCE)
 
@@ -151,15 +150,17 @@ class KeptWorkers(FunctionWorkers):
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
-            linger = self._setup.job.linger if has_succeeded else keeper.AT_ONCE
+            # The core may have told of the end before it was told to stop.
+            may_linger = has_succeeded and not self._was_stopped
+            linger = self._setup.job.linger if may_linger else keeper.AT_ONCE
             kept.begin_end(keeper.LEAVE if linger is None else linger)
-            self._is_ending, self._is_lingering = True, has_succeeded
+            self._is_ending, self._has_succeeded = True, has_succeeded
             supervisor.watch_fd(kept.keeper_pidfd)
 
     def _finish(self, kept: Kept) -> None:
         self._kept = None
         kept.finish()
-        was_stopped = self._is_lingering and self._was_stopped
+        was_stopped = self._has_succeeded and self._was_stopped
         self._leftovers = Leftovers(kept.ended, kept.more_ended, was_stopped=was_stopped)
 
     @property
