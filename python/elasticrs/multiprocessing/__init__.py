@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elasticrs import lazy_submodule
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +38,8 @@ __all__ = [
     "start_processes",
     "to_map",
 ]
+
+_SUBMODULES = ("api", "errors", "redirects", "subprocess_handler", "tail_log")
 
 
 def start_processes(
@@ -107,4 +111,4 @@ def __getattr__(name: str) -> object:
         from elasticrs.multiprocessing import api
 
         return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazy_submodule(__name__, name, _SUBMODULES)
