@@ -127,7 +127,7 @@ def test_small_functions_are_torchs(namespace):
     with pytest.raises(RuntimeError, match='nnodes=1:2:3 is not in "MIN:MAX" format'):
         parse_min_max_nnodes("1:2:3")
     assert [determine_local_world_size(count) for count in ("3", " 3 ", "+3", 3)] == [3] * 4
-    assert determine_local_world_size("cpu") == os.cpu_count()
+    assert determine_local_world_size("cpu") == len(os.sched_getaffinity(0))
     static = namespace(rdzv_backend="static", rdzv_endpoint="", master_addr="host", master_port=7)
     assert get_rdzv_endpoint(static) == "host:7"
     assert get_rdzv_endpoint(namespace(rdzv_backend="c10d", rdzv_endpoint="a:1")) == "a:1"
