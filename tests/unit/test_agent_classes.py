@@ -98,6 +98,9 @@ def test_the_hooks_of_a_subclass_run_in_torchs_order(handler):
     group = agent.get_worker_group()
     assert [worker.id for worker in group.workers] == ["id0", "id1"]
     assert group.master_port == handler.agent_store.port
+    # As in torch: a subclass may use it, with one node too.
+    agent._store.set("key", "value")
+    assert group.store.get("key") == b"value"
 
 
 def test_a_subclass_fails_when_its_restarts_are_used_up(handler):

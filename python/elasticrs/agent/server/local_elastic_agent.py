@@ -514,9 +514,7 @@ class _Planner:
 
     def next(self, supervisor: _core.Supervisor) -> Plan:
         group, spec, handler = self._group, self._group.spec, self._handler
-        bootstrap = handler.next_served_by(supervisor).bootstrap_store_info
-        if bootstrap is None:
-            raise RendezvousError("the rendezvous gave no address for the workers' store")
+        bootstrap = handler.next_served_by(supervisor)
         plan = Plan(
             assign([NodeShare(spec.role, spec.local_world_size)], 0),
             spec.master_addr or bootstrap.master_addr,
@@ -526,6 +524,7 @@ class _Planner:
             # A port of the user's own is rank 0's to listen on.
             use_agent_store=handler.use_agent_store and spec.master_port is None,
         )
+        group.share(handler.open_shared_store)
         _update(group, plan)
         return plan
 

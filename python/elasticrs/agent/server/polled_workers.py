@@ -110,7 +110,7 @@ class PolledWorkers(Agent):
         with self._undisturbed():
             self._decisions.plan = plan
             self._forget()
-            action = machine.Start(len(self._result.attempts), restarts)
+            action = machine.Start(len(self._result.attempts) + 1, restarts)
             self._observers.acting(action, plan)
             self._start(supervisor, action)
             self._note_events()
