@@ -281,3 +281,9 @@ def test_torchruns_options_are_all_there_with_their_defaults():
         assert dest == "print_completion" or values[dest] == default or not (values[dest] or default), dest
         # What torch leaves empty has a value of its kind here.
         assert parse(["x"], {}).__dict__[dest] == expected or not (option.default or expected), dest
+
+
+def test_what_is_installed_can_be_patched_where_torch_has_it(monkeypatch):
+    monkeypatch.setattr("elasticrs.run.metadata.entry_points", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _get_logs_specs_class("mine")

@@ -30,7 +30,10 @@ from elasticrs.agent.server.api import (
     WorkerState,
 )
 from elasticrs.agent.server.health_check_server import HealthCheckServer as OurServer
-from elasticrs.agent.server.health_check_server import server_of_environment
+from elasticrs.agent.server.health_check_server import (
+    _AliveCallbackProxy,  # noqa: F401 -- here in torch
+    server_of_environment,
+)
 from elasticrs.agent.server.polled_workers import PolledWorkers
 from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.agent.signals import catch_signals, ignored_signals
