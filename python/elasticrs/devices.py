@@ -174,6 +174,9 @@ def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA
         index = _index(entry.strip(), uuids, found)
         if index is None:
             break
+        if index in found:
+            # CUDA shows nothing then.
+            return []
         found.append(index)
     return found
 
