@@ -362,4 +362,4 @@ with open("events.jsonl") as file:
     names = told(host(functions, main))
     watchdog = ["watchdog started", "timer expired", "kill worker process", "watchdog stopped"]
     assert [name for name in names if name in watchdog] == watchdog
-    assert names[-2:] == ["SUCCEEDED", "watchdog stopped"]
+    assert names[-3:] == ["watchdog stopped", "FAILED", "SUCCEEDED"]

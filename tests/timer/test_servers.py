@@ -15,7 +15,7 @@ import time
 import pytest
 from helpers import procs
 from helpers.procs import HANG
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticrs import timer
@@ -238,20 +238,23 @@ def test_strangers_junk_and_ended_processes(server, path, events, caplog):
     assert victim.wait(HANG) == -signal.SIGKILL
 
 
+RECORD = timer.FileTimerRequest(4, "junk", 5.0, 0).to_json()
 WEIRD = st.one_of(
     *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(10**400)),
     *(st.just(2**31), st.just(2**70), st.lists(st.integers(), max_size=2)),
 )
 JUNK = st.one_of(
     st.binary(max_size=60).map(lambda junk: junk.replace(b"\n", b"")),
-    st.fixed_dictionaries(
-        {"version": st.just(1) | WEIRD, "pid": WEIRD, "expiration_time": WEIRD, "signal": st.just(0) | WEIRD},
-        optional={"scope_id": st.just("junk") | WEIRD},
-    ).map(lambda fields: json.dumps(fields).encode()),
+    # A good record but for one field.
+    st.tuples(st.sampled_from(["version", "pid", "scope_id", "expiration_time", "signal"]), WEIRD).map(
+        lambda wrong: json.dumps({**json.loads(RECORD), wrong[0]: wrong[1]}).encode()
+    ),
 )
 
 
 @given(junk=st.lists(JUNK, min_size=1, max_size=8), together=st.booleans())
+@example(junk=[RECORD.replace("5.0", "1" + 400 * "0").encode()], together=True)
+@example(junk=[RECORD.replace("4", str(2**31)).encode()], together=True)
 def test_no_junk_takes_a_record_with_it(path_factory, junk, together):
     server = timer.FileTimerServer(path_factory(), "run")
     good = [timer.FileTimerRequest(4, f"good {number}", -1.0, 0) for number in range(len(junk))]

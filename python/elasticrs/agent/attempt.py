@@ -121,7 +121,7 @@ class Attempt:
             return timer_expired(event)
         from elasticrs.agent.hangs import hung
 
-        return hung(event, self.global_ranks())
+        return hung(event, self.global_ranks(), was_found_here=self.first_failure is not None)
 
     def global_ranks(self) -> dict[int, int]:
         """By local rank."""
