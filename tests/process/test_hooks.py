@@ -160,6 +160,18 @@ tell(*found)
     assert told(host("", main)) == [{"0": "mine"}, "not today", {"0": None, "1": None}]
 
 
+def test_a_program_that_is_not_there_is_torchs_error_in_its_loop_too(host):
+    main = """
+try:
+    agent(spec(handler(), "/no/such"), Hooked).run()
+except FileNotFoundError as error:
+    tell(isinstance(error, RuntimeError), str(error))
+"""
+    is_ours, text = told(host("", main))
+    assert is_ours
+    assert "`/no/such`" in text
+
+
 def test_ids_that_are_not_ours_are_an_error(host):
     functions = """
 class Confused(LocalElasticAgent):

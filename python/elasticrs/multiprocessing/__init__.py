@@ -72,7 +72,8 @@ def start_processes(
         duplicate_stderr_filters: the same for standard error.
 
     Raises:
-        RuntimeError: local ranks do not match, or the processes could not be started.
+        RuntimeError: local ranks do not match, or the processes could not be started; also a
+            ``FileNotFoundError`` or ``PermissionError`` for a program that is not there or may not be run.
         ValueError: no such start method.
     """
     from elasticrs.multiprocessing import api, group

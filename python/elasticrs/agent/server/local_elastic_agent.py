@@ -45,6 +45,7 @@ from elasticrs.events.hostname import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.binding import cpus_of_options
+from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, WorkerRanks, assign
@@ -157,7 +158,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         Raises:
             SignalException: a signal asked to stop; the workers are stopped.
             RendezvousError: the rendezvous failed, or is closed.
-            RuntimeError: the workers could not be started.
+            RuntimeError: the workers could not be started; for a program that is not there or may not be run
+                also a ``FileNotFoundError`` or ``PermissionError``.
             ValueError: the machine's limits do not allow that many.
         """
         self._setup_healthcheck()
@@ -381,7 +383,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 from elasticrs.rendezvous.elastic.handler import error_of
 
                 raise error_of(outcome)
-            raise RuntimeError(result.message or "the workers could not be started")
+            raise not_started(result.message or "the workers could not be started", result.start_errno)
         return RunResult(WorkerState.FAILED, failures=failed)
 
     # --- torch's hooks, for the loop that looks ---

@@ -20,6 +20,7 @@ from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.loop import _TRANSLATORS, Agent, suspend
 from elasticrs.multiprocessing.api import RunProcsResult
+from elasticrs.multiprocessing.not_started import not_started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -122,7 +123,8 @@ class PolledWorkers(Agent):
         while not self._has_started:
             if self._ended is not None:
                 self._decisions.release_plan()
-                raise RuntimeError(self._result.message or "the workers could not be started")
+                text = self._result.message or "the workers could not be started"
+                raise not_started(text, self._result.start_errno)
             self._pump(None)
         return self.pids()
 
