@@ -256,7 +256,7 @@ DEAF = """
         sys.exit(7)
     def patient(*_):
         os.write(1, b"TOLD\\n")
-        time.sleep(10)
+        signal.sigtimedwait({signal.SIGUSR1}, 10)
         os.write(1, b"STILL HERE\\n")
         os._exit(0)
     signal.signal(signal.SIGTERM, patient)

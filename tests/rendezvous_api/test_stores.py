@@ -4,11 +4,12 @@ import os
 import tempfile
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import metadata
 
 import pytest
-from helpers import ports
+from helpers import ports, procs
 
 from elasticrs.rendezvous import (
     RendezvousConnectionError,
@@ -46,6 +47,19 @@ def test_a_file_holds_keys_and_values(store):
     assert (store.num_keys(), store.delete_key("n"), store.delete_key("n")) == (2, True, False)
     with pytest.raises(DistStoreError, match="wait timeout after 50ms, keys: x, y"):
         store.wait(["x", "y"])
+
+
+def test_a_barrier_of_a_file_holds_until_all_have_come(store):
+    other = FileStore(store.path)
+    store.set_timeout(timedelta(seconds=procs.HANG))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(store.barrier, "b", 2)
+        other.set_timeout(timedelta(seconds=procs.HANG))
+        other.wait(["b/come"])
+        other.barrier("b", 2)
+        first.result(procs.HANG)
+    with pytest.raises(DistStoreError, match="barrier timeout after 10ms, key: c"):
+        store.barrier("c", 2, timedelta(milliseconds=10))
 
 
 def test_only_what_is_expected_is_replaced(store):

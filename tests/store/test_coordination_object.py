@@ -88,6 +88,8 @@ def test_torch_returns_the_same(pair):
         "made = {'world_size': None, 'timeout': datetime.timedelta(seconds=300)}\n"
         "store = dist.TCPStore('127.0.0.1', 0, is_master=True, **made)\n"
         "print(everything(store, dist.TCPStore('127.0.0.1', store.port, **made)))\n"
+        "from elasticrs.store import Store\n"
+        "assert not [name for name in dir(dist.Store) if name[0] != '_' and not hasattr(Store, name)]\n"
     )
     command = [sys.executable, "-c", script]
     torch = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -6,6 +6,7 @@ import datetime
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
+from elasticrs.store.barrier import meet
 from elasticrs.store.requests import LaterRequests, LostError, Requests
 
 if TYPE_CHECKING:
@@ -280,16 +281,7 @@ class Store:
         Raises:
             DistStoreError: not all came in time.
         """
-        come = self.add(f"{key}/come", 1)
-        passed = f"{key}/passed/{(come - 1) // world_size}"
-        if come % world_size == 0:
-            self.set(passed, b"")
-        span = self._timeout if timeout is None else timeout
-        try:
-            self.wait([passed], span)
-        except DistStoreError:
-            milliseconds = round(span.total_seconds() * 1000)
-            raise DistStoreError(f"barrier timeout after {milliseconds}ms, key: {key}") from None
+        meet(self, key, world_size, timeout)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; whether it was there."""
