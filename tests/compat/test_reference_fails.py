@@ -248,7 +248,7 @@ def test_a_record_about_somebody_else_is_refused(start, worker_script):
 
 
 DEAF = """
-    import os, signal, sys, time
+    import os, signal, sys
     if os.environ["RANK"] == "1":
         # When the other one is deaf.
         sys.stdin = open(sys.argv[1])
