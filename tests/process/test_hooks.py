@@ -310,6 +310,8 @@ mine = registry.get_rendezvous_handler(
     Parameters("c10d", sys.argv[2], "job", 2, 2, is_host=sys.argv[1] == "0")
 )
 result = agent(spec(mine, work), exit_barrier_timeout=20).run()
+# Its thread of heartbeats, in the middle of a call at the end of the interpreter, would abort the process.
+mine.shutdown()
 tell(result.state.value, result.return_values)
 """
     started = [host(TORCHS, main, node) for node in (0, 1)]
