@@ -311,8 +311,6 @@ mine = registry.get_rendezvous_handler(
     Parameters("c10d", sys.argv[2], "job", 2, 2, is_host=sys.argv[1] == "0")
 )
 result = agent(spec(mine, work), exit_barrier_timeout=20).run()
-# Its thread of heartbeats, in the middle of a call at the end of the interpreter, would abort the process.
-mine.shutdown()
 tell(result.state.value, result.return_values)
 # At times torch's store ends an interpreter that ends with "terminate called without an active exception".
 sys.stdout.flush()
