@@ -285,20 +285,28 @@ print(json.dumps([[rank, value] for rank, value in values.items()]))
     assert found == [[0, None], [1, None], [2, None]]
 
 
-@pytest.mark.parametrize("program", ["/no/such/program", "no-such-program"])
-def test_a_program_that_is_not_there_is_an_error(tmp_path, program):
+@pytest.mark.parametrize(
+    ("program", "kind", "why"),
+    [
+        ("/no/such/program", "FileNotFoundError", "No such file or directory"),
+        ("no-such-program", "FileNotFoundError", "No such file or directory"),
+        ("/etc", "PermissionError", "Permission denied"),
+    ],
+)
+def test_a_program_that_cannot_be_run_is_an_error_and_torchs(tmp_path, program, kind, why):
     text, _ = host(
         tmp_path,
         "",
         f"""
 try:
     launch({program!r}, restarts=3)
-except RuntimeError as error:
+except {kind} as error:
+    assert isinstance(error, RuntimeError) and error.strerror is None and error.errno
     print(json.dumps(str(error)))
 """,
     )
-    assert program in text
-    assert "No such file or directory" in text
+    assert f"`{program}`" in text
+    assert why in text
 
 
 def test_a_temporary_directory_without_files_is_removed(tmp_path):

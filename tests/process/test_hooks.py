@@ -116,7 +116,8 @@ tell(result.state.value, result.return_values, CALLS, made._remaining_restarts)
 """
     state, values, calls, left = told(host(FAILS_ONCE, main))
     assert (state, left) == ("SUCCEEDED", 0)
-    assert values == {"0": [0, True, 1], "1": [10, True, 1]}
+    # Rounds are counted from 1, as where the agent waits for events.
+    assert values == {"0": [0, True, 2], "1": [10, True, 2]}
     begin = ["initialize_workers", "rendezvous", "assign_worker_ranks", "start_workers"]
     again = ["restart_workers", "stop_workers", "shutdown", *begin]
     assert calls == ["invoke_run", *begin, *again, "exit_barrier", "shutdown"]
@@ -159,6 +160,18 @@ tell(*found)
     assert told(host("", main)) == [{"0": "mine"}, "not today", {"0": None, "1": None}]
 
 
+def test_a_program_that_is_not_there_is_torchs_error_in_its_loop_too(host):
+    main = """
+try:
+    agent(spec(handler(), "/no/such"), Hooked).run()
+except FileNotFoundError as error:
+    tell(isinstance(error, RuntimeError), str(error))
+"""
+    is_ours, text = told(host("", main))
+    assert is_ours
+    assert "`/no/such`" in text
+
+
 def test_ids_that_are_not_ours_are_an_error(host):
     functions = """
 class Confused(LocalElasticAgent):
@@ -194,6 +207,29 @@ except SignalException as error:
     started.signal(signal.SIGTERM)
     assert told(started) == ["SIGTERM", True, "shutdown"]
     assert "PASSED ON" in started.stdout
+
+
+def test_a_node_by_itself_has_a_store_as_well(host):
+    functions = """
+class Sharing(LocalElasticAgent):
+    def _initialize_workers(self, group):
+        super(Sharing, self)._initialize_workers(group)
+        self._store.set("told", group.store.timeout.total_seconds() and "here")
+"""
+    main = """
+mine = agent(spec(handler(), "true"), Sharing)
+mine.run()
+found = [mine._store.get("told").decode(), mine.get_worker_group().store.get("told").decode()]
+mine._worker_group.spec.rdzv_handler.shutdown()
+# Nobody looks at it while this one runs.
+other = agent(spec(handler(), "true"))
+other.run()
+other._store.set("told", "later")
+found.append(other.get_worker_group().store.get("told").decode())
+other._worker_group.spec.rdzv_handler.shutdown()
+tell(*found)
+"""
+    assert told(host(functions, main)) == ["here", "here", "later"]
 
 
 def test_two_nodes_meet_by_a_handler_of_the_users_own(host):

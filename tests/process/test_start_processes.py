@@ -1,5 +1,6 @@
 """Programs and functions that a program starts by itself, without an agent."""
 
+import errno
 import io
 import os
 import signal
@@ -62,8 +63,13 @@ def test_a_failed_program_stops_the_others_which_are_named(tmp_path):
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RuntimeError, match="no-such-program"):
+    with pytest.raises(RuntimeError, match="no-such-program") as raised:
         start(tmp_path, "no-such-program")
+    # As in torch.
+    assert isinstance(raised.value, FileNotFoundError)
+    assert raised.value.errno == errno.ENOENT
+    with pytest.raises(PermissionError):
+        start(tmp_path, "/etc")
 
 
 def test_the_handlers_are_like_popen(tmp_path):

@@ -54,6 +54,7 @@ class JobResult:
         exit_code: of the launcher.
         signum: the signal that ended it, if one did.
         message: the reason of a failure that is not a worker's.
+        start_errno: the system's error for which the last attempt could not be started.
         first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
         clock: of the store in which the nodes met.
         attempts: all of them, the last one last.
@@ -69,6 +70,7 @@ class JobResult:
         "phase",
         "return_values",
         "signum",
+        "start_errno",
     )
 
     def __init__(self) -> None:
@@ -76,6 +78,7 @@ class JobResult:
         self.exit_code = 1
         self.signum: int | None = None
         self.message: str | None = None
+        self.start_errno: int | None = None
         self.first_cause: dict[str, Any] | None = None
         self.clock = Clock()
         self.attempts: list[Attempt] = []
@@ -270,6 +273,7 @@ class Agent:
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
         attempt = Attempt(action.round, action.restarts, plan, name)
         self._result.attempts.append(attempt)
+        self._result.start_errno = None
         self._decisions.observe(attempt)
         try:
             group = self._workers.prepare(supervisor, attempt)
@@ -384,7 +388,7 @@ class Agent:
 
     def _on_start_failed(self, supervisor: _core.Supervisor, event: _core.StartFailed) -> None:
         self._workers.ended(supervisor, self._result.attempts[-1])
-        self._result.message = event.message
+        self._result.message, self._result.start_errno = event.message, event.errno
         self._events.append(machine.StartFailed(event.message, event.errno in _TRANSIENT))
 
     def _on_failure(self, _supervisor: _core.Supervisor, event: _core.FailureSeen) -> None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
+from elasticrs.multiprocessing.not_started import not_started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -107,7 +108,7 @@ class ProcessGroup:
         self.end: _core.GroupEnded | None = None
         self._is_started = False
         self._trouble: list[str] = []
-        self._failure: str | None = None
+        self._failure: _core.StartFailed | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._supervisor: _core.Supervisor | None = _core.Supervisor()
@@ -136,7 +137,8 @@ class ProcessGroup:
         supervisor.start(_core.GroupSpec(specs, on_failure=policy))
         self.wait_until(lambda: self._is_started or self._failure is not None or self.end is not None)
         if self._failure is not None:
-            raise RuntimeError(f"the processes could not be started: {self._failure}")
+            text = f"the processes could not be started: {self._failure.message}"
+            raise not_started(text, self._failure.errno)
 
     def adopt(
         self, pids: dict[int, int], statuses: Sequence[int], streams: Sequence[_core.LogStream] = ()
@@ -246,7 +248,7 @@ class ProcessGroup:
             self.pids.update(enumerate(event.pids))
             self._is_started = True
         elif isinstance(event, _core.StartFailed):
-            self._failure = event.message
+            self._failure = event
         elif isinstance(event, _core.FailureSeen):
             self.first_failure = event.local_rank
         elif isinstance(event, _core.WorkerExited):

@@ -20,6 +20,7 @@ from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.loop import _TRANSLATORS, Agent, suspend
 from elasticrs.multiprocessing.api import RunProcsResult
+from elasticrs.multiprocessing.not_started import not_started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,14 +116,15 @@ class PolledWorkers(Agent):
         with self._undisturbed():
             self._decisions.plan = plan
             self._forget()
-            action = machine.Start(len(self._result.attempts), restarts)
+            action = machine.Start(len(self._result.attempts) + 1, restarts)
             self._observers.acting(action, plan)
             self._start(supervisor, action)
             self._note_events()
         while not self._has_started:
             if self._ended is not None:
                 self._decisions.release_plan()
-                raise RuntimeError(self._result.message or "the workers could not be started")
+                text = self._result.message or "the workers could not be started"
+                raise not_started(text, self._result.start_errno)
             self._pump(None)
         return self.pids()
 
