@@ -82,12 +82,12 @@ def host(launch, tmp_path):
     """Starts a program with an agent."""
     port = ports.free()
 
-    def start(functions, main, node=0, env=None):
+    def start(functions, main, node=0, env=None, more=()):
         program = tmp_path / f"host{node}.py"
         indented = "\n".join("    " + line for line in main.strip().splitlines())
         text = HOST.replace("{functions}", functions.strip()).replace("{main}", indented)
         program.write_text(text, encoding="utf-8")
-        return launch(program, str(node), f"127.0.0.1:{port}", argv=[sys.executable], env=env)
+        return launch(program, str(node), f"127.0.0.1:{port}", *more, argv=[sys.executable], env=env)
 
     return start
 
@@ -339,3 +339,43 @@ with open("events.jsonl") as file:
     watchdog = ["watchdog started", "timer expired", "kill worker process", "watchdog stopped"]
     assert [name for name in names if name in watchdog] == watchdog
     assert names[-2:] == ["SUCCEEDED", "watchdog stopped"]
+
+
+FAILS_TO_START = """
+class Specs(DefaultLogsSpecs):
+    def reify(self, envs):
+        if envs[0]["TORCHELASTIC_RESTART_COUNT"] == sys.argv[3]:
+            if sys.argv[4] == "signalled":
+                signal.raise_signal(signal.SIGTERM)
+            raise KeyError("mine")
+        return super().reify(envs)
+"""
+
+RUN_AND_FAIL_TO_START = """
+made = Hooked(spec(handler(), "false", nproc=1, restarts=1), Specs(os.environ["TMPDIR"] + "/logs"))
+try:
+    made.run()
+except (KeyError, SignalException) as error:
+    tell(type(error).__name__, type(error.__context__).__name__, CALLS[-1])
+"""
+
+
+@pytest.mark.parametrize("attempt", ["0", "1"])
+def test_an_error_before_a_start_ends_the_agent(host, attempt):
+    started = host(FAILS_TO_START, RUN_AND_FAIL_TO_START, more=[attempt, "left alone"])
+    assert told(started) == ["KeyError", "NoneType", "shutdown"]
+
+
+def test_a_signal_before_a_start_that_fails_is_heard(host):
+    started = host(FAILS_TO_START, RUN_AND_FAIL_TO_START, more=["0", "signalled"])
+    assert told(started) == ["SignalException", "KeyError", "shutdown"]
+
+
+def test_a_function_that_cannot_be_sent_ends_the_agent(host):
+    main = """
+try:
+    agent(spec(handler(), lambda: 1), Hooked).run()
+except Exception as error:
+    tell(type(error).__name__, CALLS[-1])
+"""
+    assert told(host("", main)) == ["PicklingError", "shutdown"]

@@ -110,16 +110,25 @@ class PolledWorkers(Agent):
         with self._undisturbed():
             self._decisions.plan = plan
             self._forget()
-            action = machine.Start(len(self._result.attempts), restarts)
-            self._observers.acting(action, plan)
-            self._start(supervisor, action)
-            self._note_events()
+            self._begin(supervisor, plan, restarts)
         while not self._has_started:
             if self._ended is not None:
                 self._decisions.release_plan()
                 raise RuntimeError(self._result.message or "the workers could not be started")
             self._pump(None)
         return self.pids()
+
+    def _begin(self, supervisor: _core.Supervisor, plan: Plan, restarts: int) -> None:
+        action = machine.Start(len(self._result.attempts), restarts)
+        try:
+            self._observers.acting(action, plan)
+            self._start(supervisor, action)
+        except BaseException:
+            # No event will tell of an end.
+            self._ended = machine.GroupEnded("failed")
+            self._decisions.release_plan()
+            raise
+        self._note_events()
 
     def pids(self) -> dict[int, int]:
         """Of the present workers, by local rank."""
@@ -225,6 +234,10 @@ class PolledWorkers(Agent):
             yield
         finally:
             self._is_taking = False
+            self._hear()
+
+    def _hear(self) -> None:
+        """The signals that were kept: one that raises does so also in place of another error."""
         pending, self._pending = self._pending, None
         is_to_suspend, self._is_to_suspend = self._is_to_suspend, False
         if pending is not None or is_to_suspend:
