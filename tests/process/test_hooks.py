@@ -379,3 +379,32 @@ except Exception as error:
     tell(type(error).__name__, CALLS[-1])
 """
     assert told(host("", main)) == ["PicklingError", "shutdown"]
+
+
+def test_looking_ends_beside_descriptors_that_are_ready(host):
+    functions = """
+class Looking(LocalElasticAgent):
+    def _monitor_workers(self, group):
+        if not CALLS:
+            workers = self._pcontext
+            # As the copy of a handler does in a forked process.
+            os.eventfd_write(workers._bell, 1)
+            workers.wait_for_news(0.001)
+            CALLS.append(workers.wait(0))
+            try:
+                os.eventfd_read(workers._bell)
+            except BlockingIOError:
+                CALLS.append("heard")
+            reader, writer = os.pipe()
+            os.write(writer, b"x")
+            workers._supervisor.watch_fd(reader)
+            CALLS.append(workers.wait(0))
+            workers._supervisor.unwatch_fd(reader)
+            os.kill(workers.pids()[0], signal.SIGKILL)
+        return super()._monitor_workers(group)
+"""
+    main = """
+result = agent(spec(handler(), "sleep", "1000", nproc=1), Looking).run()
+tell(result.failures[0].exitcode, *CALLS)
+"""
+    assert told(host(functions, main)) == [-9, None, "heard", None]

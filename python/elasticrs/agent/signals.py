@@ -8,7 +8,9 @@ back by :meth:`SignalPipe.close`.
 - **SIG-1** a signal that was ignored when the agent was started (``nohup``) stays ignored, here and in the
   workers;
 - **SIG-2** handlers are installed in the main thread only: elsewhere Python cannot;
-- **SIG-3** a wake-up descriptor of the host application goes on getting its bytes.
+- **SIG-3** a wake-up descriptor of the host application goes on getting its bytes;
+- **SIG-4** a child that the host application makes by ``fork`` has what was there before: what it is sent
+  never comes here (:mod:`elasticrs.forks`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import _socket
 import _thread
 import os
 import signal
+
+from elasticrs.forks import is_undone, undo_in_children
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -80,6 +84,7 @@ class SignalPipe:
             self._reader.close()
             self._writer.close()
             raise
+        undo_in_children(self.close, self._caught)
         self.catch(signums)
 
     @property
@@ -101,7 +106,8 @@ class SignalPipe:
         wanted = set(signums)
         for signum in wanted - self._caught.keys():
             if signal.getsignal(signum) != signal.SIG_IGN:
-                self._caught[signum] = signal.signal(signum, _wake_only)
+                self._caught[signum] = signal.getsignal(signum)
+                signal.signal(signum, _wake_only)
         for signum in self._caught.keys() - wanted:
             self._restore(signum)
 
@@ -132,6 +138,7 @@ class SignalPipe:
                 self._caught[signum] = signal.SIG_IGN
             self._restore(signum)
         signal.set_wakeup_fd(self._host_fd, warn_on_full_buffer=False)
+        is_undone(self.close)
         self._reader.close()
         self._writer.close()
 

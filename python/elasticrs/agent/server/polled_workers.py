@@ -20,6 +20,7 @@ from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.loop import _TRANSLATORS, Agent, suspend
 from elasticrs.multiprocessing.api import RunProcsResult
+from elasticrs.multiprocessing.group import LATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -162,8 +163,9 @@ class PolledWorkers(Agent):
         """
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while self.is_running:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._pump(left) and deadline is not None and time.monotonic() >= deadline:
+            left = None if deadline is None else deadline - time.monotonic()
+            was_something = self._pump(None if left is None else max(0.0, left))
+            if left is not None and left <= (-LATE if was_something else 0):
                 return None
         return self._result_of_attempt()
 
@@ -240,8 +242,6 @@ class PolledWorkers(Agent):
         """The signals that were kept: one that raises does so also in place of another error."""
         pending, self._pending = self._pending, None
         is_to_suspend, self._is_to_suspend = self._is_to_suspend, False
-        if pending is not None or is_to_suspend:
-            os.eventfd_read(self._bell)
         if is_to_suspend:
             suspend(self._supervisor)
         if pending is not None:
@@ -253,7 +253,9 @@ class PolledWorkers(Agent):
         self._console.flush()
         with self._undisturbed():
             event = supervisor.next_event(seconds)
-            if event is not None:
+            if isinstance(event, _core.FdReady) and event.fd == self._bell:
+                os.eventfd_read(self._bell)
+            elif event is not None:
                 _TRANSLATORS[type(event)](self, supervisor, event)
                 self._observers.seen(event, self._result)
                 self._note_events()
