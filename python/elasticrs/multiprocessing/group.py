@@ -128,7 +128,12 @@ class ProcessGroup:
         except BaseException:
             os.close(self._bell)
             raise
-        self.watch(self._bell, self._on_bell)
+        self._supervisor.watch_fd(self._bell)
+
+    def __del__(self) -> None:
+        # Nobody has closed it: the core ends what is left of its own.
+        if getattr(self, "_supervisor", None) is not None:
+            os.close(self._bell)
 
     # --- starting ---
 
@@ -256,8 +261,9 @@ class ProcessGroup:
 
     def _record(self, event: _core.Event) -> None:
         if isinstance(event, _core.FdReady):
-            on_ready = self._on_fd.get(event.fd)
-            if on_ready is not None:
+            if event.fd == self._bell:
+                os.eventfd_read(self._bell)
+            elif (on_ready := self._on_fd.get(event.fd)) is not None:
                 on_ready()
         elif isinstance(event, _core.GroupStarted):
             self.pids.update(enumerate(event.pids))
@@ -279,9 +285,6 @@ class ProcessGroup:
         """Lines for the user since the last call."""
         taken, self._trouble = self._trouble, []
         return taken
-
-    def _on_bell(self) -> None:
-        os.eventfd_read(self._bell)
 
     # --- ending ---
 
@@ -330,7 +333,7 @@ class SupervisedProcess:
         group: of which it is a member.
         local_rank: its index there.
         args: its command.
-        on_end: called when the whole group has ended, by whoever sees it here first.
+        is_alone: it is the only one, and the group is closed by whoever sees here that nothing of it is left.
     """
 
     def __init__(
@@ -338,11 +341,12 @@ class SupervisedProcess:
         group: ProcessGroup,
         local_rank: int,
         args: Sequence[str],
-        on_end: Callable[[], None] | None = None,
+        *,
+        is_alone: bool = False,
     ) -> None:
         self._group = group
         self._local_rank = local_rank
-        self._on_end = on_end
+        self._is_alone = is_alone
         self.args = list(args)
         self.pid = group.pids[local_rank]
 
@@ -391,5 +395,6 @@ class SupervisedProcess:
         self.send_signal(9)
 
     def _let_go(self) -> None:
-        if self._on_end is not None and self.returncode is not None:
-            self._on_end()
+        # What it has left behind may go on for a while, and nobody waits for that here.
+        if self._is_alone and self._group.end is not None:
+            self._group.close()
