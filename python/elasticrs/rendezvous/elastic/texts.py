@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from elasticrs.agent.texts import how_it_ended
+from elasticrs.agent.texts import SILENT, how_it_ended
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None) -> str:
         return f"a worker failed {where}"
     pid = f" (pid {told['pid']})" if told.get("pid") else ""
     how = how_it_ended(told["exitcode"]) if "exitcode" in told else "failed"
+    if told.get("message") == SILENT:
+        how = SILENT
     return f"rank {told['rank']}{pid} {where} {how}"
 
 
