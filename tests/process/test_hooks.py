@@ -319,6 +319,32 @@ tell(*CALLS[0])
     assert [worker["state"] for worker in status["workers"]] == ["RUNNING", "RUNNING"]
 
 
+@pytest.mark.parametrize(
+    ("code", "restarts", "last"), [("0", "0", "SUCCEEDED"), ("3", "0", "FAILED"), ("3", "1", "SUCCEEDED")]
+)
+def test_the_last_word_of_the_health_server_is_how_it_ended(host, code, restarts, last):
+    functions = """
+from elasticrs.agent.job_health import HealthObserver
+from elasticrs.agent.server.health_check_server import HealthCheckServer
+
+STATES = []
+publish = HealthObserver._publish
+def keep(self, *what):
+    # Nobody can ask any more when the last word is said.
+    STATES.append(self._state)
+    publish(self, *what)
+HealthObserver._publish = keep
+"""
+    main = """
+code, restarts = sys.argv[3:]
+command = "sh", "-c", "exit $(($0 * (1 - $TORCHELASTIC_RESTART_COUNT)))", code
+server = HealthCheckServer(lambda: 0.0, 0, 60)
+agent(spec(handler(), *command, nproc=1, restarts=int(restarts)), Hooked, health_check_server=server).run()
+tell(STATES[0], STATES[-1])
+"""
+    assert told(host(functions, main, more=[code, restarts])) == ["INIT", last]
+
+
 def test_the_watchdogs_events_are_recorded_beside_torchs(host):
     functions = """
 def work():

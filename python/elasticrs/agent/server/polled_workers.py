@@ -210,12 +210,22 @@ class PolledWorkers(Agent):
             self._drain(supervisor)
         finally:
             self._decisions.release_plan()
-            has_succeeded = self._ended is not None and self._ended.outcome == "succeeded"
+            has_succeeded = self._conclude()
             supervisor.close(keep_descendants=self._job.linger is None and has_succeeded)
             self._observers.ended(self._result)
         self._discard_empty_fault_files()
         self._write_timeline()
         self._console.flush()
+
+    def _conclude(self) -> bool:
+        """Note how the last workers ended, for whoever looks at the result: whether they have succeeded."""
+        outcome = None if self._ended is None else self._ended.outcome
+        if outcome == "succeeded":
+            self._result.phase, self._result.exit_code = machine.Phase.SUCCEEDED, 0
+        else:
+            is_stopped = outcome == "stopped"
+            self._result.phase = machine.Phase.STOPPED if is_stopped else machine.Phase.FAILED
+        return outcome == "succeeded"
 
     def _forget(self) -> None:
         self._has_started, self._ended, self._found = False, None, None
