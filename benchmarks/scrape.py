@@ -19,10 +19,16 @@ PAGES = 200
 def measure(options: Options) -> list[Row]:
     """Of elasticrs alone: torchrun has no such page."""
     ours = options._replace(launchers=tuple(each for each in options.launchers if each.name == "elasticrs"))
-    return _pages(ours) + _restart(ours, 0) + _restart(ours, SCRAPERS)
+    files = ("--redirects", "3")
+    return (
+        _pages(ours, "page", "")
+        + _pages(ours, "page with files", f"{2 * WORKERS} files that are only written, ", files)
+        + _restart(ours, 0)
+        + _restart(ours, SCRAPERS)
+    )
 
 
-def _pages(options: Options) -> list[Row]:
+def _pages(options: Options, name: str, more: str, settings: tuple[str, ...] = ()) -> list[Row]:
     samples = Samples(options)
 
     def one(launcher: Launcher) -> None:
@@ -32,6 +38,7 @@ def _pages(options: Options) -> list[Row]:
             str(port),
             "--nproc-per-node",
             str(WORKERS),
+            *settings,
             worker("first_line.py"),
         )
         with run(launcher, *arguments) as running:
@@ -42,10 +49,10 @@ def _pages(options: Options) -> list[Row]:
                 samples.add(launcher, (time.monotonic_ns() - began) / 1e6)
 
     take_turns(options, options.repeats(3, 1), one)
-    conditions = f"{WORKERS} workers, one scraper, a connection each time; the page is new every 100 ms"
+    conditions = f"{WORKERS} workers, {more}one scraper, a connection each time; the page is new every 100 ms"
     return [
-        *samples.rows("scrape: page, p50", "ms", conditions),
-        *samples.rows("scrape: page, p99", "ms", conditions, lambda values: percentile(values, 99)),
+        *samples.rows(f"scrape: {name}, p50", "ms", conditions),
+        *samples.rows(f"scrape: {name}, p99", "ms", conditions, lambda values: percentile(values, 99)),
     ]
 
 

@@ -73,6 +73,10 @@ class Place:
     def prefix(self, node: int) -> Sequence[str]:
         return self._network.hosts[node].prefix("/")
 
+    def is_hosted(self) -> bool | None:
+        # The endpoint is an address of the first host.
+        return True
+
     def cut_off(self, node: int, _agent: int) -> str:
         self._network.hosts[node].link_down()
         return f"the cable of {self.name(node)} is pulled"
@@ -98,6 +102,14 @@ class Loopback:
 
     def prefix(self, _node: int) -> Sequence[str]:
         return ()
+
+    def is_hosted(self) -> bool | None:
+        address, _, port = self.endpoint.partition(":")
+        try:
+            socket.create_connection((address, int(port))).close()
+        except ConnectionRefusedError:
+            return None
+        return True
 
     def cut_off(self, node: int, agent: int) -> str:
         os.kill(agent, signal.SIGSTOP)
@@ -127,7 +139,12 @@ class Demo:
         arguments += ["--checkpoint", str(folder / "digits.pt"), "--epochs", str(epochs)]
         arguments += ["--batch-size", str(BATCH_SIZE), "--stamps"]
         print(f"On {place.about}, each:\n$ elasticrun {' '.join(arguments)}\n", flush=True)
-        self.agents = [self._start(node, arguments) for node in range(3)]
+        self.agents = []
+        for node in range(3):
+            self.agents.append(self._start(node, arguments))
+            if node == 0:
+                # On one machine any agent can host the rendezvous; it has to be one that stays.
+                self._until(place.is_hosted, "the first agent listens")
         self._tell("started " + ", ".join(place.name(node) for node in range(3)))
 
     def _start(self, node: int, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":

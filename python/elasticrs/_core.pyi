@@ -225,7 +225,9 @@ class RankSeen:
 class WorkerHung:
     """A worker gave no sign of life for too long: it counts as failed, and :class:`FailureSeen` follows.
 
-    Of several that did not, it is the one that keeps the others waiting, as far as can be told.
+    Of several that did not, it is the one that keeps the others waiting, as far as can be told. It also names
+    whom a worker of another node may have waited for (``hung_for`` of :meth:`Supervisor.stop`). Then the
+    group is stopped, and no :class:`FailureSeen` follows.
     """
 
     @property
@@ -244,6 +246,13 @@ class WorkerHung:
     @property
     def seen_ns(self) -> int:
         """When it was found."""
+    @property
+    def ground(self) -> Literal["stopped", "behind", "elsewhere", "apart", "oldest"]:
+        """Why it, of those that are late.
+
+        A signal has stopped it; it is the only one that is a step behind; it alone stands at another place of
+        the program; its sign of life is the oldest, and no other stands where it does; or it is the oldest.
+        """
     @property
     def ranks(self) -> list[RankSeen]:
         """All workers that ran."""
@@ -445,8 +454,25 @@ class Supervisor:
             ProcessLookupError: no such process.
             SupervisorError: no group is running (an empty one may be started for this).
         """
-    def stop(self, policy: StopPolicy) -> None:
-        """Stop the group; :class:`GroupEnded` tells when that is done. A later, harder call overrides."""
+    def stop(
+        self,
+        policy: StopPolicy,
+        *,
+        hung_for: float | None = None,
+        hung_step: int | None = None,
+        hung_frame: str | None = None,
+    ) -> None:
+        """Stop the group; :class:`GroupEnded` tells when that is done. A later, harder call overrides.
+
+        Args:
+            policy: how.
+            hung_for: the reason is a worker of another node, which has given no sign of life for so many
+                seconds. Where heartbeats are watched, the evidence of all workers is taken first, for 2 s at
+                most, and :class:`WorkerHung` names the one that may have kept it waiting, unless that other
+                one is rather to blame: at least half of that time, or of its own limit, has passed.
+            hung_step: the step that it was in.
+            hung_frame: where its main thread stands, as in :class:`RankSeen`.
+        """
     def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the process groups of these workers, or of all."""
     def suspend(self) -> None:
@@ -565,13 +591,29 @@ class HealthServer:
     @property
     def fd(self) -> int:
         """Readable while somebody waits for :meth:`answer`."""
-    def answer(self, age: float, supervisor: Supervisor | None = None) -> None:
+    def answer(self, age: float, supervisor: Supervisor | None = None, doing: str | None = None) -> None:
         """The loop is alive, and the last progress was ``age`` seconds ago.
 
-        With a supervisor, the answer counts when the thread that supervises the workers has passed it on.
+        Args:
+            age: seconds.
+            supervisor: the answer counts when the thread that supervises the workers has passed it on.
+            doing: in what the agent is, for the reason that is told when the progress is too old.
         """
     def show(self, supervisor: Supervisor) -> None:
         """Show what this supervisor counts."""
+    def watch_files(self, files: Sequence[tuple[int, int, str]], are_new: bool) -> None:
+        """An attempt begins that writes to files which nobody reads: count their bytes for the metrics.
+
+        Args:
+            files: local rank, descriptor (1 or 2) and path of each; none of them twice.
+            are_new: none of them was there so far. Otherwise what comes after a first look counts.
+
+        Raises:
+            ValueError: of a descriptor.
+            OSError: there is no thread left that could look at them.
+        """
+    def files_ended(self) -> None:
+        """What wrote to them has ended: they are looked at a last time."""
     def publish(self, state: str, status: str, workers: Sequence[tuple[int, int, int]] | None = None) -> None:
         """The job is in this state from now on.
 
@@ -940,6 +982,24 @@ def raise_descriptor_limit() -> int:
 
     Returns:
         The soft limit that holds now.
+    """
+
+def order_stop_signals() -> None:
+    """Keep the handlers of SIGTSTP and SIGCONT from interrupting each other: each hears of them in the order
+    in which they came. Holds until one of them gets another handler.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+
+def stop_unless_continued() -> None:
+    """Stop this process, as with SIGSTOP, and return when it goes on.
+
+    The calling thread has to block SIGTSTP and to have sent one to itself: a SIGCONT that came after that
+    counts, also when it came before this call, and the process goes on at once.
+
+    Raises:
+        OSError: no memory, or too many processes.
     """
 
 def kernel_features() -> dict[str, bool]:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from elasticrs.agent.signals import catch_signals, ignored_signals, stop_this_process
+from elasticrs.agent.signals import catch_signals, ignored_signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     if signals is None:
         console.say("not in the main thread: signals are not handled")
     else:
-        signals.catch((*launch.job.signals, signal.SIGTSTP))
+        signals.catch(launch.job.signals, pauses=True)
     logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc) if launch.logs.specs is None else None
     setup = WorkerSetup(
         launch.job,
@@ -240,7 +240,7 @@ def _write(console: Console, text: str, signals: SignalPipe | None) -> None:
     def is_asked_to_stop() -> bool:
         taken = pipe.take()
         if signal.SIGTSTP in taken:
-            stop_this_process()
+            pipe.stop_this_process()
         return any(signum != signal.SIGTSTP for signum in taken)
 
     return console.write(text, _PATIENCE, pipe.fd, is_asked_to_stop)

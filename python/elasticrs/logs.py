@@ -22,9 +22,14 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class LogPaths(Value):
-    """The files of one attempt by local rank; ``""`` stands for the agent's own descriptor."""
+    """The files of one attempt by local rank; ``""`` stands for the agent's own descriptor.
+
+    Attributes:
+        are_new: none of the files was there before the attempt.
+    """
 
     __slots__ = (
+        "are_new",
         "error_files",
         "filtered_stderr",
         "filtered_stdout",
@@ -43,6 +48,8 @@ class LogPaths(Value):
         error_files: dict[int, str],
         filtered_stdout: str = "",
         filtered_stderr: str = "",
+        *,
+        are_new: bool = False,
     ) -> None:
         self.stdouts = stdouts
         self.stderrs = stderrs
@@ -51,6 +58,17 @@ class LogPaths(Value):
         self.error_files = error_files
         self.filtered_stdout = filtered_stdout
         self.filtered_stderr = filtered_stderr
+        self.are_new = are_new
+
+    def only_written(self) -> list[tuple[int, int, str]]:
+        """The files that get one stream each and that nobody follows: local rank, descriptor and path."""
+        # Of a file that several streams share nobody knows whose the bytes are.
+        owners: dict[str, list[tuple[int, int, str]]] = {}
+        for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
+            for local_rank, path in files.items():
+                owners.setdefault(path, []).append((local_rank, stream, path))
+        read = {"", os.devnull, *self.tee_stdouts.values(), *self.tee_stderrs.values()}
+        return [own[0] for path, own in owners.items() if path not in read and len(own) == 1]
 
 
 class RunLogs:
@@ -103,13 +121,13 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
 
     Args:
         settings: what goes where.
-        directory: of the attempt; empty for no files at all: then everything goes to the console.
+        directory: of the attempt alone; empty for no files at all: then everything goes to the console.
         nproc: workers on this node.
     """
     filtered = (
         os.path.join(directory, f"filtered_{name}.log") if directory else "" for name in ("stdout", "stderr")
     )
-    paths = LogPaths({}, {}, {}, {}, {}, *filtered)
+    paths = LogPaths({}, {}, {}, {}, {}, *filtered, are_new=bool(directory))
     for local_rank in range(nproc):
         tee = _bits(settings.tee, local_rank) | (STDERR if settings.capture_stderr else 0)
         redirected = _bits(settings.redirects, local_rank) | tee

@@ -14,6 +14,7 @@ import argparse
 import importlib
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
@@ -26,6 +27,7 @@ from elasticrs.launcher.options import OPTIONS, SHELLS, Option
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from elasticrs.agent.server.health_check_server import HealthCheckServer
     from elasticrs.launcher.api import LaunchConfig
     from elasticrs.multiprocessing.api import LogsSpecs
 
@@ -127,7 +129,7 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def determine_local_world_size(nproc_per_node: str) -> int:
+def determine_local_world_size(nproc_per_node: str | int) -> int:
     """How many workers ``--nproc-per-node`` is on this machine.
 
     Args:
@@ -138,10 +140,10 @@ def determine_local_world_size(nproc_per_node: str) -> int:
     """
     from elasticrs import devices
 
-    if nproc_per_node.strip().isdecimal():
+    with suppress(ValueError):
         return int(nproc_per_node)
     try:
-        return devices.worker_count(nproc_per_node, os.environ).number
+        return devices.worker_count(str(nproc_per_node), os.environ).number
     except devices.UnknownDeviceError:
         raise ValueError(f"Unsupported nproc_per_node value: {nproc_per_node}") from None
 
@@ -207,6 +209,8 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
         virtual_local_rank=values.virtual_local_rank,
         shutdown_timeout=values.shutdown_timeout,
         exit_barrier_timeout=values.exit_barrier_timeout,
+        hang_timeout=values.hang_timeout,
+        hang_startup_timeout=values.hang_startup_timeout,
     )
     return configuration, *_command(values, get_use_env(args))
 
@@ -235,7 +239,7 @@ def run(args: Any) -> None:
     if values.keep_descendants or values.linger != defaults.DEFAULT_LINGER:
         _say("--linger and --keep-descendants are for the command line alone, and have no effect here")
     configuration, command, arguments = config_from_args(args)
-    elastic_launch(configuration, command)(*arguments)
+    elastic_launch(configuration, command, _health_check_server(values))(*arguments)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -332,6 +336,19 @@ def _values(args: Any) -> Namespace:
     script = getattr(args, "training_script", "")
     arguments = list(getattr(args, "training_script_args", None) or ())
     return Namespace(**found, training_script=script, training_script_args=arguments)
+
+
+def _health_check_server(values: Namespace) -> HealthCheckServer | None:
+    if values.health_check_port is None:
+        # The agent itself looks at the variable.
+        return None
+    from elasticrs.agent.observing import open_server
+
+    host = values.health_check_host or os.environ.get("ELASTICRS_HEALTH_CHECK_HOST") or defaults.LOOPBACK
+    settings = defaults.ObserveSettings(
+        health_port=values.health_check_port, health_host=host, health_timeout=values.health_check_timeout
+    )
+    return open_server(settings, _say)
 
 
 def _rdzv_configs(values: Namespace) -> dict[str, Any]:

@@ -102,12 +102,15 @@ class Workers(ABC):
             startup = job.hang_startup_timeout
             supervisor.watch_hangs(_enough(limit), startup=_enough(startup), least=_enough(least))
 
-    def start(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
-        """Begin to start all, or none; fills in the attempt's paths.
+    def prepare(self, supervisor: _core.Supervisor, attempt: Attempt) -> _core.GroupSpec:
+        """Make all ready for the start; fills in the attempt's paths.
 
         Args:
-            supervisor: by whom.
+            supervisor: who follows the output.
             attempt: what was planned.
+
+        Returns:
+            What the supervisor is to start, all or none.
 
         Raises:
             _core.SupervisorError: the supervisor cannot.
@@ -150,7 +153,7 @@ class Workers(ABC):
             files = [path for _, path in sorted(paths.error_files.items())]
             evidence = [(f"{path}.fault", hang_file(path)) for path in files] if all(files) else []
             supervisor.keep_evidence(evidence, py_spy=_py_spy(environ))
-        supervisor.start(group)
+        return group
 
     def cpus(self, local_rank: int) -> Sequence[int] | None:
         """Those that a worker may run on."""

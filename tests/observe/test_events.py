@@ -97,6 +97,9 @@ def test_a_line_of_a_file_is_one_write_and_a_failure_is_on_the_disk(listener, tm
     events.record(Event("a", EventSource.WORKER, 5, {"state": "FAILED"}), destination)
     assert path.read_text().count("\n") == 2
     assert len(synced) == 1
+    for name in ("timer expired", "worker hung", "kill worker process", "watchdog stopped"):
+        events.record(Event(name, EventSource.AGENT, 5, {"state": "RUNNING"}), destination)
+    assert len(synced) == 4
     handlers._log_handlers[destination].close()
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
 from helpers.launcher import LAUNCHERS, TORCHRUN, Launched, clean_environment
@@ -119,9 +120,57 @@ def test_a_timer_that_expires(launch, worker_script):
     assert [event["name"] for event in events if "." not in event["name"]] == [
         *("watchdog started", "timer expired", "kill worker process", "watchdog stopped")
     ]
+    assert names(events)[2:5] == ["AGENT watchdog started", "WORKER START", "AGENT timer expired"]
+    assert names(events)[6:] == ["AGENT watchdog stopped", "WORKER FAILED", "AGENT SUCCEEDED"]
+    assert "timer expired: scope 'epoch'" in json.loads(events[7]["metadata"]["raw_error"])["message"]
     expired = next(event for event in events if event["name"] == "timer expired")
     inner = json.loads(expired["metadata"]["metadata"])
     assert (inner["scope_id"], inner["signal"]) == ("epoch", str(int(signal.SIGKILL)))
+
+
+def test_a_worker_that_hangs(launch, worker_script):
+    job = launch(
+        *("--event-log-handler=console", "--hang-timeout=1", "--max-restarts=1"),
+        worker_script("""
+            import signal
+            from elasticrs.timer import heartbeat
+            heartbeat(7)
+            signal.sigwait([signal.SIGUSR2])
+        """),
+    )
+    assert job.wait() == 1
+    events = read(of_console(job.stderr))
+    hang = ["WORKER START", "AGENT worker hung", "AGENT kill worker process"]
+    attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", *hang]
+    assert names(events) == [*attempt, *attempt, "WORKER FAILED", "AGENT SUCCEEDED"]
+    told = json.loads(events[-4]["metadata"]["metadata"])
+    assert told["worker_pid"] == events[-5]["metadata"]["worker_id"]
+    assert "hung: no heartbeat for " in told["message"]
+    assert json.loads(events[-2]["metadata"]["raw_error"])["message"] == told["message"]
+
+
+def test_what_failed_is_on_the_disk(launch, worker_script, tmp_path):
+    program = """
+        import os, runpy
+        sync = os.fsync
+        def told(fd):
+            sync(fd)
+            os.write(1, b"SYNCED\\n")
+        os.fsync = told
+        runpy.run_module("elasticrs.launch", run_name="__main__")
+    """
+    script = worker_script("""
+        import signal
+        from elasticrs.timer import heartbeat
+        heartbeat()
+        signal.sigwait([signal.SIGUSR2])
+    """)
+    job = launch(
+        *("--hang-timeout=1", f"--event-log-handler=file:{tmp_path / 'events.jsonl'}", script),
+        argv=[sys.executable, worker_script(program, "program.py")],
+    )
+    assert job.wait() == 1
+    assert job.stdout == "SYNCED\n" * 3, "hung, killed, failed"
 
 
 def test_a_console_that_nobody_reads_holds_up_nothing(launch, worker_script, tmp_path):
@@ -201,15 +250,17 @@ def shape(value):
 @pytest.mark.slow
 @pytest.mark.torch
 @TORCHRUN
-def test_keys_order_and_types_are_those_of_torchrun(worker_script, tmp_path):
+@pytest.mark.parametrize("body", [FAILS_ONCE, FAILS_AND_HANGS])
+def test_keys_order_and_types_are_those_of_torchrun(worker_script, tmp_path, body):
     told = {}
+    options = ["--nproc-per-node=2", "--max-restarts=1", "--event-log-handler=console"]
     for name, command in LAUNCHERS.items():
         job = Launched(
-            [*command, "--nproc-per-node=2", "--event-log-handler=console", worker_script(FAILS_AND_HANGS)],
-            env=clean_environment(),
+            [*command, *options, worker_script(body)],
+            env={**clean_environment(), "TORCHELASTIC_ENABLE_FILE_TIMER": "1"},
             cwd=tmp_path,
         )
-        assert job.wait() == 1
+        assert job.wait() == (body is FAILS_AND_HANGS)
         told[name] = [json.loads(line) for line in of_console(job.stderr)]
         job.close()
     ours, torchs = told["elasticrs"], told["torchrun"]

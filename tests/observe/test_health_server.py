@@ -137,6 +137,8 @@ def test_what_is_no_status_is_refused():
     for call in (lambda: server.enter("idle"), lambda: server.restarted("weather")):
         with pytest.raises(ValueError, match=r"idle|weather"):
             call()
+    with pytest.raises(ValueError, match="expected 1 or 2, got 3"):
+        server.watch_files([(0, 3, "stdout.log")], True)
     server.close()
     server.close()
 

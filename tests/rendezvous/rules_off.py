@@ -170,7 +170,7 @@ def leader_writes_without_guards(member, view):
 
 
 @rule("stop", Member)
-def stops_are_forgotten(self, why, *, fenced=False):
+def stops_are_forgotten(self, why, *, fenced=False, hung=None):
     self.stopping = True
 
 

@@ -124,15 +124,65 @@ def test_the_first_cause_is_the_earliest_even_when_it_lost_the_race():
 
 def test_of_ranks_that_hung_the_one_in_the_earliest_step_is_the_cause():
     _, (a, b) = running(2, max_restarts=0)
-    b.fail(time_ns=4, step=8)
-    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7}))
+    b.fail(time_ns=4, step=8, ground="behind")
+    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7, "ground": "oldest"}))
     assert a.outcome.cause["node"] == b.outcome.cause["node"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "first"),
+    [
+        ("oldest", "elsewhere", "a"),
+        ("elsewhere", "behind", "a"),
+        ("behind", "stopped", "a"),
+        ("elsewhere", "oldest", "b"),
+        ("oldest", "apart", "a"),
+        ("oldest", "oldest", "b"),
+    ],
+)
+def test_of_ranks_that_hung_in_one_step_the_one_with_the_better_ground_is_the_cause(theirs, ours, first):
+    _, (a, b) = running(2, max_restarts=0)
+    b.fail(time_ns=4, step=7, ground=theirs)
+    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7, "ground": ours}))
+    assert a.outcome.cause["node"] == b.outcome.cause["node"] == first
+
+
+def test_steps_are_not_needed():
+    _, (a, b) = running(2, max_restarts=0)
+    b.fail(time_ns=4, ground="oldest")
+    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "ground": "elsewhere"}))
+    assert a.outcome.cause["node"] == "a"
+
+
+def test_whoever_stops_for_a_hang_elsewhere_is_told_how_long_it_lasts():
+    _, (a, b) = running(2, max_restarts=1)
+    hung = {
+        "node": "b",
+        "rank": 1,
+        "pid": 7,
+        "exitcode": -9,
+        "time_ns": 9,
+        "ground": "oldest",
+        "silence": 61.5,
+        "step": 7,
+    }
+    b.send(m.WorkerFailed({**hung, "message": "hung: no heartbeat for 61.5 s (limit 60 s)"}))
+    (stop,) = a.all(m.Stop)
+    assert (stop.hung["silence"], stop.hung["step"]) == (61.5, 7)
+    assert stop.why == "rank 1 (pid 7) on node b: hung: no heartbeat for 61.5 s (limit 60 s)"
+    assert b.all(m.Stop)[0].hung is None, "its own agent has found it"
+
+
+def test_a_crash_is_no_reason_to_look_who_hangs():
+    _, (a, b) = running(2, max_restarts=1)
+    b.send(m.WorkerFailed({"node": "b", "rank": 1, "exitcode": 1, "time_ns": 9, "silence": 5.0}))
+    assert a.all(m.Stop)[0].hung is None
 
 
 def test_a_step_says_nothing_beside_a_failure_that_came_first():
     _, (a, b) = running(2, max_restarts=0)
     b.fail(time_ns=4)
-    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7}))
+    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7, "ground": "behind"}))
     assert a.outcome.cause["node"] == b.outcome.cause["node"] == "b"
 
 

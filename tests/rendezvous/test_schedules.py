@@ -63,7 +63,7 @@ def start(part):
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, PARTS, AT_ONCE))
 def test_no_schedule_breaks_a_rule(first):
     running = [start(part) for part in range(first, first + AT_ONCE)]
@@ -77,7 +77,7 @@ def test_no_schedule_breaks_a_rule(first):
             assert not [what for what in HAPPENS if not totals[what]], "the schedules miss what they are for"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @hypothesis.given(choices)
 def test_no_schedule_of_choices_breaks_a_rule(numbers):
     schedules.play_choices(numbers)
@@ -93,7 +93,7 @@ def rule_off(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RULES)
 def test_the_checker_sees_that_a_rule_is_off(name):
     with rule_off(name):

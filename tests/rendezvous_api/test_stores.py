@@ -1,6 +1,9 @@
 """Stores and back ends of ``c10d``, and what the registry makes of names."""
 
+import os
+import tempfile
 import threading
+import weakref
 from datetime import timedelta
 from importlib import metadata
 
@@ -112,6 +115,21 @@ def test_one_process_serves_the_store_and_others_find_it():
         served.close()
     with pytest.raises(RendezvousConnectionError, match="has failed"):
         create_backend(params(endpoint=endpoint, is_host=False, read_timeout=1))
+
+
+def test_a_file_that_nobody_has_named_goes_with_its_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    backend, store = create_backend(params(endpoint="", store_type="file"))
+    assert backend.set_state(b"x")[2]
+    assert len(list(tmp_path.glob("elasticrs-rdzv-*/store"))) == 1
+    if not (child := os.fork()):
+        # As multiprocessing ends its processes, which have inherited the store.
+        weakref.finalize._exitfunc()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert backend.get_state()[0] == b"x"
+    del backend, store
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

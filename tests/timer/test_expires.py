@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from helpers.procs import HANG
 
 from elasticrs import timer
 from elasticrs.timer import api
@@ -104,6 +105,26 @@ def test_threads_in_the_same_block_release_it_once(client):
     for thread in threads:
         thread.join()
     assert client.calls.count(("shared", None)) == 1
+    assert client.calls[-1] == ("shared", None)
+
+
+def test_one_block_in_several_threads_keeps_the_deadline_of_who_is_still_inside(client):
+    block = timer.expires(after=30, scope="shared")
+    with block:
+        entered, leave = threading.Event(), threading.Event()
+
+        def work():
+            block._after = 60
+            with block:
+                entered.set()
+                leave.wait(HANG)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert entered.wait(HANG)
+    assert client.calls == [("shared", 30), ("shared", 30), ("shared", 60)]
+    leave.set()
+    thread.join()
     assert client.calls[-1] == ("shared", None)
 
 

@@ -385,6 +385,5 @@ def test_a_hang_on_one_of_two_nodes_restarts_both(launch, worker_script):
     assert "".join(node.stdout for node in nodes).count("DONE\n") == 2
     told = [node.stderr for node in nodes if "hung: no heartbeat" in node.stderr]
     assert told, [node.stderr for node in nodes]
-    assert re.search(
-        r"hung: no heartbeat for .*stopped at step 7; it is in <module>.*\(restart 1 of 1\)", told[0]
-    )
+    assert re.search(r"hung: no heartbeat for .*stopped at step 7; it is in <module>", told[0])
+    assert all("(restart 1 of 1)" in node.stderr for node in nodes)

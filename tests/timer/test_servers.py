@@ -1,5 +1,7 @@
 """Servers without an agent: over a ``multiprocessing`` queue, over a FIFO, and a user's own."""
 
+import itertools
+import json
 import logging
 import os
 import queue
@@ -13,6 +15,8 @@ import time
 import pytest
 from helpers import procs
 from helpers.procs import HANG
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from elasticrs import timer
 
@@ -67,6 +71,56 @@ def test_nobody_but_descendants_is_killed_by_a_local_server():
     server = timer.LocalTimerServer(queue.Queue())
     for pid in (os.getpid(), os.getppid(), 1, -1, 0, 2**40):
         assert server._reap_worker(pid), "done: there is nobody to kill"
+
+
+RECYCLED = """
+    import os, queue, subprocess, sys, time
+    from elasticrs import timer
+    from elasticrs.timer.local_timer import LocalTimerRequest
+
+    def start():
+        return subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+    def end(process):
+        process.stdin.close()
+        process.wait()
+
+    def turn(server, *requests):
+        server.register_timers(list(requests))
+        for pid in server.get_expired_timers(time.time()):
+            assert server._reap_worker(pid)
+
+    server = timer.LocalTimerServer(queue.Queue())
+    first = start()
+    later, due = time.time() + 1000, time.time() - 1
+    started = int(open(f"/proc/{first.pid}/stat").read().rpartition(")")[2].split()[19])
+    turn(server, LocalTimerRequest(first.pid, "held", later, started))
+    end(first)
+    with open("/proc/sys/kernel/ns_last_pid", "w") as file:
+        file.write(str(first.pid - 1))
+    second = start()
+    assert second.pid == first.pid
+    server._timers[first.pid, "held"].expiration_time = due
+    turn(server)
+    # Read after the first one has ended and the second one has come.
+    turn(server, LocalTimerRequest(first.pid, "late", due, started))
+    print(second.poll())
+    end(second)
+    third = start()
+    turn(server, timer.TimerRequest(third.pid, "its own", due))
+    print(third.wait())
+    third.stdin.close()
+    server.stop()
+"""
+
+
+@pytest.mark.privileged
+def test_a_process_that_got_the_pid_of_another_one_is_left_alone():
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", textwrap.dedent(RECYCLED)],
+        capture_output=True, text=True, timeout=HANG, check=False,
+    )  # fmt: skip
+    assert done.stdout == "None\n-9\n", done.stderr
 
 
 @pytest.mark.parametrize("step", [-10_000, 10_000])
@@ -131,6 +185,12 @@ def path(tmp_path):
     return str(tmp_path / "fifo")
 
 
+@pytest.fixture(scope="module")
+def path_factory(tmp_path_factory):
+    folder, numbers = tmp_path_factory.mktemp("fifos"), itertools.count()
+    return lambda: str(folder / str(next(numbers)))
+
+
 @pytest.fixture
 def events():
     return queue.Queue()
@@ -178,6 +238,41 @@ def test_strangers_junk_and_ended_processes(server, path, events, caplog):
     assert victim.wait(HANG) == -signal.SIGKILL
 
 
+RECORD = timer.FileTimerRequest(4, "junk", 5.0, 0).to_json()
+WEIRD = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(10**400)),
+    *(st.just(2**31), st.just(2**70), st.lists(st.integers(), max_size=2)),
+)
+JUNK = st.one_of(
+    st.binary(max_size=60).map(lambda junk: junk.replace(b"\n", b"")),
+    # A good record but for one field.
+    st.tuples(st.sampled_from(["version", "pid", "scope_id", "expiration_time", "signal"]), WEIRD).map(
+        lambda wrong: json.dumps({**json.loads(RECORD), wrong[0]: wrong[1]}).encode()
+    ),
+)
+
+
+@given(junk=st.lists(JUNK, min_size=1, max_size=8), together=st.booleans())
+@example(junk=[RECORD.replace("5.0", "1" + 400 * "0").encode()], together=True)
+@example(junk=[RECORD.replace("4", str(2**31)).encode()], together=True)
+def test_no_junk_takes_a_record_with_it(path_factory, junk, together):
+    server = timer.FileTimerServer(path_factory(), "run")
+    good = [timer.FileTimerRequest(4, f"good {number}", -1.0, 0) for number in range(len(junk))]
+    lines = [
+        line for bad, record in zip(junk, good, strict=True) for line in (bad, record.to_json().encode())
+    ]
+    taken = []
+    with open(server._file_path, "wb", buffering=0) as fifo:
+        for line in lines if not together else [b"\n".join(lines)]:
+            fifo.write(line + b"\n")
+            taken += server._get_requests()
+    assert [each.scope_id for each in taken if str(each.scope_id).startswith("good ")] == [
+        each.scope_id for each in good
+    ]
+    server.register_timers(taken)
+    server.run_once()
+
+
 def test_what_is_there_already_is_an_error_and_stays(path):
     with open(path, "w") as file:
         file.write("precious")
@@ -185,6 +280,17 @@ def test_what_is_there_already_is_an_error_and_stays(path):
         timer.FileTimerServer(path, "run")
     with open(path) as file:
         assert file.read() == "precious"
+
+
+def test_a_fifo_that_is_none_of_ours_is_an_error_and_stays(path):
+    os.mkfifo(path)
+    os.chmod(path, 0o640)
+    with pytest.raises(FileExistsError):
+        timer.FileTimerServer(path, "run")
+    assert os.path.exists(path)
+    os.chmod(path, 0o600)
+    timer.FileTimerServer(path, "run").stop()
+    assert not os.path.exists(path)
 
 
 def test_a_server_that_is_never_used_ends_at_once(path, events):

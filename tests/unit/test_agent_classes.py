@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 
 import pytest
 
@@ -16,6 +17,7 @@ from elasticrs.agent.server import (
     api,
 )
 from elasticrs.agent.server.api import _RoleInstanceInfo
+from elasticrs.agent.server.progress import Progress
 from elasticrs.launcher import LaunchConfig
 from elasticrs.launcher.api import _get_entrypoint_name
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException
@@ -104,6 +106,70 @@ def test_a_subclass_fails_when_its_restarts_are_used_up(handler):
     agent = Scripted(spec(handler), [WorkerState.FAILED, WorkerState.UNHEALTHY])
     assert agent.run().is_failed()
     assert agent.calls[-2:] == ["stop", "shutdown"]
+
+
+def test_hooks_that_take_too_long_are_no_progress(handler):
+    clock, seen = [0.0], {}
+
+    class Slow(Scripted):
+        """Each hook takes 1,000 s by the agent's own clock."""
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self._progress = Progress(lambda: clock[0])
+
+        def take_long(self, name):
+            clock[0] += 1000
+            seen.setdefault(name, round(time.time() - self._get_alive_time(), -1))
+
+        def _rendezvous(self, group):
+            self.take_long("rendezvous")
+            super()._rendezvous(group)
+
+        def _start_workers(self, group):
+            self.take_long("start")
+            return super()._start_workers(group)
+
+        def _stop_workers(self, group):
+            self.take_long("stop")
+            super()._stop_workers(group)
+
+        def _monitor_workers(self, group):
+            self.take_long("monitor")
+            self._tell_progress(5000)
+            self.take_long("monitor, told")
+            return super()._monitor_workers(group)
+
+        def _restart_workers(self, group):
+            self.take_long("restart")
+            super()._restart_workers(group)
+
+        def _exit_barrier(self):
+            self.take_long("barrier")
+            return super()._exit_barrier()
+
+        def _pause(self, _seconds):
+            self.take_long("pause")
+
+        def _shutdown(self, *_):
+            self.take_long("shutdown")
+
+    agent = Slow(spec(handler, monitor_interval=60), [WorkerState.FAILED, WorkerState.SUCCEEDED])
+    assert agent.run().state is WorkerState.SUCCEEDED
+    # What is left of 1,000 s when what is allowed for each is over.
+    assert seen == {
+        "rendezvous": 0,
+        "start": 400,
+        "pause": 940,
+        "monitor": 1000,
+        "monitor, told": 0,
+        "restart": 0,
+        "stop": 970,
+        "barrier": 700,
+        "shutdown": 970,
+    }
+    clock[0] += 1e6
+    assert time.time() - agent._get_alive_time() < 1e5
 
 
 def test_a_state_without_meaning_is_an_error(handler):

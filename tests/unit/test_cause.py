@@ -12,6 +12,7 @@ from elasticrs.agent.cause import (
     MAX_LINES,
     MAX_MESSAGE,
     Place,
+    first_word,
     not_started,
     own_cause,
     remote_failure,
@@ -23,6 +24,7 @@ from elasticrs.logs import LogPaths
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.ranks import NodeShare, assign
 from elasticrs.rendezvous.elastic.records import bound_cause
+from elasticrs.rendezvous.elastic.texts import failure_of
 
 PLACE = Place("b", "host-b", 1)
 
@@ -108,6 +110,79 @@ def test_the_report_of_another_node_shows_the_first_cause_and_not_its_own_victim
     assert "exitcode  : -9 (pid: 101)  (SIGKILL)" in root
     assert "on node b; times of different nodes are comparable to 0.5 ms" in root
     assert "Stopped by elasticrs after the first failure: ranks 0, 1 (SIGTERM)" in text
+
+
+def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
+    """One rank is a step behind the other, and was silent for a minute."""
+    attempt = attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=group_rank)
+    attempt.first_failure = local_rank if was_found_here else None
+    now = attempt.exits[local_rank].seen_ns
+    beats = [
+        SimpleNamespace(
+            local_rank=rank, at_ns=now - 61 * 10**9, step=step + (rank != local_rank), section=None
+        )
+        for rank in (0, 1)
+    ]
+    ranks = [
+        SimpleNamespace(local_rank=beat.local_rank, heartbeat=beat, frame=None, state="S", wait_channel="")
+        for beat in beats
+    ]
+    attempt.expired[local_rank] = SimpleNamespace(
+        local_rank=local_rank,
+        missed="step",
+        limit=60.0,
+        since_ns=now - 61 * 10**9,
+        seen_ns=now,
+        ground="behind",
+        ranks=ranks,
+    )
+    attempt.heartbeats = beats
+    return attempt
+
+
+def test_a_rank_that_hung_is_told_with_what_speaks_against_it():
+    clock = Clock()
+    attempt = hung_attempt(1, 1, 7)
+    told = "hung: no heartbeat for 61.0 s (limit 60 s); stopped at step 7, 1 step behind them"
+    for cause in (first_word(attempt, attempt.exits[1], PLACE, clock), own_cause(attempt, PLACE, clock)):
+        assert (cause["rank"], cause["ground"], cause["silence"], cause["step"]) == (3, "behind", 61.0, 7)
+        assert cause["message"].splitlines()[-1] == told
+        assert failure_of(cause) == f"rank 3 (pid 101) on node b: {told}"
+
+
+def test_a_rank_that_another_node_may_wait_for_is_a_cause_although_it_was_only_stopped():
+    cause = own_cause(hung_attempt(1, 1, 7, was_found_here=False), PLACE, Clock())
+    assert cause is not None
+    assert (cause["rank"], cause["ground"], cause["step"]) == (3, "behind", 7)
+    assert "(limit 60 s, but a rank of another node waits)" in cause["message"]
+
+
+def report_of(attempt, cause):
+    result = JobResult()
+    result.attempts, result.first_cause = [attempt], cause
+    text = ChildFailedError("train.py", all_failures(result)).format_msg()
+    others, _, root = text.partition("Root Cause")
+    return others, root
+
+
+def test_what_all_nodes_agree_upon_comes_before_what_one_saw_first():
+    waits = hung_attempt(0, 0, 8)
+    # It was found later than the one that only waits for it.
+    cause = own_cause(hung_attempt(1, 1, 7), PLACE, Clock())
+    others, root = report_of(waits, cause)
+    assert "rank      : 3 (local_rank: 1)" in root
+    assert "rank      : 0 (local_rank: 0)" in others
+    assert "note      : it may have waited for rank 3, which hung first" in others
+    assert "here: " not in root
+    assert "rank      : 3 (local_rank: 1)" in report_of(hung_attempt(1, 1, 7), cause)[1]
+
+
+def test_a_node_where_nobody_hung_shows_where_its_own_ranks_stood():
+    stopped = hung_attempt(0, 0, 8)
+    stopped.expired, stopped.first_failure = {}, None
+    _, root = report_of(stopped, own_cause(hung_attempt(1, 1, 7), PLACE, Clock()))
+    assert "note      : here: last heartbeat of rank 0: in step 8 61.0 s before the failure" in root
+    assert "note      : here: last heartbeat of rank 1: in step 9" in root
 
 
 @pytest.mark.parametrize(

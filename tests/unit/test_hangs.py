@@ -55,6 +55,11 @@ def test_what_is_not_known_is_left_out():
     assert text.endswith("; it waits in the kernel's futex_do_wait")
 
 
+def test_a_rank_that_was_only_asked_about_says_so():
+    text = hangs.hung(hung([], limit=600.0), RANKS, was_found_here=False)
+    assert text == "hung: no heartbeat for 61.0 s (limit 600 s, but a rank of another node waits)"
+
+
 def test_last_heartbeats_are_told_by_step():
     beats = [beat(0, 99.5, 1205), beat(1, 40, 1204), beat(2, 99.25, 1205), beat(3, 90, 1205, "checkpoint")]
     assert hangs.heartbeat_notes(beats, 100 * SECOND, RANKS) == [

@@ -5,7 +5,16 @@ import os
 import pytest
 
 from elasticrs.config import LogSettings, UsageError
-from elasticrs.logs import RunLogs, coloured, followed_files, layout, line_prefix, parse_streams, wants_colour
+from elasticrs.logs import (
+    LogPaths,
+    RunLogs,
+    coloured,
+    followed_files,
+    layout,
+    line_prefix,
+    parse_streams,
+    wants_colour,
+)
 
 
 def test_nothing_is_redirected_by_default():
@@ -30,6 +39,19 @@ def test_filtered_ranks_write_files_but_do_not_show():
     assert paths.tee_stdouts == {1: "/d/1/stdout.log"}
     hidden = layout(LogSettings(local_ranks_filter=frozenset({1})), "/d", 2)
     assert hidden.stdouts == hidden.stderrs == {0: os.devnull, 1: ""}
+
+
+def test_files_that_nobody_follows():
+    settings = LogSettings(redirects={0: 3, 2: 1}, tee={1: 1}, local_ranks_filter=frozenset({0, 1}))
+    paths = layout(settings, "/d", 3)
+    written = [(0, 1, "/d/0/stdout.log"), (2, 1, "/d/2/stdout.log"), (0, 2, "/d/0/stderr.log")]
+    assert paths.only_written() == written
+    assert paths.are_new
+    assert not layout(settings, "", 3).are_new
+    # Of a class of the user's: streams that share a file, and one that is followed.
+    shared = LogPaths({0: "a", 1: "b", 2: "c"}, {0: "a", 1: "t", 2: ""}, {}, {1: "t"}, {})
+    assert shared.only_written() == [(1, 1, "b"), (2, 1, "c")]
+    assert not shared.are_new
 
 
 def test_stderr_is_captured_without_losing_the_console():

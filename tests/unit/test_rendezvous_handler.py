@@ -20,6 +20,7 @@ from elasticrs.rendezvous import (
 )
 from elasticrs.rendezvous.elastic.handler import error_of
 from elasticrs.rendezvous.elastic.messages import Outcome
+from elasticrs.rendezvous.elastic.session import Session
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.store import DistNetworkError
 
@@ -168,6 +169,19 @@ def test_a_signal_interrupts_a_call_that_waits(handlers):
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert alone.shutdown()
+
+
+def test_a_call_that_could_not_begin_leaves_nothing_and_may_be_made_again(handlers, monkeypatch):
+    (alone,) = handlers(1, nodes=(1, 1))
+
+    def fails(*_, **_options):
+        raise OSError("for a moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "settings", fails)
+        with pytest.raises(OSError, match="for a moment"):
+            alone.next_rendezvous()
+    assert alone.next_rendezvous().world_size == 1
 
 
 @pytest.mark.parametrize("began", [True, False])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import http_client
 
 import elasticrs.launch as distrib_launch
 from elasticrs.config import DEFAULT_SIGNALS
@@ -65,6 +66,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
         "rdzv_id": "job", "rdzv_conf": "timeout=7", "node_rank": 1, "tee": "3", "redirects": "0:1",
         "max_restarts": 5, "shutdown_timeout": "4", "duplicate_stdout_filters": ["a,b"],
         "numa_binding": "node", "signals_to_handle": "SIGUSR1", "capture_stderr": False,
+        "hang_timeout": "auto:3", "hang_startup_timeout": 7,
     }  # fmt: skip
     made, command, arguments = config_from_args(namespace(**given))
     assert (made.min_nodes, made.max_nodes, made.nproc_per_node, made.run_id) == (2, 3, 2, "job")
@@ -72,6 +74,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
     assert made.rdzv_configs == {"timeout": "7", "order_hint": 1}
     assert (made.max_restarts, made.shutdown_timeout, made.signals_to_handle) == (5, 4, "SIGUSR1")
     assert made.duplicate_stdout_filters == ["a,b"]
+    assert (made.hang_timeout, made.hang_startup_timeout) == ("auto:3", 7)
     assert made.numa_options.affinity_mode.value == "node"
     assert (made.logs_specs._tee, made.logs_specs._redirects) == (Std.ALL, {0: Std.OUT})
     assert (command, arguments) == (sys.executable, ["-u", "train.py", "--x"])
@@ -123,13 +126,27 @@ def test_small_functions_are_torchs(namespace):
     assert parse_min_max_nnodes("1:4") == (1, 4)
     with pytest.raises(RuntimeError, match='nnodes=1:2:3 is not in "MIN:MAX" format'):
         parse_min_max_nnodes("1:2:3")
-    assert determine_local_world_size("3") == 3
+    assert [determine_local_world_size(count) for count in ("3", " 3 ", "+3", 3)] == [3] * 4
     assert determine_local_world_size("cpu") == os.cpu_count()
     static = namespace(rdzv_backend="static", rdzv_endpoint="", master_addr="host", master_port=7)
     assert get_rdzv_endpoint(static) == "host:7"
     assert get_rdzv_endpoint(namespace(rdzv_backend="c10d", rdzv_endpoint="a:1")) == "a:1"
     assert get_use_env(parse_args(["x"]))
     assert _get_logs_specs_class(None) is DefaultLogsSpecs
+
+
+def test_a_program_can_ask_for_the_health_check_server(launch, worker_script):
+    # Its worker waits for the answer.
+    script = worker_script("import os; os.open(os.environ['GO'], os.O_RDONLY)")
+    go = script.parent / "go"
+    os.mkfifo(go)
+    program = "import sys; from elasticrs.run import main; main(sys.argv[1:])"
+    asked = ["--health-check-port=0", "--health-check-timeout=40", script]
+    started = launch("-c", program, *asked, argv=[sys.executable], env={"GO": str(go)})
+    port = int(started.wait_for_line(r"health check server on http://127\.0\.0\.1:(\d+)", stream="stderr")[1])
+    assert http_client.get(port, "/healthz")[0] == 200
+    go.open("w").close()
+    assert started.wait() == 0, started.stderr
 
 
 PROGRAM = """

@@ -1,12 +1,20 @@
 """Signals as events; each test in a process of its own, because dispositions belong to the process."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
+from helpers import procs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.agent.signals import without_what_was_taken_back
 
 PRELUDE = """
-import os, select, signal, sys, threading
+import ctypes, os, select, signal, sys, threading
+from elasticrs import _core
 from elasticrs.agent.signals import SignalPipe, catch_signals, ignored_signals
 def wait(pipe):
     assert select.select([pipe.fd], [], [], 10)[0], "no signal came"
@@ -66,6 +74,30 @@ CASES = {
         pipe.close()
         assert signal.set_wakeup_fd(-1) == writer
     """,
+    "a_request_to_pause_is_one_of_the_signals_or_none": """
+        pipe = SignalPipe([signal.SIGTERM])
+        pipe.catch([signal.SIGTERM], pauses=True)
+        for signum in (signal.SIGTSTP, signal.SIGTERM, signal.SIGTSTP):
+            signal.raise_signal(signum)
+        assert wait(pipe) == [15, 20], "many at a time are one"
+        signal.raise_signal(signal.SIGTSTP)
+        signal.raise_signal(signal.SIGCONT)
+        assert wait(pipe) == [], "SIG-4"
+        pipe.catch([signal.SIGTSTP, signal.SIGCONT], pauses=True)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.raise_signal(signal.SIGCONT)
+        assert wait(pipe) == [20, 18], "they end the job then"
+    """,
+    "handlers_of_pauses_wait_for_each_other": """
+        pipe = SignalPipe([])
+        pipe.catch([], pauses=True)
+        both = {signal.SIGTSTP, signal.SIGCONT}
+        libc = ctypes.CDLL(None)
+        for signum, other in ((signal.SIGTSTP, signal.SIGCONT), (signal.SIGCONT, signal.SIGTSTP)):
+            action = (ctypes.c_ulong * 64)()
+            assert libc.sigaction(signum, None, action) == 0
+            assert libc.sigismember(ctypes.byref(action, 8), other) == 1
+    """,
     "a_forked_child_has_what_was_there_before": """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -100,6 +132,123 @@ CASES = {
         assert catch_signals([signal.SIGTERM]).caught == {15}
     """,
 }
+
+
+PAUSES = """
+pipe = SignalPipe([])
+pipe.catch([signal.SIGTERM], pauses=True)
+print("UP", flush=True)
+for line in sys.stdin:
+    if line == "take\\n":
+        print(*wait(pipe), flush=True)
+    elif line == "hold\\n":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
+        signal.raise_signal(signal.SIGTSTP)
+        print("HELD", flush=True)
+    else:
+        (pipe.stop_this_process if line == "stop\\n" else _core.stop_unless_continued)()
+        print("GOES ON", flush=True)
+"""
+
+
+class Pausing:
+    """A process that does what it is told."""
+
+    def __init__(self):
+        command = [sys.executable, "-c", PRELUDE + PAUSES]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        self.pid = self.process.pid
+        self.hears("UP")
+
+    def signal(self, signum):
+        os.kill(self.pid, signum)
+
+    def tell(self, line):
+        print(line, file=self.process.stdin, flush=True)
+
+    def hears(self, line):
+        assert procs.wait_readable(self.process.stdout.fileno(), procs.HANG), "it hangs"
+        assert self.process.stdout.readline() == f"{line}\n"
+
+    def is_stopped(self):
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+    def close(self):
+        # Not by SIGKILL: who is stopped has a child that it reaps when it goes on.
+        self.signal(signal.SIGCONT)
+        self.process.communicate(timeout=procs.HANG)
+
+
+@pytest.fixture
+def pausing():
+    process = Pausing()
+    yield process
+    process.close()
+
+
+def test_a_process_stops_until_it_is_continued(pausing):
+    for _ in range(2):
+        pausing.signal(signal.SIGTSTP)
+        pausing.tell("take")
+        pausing.hears("20")
+        pausing.tell("stop")
+        pausing.is_stopped()
+        pausing.signal(signal.SIGCONT)
+        pausing.hears("GOES ON")
+
+
+def test_a_sigcont_before_the_stop_counts(pausing):
+    pausing.signal(signal.SIGTSTP)
+    pausing.tell("take")
+    pausing.hears("20")
+    pausing.signal(signal.SIGCONT)
+    pausing.tell("stop")
+    pausing.hears("GOES ON")
+    # That was for the first one only.
+    pausing.signal(signal.SIGTSTP)
+    pausing.tell("take")
+    pausing.hears("20")
+    pausing.tell("stop")
+    pausing.is_stopped()
+
+
+def test_a_sigcont_after_the_last_look_counts(pausing):
+    pausing.tell("hold")
+    pausing.hears("HELD")
+    pausing.signal(signal.SIGCONT)
+    pausing.tell("core")
+    pausing.hears("GOES ON")
+    pausing.tell("hold")
+    pausing.hears("HELD")
+    pausing.tell("core")
+    pausing.is_stopped()
+
+
+def test_a_request_to_stop_while_it_stops_is_heard(pausing):
+    pausing.signal(signal.SIGTSTP)
+    pausing.tell("take")
+    pausing.hears("20")
+    pausing.tell("stop")
+    pausing.is_stopped()
+    pausing.signal(signal.SIGTERM)
+    pausing.signal(signal.SIGCONT)
+    pausing.hears("GOES ON")
+    pausing.tell("take")
+    pausing.hears("15")
+
+
+@given(st.lists(st.sampled_from([signal.SIGTSTP, signal.SIGCONT, signal.SIGTERM]), max_size=12).map(bytes))
+def test_what_is_left_of_pauses_is_what_the_kernel_would_leave(received):
+    is_pending = False
+    for signum in received:
+        is_pending = signum == signal.SIGTSTP or (is_pending and signum != signal.SIGCONT)
+    left = without_what_was_taken_back(received)
+    assert left.count(signal.SIGTSTP) == is_pending
+    others = [signum for signum in received if signum != signal.SIGTSTP]
+    assert [signum for signum in left if signum != signal.SIGTSTP] == others
+    if is_pending:
+        assert left.endswith(received[received.rindex(signal.SIGTSTP) :])
 
 
 def run(program):

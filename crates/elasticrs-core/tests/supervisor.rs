@@ -12,7 +12,7 @@ use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::nursery::protocol::Stage;
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Stdio, StopPolicy};
+use elasticrs_core::spec::{Descendants, Stdio, StopPolicy};
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
 use elasticrs_testkit::assert_no_children;
 
@@ -249,6 +249,26 @@ fn suspended_workers_are_stopped_and_go_on() {
     supervisor.stop(TERM).unwrap();
     let (exits, _) = until_end(&supervisor);
     assert!(exits.iter().all(|(_, exit, _)| *exit == TERMINATED), "{exits:?}");
+    close(supervisor);
+}
+
+#[test]
+fn deadlines_go_on_after_a_group_that_ended_while_it_was_suspended() {
+    let supervisor = supervisor();
+    let (mut spec, mut lines) = telling_group(&[&[]]);
+    spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo $!"].map(Into::into).into();
+    spec.on_success = Descendants::Linger(HANG);
+    supervisor.start(spec).unwrap();
+    let lingers: i32 = lines.next().unwrap().parse().unwrap();
+    while !matches!(event(&supervisor), Event::WorkerExited { .. }) {}
+    supervisor.suspend().unwrap();
+    kill(lingers, libc::SIGKILL);
+    assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Succeeded);
+    supervisor.resume().unwrap();
+
+    run(&supervisor, &[&["ignore-term"]]);
+    supervisor.stop(StopPolicy { grace: Duration::from_millis(1), ..TERM }).unwrap();
+    assert_eq!(until_end(&supervisor).0, [(0, KILLED, Some(Signal::KILL))]);
     close(supervisor);
 }
 

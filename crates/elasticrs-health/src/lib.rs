@@ -8,17 +8,20 @@
 //! by way of the runtime thread, so that it says that both are alive. So an idle agent sleeps until somebody asks.
 //!
 //! Who owns what: the [`Handle`] belongs to the agent's thread; sockets belong to the server's thread alone; what both use
-//! is behind short locks.
+//! is behind short locks. What may hang in the kernel, the look at the files of a dead network mount, has a thread of its
+//! own ([`log_sizes`]), which nobody waits for longer than a moment.
 //!
 //! - **HEALTH-1** a client has so much time for its request and for taking the answer, and no more;
 //! - **HEALTH-2** there are never more than [`server::MAX_CONNECTIONS`] connections; the oldest makes room for a new one;
 //! - **HEALTH-3** many requests for one answer cost the loop one wake-up;
 //! - **HEALTH-4** the agent counts as dead when a question is not answered within the limit, or when the last answer said
 //!   that progress is longer ago than that, and in no other case;
-//! - **HEALTH-5** a handle that is closed or dropped has ended the thread, and closed the port.
+//! - **HEALTH-5** a handle that is closed or dropped has ended its threads, but for one that hangs in a file system, and
+//!   closed the port.
 
 pub mod http;
 pub mod liveness;
+pub mod log_sizes;
 pub mod metrics;
 pub mod processes;
 pub mod server;

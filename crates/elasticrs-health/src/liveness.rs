@@ -15,11 +15,13 @@ pub struct Liveness {
     answered: Option<Answer>,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Answer {
     at: Instant,
     /// How long ago the last progress was then.
     age: Duration,
+    /// In what the agent was then, if that is known.
+    doing: Option<String>,
 }
 
 /// What a request has to do.
@@ -60,7 +62,7 @@ impl Liveness {
         if self.asked.is_some() {
             return Ask::Pending;
         }
-        if self.answered.is_some_and(|answer| now.saturating_duration_since(answer.at) < FRESH) {
+        if self.answered.as_ref().is_some_and(|answer| now.saturating_duration_since(answer.at) < FRESH) {
             return Ask::Fresh;
         }
         self.asked = Some(now);
@@ -72,23 +74,25 @@ impl Liveness {
         self.is_passed_on = true;
     }
 
-    /// All have answered; the last progress was so long ago.
-    pub fn answer(&mut self, now: Instant, age: Duration) {
+    /// All have answered; the last progress was so long ago, and the agent is in this.
+    pub fn answer(&mut self, now: Instant, age: Duration, doing: Option<String>) {
         (self.asked, self.is_passed_on) = (None, false);
-        self.answered = Some(Answer { at: now, age });
+        self.answered = Some(Answer { at: now, age, doing });
     }
 
     /// What can be said now.
     pub fn verdict(&self, now: Instant) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
-        let stale = self.answered.filter(|answer| answer.age > self.limit);
+        let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
         if let Some(answer) = stale {
             let age = answer.age.saturating_add(since(answer.at));
-            let reason = format!("the last progress was {:.1} s ago", age.as_secs_f64());
+            let place = answer.doing.as_ref().map_or_else(String::new, |doing| format!(", in {doing}"));
+            let reason = format!("the last progress was {:.1} s ago{place}", age.as_secs_f64());
             return Verdict { alive: false, age, reason: Some(reason) };
         }
         let Some(asked) = self.asked else {
-            let age = self.answered.map_or(Duration::ZERO, |answer| answer.age.saturating_add(since(answer.at)));
+            let age =
+                self.answered.as_ref().map_or(Duration::ZERO, |answer| answer.age.saturating_add(since(answer.at)));
             return Verdict { alive: true, age, reason: None };
         };
         let age = since(asked);
@@ -122,7 +126,7 @@ mod tests {
         let verdict = liveness.verdict(now + LIMIT + SECOND);
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has not answered for 61.0 s");
-        liveness.answer(now + LIMIT + SECOND, Duration::ZERO);
+        liveness.answer(now + LIMIT + SECOND, Duration::ZERO, None);
         assert!(liveness.verdict(now + LIMIT + SECOND).alive);
     }
 
@@ -134,7 +138,7 @@ mod tests {
         let verdict = liveness.verdict(now + LIMIT + SECOND);
         assert!(!verdict.alive);
         assert_eq!(verdict.reason.unwrap(), "the runtime that supervises the workers has not answered for 61.0 s");
-        liveness.answer(now + LIMIT + SECOND, Duration::ZERO);
+        liveness.answer(now + LIMIT + SECOND, Duration::ZERO, None);
         liveness.ask(now + LIMIT * 2);
         assert_eq!(liveness.verdict(now + LIMIT * 2).reason.unwrap(), "the agent's loop has not answered for 0.0 s");
     }
@@ -143,12 +147,14 @@ mod tests {
     fn progress_that_is_too_old_is_death_until_there_is_some() {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
         liveness.ask(now);
-        liveness.answer(now, LIMIT + SECOND);
+        liveness.answer(now, LIMIT + SECOND, Some("_start_workers".into()));
         assert_eq!(liveness.ask(now), Ask::Fresh);
-        assert!(!liveness.verdict(now).alive);
+        let verdict = liveness.verdict(now);
+        assert!(!verdict.alive);
+        assert_eq!(verdict.reason.unwrap(), "the last progress was 61.0 s ago, in _start_workers");
         assert_eq!(liveness.ask(now + FRESH), Ask::New);
         assert!(!liveness.verdict(now + SECOND).alive);
-        liveness.answer(now + SECOND, SECOND);
+        liveness.answer(now + SECOND, SECOND, None);
         assert!(liveness.verdict(now + SECOND).alive);
     }
 
@@ -168,7 +174,7 @@ mod tests {
                         open = Some(now);
                     }
                 } else {
-                    liveness.answer(now, Duration::from_secs(age));
+                    liveness.answer(now, Duration::from_secs(age), None);
                     (open, told) = (None, Some(Duration::from_secs(age)));
                 }
                 let is_late = open.is_some_and(|asked| now - asked > LIMIT);

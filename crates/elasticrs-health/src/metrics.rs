@@ -11,6 +11,7 @@ use elasticrs_core::clock::Stamp;
 use elasticrs_core::counters::Counters;
 use elasticrs_core::logs::Dest;
 
+use crate::log_sizes::{Known, Stream};
 use crate::processes::{self, Usage};
 use crate::server::Worker;
 use crate::spans::{Activity, Spans};
@@ -62,6 +63,8 @@ pub struct Moment<'a> {
     pub usages: &'a [(&'a Worker, Usage)],
     /// Of the runtime.
     pub counters: &'a Counters,
+    /// Of files that nobody reads.
+    pub sizes: &'a Known,
 }
 
 impl Registry {
@@ -124,7 +127,8 @@ impl Registry {
         self.render_job(&mut page, moment);
         render_workers(&mut page, moment.usages);
         render_heartbeats(&mut page, moment.counters, moment.workers);
-        render_counters(&mut page, moment.counters, moment.workers);
+        render_timers(&mut page, moment.counters);
+        render_logs(&mut page, moment);
         self.render_put(&mut page);
         page.0
     }
@@ -230,7 +234,7 @@ fn render_heartbeats(page: &mut Page, counters: &Counters, workers: &[Worker]) {
     }
 }
 
-fn render_counters(page: &mut Page, counters: &Counters, workers: &[Worker]) {
+fn render_timers(page: &mut Page, counters: &Counters) {
     let timers = &counters.timers;
     page.family("elasticrs_timers_live", "gauge", "Expiration timers of the workers that are not released yet.");
     page.sample("elasticrs_timers_live", &[], whole(timers.live()));
@@ -238,20 +242,34 @@ fn render_counters(page: &mut Page, counters: &Counters, workers: &[Worker]) {
     page.sample("elasticrs_timers_expired_total", &[], whole(timers.expired()));
     page.family("elasticrs_timers_late_total", "counter", "Of these, seen more than 10 ms after their deadline.");
     page.sample("elasticrs_timers_late_total", &[], whole(timers.late()));
-    let streams = counters.logs.all();
-    for (name, help, is_lines) in [
-        ("elasticrs_log_bytes_total", "Bytes of the streams that go to the console.", false),
-        ("elasticrs_log_lines_total", "Lines of the streams that go to the console.", true),
-    ] {
-        page.family(name, "counter", help);
-        for ((local_rank, dest), counts) in &streams {
-            // Streams are followed a moment before the workers are known.
-            let Some(worker) = workers.iter().find(|worker| worker.local_rank == *local_rank) else { continue };
-            let [rank, local_rank] = worker.labels();
-            let stream = if *dest == Dest::Stdout { "stdout" } else { "stderr" };
-            let labels = [(rank.0, rank.1.as_str()), (local_rank.0, local_rank.1.as_str()), ("stream", stream)];
-            page.sample(name, &labels, whole(if is_lines { counts.lines() } else { counts.bytes() }));
-        }
+}
+
+fn render_logs(page: &mut Page, moment: &Moment<'_>) {
+    let (mut bytes, mut lines) = (moment.sizes.counts.clone(), BTreeMap::new());
+    for (stream, counts) in moment.counters.logs.all() {
+        *bytes.entry(stream).or_default() += counts.bytes();
+        lines.insert(stream, counts.lines());
+    }
+    let name = "elasticrs_log_bytes_total";
+    render_streams(page, name, "Bytes of the streams that go to files or to the console.", &bytes, moment.workers);
+    let name = "elasticrs_log_lines_total";
+    render_streams(page, name, "Lines of the streams that go to the console.", &lines, moment.workers);
+    let name = "elasticrs_log_sizes_age_seconds";
+    page.family(name, "gauge", "Since the sizes of the files that are only written were looked at.");
+    if let Some(age) = moment.sizes.age {
+        page.sample(name, &[], age.as_secs_f64());
+    }
+}
+
+fn render_streams(page: &mut Page, name: &str, help: &str, counts: &BTreeMap<Stream, u64>, workers: &[Worker]) {
+    page.family(name, "counter", help);
+    for ((local_rank, dest), count) in counts {
+        // Streams are known a moment before the workers are.
+        let Some(worker) = workers.iter().find(|worker| worker.local_rank == *local_rank) else { continue };
+        let [rank, local_rank] = worker.labels();
+        let stream = if *dest == Dest::Stdout { "stdout" } else { "stderr" };
+        let labels = [(rank.0, rank.1.as_str()), (local_rank.0, local_rank.1.as_str()), ("stream", stream)];
+        page.sample(name, &labels, whole(*count));
     }
 }
 
@@ -319,6 +337,10 @@ mod tests {
             workers,
             usages: &usages(workers),
             counters: &counters,
+            sizes: &Known {
+                counts: BTreeMap::from([((1, Dest::Stderr), 12), ((7, Dest::Stdout), 1)]),
+                age: Some(Duration::from_millis(500)),
+            },
         };
         registry.render(&moment)
     }
@@ -362,6 +384,15 @@ mod tests {
         assert!(registry.restarted("nodes"));
         assert!(!registry.restarted("weather"));
         assert!(page(&registry, &[]).contains("elasticrs_restarts_total{cause=\"nodes\"} 1\n"));
+    }
+
+    #[test]
+    fn sizes_of_files_are_shown_for_workers_that_are_known() {
+        let own = Worker::new(3, 1, std::process::id().cast_signed());
+        let text = page(&Registry::new(Instant::now()), &[own]);
+        let found: Vec<_> = text.lines().filter(|line| line.starts_with("elasticrs_log_")).collect();
+        let bytes = "elasticrs_log_bytes_total{rank=\"3\",local_rank=\"1\",stream=\"stderr\"} 12";
+        assert_eq!(found, [bytes, "elasticrs_log_sizes_age_seconds 0.5"]);
     }
 
     #[test]

@@ -22,6 +22,7 @@ use tokio::time::{timeout, timeout_at};
 
 use crate::http::{self, JSON, MAX_HEAD, METRICS, Request, Response};
 use crate::liveness::{Ask, Liveness, Verdict};
+use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, usages};
 use crate::processes;
 use crate::spans::Activity;
@@ -86,6 +87,7 @@ struct Shared {
     published: Mutex<Published>,
     registry: Mutex<Registry>,
     counters: Mutex<Counters>,
+    sizes: LogSizes,
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
@@ -117,6 +119,7 @@ impl Handle {
             published: Mutex::new(Published { state: "INIT".into(), status: json!({}), workers: Vec::new() }),
             registry: Mutex::new(Registry::new(now)),
             counters: Mutex::default(),
+            sizes: LogSizes::default(),
             page: Mutex::default(),
         });
         let runtime =
@@ -138,30 +141,44 @@ impl Handle {
         self.shared.wake.as_fd()
     }
 
-    /// The loop is alive, and the last progress was so long ago.
-    pub fn answer(&self, age: Duration) {
+    /// The loop is alive; the last progress was so long ago, and the agent is in this.
+    pub fn answer(&self, age: Duration, doing: Option<String>) {
         // EAGAIN: nobody asked.
         let _ = self.shared.wake.read();
-        self.shared.answer(age);
+        self.shared.answer(age, doing);
     }
 
     /// As [`Self::answer`], once the thread that supervises the workers has come to it: one that hangs is as bad as a loop
     /// that does.
-    pub fn answer_through(&self, supervisor: &Supervisor, age: Duration) {
+    pub fn answer_through(&self, supervisor: &Supervisor, age: Duration, doing: Option<String>) {
         // EAGAIN: nobody asked.
         let _ = self.shared.wake.read();
         lock(&self.shared.liveness).pass_on();
         let shared = Arc::clone(&self.shared);
-        let answer: Task = Box::new(move || Box::pin(async move { shared.answer(age) }));
+        let passed = doing.clone();
+        let answer: Task = Box::new(move || Box::pin(async move { shared.answer(age, passed) }));
         if supervisor.spawn(answer).is_err() {
             // It has ended, which the loop is told by other means.
-            self.shared.answer(age);
+            self.shared.answer(age, doing);
         }
     }
 
     /// What the runtime counts.
     pub fn show(&self, counters: Counters) {
         *lock(&self.shared.counters) = counters;
+    }
+
+    /// An attempt begins that writes to files which nobody reads; see [`crate::log_sizes`].
+    ///
+    /// # Errors
+    /// There is no thread left.
+    pub fn watch_files(&self, files: Vec<LogFile>) -> io::Result<()> {
+        self.shared.sizes.begin(files)
+    }
+
+    /// What wrote to them has ended.
+    pub fn files_ended(&self) {
+        self.shared.sizes.end();
     }
 
     /// The job is in this state from now on; without `workers` they are those of before.
@@ -197,6 +214,7 @@ impl Handle {
             // A panic of it has no other consequence than that nobody is answered.
             let _ = thread.join();
         }
+        self.shared.sizes.close();
     }
 }
 
@@ -206,6 +224,7 @@ impl Drop for Handle {
         if std::process::id() != self.owner {
             // Joining a thread that this process does not have would never end.
             std::mem::forget(lock(&self.thread).take());
+            self.shared.sizes.forget_thread();
         }
     }
 }
@@ -307,7 +326,7 @@ async fn respond(request: &Request, shared: &Shared) -> Response {
     match request.path.as_str() {
         "/healthz" => shared.health(shared.ask().await),
         "/readyz" => shared.ready(),
-        "/metrics" => shared.metrics(),
+        "/metrics" => shared.metrics().await,
         "/status" => {
             // What the loop keeps back until somebody asks.
             shared.ask().await;
@@ -338,8 +357,8 @@ fn of_json(status: u16, value: &Value) -> Response {
 }
 
 impl Shared {
-    fn answer(&self, age: Duration) {
-        lock(&self.liveness).answer(Instant::now(), age);
+    fn answer(&self, age: Duration, doing: Option<String>) {
+        lock(&self.liveness).answer(Instant::now(), age, doing);
         self.answered.notify_waiters();
     }
 
@@ -402,18 +421,28 @@ impl Shared {
         of_json(200, &status)
     }
 
-    fn metrics(&self) -> Response {
-        let now = Instant::now();
-        let page = lock(&self.page).clone();
-        let body = match page {
-            Some((at, page)) if now.saturating_duration_since(at) < PAGE_FRESH => page,
-            _ => {
-                let page = self.render(now).into_bytes();
-                *lock(&self.page) = Some((now, page.clone()));
-                page
-            }
-        };
+    async fn metrics(&self) -> Response {
+        let mut page = self.fresh_page();
+        if page.is_none() {
+            self.sizes.ask().await;
+            // Of those who waited together one makes it.
+            page = self.fresh_page();
+        }
+        let body = page.unwrap_or_else(|| self.new_page());
         Response { status: 200, kind: METRICS, body }
+    }
+
+    fn fresh_page(&self) -> Option<Vec<u8>> {
+        let page = lock(&self.page);
+        let fresh = page.as_ref().filter(|(at, _)| at.elapsed() < PAGE_FRESH);
+        fresh.map(|(_, page)| page.clone())
+    }
+
+    fn new_page(&self) -> Vec<u8> {
+        let now = Instant::now();
+        let page = self.render(now).into_bytes();
+        *lock(&self.page) = Some((now, page.clone()));
+        page
     }
 
     fn render(&self, now: Instant) -> String {
@@ -435,6 +464,7 @@ impl Shared {
             workers: &workers,
             usages: &usages,
             counters: &counters,
+            sizes: &self.sizes.known(now),
         };
         lock(&self.registry).render(&moment)
     }

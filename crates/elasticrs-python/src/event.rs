@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use elasticrs_core::exit::{Usage, WorkerExit};
 use elasticrs_core::nursery::protocol;
 use elasticrs_core::supervisor::{self, Event, Outcome, StartFailure};
-use elasticrs_core::timer::hang::Missed;
+use elasticrs_core::timer::hang::{Ground, Missed};
 use pyo3::prelude::*;
 
 use crate::error::SupervisorError;
@@ -95,6 +95,7 @@ pub struct WorkerHung {
     since_ns: u64,
     limit: f64,
     seen_ns: u64,
+    ground: &'static str,
     ranks: Vec<RankSeen>,
 }
 
@@ -263,6 +264,13 @@ fn worker_hung(hung: supervisor::WorkerHung) -> WorkerHung {
         since_ns: hung.since.0,
         limit: hung.limit.as_secs_f64(),
         seen_ns: hung.seen.0,
+        ground: match hung.ground {
+            Ground::Stopped => "stopped",
+            Ground::Behind => "behind",
+            Ground::Elsewhere => "elsewhere",
+            Ground::Apart => "apart",
+            Ground::Oldest => "oldest",
+        },
         ranks: hung.ranks.into_iter().map(rank).collect(),
     }
 }

@@ -1,9 +1,12 @@
 //! `_core.HealthServer`.
 
 use std::os::fd::AsRawFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use elasticrs_core::logs::Dest;
+use elasticrs_health::log_sizes::LogFile;
 use elasticrs_health::{Activity, Handle, Settings, Worker};
 use elasticrs_store::notices::List;
 use pyo3::exceptions::PyValueError;
@@ -44,19 +47,36 @@ impl HealthServer {
         self.handle.fd().as_raw_fd()
     }
 
-    #[pyo3(signature = (age, supervisor=None))]
-    fn answer(&self, age: f64, supervisor: Option<&Supervisor>) -> PyResult<()> {
+    #[pyo3(signature = (age, supervisor=None, doing=None))]
+    fn answer(&self, age: f64, supervisor: Option<&Supervisor>, doing: Option<String>) -> PyResult<()> {
         // Not `max`, which would make a number of NaN.
         let age = duration(if age < 0.0 { 0.0 } else { age }, "age")?;
         match supervisor {
-            Some(supervisor) => self.handle.answer_through(&supervisor.inner, age),
-            None => self.handle.answer(age),
+            Some(supervisor) => self.handle.answer_through(&supervisor.inner, age, doing),
+            None => self.handle.answer(age, doing),
         }
         Ok(())
     }
 
     fn show(&self, supervisor: &Supervisor) {
         self.handle.show(supervisor.inner.counters());
+    }
+
+    fn watch_files(&self, files: Vec<(u32, u8, PathBuf)>, are_new: bool) -> PyResult<()> {
+        let of = |(local_rank, descriptor, path)| {
+            let dest = match descriptor {
+                1 => Dest::Stdout,
+                2 => Dest::Stderr,
+                other => return Err(PyValueError::new_err(format!("files: expected 1 or 2, got {other}"))),
+            };
+            Ok(LogFile { stream: (local_rank, dest), path, is_new: are_new })
+        };
+        let files = files.into_iter().map(of).collect::<PyResult<_>>()?;
+        Ok(self.handle.watch_files(files)?)
+    }
+
+    fn files_ended(&self) {
+        self.handle.files_ended();
     }
 
     #[pyo3(signature = (state, status, workers=None))]

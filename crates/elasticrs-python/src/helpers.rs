@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 
 use elasticrs_core::sys::features::Features;
-use elasticrs_core::{limits, logs};
+use elasticrs_core::{limits, logs, sys};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -27,6 +27,16 @@ pub fn check_limits(processes: u64, files: u64, others: u64) -> PyResult<()> {
 #[pyfunction]
 pub fn raise_descriptor_limit() -> u64 {
     limits::raise_descriptors()
+}
+
+#[pyfunction]
+pub fn stop_unless_continued() -> PyResult<()> {
+    sys::stop::stop_unless_continued().map_err(|errno| os_error(&errno.into(), "stop"))
+}
+
+#[pyfunction]
+pub fn order_stop_signals() -> PyResult<()> {
+    sys::stop::order_signals().map_err(|errno| os_error(&errno.into(), "order signals"))
 }
 
 #[pyfunction]

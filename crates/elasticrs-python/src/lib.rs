@@ -38,7 +38,9 @@ mod _core {
     #[pymodule_export]
     use crate::health::HealthServer;
     #[pymodule_export]
-    use crate::helpers::{check_limits, kernel_features, last_lines, raise_descriptor_limit};
+    use crate::helpers::{
+        check_limits, kernel_features, last_lines, order_stop_signals, raise_descriptor_limit, stop_unless_continued,
+    };
     #[pymodule_export]
     use crate::nursery::nursery_main;
     #[pymodule_export]

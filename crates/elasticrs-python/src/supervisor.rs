@@ -9,7 +9,7 @@ use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{self as core, Config};
 use elasticrs_core::sys::duplicate::duplicate;
-use elasticrs_core::timer::hang::{LEAST_LEARNED, Limits, StepLimit};
+use elasticrs_core::timer::hang::{Elsewhere, LEAST_LEARNED, Limits, StepLimit};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -57,8 +57,23 @@ impl Supervisor {
         Ok(py.detach(|| self.inner.adopt(local_rank, pid, status)).map_err(Error)?)
     }
 
-    fn stop(&self, policy: &StopPolicy) -> PyResult<()> {
-        Ok(self.inner.stop(policy.inner).map_err(Error)?)
+    #[pyo3(signature = (policy, *, hung_for=None, hung_step=None, hung_frame=None))]
+    fn stop(
+        &self,
+        policy: &StopPolicy,
+        hung_for: Option<f64>,
+        hung_step: Option<u64>,
+        hung_frame: Option<String>,
+    ) -> PyResult<()> {
+        Ok(match hung_for {
+            Some(seconds) => {
+                let silence = duration(seconds, "hung_for")?;
+                let elsewhere = Elsewhere { silence, step: hung_step, frame: hung_frame };
+                self.inner.stop_for_hang(policy.inner, elsewhere)
+            }
+            None => self.inner.stop(policy.inner),
+        }
+        .map_err(Error)?)
     }
 
     #[pyo3(signature = (signum, local_ranks=None))]

@@ -124,7 +124,7 @@ class Attempt:
             return timer_expired(event)
         from elasticrs.agent.hangs import hung
 
-        return hung(event, self.global_ranks())
+        return hung(event, self.global_ranks(), was_found_here=self.first_failure is not None)
 
     def how_it_ended(self, worker: WorkerExited) -> str:
         """How a worker ended by itself, to follow its name."""

@@ -6,7 +6,10 @@ A cause is a dictionary that can be written as JSON::
     round, rank, local_rank, pid  which worker; no ``rank`` when the workers could not be started
     exitcode                      as in ``ProcessFailure``
     message, lines                its traceback or what else is known, and its last lines on stderr; shortened
-    step                          in which it hung; only of a worker that did, and gave heartbeats with steps
+    ground, silence               only of a worker that hung: why it of all that were late (see
+                                  ``WorkerHung``), and for how many seconds it had given no sign of life
+    step                          in which it hung, if it gave heartbeats with steps; -1: it gave none at all
+    frame                         where it stood, as in ``RankSeen``, if that is known
     time_ns, error_ns             when, on the wall clock of the store, and how far off that may be, if known
 
 Imported only when something went wrong.
@@ -17,13 +20,16 @@ from __future__ import annotations
 import time
 
 from elasticrs.agent.report import failures
+from elasticrs.agent.state import HungElsewhere
 from elasticrs.agent.texts import how_the_nursery_ended
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
+from elasticrs.rendezvous.elastic.records import silence_of, step_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
     from elasticrs._core import WorkerExited
@@ -32,6 +38,9 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE = 1400
 """Characters of the message: the end of a traceback says most."""
+
+BEFORE_ALL_STEPS = -1
+"""The step of a rank that gave no heartbeat in time after its start."""
 
 MAX_LINES = 8
 MAX_LINE = 120
@@ -74,7 +83,8 @@ def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Cloc
         "local_rank": worker.local_rank,
         "pid": worker.pid,
         "exitcode": worker.exitcode,
-        **_step(attempt, worker.local_rank),
+        **_why(attempt, worker.local_rank),
+        **_hang(attempt, worker.local_rank),
         "time_ns": clock.from_monotonic(worker.seen_ns),
         "error_ns": clock.error_ns,
     }
@@ -112,26 +122,57 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock) -> dict[str, Any] | 
         "exitcode": first.exitcode,
         "message": _end(_message(attempt, first), MAX_MESSAGE),
         "lines": [_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
-        **_step(attempt, first.local_rank),
+        **_hang(attempt, first.local_rank),
         "time_ns": clock.from_monotonic(at if at is not None else time.monotonic_ns()),
         "error_ns": clock.error_ns,
     }
 
 
-def _step(attempt: Attempt, local_rank: int) -> dict[str, int]:
-    """Where a worker hung: of nodes that wait for each other each names somebody."""
-    seen = getattr(attempt.expired.get(local_rank), "ranks", ())
-    beat = next((rank.heartbeat for rank in seen if rank.local_rank == local_rank), None)
-    return {"step": beat.step} if beat is not None and beat.step is not None else {}
+def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
+    """What tells apart those that are named by nodes which wait for each other."""
+    from elasticrs import _core
+
+    event = attempt.expired.get(local_rank)
+    if event is None or isinstance(event, _core.TimerExpired):
+        return {}
+    told: dict[str, Any] = {
+        "ground": event.ground,
+        "silence": round((event.seen_ns - event.since_ns) / 1e9, 3),
+    }
+    own = next((rank for rank in event.ranks if rank.local_rank == local_rank), None)
+    if own is not None and own.frame:
+        told["frame"] = own.frame
+    if event.missed == "startup":
+        told["step"] = BEFORE_ALL_STEPS
+    elif own is not None and own.heartbeat is not None and own.heartbeat.step is not None:
+        told["step"] = own.heartbeat.step
+    return told
+
+
+def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
+    """What is to be known of a worker that hung on another node, to look for the one that it waits for.
+
+    Args:
+        cause: of a worker that hung.
+    """
+    step, frame = step_of(cause), cause.get("frame")
+    return HungElsewhere(
+        silence_of(cause) or 0.0,
+        step if step is not None and step >= 0 else None,
+        frame if isinstance(frame, str) else None,
+    )
+
+
+def _why(attempt: Attempt, local_rank: int) -> dict[str, str]:
+    why = attempt.why_expired(local_rank)
+    return {} if why is None else {"message": _end(why, MAX_MESSAGE)}
 
 
 def _message(attempt: Attempt, first: ProcessFailure) -> str:
     """What is known of it, with what says most at the end."""
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
-    if why is None or first.stack is None:
-        return text
-    return f"{text.removeprefix(why).lstrip()}\n{why}"
+    return text if why is None else f"{text.removeprefix(why).strip()}\n{why}".strip()
 
 
 def not_started(message: str, place: Place, clock: Clock) -> dict[str, Any]:

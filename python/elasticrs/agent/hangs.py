@@ -22,21 +22,29 @@ _EARLIER = 0.01
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
 
 
-def hung(event: WorkerHung, ranks: Mapping[int, int]) -> str:
+def hung(event: WorkerHung, ranks: Mapping[int, int], *, was_found_here: bool = True) -> str:
     """Which worker it was, since when, and what the others did meanwhile.
 
     Args:
         event: that was told.
         ranks: global rank by local rank.
+        was_found_here: a limit had passed on this node, not only on another one.
     """
     own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
     others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
     return "; ".join(
-        filter(None, (_missed(event, own), _stopped_at(event, own, others), _where(own, others, ranks)))
+        filter(
+            None,
+            (
+                _missed(event, own, was_found_here),
+                _stopped_at(event, own, others),
+                _where(own, others, ranks),
+            ),
+        )
     )
 
 
-def _missed(event: WorkerHung, own: RankSeen | None) -> str:
+def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> str:
     beat = own.heartbeat if own is not None else None
     section = printable(beat.section) if beat is not None and beat.section else ""
     what = {
@@ -46,7 +54,8 @@ def _missed(event: WorkerHung, own: RankSeen | None) -> str:
         "line": "no rank has written a line",
     }[event.missed]
     silent = (event.seen_ns - event.since_ns) / 1e9
-    return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s)"
+    elsewhere = "" if was_found_here else ", but a rank of another node waits"
+    return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{elsewhere})"
 
 
 def _stopped_at(event: WorkerHung, own: RankSeen | None, others: Sequence[RankSeen]) -> str:

@@ -50,16 +50,17 @@ class EventRecorder(Observer):
         self._began = self._meeting_since = time.monotonic()
         self._plan: Plan | None = None
         self._restarts = 0
+        self._watches = False
+        self._hung: _core.WorkerHung | None = None
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
-        """Of the watchdog, which watches from now on."""
+        """Of nothing yet."""
         self._meeting_since = time.monotonic()
-        if self._has_watchdog():
-            self._record_watchdog("watchdog started", {})
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Of the rendezvous, when it is over."""
+        """Of the rendezvous, when it is over, and of the watchdog, which in torch is one for each round."""
         if isinstance(action, Rendezvous):
+            self._record_watching(False)
             self._meeting_since = time.monotonic()
         elif isinstance(action, Start) and plan is not None:
             self._plan, self._restarts = plan, action.restarts
@@ -67,6 +68,7 @@ class EventRecorder(Observer):
             self._record("RENDEZVOUS", EventSource.AGENT, duration_ms=span)
             # The plan brings the ranks along: that takes no time of its own.
             self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
+            self._record_watching(True)
 
     def seen(self, event: object, result: JobResult) -> None:
         """Of the workers."""
@@ -76,17 +78,19 @@ class EventRecorder(Observer):
                 self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
         elif isinstance(event, _core.GroupEnded):
             self._meeting_since = time.monotonic()
-        elif isinstance(event, _core.TimerExpired):
-            self._record_expired(event)
+        else:
+            self._seen_by_watchdogs(event, result)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """Of the end: all workers first, then the agent, whose success says only that it ran to its end."""
-        if self._has_watchdog():
-            self._record_watchdog("watchdog stopped", {})
+        if result.phase is not Phase.SUCCEEDED:
+            # As in torch: with the workers that were stopped; it outlives those that have finished.
+            self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:
             self._record_ends(result)
             reason = self._not_a_worker(result)
+        self._record_watching(False)
         state = "SUCCEEDED" if reason is None else "FAILED"
         self._record(state, EventSource.AGENT, raw_error=reason)
 
@@ -144,6 +148,27 @@ class EventRecorder(Observer):
         metadata["duration_ms"] = duration_ms
         record(Event(_NAME + state, source, metadata=metadata), self._destination)
 
+    def _seen_by_watchdogs(self, event: object, result: JobResult) -> None:
+        if isinstance(event, _core.TimerExpired):
+            self._record_expired(event)
+        elif isinstance(event, _core.WorkerHung):
+            # Whether it was found here, or named by another node, the next event of it tells.
+            self._hung = event
+        elif isinstance(event, (_core.FailureSeen, _core.WorkerExited)):
+            self._record_hung(event.local_rank, result.attempts[-1])
+
+    def _record_hung(self, local_rank: int, attempt: Attempt) -> None:
+        event = self._hung
+        if event is None or event.local_rank != local_rank:
+            return
+        self._hung = None
+        claim: dict[str, object] = {
+            "worker_pid": str(event.pid),
+            "message": attempt.why_expired(event.local_rank),
+        }
+        self._record_watchdog("worker hung", claim)
+        self._record_watchdog("kill worker process", claim)
+
     def _record_expired(self, event: _core.TimerExpired) -> None:
         claim: dict[str, object] = {
             "worker_pid": str(event.pid),
@@ -154,6 +179,12 @@ class EventRecorder(Observer):
         self._record_watchdog("timer expired", claim)
         if event.signal is not None:
             self._record_watchdog("kill worker process", claim)
+
+    def _record_watching(self, watches: bool) -> None:
+        """That the watchdog of timers starts or stops; once for each change."""
+        if watches != self._watches and os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+            self._watches = watches
+            self._record_watchdog("watchdog started" if watches else "watchdog stopped", {})
 
     def _record_watchdog(self, name: str, claim: dict[str, object]) -> None:
         metadata = self._metadata("RUNNING", {"watchdog_event": name, **claim})
@@ -183,9 +214,6 @@ class EventRecorder(Observer):
             "agent_restarts": self._restarts,
         }
 
-    def _has_watchdog(self) -> bool:
-        return os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1"
-
 
 class WatchdogRecorder(EventRecorder):
     """Records the events of the watchdog alone, for an agent whose hooks record the others."""
@@ -194,16 +222,18 @@ class WatchdogRecorder(EventRecorder):
         """Which attempt the events are about."""
         if isinstance(action, Start):
             self._plan, self._restarts = plan, action.restarts
+            self._record_watching(True)
 
-    def seen(self, event: object, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
+    def seen(self, event: object, result: JobResult) -> None:
         """Of the workers."""
-        if isinstance(event, _core.TimerExpired):
-            self._record_expired(event)
+        if isinstance(event, _core.GroupEnded):
+            self._record_watching(False)
+        else:
+            self._seen_by_watchdogs(event, result)
 
-    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the same
+    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's
         """Nobody watches any longer."""
-        if self._has_watchdog():
-            self._record_watchdog("watchdog stopped", {})
+        self._record_watching(False)
 
 
 def _reason(result: JobResult, error: BaseException | None) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs import _core
 from elasticrs.agent.observer import Observer
-from elasticrs.agent.state import AnnounceRestart, Phase, Start
+from elasticrs.agent.state import AnnounceRestart, Phase, Start, Stop
 from elasticrs.metrics.api import set_sink
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class HealthObserver(Observer):
         self._failed_ns: int | None = None
         self._counted = 0
         self._is_uncharged = False
-        self._is_stale = False
+        self._is_stale = self._is_hang_counted = False
         self._publish()
 
     def opened(self, supervisor: _core.Supervisor) -> None:
@@ -63,6 +63,8 @@ class HealthObserver(Observer):
         self._native.show(supervisor)
         if self._is_asked:
             supervisor.watch_fd(self._native.fd)
+        else:
+            self._server.ask_through(supervisor)
         set_sink(self._native.put)
         if self._job.rendezvous is not None:
             self._native.enter("waiting_for_nodes")
@@ -79,24 +81,31 @@ class HealthObserver(Observer):
         return True
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """The rendezvous is over, or a restart costs nothing."""
+        """The rendezvous is over, a restart costs nothing, or a worker of another node hung."""
         if isinstance(action, Start):
             self._native.enter("starting" if self._attempt is None else "restarting")
+        elif isinstance(action, Stop) and action.hung is not None:
+            self._was_hung(action.hung.silence)
         elif isinstance(action, AnnounceRestart):
             self._is_uncharged = not action.charged
 
+    def prepared(self, attempt: Attempt) -> None:
+        """Count the bytes of the files that nobody reads."""
+        if attempt.paths is not None:
+            self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
+
     def seen(self, event: object, result: JobResult) -> None:
         """Of the workers."""
+        if isinstance(event, (_core.GroupEnded, _core.StartFailed)):
+            self._native.files_ended()
         if isinstance(event, _core.GroupStarted):
             self._on_started(event, result)
         elif isinstance(event, _core.FailureSeen):
             self._on_failure(event)
         elif isinstance(event, _core.TimerExpired) and event.signal is not None:
-            self._native.enter("hung")
-            self._native.was_hung(max(0.0, time.time() - event.deadline))
+            self._was_hung((time.monotonic_ns() - event.seen_ns) / 1e9)
         elif isinstance(event, _core.WorkerHung):
-            self._native.enter("hung")
-            self._native.was_hung(max(0.0, (time.monotonic_ns() - event.since_ns) / 1e9))
+            self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
         elif isinstance(event, _core.WorkerPaused):
             self._paused.add(event.local_rank)
             self._publish()
@@ -119,12 +128,20 @@ class HealthObserver(Observer):
         self._server.stop()
         self._supervisor = None
 
+    def _was_hung(self, seconds: float) -> None:
+        """Once for a group: a rank may be named here and on another node, for one hang."""
+        if not self._is_hang_counted:
+            self._is_hang_counted = True
+            self._native.enter("hung")
+            self._native.was_hung(max(0.0, seconds))
+
     def _on_started(self, event: _core.GroupStarted, result: JobResult) -> None:
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
         self._attempt = result.attempts[-1]
         self._paused.clear()
+        self._is_hang_counted = False
         if self._failed_ns is not None:
             self._native.recovered((event.started_ns - self._failed_ns) / 1e9)
             self._failed_ns = None
@@ -228,7 +245,7 @@ def _cause(attempt: Attempt) -> str:
     """Why workers started again after this attempt, in the words of the metrics."""
     if "started" not in attempt.stamps:
         return "start_failed"
-    if attempt.expired:
+    if attempt.expired and attempt.first_failure is not None:
         is_hung = any(isinstance(event, _core.WorkerHung) for event in attempt.expired.values())
         return "worker_hung" if is_hung else "timer_expired"
     if attempt.first_failure is not None:

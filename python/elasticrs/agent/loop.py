@@ -21,7 +21,6 @@ from elasticrs.agent.console import Console
 from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
-from elasticrs.agent.signals import SignalPipe, stop_this_process
 from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.observer import Observer
+    from elasticrs.agent.signals import SignalPipe
     from elasticrs.agent.sleepers import Sleepers
     from elasticrs.config import JobConfig
     from elasticrs.workers import Workers
@@ -243,7 +243,7 @@ class Agent:
         elif isinstance(action, machine.Stop):
             if not action.is_announced:
                 self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
-            supervisor.stop(_core.StopPolicy(action.signum, action.grace))
+            self._stop(supervisor, action)
         elif isinstance(action, machine.CollectEvidence):
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
@@ -255,6 +255,13 @@ class Agent:
         elif isinstance(action, machine.CloseRendezvous):
             self._decisions.close_rendezvous()
 
+    def _stop(self, supervisor: _core.Supervisor, action: machine.Stop) -> None:
+        policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
+        if hung is None:
+            supervisor.stop(policy)
+        else:
+            supervisor.stop(policy, hung_for=hung.silence, hung_step=hung.step, hung_frame=hung.frame)
+
     def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
         plan = self._decisions.plan
         if plan is None:
@@ -265,7 +272,9 @@ class Agent:
         self._result.attempts.append(attempt)
         self._decisions.observe(attempt)
         try:
-            self._workers.start(supervisor, attempt)
+            group = self._workers.prepare(supervisor, attempt)
+            self._observers.prepared(attempt)
+            supervisor.start(group)
         except BaseException as error:
             self._workers.ended(supervisor, attempt)
             if not isinstance(error, (OSError, _core.SupervisorError)):
@@ -334,9 +343,11 @@ class Agent:
     # --- events ---
 
     def _take_signals(self, supervisor: _core.Supervisor | None) -> None:
-        for signum in self._signals.take() if self._signals is not None else ():
+        if self._signals is None:
+            return
+        for signum in self._signals.take():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
-                suspend(supervisor)
+                suspend(supervisor, self._signals)
             elif not self._is_echo(signum):
                 self._events.append(machine.SignalReceived(signum))
 
@@ -458,17 +469,20 @@ class Agent:
         return f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
 
 
-def suspend(supervisor: _core.Supervisor | None) -> None:
+def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
     """Control-Z: the workers are not in the terminal's process group, so they are stopped from here.
 
     Args:
         supervisor: of the workers, if there are any.
+        signals: where the SIGTSTP was taken from.
     """
     if supervisor is not None:
         supervisor.suspend()
-    stop_this_process()
-    if supervisor is not None:
-        supervisor.resume()
+    try:
+        signals.stop_this_process()
+    finally:
+        if supervisor is not None:
+            supervisor.resume()
 
 
 _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
@@ -483,7 +497,6 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.Fenced: Agent._on_fenced,
     _core.WorkerPaused: Agent._on_paused,
     _core.WorkerResumed: Agent._on_resumed,
-    _core.Fenced: Agent._on_fenced,
     _core.LogTrouble: Agent._on_log_trouble,
     _core.Degraded: Agent._on_degraded,
 }

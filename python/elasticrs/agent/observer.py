@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs import _core
-    from elasticrs.agent.attempt import Plan
+    from elasticrs.agent.attempt import Attempt, Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.state import Action
 
@@ -35,6 +35,13 @@ class Observer:
         Args:
             action: what.
             plan: of the attempt that the action is about, if there is one.
+        """
+
+    def prepared(self, attempt: Attempt) -> None:
+        """The workers of an attempt are started next; none of them runs.
+
+        Args:
+            attempt: with its files.
         """
 
     def seen(self, event: object, result: JobResult) -> None:
@@ -82,6 +89,10 @@ class Observers:
     def acting(self, action: Action, plan: Plan | None) -> None:
         """See :class:`Observer`."""
         self._tell(lambda observer: observer.acting(action, plan))
+
+    def prepared(self, attempt: Attempt) -> None:
+        """See :class:`Observer`."""
+        self._tell(lambda observer: observer.prepared(attempt))
 
     def seen(self, event: object, result: JobResult) -> None:
         """See :class:`Observer`."""

@@ -17,7 +17,7 @@ from elasticrs.multiprocessing.errors.root_cause import victims
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.agent.loop import JobResult
@@ -56,11 +56,27 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
         # The message is the reason; workers that we stopped for it are no failures.
         return {}
-    if cause is None or cause.get("rank") is None or cause["rank"] in failed:
+    if cause is None or cause.get("rank") is None:
         return failed
-    from elasticrs.agent.cause import remote_failure
+    rank = cause["rank"]
+    if rank not in failed:
+        from elasticrs.agent.cause import remote_failure
 
-    return {cause["rank"]: remote_failure(cause, result.clock), **failed}
+        remote = remote_failure(cause, result.clock)
+        if result.attempts and all(failure.sent_signal is not None for failure in failed.values()):
+            remote.more_notes = _last_heartbeats(result.attempts[-1], remote.seen_ns, "here: ")
+        failed = {rank: remote, **failed}
+    failed[rank].is_first = True
+    if result.attempts and cause.get("ground") is not None:
+        for local_rank in result.attempts[-1].expired:
+            _add_who_it_waits_for(failed, result.attempts[-1].global_ranks()[local_rank], rank)
+    return failed
+
+
+def _add_who_it_waits_for(failed: Mapping[int, ProcessFailure], rank: int, first: int) -> None:
+    if rank != first and rank in failed:
+        note = f"it may have waited for rank {first}, which hung first as far as all nodes together can tell"
+        failed[rank].more_notes = [note, *failed[rank].more_notes]
 
 
 def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | None:
@@ -145,11 +161,18 @@ def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFail
         if os.path.isfile(path):
             failure.stack = hangs.stack(path)
             failure.log_paths["hang"] = path
-    if attempt.heartbeats and rank == attempt.first_failure:
-        from elasticrs.agent import hangs
+    if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
+        failure.more_notes = _last_heartbeats(attempt, failure.seen_ns)
 
-        end_ns = attempt.stamps.get("failure_seen", worker.seen_ns)
-        failure.more_notes = hangs.heartbeat_notes(attempt.heartbeats, end_ns, attempt.global_ranks())
+
+def _last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> list[str]:
+    if not attempt.heartbeats:
+        return []
+    from elasticrs.agent import hangs
+
+    end_ns = attempt.stamps.get("failure_seen", end_ns or attempt.stamps.get("ended", 0))
+    notes = hangs.heartbeat_notes(attempt.heartbeats, end_ns, attempt.global_ranks())
+    return [f"{where}{note}" for note in notes]
 
 
 def _tail(path: str) -> list[str]:

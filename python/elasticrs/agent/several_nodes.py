@@ -216,7 +216,7 @@ class SeveralNodes(Decisions):
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
         # Workers that were stopped because one hung in the kernel have not failed.
         is_failure = self._phase is not machine.Phase.STOPPING and event.unfit is None
-        if is_failure or self._first_failure is not None:
+        if is_failure or self._first_failure is not None or attempt.expired:
             cause = own_cause(attempt, self._place(), self._clock())
             if cause is not None and self._first_word is not None:
                 # The estimate of the store's clock moves: what is known in full must not seem later for that.
@@ -286,7 +286,12 @@ class SeveralNodes(Decisions):
         if self._signum is not None:
             return [machine.Stop(self._signum, self._job.shutdown_timeout, is_announced=True)]
         self._console.say(f"{action.why}: stopping the workers of round {action.round}")
-        return [machine.Stop(signal.SIGTERM, self._job.shutdown_timeout, is_announced=True)]
+        hung = None
+        if action.hung is not None:
+            from elasticrs.agent.cause import hung_elsewhere
+
+            hung = hung_elsewhere(action.hung)
+        return [machine.Stop(signal.SIGTERM, self._job.shutdown_timeout, is_announced=True, hung=hung)]
 
     def _exit(self, outcome: messages.Outcome) -> list[machine.Action]:
         self.clock = self._clock()

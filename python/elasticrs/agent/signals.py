@@ -9,7 +9,9 @@ back by :meth:`SignalPipe.close`.
   workers;
 - **SIG-2** handlers are installed in the main thread only: elsewhere Python cannot;
 - **SIG-3** a wake-up descriptor of the host application goes on getting its bytes;
-- **SIG-4** a child that the host application makes by ``fork`` has what was there before: what it is sent
+- **SIG-4** a SIGTSTP does what it does to a program that does not catch it: a SIGCONT takes it back, however
+  soon it comes, and many at a time are one;
+- **SIG-5** a child that the host application makes by ``fork`` has what was there before: what it is sent
   never comes here (:mod:`elasticrs.forks`).
 """
 
@@ -62,6 +64,22 @@ def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
         return None
 
 
+def without_what_was_taken_back(received: bytes) -> bytes:
+    """SIG-4.
+
+    Args:
+        received: numbers of signals, in order.
+
+    Returns:
+        The same with at most one SIGTSTP, the last one, and that only if no SIGCONT follows.
+    """
+    last = received.rfind(signal.SIGTSTP)
+    is_wanted = last > received.rfind(signal.SIGCONT)
+    return bytes(
+        signum for at, signum in enumerate(received) if signum != signal.SIGTSTP or (is_wanted and at == last)
+    )
+
+
 class SignalPipe:
     """Catches signals and hands them out in order.
 
@@ -75,6 +93,8 @@ class SignalPipe:
 
     def __init__(self, signums: Iterable[int]) -> None:
         self._caught: dict[int, Handler] = {}
+        self._wanted: frozenset[int] = frozenset()
+        self._has_pauses = False
         self._reader, self._writer = _socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -97,19 +117,34 @@ class SignalPipe:
         """The signals that are caught."""
         return frozenset(self._caught)
 
-    def catch(self, signums: Iterable[int]) -> None:
+    def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
         """Catch these from now on, and no others.
 
         Args:
             signums: signal numbers.
+            pauses: SIGTSTP as well, as a request for :meth:`stop_this_process`, if it is not one of them.
         """
         wanted = set(signums)
+        self._has_pauses = pauses and signal.SIGTSTP not in wanted
+        if self._has_pauses:
+            wanted.add(signal.SIGTSTP)
+        self._wanted = frozenset(wanted)
+        if self._has_pauses:
+            wanted.add(signal.SIGCONT)
         for signum in wanted - self._caught.keys():
             if signal.getsignal(signum) != signal.SIG_IGN:
                 self._caught[signum] = signal.getsignal(signum)
                 signal.signal(signum, _wake_only)
         for signum in self._caught.keys() - wanted:
             self._restore(signum)
+        if self._has_pauses:
+            self.order_pauses()
+
+    def order_pauses(self) -> None:
+        """To be called again by whoever has given SIGTSTP another handler."""
+        from elasticrs import _core
+
+        _core.order_stop_signals()
 
     def take(self) -> list[int]:
         """The signals that came since the last call, in order; never blocks."""
@@ -123,7 +158,33 @@ class SignalPipe:
                 break
         if received and self._host_fd != -1:
             self._forward(bytes(received))
-        return [signum for signum in received if signum in self._caught]
+        if self._has_pauses:
+            received[:] = without_what_was_taken_back(bytes(received))
+        return [signum for signum in received if signum in self._caught and signum in self._wanted]
+
+    def stop_this_process(self) -> None:
+        """Stop, and return when this process goes on.
+
+        That is at once if a SIGCONT has come since the SIGTSTP that was taken last (SIG-4).
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
+        try:
+            # The kernel discards it on the first SIGCONT from here on; those before are in the pipe.
+            signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
+            if not self._is_continued():
+                _stop_unless_continued()
+            held = signal.sigtimedwait((signal.SIGTSTP,), 0)
+            if held is not None and held.si_pid != os.getpid():
+                # It came after the SIGCONT.
+                signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _is_continued(self) -> bool:
+        try:
+            return signal.SIGCONT in self._reader.recv(1 << 16, _socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
 
     def close(self, *, ignore: bool = False) -> None:
         """Put everything back as it was. Idempotent.
@@ -155,12 +216,15 @@ class SignalPipe:
             return
 
 
-def stop_this_process() -> None:
-    """SIGSTOP to this process; returns when it goes on.
+def _stop_unless_continued() -> None:
+    from elasticrs import _core
 
-    Sent to the calling thread: a signal to the process may stop it only after this call has returned.
-    """
-    signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
+    try:
+        _core.stop_unless_continued()
+    except OSError:
+        # There are too many processes, and the workers stand still already. Sent to this thread: a signal to
+        # the process may stop it only after this call has returned.
+        signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 
 def _wake_only(_signum: int, _frame: FrameType | None) -> None:

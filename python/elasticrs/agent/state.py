@@ -272,6 +272,23 @@ class Start(Action):
         self.restarts = restarts
 
 
+class HungElsewhere(Value):
+    """A worker that hangs on another node, as that node names it.
+
+    Args:
+        silence: for how many seconds it has given no sign of life.
+        step: that it was in, if it said so.
+        frame: where its main thread stands, as in ``RankSeen``, if that is known.
+    """
+
+    __slots__ = ("frame", "silence", "step")
+
+    def __init__(self, silence: float, step: int | None = None, frame: str | None = None) -> None:
+        self.silence = silence
+        self.step = step
+        self.frame = frame
+
+
 class Stop(Action):
     """Stop the group; :class:`GroupEnded` follows.
 
@@ -279,14 +296,19 @@ class Stop(Action):
         signum: the first signal.
         grace: seconds until SIGKILL.
         is_announced: the user knows why already.
+        hung: the reason is a worker of another node, which hangs: the evidence of what it may wait for is
+            taken first.
     """
 
-    __slots__ = ("grace", "is_announced", "signum")
+    __slots__ = ("grace", "hung", "is_announced", "signum")
 
-    def __init__(self, signum: int, grace: float, is_announced: bool = False) -> None:
+    def __init__(
+        self, signum: int, grace: float, is_announced: bool = False, hung: HungElsewhere | None = None
+    ) -> None:
         self.signum = signum
         self.grace = grace
         self.is_announced = is_announced
+        self.hung = hung
 
 
 class CollectEvidence(Action):

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _events_loggers: dict[str, logging.Logger] = {}
+_FAILURES_OF_WATCHDOGS = frozenset({"timer expired", "worker hung", "kill worker process"})
 
 
 def _get_or_create_logger(destination: str = "null") -> logging.Logger:
@@ -59,7 +60,8 @@ def record(event: Event, destination: str = "null") -> None:
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    is_failure = event.metadata.get("state") == "FAILED"
+    # Of a watchdog's events the state says how the agent is.
+    is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 
 

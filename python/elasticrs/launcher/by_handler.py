@@ -75,10 +75,12 @@ def run_by_handler(
         return bool(running) and running[0]._interrupt(error)
 
     def stop_for_a_while(_signum: int, _frame: FrameType | None) -> None:
-        if running:
-            running[0].suspend()
-        else:
-            suspend(None)
+        # The other signals are raised by their own handlers.
+        if signals is not None and signal.SIGTSTP in signals.take():
+            if running:
+                running[0].suspend(signals)
+            else:
+                suspend(None, signals)
 
     try:
         with raised_signals(launch.job.signals, SignalException, interrupt):
@@ -90,6 +92,7 @@ def run_by_handler(
                         )
                 if signal.SIGTSTP not in launch.job.signals and signal.SIGTSTP in signals.caught:
                     signal.signal(signal.SIGTSTP, stop_for_a_while)
+                    signals.order_pauses()
             made = _make_handler(handler)
             running.append(_CommandLineAgent(launch, handler, made, workers, console))
             return _run(running[0], made, launch, write)
@@ -160,12 +163,13 @@ class _CommandLineAgent(LocalElasticAgent):
     def _workers(self, job: JobConfig) -> Workers:  # noqa: ARG002 -- made for it
         return self._given_workers
 
-    def suspend(self) -> None:
+    def suspend(self, signals: SignalPipe) -> None:
         """Stop the workers and this process, until it goes on."""
         if self._pcontext is not None:
-            self._pcontext.suspend()
+            self._pcontext.suspend(signals)
         else:
-            suspend(None)
+            suspend(None, signals)
+        self._progress.renew()
 
 
 def _make_handler(settings: HandlerSettings) -> RendezvousHandler:

@@ -72,6 +72,8 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
             # Classes of older releases know nothing of these.
             getattr(destination, "filtered_stdout", ""),
             getattr(destination, "filtered_stderr", ""),
+            # In a directory that it makes for each attempt.
+            are_new=getattr(specs.reify, "__func__", None) is DefaultLogsSpecs.reify,
         )
 
     return paths_of_attempt

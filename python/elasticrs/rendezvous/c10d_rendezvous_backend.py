@@ -5,7 +5,6 @@ from __future__ import annotations
 import binascii
 import datetime
 import os
-import tempfile
 import time
 from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any
@@ -118,13 +117,12 @@ def _create_store(params: RendezvousParameters) -> Any:
 
 
 def _create_file_store(params: RendezvousParameters) -> Any:
-    from elasticrs.rendezvous.file_store import FileStore
+    from elasticrs.rendezvous.file_store import FileStore, TemporaryFileStore
 
     path = params.endpoint.strip()
     try:
         if not path:
-            fd, path = tempfile.mkstemp(prefix="elasticrs-rdzv-")
-            os.close(fd)
+            return TemporaryFileStore()
         return FileStore(path)
     except OSError as error:
         raise RendezvousError(f"The file creation for C10d store has failed: {error}") from error

@@ -11,7 +11,10 @@ import datetime
 import fcntl
 import json
 import os
+import shutil
+import tempfile
 import time
+import weakref
 from base64 import b64decode, b64encode
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -21,7 +24,7 @@ from elasticrs.store import DistStoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["FileStore"]
+__all__ = ["FileStore", "TemporaryFileStore"]
 
 VERSION = 1
 MAX_BYTES = 64 << 20
@@ -217,3 +220,18 @@ class FileStore:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+class TemporaryFileStore(FileStore):
+    """One in a folder of its own, for a single process: both go with this object, or with the interpreter."""
+
+    def __init__(self) -> None:
+        folder = tempfile.mkdtemp(prefix="elasticrs-rdzv-")
+        weakref.finalize(self, _remove_in, os.getpid(), folder)
+        super().__init__(os.path.join(folder, "store"))
+
+
+def _remove_in(pid: int, folder: str) -> None:
+    # A child by fork ends with the finalizers of its parent, which still uses the folder.
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -45,6 +45,4 @@ def __getattr__(name: str) -> object:
         from elasticrs.timer.file_server import FileTimerServer
 
         return FileTimerServer
-    if name == "LocalTimerServer":
-        return LocalTimerServer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from _thread import RLock
+from _thread import RLock, get_ident
 from abc import ABC, abstractmethod
 
 TYPE_CHECKING = False
@@ -249,7 +249,7 @@ class expires:  # noqa: N801 -- torch's name
     def __init__(self, after: float, scope: str | None = None, client: TimerClient | None = None) -> None:
         self._after = after
         self._client = client
-        self._entered: list[tuple[TimerClient, float]] = []
+        self._entered: dict[int, list[tuple[TimerClient, float]]] = {}
         frame = sys._getframe(1)
         file, line = frame.f_code.co_filename, frame.f_lineno
         self._scope = f"{file}#{line}" if scope is None else scope
@@ -271,13 +271,16 @@ class expires:  # noqa: N801 -- torch's name
                 if not due:
                     _live.pop(key, None)
                 raise
-            self._entered.append((client, expiration))
+            self._entered.setdefault(get_ident(), []).append((client, expiration))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with _lock:
-            client, expiration = self._entered.pop()
+            entered = self._entered[get_ident()]
+            client, expiration = entered.pop()
+            if not entered:
+                del self._entered[get_ident()]
             key = (id(client), self._scope)
             due = _live.get(key, [])
             if expiration in due:
@@ -344,17 +347,34 @@ def descends_from_us(pid: int) -> bool:
     for _ in range(64):
         if pid <= 1 or pid == own:
             return False
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                # The name before it stands in parentheses and may hold any byte.
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
+        fields = _stat(str(pid))
+        if not fields:
             return False
         parent = int(fields[1])
         if parent == own:
             return fields[0] not in (b"Z", b"X")
         pid = parent
     return False
+
+
+def started_at(pid: str) -> int:
+    """When a process began, in clock ticks since boot; 0 when that cannot be read.
+
+    Args:
+        pid: its number, or ``self``.
+    """
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def _stat(pid: str) -> list[bytes]:
+    """``/proc/PID/stat`` from the third field on, the state; empty when it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name before it stands in parentheses and may hold any byte.
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
 def _logger() -> Any:

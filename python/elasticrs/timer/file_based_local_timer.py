@@ -13,7 +13,7 @@ import time
 from _thread import RLock
 from math import isnan
 
-from elasticrs.timer.api import TimerClient, TimerRequest, _logger
+from elasticrs.timer.api import TimerClient, TimerRequest, _logger, started_at
 
 try:
     from _json import encode_basestring_ascii as _quote
@@ -177,12 +177,8 @@ class FileTimerClient(TimerClient):
         self._has_thread = False
         self._start_time = ""
         if self._keeps_open:
-            try:
-                with open("/proc/self/stat", "rb") as file:
-                    started = file.read().rpartition(b")")[2].split()[19]
-                self._start_time = f', "start_time": {int(started)}'
-            except (OSError, IndexError, ValueError):
-                _logger().debug("the start time of pid %s cannot be read", self._pid, exc_info=True)
+            started = started_at("self")
+            self._start_time = f', "start_time": {started}' if started else ""
 
     # --- writing ---
 

@@ -33,8 +33,8 @@ class FileTimerServer:
     """Ends descendants of this process whose timers have expired.
 
     Different from torch: a timer expires when it is due, not up to ``max_interval`` later; the FIFO is made
-    for this user alone; what is at ``file_path`` already is an error, unless it is a FIFO of this user that
-    nobody reads; only descendants of this process are ever signalled, and **not this process itself**;
+    for this user alone; what is at ``file_path`` already is an error, unless it is such a FIFO, of this user,
+    that nobody reads; only descendants of this process are ever signalled, and **not this process itself**;
     :meth:`stop` leaves no thread.
 
     Args:
@@ -126,7 +126,7 @@ class FileTimerServer:
         """
         try:
             os.kill(pid, 0)
-        except OSError:
+        except (OSError, OverflowError):
             return False
         return True
 
@@ -240,7 +240,7 @@ class FileTimerServer:
     def _parse(self, line: bytes) -> Iterable[FileTimerRequest]:
         try:
             request = _request(line)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             self._refuse("it is no timer record")
             # A writer died within its record, and another one's follows. No JSON text holds this.
             begin = line.rfind(b'{"version"')
@@ -328,7 +328,8 @@ def _make_fifo(path: str) -> int:
         os.mkfifo(path, 0o600)
     except FileExistsError:
         there = os.lstat(path)
-        if not stat.S_ISFIFO(there.st_mode) or there.st_uid != os.geteuid():
+        # What a server that was killed has left. One that is open to others was made by somebody else.
+        if there.st_mode != stat.S_IFIFO | 0o600 or there.st_uid != os.geteuid():
             raise
         _check_that_nobody_reads(path)
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)

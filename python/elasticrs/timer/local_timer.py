@@ -13,6 +13,7 @@ from elasticrs.timer.api import (
     TimerServer,
     _logger,
     descends_from_us,
+    started_at,
 )
 
 TYPE_CHECKING = False
@@ -21,8 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalTimerClient", "LocalTimerServer", "MultiprocessingRequestQueue"]
 
-_SIGKILL = 9
 _SLICE = 1.0
+
+
+class LocalTimerRequest(TimerRequest):
+    """A request that says which process it is of: a pid alone may be another one's when it is read."""
+
+    __slots__ = ("start_time",)
+    __hash__ = None  # as for any mutable value
+
+    def __init__(self, worker_id: int, scope_id: str, expiration_time: float, start_time: int) -> None:
+        super().__init__(worker_id, scope_id, expiration_time)
+        self.start_time = start_time
 
 
 class LocalTimerClient(TimerClient):
@@ -38,7 +49,8 @@ class LocalTimerClient(TimerClient):
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         """See the base class."""
-        self._mp_queue.put(TimerRequest(os.getpid(), scope_id, expiration_time))
+        request = LocalTimerRequest(os.getpid(), scope_id, expiration_time, started_at("self"))
+        self._mp_queue.put(request)
 
     def release(self, scope_id: str) -> None:
         """See the base class."""
@@ -78,7 +90,8 @@ class LocalTimerServer(TimerServer):
     """Kills descendants of this process whose timers have expired.
 
     Different from torch: a timer expires when it is due, not up to ``max_interval`` later; steps of the wall
-    clock do not count; and only descendants of this process are ever signalled, never itself.
+    clock do not count; only descendants of this process are ever signalled, never itself; and the timers of a
+    process end with it, so that another one that gets its pid is left alone.
 
     Args:
         mp_queue: a ``multiprocessing.Queue``, the one of the clients.
@@ -90,14 +103,25 @@ class LocalTimerServer(TimerServer):
         super().__init__(MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
         self._timers: dict[tuple[int, str], TimerRequest] = {}
         self._clock = SteadyClock()
+        self._pidfds: dict[int, int] = {}
+
+    def stop(self) -> None:
+        """See the base class."""
+        thread = self._watchdog_thread
+        super().stop()
+        if thread is None or not thread.is_alive():
+            for pid in list(self._pidfds):
+                os.close(self._pidfds.pop(pid))
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
         """See the base class."""
+        self._forget_the_dead()
         for request in timer_requests:
             key = (request.worker_id, request.scope_id)
             if request.expiration_time < 0:
                 self._timers.pop(key, None)
             else:
+                self._bind(request)
                 request.expiration_time = self._clock.steady(request.expiration_time)
                 self._timers[key] = request
 
@@ -114,19 +138,51 @@ class LocalTimerServer(TimerServer):
         return expired
 
     def _reap_worker(self, worker_id: int) -> bool:
-        if not descends_from_us(worker_id):
+        import signal
+
+        pidfd = self._pidfds.get(worker_id)
+        if pidfd is None:
             _logger().info(
                 "pid %s has ended, or is no descendant of this process; it is left alone", worker_id
             )
             return True
         try:
-            os.kill(worker_id, _SIGKILL)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         except ProcessLookupError:
             return True
         except OSError:
             _logger().exception("pid %s could not be killed", worker_id)
             return False
         return True
+
+    def _bind(self, request: TimerRequest) -> None:
+        """Hold the process that asks, if it lives and is a descendant."""
+        pid = request.worker_id
+        if pid in self._pidfds:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except (OSError, OverflowError, TypeError, ValueError):
+            # A worker's identity may be anything; of what is no process, nothing can be ended.
+            return
+        said = getattr(request, "start_time", 0)
+        if descends_from_us(pid) and said in (0, started_at(str(pid))):
+            self._pidfds[pid] = pidfd
+        else:
+            os.close(pidfd)
+
+    def _forget_the_dead(self) -> None:
+        from select import POLLIN, poll
+
+        watch = poll()
+        of_fd = {fd: pid for pid, fd in self._pidfds.items()}
+        for fd in of_fd:
+            watch.register(fd, POLLIN)
+        dead = {of_fd[fd] for fd, _ in watch.poll(0)}
+        for pid in dead:
+            os.close(self._pidfds.pop(pid))
+        if dead:
+            self.clear_timers(dead)
 
     def _join_limit(self) -> float:
         return max(self._max_interval, 2 * _SLICE)

@@ -8,7 +8,7 @@ use crate::exit::{Usage, WorkerExit};
 use crate::logs::{Dest, Notice};
 use crate::nursery::protocol::{Descendant, Stage};
 use crate::signal::Signal;
-use crate::timer::hang::Missed;
+use crate::timer::hang::{Ground, Missed};
 
 /// One thing that happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -182,6 +182,8 @@ pub struct WorkerHung {
     pub limit: Duration,
     /// When it was found.
     pub seen: Stamp,
+    /// Why it, of all that are late.
+    pub ground: Ground,
     /// All that run, by local rank.
     pub ranks: Vec<RankSeen>,
 }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use nix::sys::signal::SigSet;
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
 use super::event::Heartbeat;
@@ -23,7 +24,7 @@ use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::pidfd;
-use crate::timer::hang::Limits;
+use crate::timer::hang::{Elsewhere, Limits};
 
 /// How a supervisor works.
 #[derive(Debug, Clone)]
@@ -92,7 +93,7 @@ pub(super) enum Command {
         status: Option<OwnedFd>,
         reply: Reply<Result<(), SupervisorError>>,
     },
-    Stop(StopPolicy),
+    Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
     Suspend(Reply<()>),
     Resume,
@@ -193,10 +194,10 @@ impl Supervisor {
         let thread = {
             let (queue, logs, nursery_pid) = (Arc::clone(&queue), Arc::clone(&logs), Arc::clone(&nursery_pid));
             let shared = Shared { queue, logs, nursery_pid, fence: fence.clone(), counters: counters.clone() };
-            std::thread::Builder::new()
-                .name("elasticrs".into())
-                .stack_size(512 * 1024)
-                .spawn(move || task::run(config, inbox, shared, &ready))?
+            std::thread::Builder::new().name("elasticrs".into()).stack_size(512 * 1024).spawn(move || {
+                leave_signals_to_others();
+                task::run(config, inbox, shared, &ready);
+            })?
         };
         match started.recv() {
             Ok(Ok(())) => {}
@@ -237,7 +238,16 @@ impl Supervisor {
     /// # Errors
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn stop(&self, policy: StopPolicy) -> Result<(), SupervisorError> {
-        self.tell(Command::Stop(policy))
+        self.tell(Command::Stop(policy, None))
+    }
+
+    /// The same, because a worker of another node hangs. Where heartbeats are watched the evidence of all workers is taken
+    /// first, and [`super::Event::WorkerHung`] names the one that may have kept it waiting.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn stop_for_hang(&self, policy: StopPolicy, elsewhere: Elsewhere) -> Result<(), SupervisorError> {
+        self.tell(Command::Stop(policy, Some(elsewhere)))
     }
 
     /// Sends a signal to the groups of these workers, or of all.
@@ -432,4 +442,9 @@ impl Drop for Supervisor {
             std::mem::forget(Arc::clone(&self.logs));
         }
     }
+}
+
+/// Python's handlers belong to its own threads.
+fn leave_signals_to_others() {
+    SigSet::all().thread_block().expect("the arguments are constants, and there is no other error");
 }

@@ -67,6 +67,8 @@ pub enum Input {
     TimerExpired(TimerExpired),
     /// A member gave no sign of life for too long.
     Hung(Box<WorkerHung>),
+    /// A member may be what a rank of another node waits for: it is told, and [`Input::Stop`] follows.
+    Suspected(Box<WorkerHung>),
     /// One more member, which Python started.
     Adopted {
         /// Its rank.
@@ -257,6 +259,12 @@ impl Group {
             Input::Dead(pids) => self.members.iter_mut().for_each(|m| m.dead |= pids.contains(&m.pid)),
             Input::TimerExpired(timer) => self.on_timer_expired(timer, &mut effects),
             Input::Hung(hung) => self.on_hung(hung, &mut effects),
+            Input::Suspected(hung) => {
+                let runs = |m: &Member| m.local_rank == hung.local_rank && m.runs();
+                if self.phase == Phase::Running && self.members.iter().any(runs) {
+                    effects.push(Effect::Tell(Event::WorkerHung(hung)));
+                }
+            }
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
         }
         effects
@@ -288,10 +296,12 @@ impl Group {
         let Some(member) = self.members.iter_mut().find(|m| m.pid == pid && !m.ended) else {
             return;
         };
-        if stopping {
+        if suspended {
+            // Stopped by us; all go on together.
+        } else if stopping {
             // The stop signal may have been sent before this; a stopped process never sees it.
             effects.push(Effect::Signal { pid, signal: Signal::CONT });
-        } else if !suspended && member.pause == Pause::Running {
+        } else if member.pause == Pause::Running {
             member.pause = Pause::Noticed(signal);
             effects.push(Effect::Arm(Timer::Paused(member.local_rank), PAUSE_IS_TOLD_AFTER));
         }
@@ -530,6 +540,11 @@ impl Group {
 
     fn tell_end(&mut self, swept: Swept, effects: &mut Vec<Effect>) {
         self.phase = Phase::Ended;
+        if self.suspended {
+            // Nobody is left to go on, but the deadlines are those of the next group as well.
+            self.suspended = false;
+            effects.push(Effect::Thaw);
+        }
         let stuck_workers = self.members.iter().filter(|m| !m.ended).map(|m| (m.local_rank, m.pid)).collect();
         let (outcome, nursery) = (self.outcome, self.nursery);
         effects.push(Effect::TellEnd(End { outcome, nursery, stuck_workers, swept }));

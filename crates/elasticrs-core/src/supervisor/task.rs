@@ -27,6 +27,7 @@ use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
 use crate::sys::pidfd;
+use crate::timer::hang::Elsewhere;
 
 mod check;
 mod guard;
@@ -256,7 +257,7 @@ impl Task {
             Command::Adopt { local_rank, pid, pidfd, status, reply } => {
                 answer(&reply, self.adopt(local_rank, pid, pidfd, status));
             }
-            Command::Stop(policy) => self.stop(policy),
+            Command::Stop(policy, elsewhere) => self.stop(policy, elsewhere),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
             Command::Suspend(reply) => {
                 self.input(Input::Suspend);
@@ -382,7 +383,7 @@ impl Task {
         Ok(())
     }
 
-    fn stop(&mut self, policy: StopPolicy) {
+    fn stop(&mut self, policy: StopPolicy, elsewhere: Option<Elsewhere>) {
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => {
@@ -394,7 +395,7 @@ impl Task {
                     nursery.kill();
                 }
             }
-            Current::Running(_) => self.input(Input::Stop(policy)),
+            Current::Running(_) => self.stop_running(policy, elsewhere),
         }
     }
 

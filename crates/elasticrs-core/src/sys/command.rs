@@ -6,17 +6,19 @@ use std::process::Command;
 
 use nix::errno::Errno;
 use nix::sys::prctl::set_pdeathsig;
-use nix::sys::signal::Signal;
+use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getpid, getppid};
 
-/// What is started by it is killed when the thread ends that starts it, so also when this process is killed.
+/// What is started by it is killed when the thread ends that starts it, so also when this process is killed. Signals that
+/// the thread blocks are not blocked there.
 pub fn die_with_thread(command: &mut Command) -> &mut Command {
     let parent = getpid();
     let arm = move || {
         set_pdeathsig(Signal::SIGKILL)?;
+        SigSet::empty().thread_set_mask()?;
         // The parent may have died before the signal was armed; then it would never come.
         if getppid() == parent { Ok(()) } else { Err(io::Error::from(Errno::ESRCH)) }
     };
-    // SAFETY: the child makes two system calls with integers, and allocates nothing.
+    // SAFETY: the child makes three system calls, and allocates nothing.
     unsafe { command.pre_exec(arm) }
 }

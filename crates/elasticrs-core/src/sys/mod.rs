@@ -19,5 +19,7 @@ pub mod readiness;
 pub mod signals;
 pub mod socket;
 pub mod spawn;
+#[cfg(feature = "agent")]
+pub mod stop;
 pub mod timer;
 pub mod wait;

@@ -1,5 +1,7 @@
 //! Signals by number, the real-time ones included, which nix's type leaves out.
 
+use std::ptr;
+
 use nix::errno::Errno;
 use nix::sys::signal::{SigHandler, Signal, signal};
 
@@ -7,6 +9,21 @@ use nix::sys::signal::{SigHandler, Signal, signal};
 pub fn set_default(number: Signal) -> nix::Result<()> {
     // SAFETY: the default disposition runs no code of ours.
     unsafe { signal(number, SigHandler::SigDfl) }.map(drop)
+}
+
+/// The handlers of these two never interrupt each other: they run in the order of the signals.
+pub fn take_turns(one: Signal, other: Signal) -> nix::Result<()> {
+    for (number, waits) in [(one as i32, other as i32), (other as i32, one as i32)] {
+        // SAFETY: integers and a handler that may be none, for which zero is a value.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: the pointers are to a live local, or null; the handler is the one that was there.
+        Errno::result(unsafe { libc::sigaction(number, ptr::null(), &raw mut action) })?;
+        // SAFETY: as above; the signal is a valid one.
+        Errno::result(unsafe { libc::sigaddset(&raw mut action.sa_mask, waits) })?;
+        // SAFETY: as above.
+        Errno::result(unsafe { libc::sigaction(number, &raw const action, ptr::null_mut()) })?;
+    }
+    Ok(())
 }
 
 /// Signals the process group of an unreaped child that leads it.

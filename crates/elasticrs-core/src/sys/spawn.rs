@@ -113,7 +113,7 @@ impl Stack {
         Ok(stack)
     }
 
-    fn top(&self) -> *mut c_void {
+    pub(super) fn top(&self) -> *mut c_void {
         // SAFETY: one past the end of the mapping; aligned, since both lengths are multiples of the page size.
         unsafe { self.base.as_ptr().byte_add(GUARD + STACK) }
     }
@@ -184,7 +184,7 @@ fn pointers(strings: &[CString]) -> Vec<*const c_char> {
 }
 
 /// Sets the mask of this thread, those signals included that libc keeps for itself, and returns the one before.
-fn set_signal_mask(mask: u64) -> u64 {
+pub(super) fn set_signal_mask(mask: u64) -> u64 {
     let mut before = 0_u64;
     // SAFETY: the kernel reads and writes 8 bytes each, from and to live locals.
     unsafe {

@@ -8,7 +8,8 @@
 //!   [`Watch::look`], which comes at least every [`LOOK_EVERY`];
 //! - **HANG-3** the next look is no later than the first moment at which a rank can be hung by the limits of steps, but
 //!   for [`LEAST_WAIT`], which keeps a limit of nearly nothing from occupying the caller;
-//! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all.
+//! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all;
+//! - **HANG-5** nobody is blamed by what was seen while the group was suspended: it is looked at again.
 
 use std::time::Duration;
 
@@ -155,12 +156,20 @@ pub struct Watch {
     credits: Vec<Credit>,
     looked: u64,
     frozen_at: Option<u64>,
+    thawed: u64,
 }
 
 impl Watch {
     /// A group of so many ranks, which runs since `started`.
     pub fn new(limits: Limits, ranks: usize, started: u64) -> Self {
-        Self { limits, started, credits: vec![Credit::default(); ranks + 1], looked: started, frozen_at: None }
+        Self {
+            limits,
+            started,
+            credits: vec![Credit::default(); ranks + 1],
+            looked: started,
+            frozen_at: None,
+            thawed: started,
+        }
     }
 
     /// The group is suspended from now on.
@@ -172,8 +181,14 @@ impl Watch {
     pub fn thaw(&mut self, now: u64, seen: &[Seen], line: Option<u64>) {
         if let Some(since) = self.frozen_at.take() {
             self.forgive(now.saturating_sub(since), now, seen, line);
-            self.looked = now;
+            (self.looked, self.thawed) = (now, now);
         }
+    }
+
+    /// Whether what was seen of the processes after a look at `looked` says who hangs. It does not if the group was
+    /// suspended since: all of them stood still, and it was us who stopped them.
+    pub fn holds(&self, looked: u64) -> bool {
+        self.frozen_at.is_none() && self.thawed <= looked
     }
 
     /// Judges. `line` is when the last line of any rank came.
@@ -181,6 +196,21 @@ impl Watch {
         if self.frozen_at.is_some() {
             return Verdict::LookAgain(now.saturating_add(nanoseconds(LOOK_EVERY)));
         }
+        let (late, next) = self.late(now, seen, line, u64::MAX);
+        if !late.iter().any(|overdue| overdue.is_due) {
+            return Verdict::LookAgain(next.max(now.saturating_add(nanoseconds(LEAST_WAIT))));
+        }
+        Verdict::Hung(late)
+    }
+
+    /// Those that may keep a rank of another node waiting, which has been silent for `silence`: at least half of that, or
+    /// of their own limit, has passed; the one with the oldest sign of life first.
+    pub fn suspects(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> Vec<Overdue> {
+        if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
+    }
+
+    /// Who is late, and when the next one will be due.
+    fn late(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
         let gap = now.saturating_sub(self.looked);
         if gap > nanoseconds(LOOK_EVERY + SLACK) {
             self.forgive(gap, now, seen, line);
@@ -198,15 +228,12 @@ impl Watch {
             let left = nanoseconds(overdue.limit).saturating_sub(silent);
             overdue.is_due = left == 0;
             next = next.min(now.saturating_add(left));
-            if silent >= left {
+            if silent >= left || silent >= silence.div_ceil(2) {
                 late.push(overdue);
             }
         }
-        if !late.iter().any(|overdue| overdue.is_due) {
-            return Verdict::LookAgain(next.max(now.saturating_add(nanoseconds(LEAST_WAIT))));
-        }
         late.sort_by_key(|overdue| overdue.since);
-        Verdict::Hung(late)
+        (late, next)
     }
 
     fn step_limit(&self, seen: &[Seen]) -> Duration {
@@ -270,25 +297,70 @@ pub struct Suspect {
     pub frame: Option<String>,
 }
 
-/// Which of several ranks keeps the others waiting, by index: most of those that are late wait in a collective for it.
+/// A rank that hangs on another node, as that node names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Elsewhere {
+    /// For how long it has given no sign of life.
+    pub silence: Duration,
+    /// The step that it was in.
+    pub step: Option<u64>,
+    /// Where its main thread stands.
+    pub frame: Option<String>,
+}
+
+/// What speaks against a rank; what says more comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Ground {
+    /// A signal has stopped it.
+    Stopped,
+    /// It is steps behind all others.
+    Behind,
+    /// All others stand at one place of the program, and it elsewhere.
+    Elsewhere,
+    /// Its sign of life is the oldest, and no other stands where it does.
+    Apart,
+    /// Its sign of life is the oldest.
+    Oldest,
+}
+
+/// Which of several ranks keeps the others waiting, by index, and why it: most of those that are late wait in a collective for it.
 ///
 /// In this order: one that a signal has stopped; the one that is steps behind all others; the only one that stands
 /// elsewhere in the program than all the others, of three or more; the one with the oldest sign of life, first of
 /// those whose limit has passed. Where several are behind the others, it is one of them. `None` when nobody is late.
-pub fn blame(suspects: &[Suspect]) -> Option<usize> {
+pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     if let Some((stopped, _)) = late().find(|(_, suspect)| suspect.is_stopped) {
-        return Some(stopped);
+        return Some((stopped, Ground::Stopped));
     }
     let least = late().filter_map(|(_, suspect)| suspect.step).min();
     let behind: Vec<usize> = late().filter(|(_, suspect)| suspect.step == least).map(|(index, _)| index).collect();
-    if let ([only], true) = (behind.as_slice(), late().count() > 1) {
-        return Some(*only);
+    // Who has said no step may be in an earlier one.
+    let are_comparable = late().count() > 1 && late().all(|(_, suspect)| suspect.step.is_some());
+    if let ([only], true) = (behind.as_slice(), are_comparable) {
+        return Some((*only, Ground::Behind));
     }
     let may_be = |suspect: &Suspect| suspect.step == least || suspect.step.is_none();
     let oldest =
         || late().filter(|(_, suspect)| may_be(suspect)).min_by_key(|(_, suspect)| (!suspect.is_due, suspect.last));
-    odd_one_out(suspects).filter(|odd| may_be(&suspects[*odd])).or_else(|| oldest().map(|(index, _)| index))
+    let odd = odd_one_out(suspects).filter(|odd| may_be(&suspects[*odd])).map(|odd| (odd, Ground::Elsewhere));
+    odd.or_else(|| {
+        let (index, suspect) = oldest()?;
+        let others = || late().filter(|(other, _)| *other != index).filter_map(|(_, other)| other.frame.as_ref());
+        let is_apart =
+            suspect.frame.as_ref().is_some_and(|frame| others().count() > 0 && others().all(|at| at != frame));
+        Some((index, if is_apart { Ground::Apart } else { Ground::Oldest }))
+    })
+}
+
+/// Which of these keeps a rank of another node waiting, which is named there; `None` when that one is to blame.
+pub fn blame_beside(suspects: &[Suspect], elsewhere: &Elsewhere) -> Option<(usize, Ground)> {
+    let Elsewhere { step, frame, .. } = elsewhere;
+    // Of equals it is the one that is named already.
+    let named = Suspect { is_late: true, is_due: true, step: *step, frame: frame.clone(), ..Suspect::default() };
+    let all: Vec<Suspect> = [named].into_iter().chain(suspects.iter().cloned()).collect();
+    let (index, ground) = blame(&all)?;
+    Some((index.checked_sub(1)?, ground))
 }
 
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
 from elasticrs.agent.server import rank_exchange
+from elasticrs.agent.server.progress import START_ALLOWANCE, UNLIMITED, Progress
 from elasticrs.agent.server.worker_group import (
     RunResult,
     Worker,
@@ -78,6 +79,9 @@ class SimpleElasticAgent(ElasticAgent):
     The hooks and their order are torch's. A subclass that was written for an older release is called as it
     was there: ``_stop_workers`` and ``_shutdown`` get those arguments that they take.
 
+    A hook that hangs is known by ``_get_alive_time``, which a health check server can ask
+    (``docs/metrics.md``); one that takes long says by ``_tell_progress`` that it goes on.
+
     Args:
         spec: the workers.
         exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment or 300 when
@@ -104,6 +108,7 @@ class SimpleElasticAgent(ElasticAgent):
         )
         self._total_execution_time = 0
         self._in_exit_barrier = False
+        self._progress = Progress()
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:  # noqa: ARG002 -- torch's signature
         """See :class:`ElasticAgent`."""
@@ -177,8 +182,10 @@ class SimpleElasticAgent(ElasticAgent):
 
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        self._rendezvous(worker_group)
-        ids = self._start_workers(worker_group)
+        with self._progress.within("_rendezvous", UNLIMITED):
+            self._rendezvous(worker_group)
+        with self._progress.within("_start_workers", START_ALLOWANCE):
+            ids = self._start_workers(worker_group)
         for local_rank, worker_id in ids.items():
             worker = worker_group.workers[local_rank]
             worker.id = worker_id
@@ -188,7 +195,8 @@ class SimpleElasticAgent(ElasticAgent):
 
     @prof
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        _call(self._stop_workers, worker_group, is_restart=True)
+        with self._progress.within("_stop_workers", self._shutdown_timeout):
+            _call(self._stop_workers, worker_group, is_restart=True)
         worker_group.state = WorkerState.STOPPED
         self._initialize_workers(worker_group)
 
@@ -228,7 +236,8 @@ class SimpleElasticAgent(ElasticAgent):
             return RunResult(WorkerState.SUCCEEDED)
         finally:
             if not is_shut_down:
-                _call(self._shutdown, timeout=self._shutdown_timeout)
+                with self._progress.within("_shutdown", self._shutdown_timeout):
+                    _call(self._shutdown, timeout=self._shutdown_timeout)
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, reason: str) -> None:
@@ -238,31 +247,37 @@ class SimpleElasticAgent(ElasticAgent):
             set_failed(reason)
 
     def _shut_down_for(self, sigval: signal.Signals) -> None:
-        try:
-            _call(self._shutdown, sigval, timeout=self._shutdown_timeout)
-        except SignalException:
-            # Whoever asks twice wants it now.
-            _call(self._shutdown, signal.SIGKILL, timeout=0)
-            raise
+        with self._progress.within("_shutdown", self._shutdown_timeout):
+            try:
+                _call(self._shutdown, sigval, timeout=self._shutdown_timeout)
+            except SignalException:
+                # Whoever asks twice wants it now.
+                _call(self._shutdown, signal.SIGKILL, timeout=0)
+                raise
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         group = self._worker_group
         self._initialize_workers(group)
         while True:
-            self._pause(group.spec.monitor_interval)
-            result = self._monitor_workers(group)
+            with self._progress.within("_pause", group.spec.monitor_interval):
+                self._pause(group.spec.monitor_interval)
+            with self._progress.within("_monitor_workers", 0):
+                result = self._monitor_workers(group)
             group.state = result.state
             put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
             put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
             if result.state == WorkerState.SUCCEEDED:
                 # Torch's hook returns nothing, and so may a user's.
-                if self._exit_barrier() is not False:
+                with self._progress.within("_exit_barrier", self._exit_barrier_timeout):
+                    is_over = self._exit_barrier() is not False
+                if is_over:
                     return result
                 # Another node has failed, and all run again.
                 self._restart_workers(group)
             elif result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
                 if self._remaining_restarts <= 0:
-                    _call(self._stop_workers, group)
+                    with self._progress.within("_stop_workers", self._shutdown_timeout):
+                        _call(self._stop_workers, group)
                     group.state = WorkerState.FAILED
                     # In torch UNHEALTHY stands, which is no failure to its launcher.
                     return RunResult(WorkerState.FAILED, result.return_values, result.failures)
@@ -277,10 +292,27 @@ class SimpleElasticAgent(ElasticAgent):
                 self._restart_workers(group)
             elif result.state == WorkerState.HEALTHY:
                 # A node that waits is let in; that costs no restart.
-                if group.spec.rdzv_handler.num_nodes_waiting() > 0:
+                with self._progress.within("num_nodes_waiting", 0):
+                    are_waiting = group.spec.rdzv_handler.num_nodes_waiting() > 0
+                if are_waiting:
                     self._restart_workers(group)
             else:
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
+
+    def _get_alive_time(self) -> float:
+        """When there was progress last, in seconds since 1970; from any thread.
+
+        As long as hooks do not take longer than is allowed for them, that is now.
+        """
+        return time.time() - self._progress.overdue()[0]
+
+    def _tell_progress(self, seconds: float = 0.0) -> None:
+        """For hooks that take long: what is being done goes on. Not in torch; from any thread.
+
+        Args:
+            seconds: for which nothing more need be heard, in place of what is allowed for this hook.
+        """
+        self._progress.tell(seconds)
 
     def _pause(self, seconds: float) -> None:
         """Wait between two looks; not in torch. A subclass that is told of events may return earlier."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from threading import Thread
 
+    from elasticrs.agent.server.progress import Progress
+
 __all__ = ["HealthCheckServer", "create_healthcheck_server"]
 
 PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
@@ -52,6 +54,8 @@ class HealthCheckServer:
         self._server: _core.HealthServer | None = None
         self._thread: Thread | None = None
         self._stop_fd = -1
+        self._progress: Progress | None = None
+        self._supervisor: _core.Supervisor | None = None
 
     @property
     def alive_callback(self) -> Callable[[], float]:
@@ -95,8 +99,25 @@ class HealthCheckServer:
             )
             self._thread.start()
 
+    def attend_to(self, progress: Progress) -> None:
+        """Ask this as well as the callback, until :meth:`stop`. Not in torch.
+
+        Args:
+            progress: of an agent whose hooks decide.
+        """
+        self._progress = progress
+
+    def ask_through(self, supervisor: _core.Supervisor) -> None:
+        """The thread of this supervisor has to be alive as well, until :meth:`stop`. Not in torch.
+
+        Args:
+            supervisor: of the workers.
+        """
+        self._supervisor = supervisor
+
     def stop(self) -> None:
         """End it; returns when the port is closed. Idempotent."""
+        self._progress = self._supervisor = None
         thread, self._thread = self._thread, None
         if thread is not None:
             os.eventfd_write(self._stop_fd, 1)
@@ -115,11 +136,17 @@ class HealthCheckServer:
         Args:
             supervisor: whose thread has to be alive as well.
         """
-        server = self._server
-        if server is not None:
-            # First, so that a callback which fails is not called again for the same question.
-            _take(server.fd)
-            server.answer(max(0.0, time.time() - self._alive_callback()), supervisor)
+        server, progress = self._server, self._progress
+        if server is None:
+            return
+        # First, so that a callback which fails is not called again for the same question.
+        _take(server.fd)
+        age, doing = max(0.0, time.time() - self._alive_callback()), None
+        if progress is not None:
+            overdue, place = progress.overdue()
+            if overdue > 0:
+                age, doing = max(age, overdue), place
+        server.answer(age, supervisor or self._supervisor, doing)
 
     def _answer_all(self, server: _core.HealthServer, stop_fd: int) -> None:
         import select

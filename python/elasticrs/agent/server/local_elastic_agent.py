@@ -312,18 +312,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         if server is not None:
             server.open()
         elif self._health_check_server is not None:
+            ours = self._server_of_ours()
+            if ours is not None:
+                ours.attend_to(self._progress)
             self._health_check_server.start()
 
     @staticmethod
     def _get_current_time_secs() -> int:
         return int(time.time())
-
-    def _get_alive_time(self) -> float:
-        """When there was progress last, in seconds since 1970, for the server of the environment.
-
-        Who asks is answered by the agent's loop, so an answer is progress.
-        """
-        return time.time()
 
     def _get_fq_hostname(self) -> str:
         return fq_hostname()
@@ -413,7 +409,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             _log.error("the ids of the workers, %s, are none of ours: %s", ids, pcontext.pids())
             return RunResult(WorkerState.UNKNOWN)
         # After the first failure the others are being stopped: how they end belongs to the result.
-        found = pcontext.wait(-1 if pcontext.has_failed else 0)
+        with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
+            found = pcontext.wait(-1 if pcontext.has_failed else 0)
         if found is None:
             return self._check_sleepers(pcontext)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}

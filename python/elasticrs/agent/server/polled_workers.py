@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elasticrs.agent.attempt import Attempt, Plan
     from elasticrs.agent.console import Console
     from elasticrs.agent.observer import Observer
+    from elasticrs.agent.signals import SignalPipe
     from elasticrs.config import JobConfig
     from elasticrs.workers import Workers
 
@@ -65,7 +66,7 @@ class PolledWorkers(Agent):
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_taking = False
         self._pending: BaseException | None = None
-        self._is_to_suspend = False
+        self._suspends_by: SignalPipe | None = None
 
     def interrupt(self, error: BaseException) -> bool:
         """Take an error of a signal handler, to be raised as soon as no event can be lost by it.
@@ -82,13 +83,17 @@ class PolledWorkers(Agent):
         os.eventfd_write(self._bell, 1)
         return True
 
-    def suspend(self) -> None:
-        """Control-Z: stop the workers and this process, until it goes on. For a signal handler."""
+    def suspend(self, signals: SignalPipe) -> None:
+        """Control-Z: stop the workers and this process, until it goes on. For a signal handler.
+
+        Args:
+            signals: where the SIGTSTP was taken from.
+        """
         if self._is_taking:
-            self._is_to_suspend = True
+            self._suspends_by = signals
             os.eventfd_write(self._bell, 1)
         else:
-            suspend(self._supervisor)
+            suspend(self._supervisor, signals)
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
         """Start all workers, or none.
@@ -251,9 +256,9 @@ class PolledWorkers(Agent):
     def _hear(self) -> None:
         """The signals that were kept: one that raises does so also in place of another error."""
         pending, self._pending = self._pending, None
-        is_to_suspend, self._is_to_suspend = self._is_to_suspend, False
-        if is_to_suspend:
-            suspend(self._supervisor)
+        suspends_by, self._suspends_by = self._suspends_by, None
+        if suspends_by is not None:
+            suspend(self._supervisor, suspends_by)
         if pending is not None:
             raise pending
 

@@ -53,6 +53,7 @@ class ProcessFailure:
         recorded_pid: the process that did; not ``pid`` when the worker is a wrapper around it.
         stack: of all threads when a fault such as SIGSEGV struck, or of one that hung.
         more_notes: further lines for the report.
+        is_first: all nodes have agreed that it is the root cause.
     """
 
     __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
@@ -91,6 +92,7 @@ class ProcessFailure:
         self.stack = _read_stack(error_file) if self.signal_number() in _FAULTS else None
 
         self.more_notes: Sequence[str] = ()
+        self.is_first = False
 
         age_ns = 0 if seen_ns is None else time.monotonic_ns() - seen_ns
         self.wall_ns = time.time_ns() - age_ns
@@ -123,7 +125,10 @@ class ProcessFailure:
 
     def _made_up_message(self, trouble: str) -> str:
         known = self.cause
-        if not known and self.signal_number():
+        if known:
+            # There is no error file that could say more.
+            self.error_file_data["message"] = known
+        elif self.signal_number():
             known = f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
         if not known:
             traits = {"category": "system_terminated_error", "retryability": "False"}

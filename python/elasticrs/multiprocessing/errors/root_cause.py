@@ -1,5 +1,6 @@
 """Which of several failures came first, and which are only its consequences.
 
+- **ROOT-0** What the nodes of a job have agreed upon is the root cause, whatever a single one saw first.
 - **ROOT-1** The kernel's order decides: the end that was seen first, in nanoseconds; of those seen in one
   wake-up, the first in the mapping.
 - **ROOT-2** A worker that we had signalled before it ended is a victim, and never the root cause while there
@@ -60,6 +61,9 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> int:
     Raises:
         ValueError: no failures.
     """
+    for rank, failure in failures.items():
+        if failure.is_first:
+            return rank
     spared = set(victims(failures))
     order = in_order(failures)
     if not order:

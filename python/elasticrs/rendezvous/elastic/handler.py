@@ -216,9 +216,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
             supervisor=None,
             use_agent_store=self._use_agent_store,
         )
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._driver = driver
-        self._take(driver.begin())
+        wake = -1
+        try:
+            wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            actions = driver.begin()
+        except BaseException:
+            driver.close()
+            if wake >= 0:
+                os.close(wake)
+            raise
+        self._driver, self._wake = driver, wake
+        self._take(actions)
 
     def _tell(self, driver: Driver, *events: messages.Event) -> None:
         self._take(driver.tell(*events))

@@ -370,14 +370,22 @@ class Stop(Action):
         round: whose workers.
         why: for the log.
         fenced: SIGKILL at once; else the usual signal and grace.
+        hung: the reason is this worker of another node, which hangs: what it waits for may be here.
     """
 
-    __slots__ = ("fenced", "round", "why")
+    __slots__ = ("fenced", "hung", "round", "why")
 
-    def __init__(self, round: int, why: str, fenced: bool = False) -> None:  # noqa: A002 -- the field's own word
+    def __init__(
+        self,
+        round: int,  # noqa: A002 -- the field's own word
+        why: str,
+        fenced: bool = False,
+        hung: Cause | None = None,
+    ) -> None:
         self.round = round
         self.why = why
         self.fenced = fenced
+        self.hung = hung
 
 
 class BindStore(Action):

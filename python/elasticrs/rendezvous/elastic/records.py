@@ -33,6 +33,8 @@ CAUSE_FIELDS = (
     "pid",
     "exitcode",
     "signal",
+    "ground",
+    "silence",
     "step",
     "time_ns",
     "error_ns",
@@ -107,11 +109,41 @@ def step_of(cause: Mapping[str, Any] | None) -> int | None:
     return step if isinstance(step, int) else None
 
 
+GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
+"""What speaks against a rank that is said to keep the others waiting; what says more comes first."""
+
+
+def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
+    """The order of workers that hung on several nodes, the one that the others wait for first.
+
+    A signal has stopped it; else the earliest step; then the ground; then the time. ``None`` when the cause
+    is something else.
+    """
+    ground = cause.get("ground") if cause else None
+    if cause is None or ground not in GROUNDS:
+        return None
+    step, time = step_of(cause), time_of(cause)
+    return (
+        ground != "stopped",
+        float("inf") if step is None else step,
+        GROUNDS.index(ground),
+        float("inf") if time is None else time,
+    )
+
+
+def silence_of(cause: Mapping[str, Any] | None) -> float | None:
+    """For how many seconds a worker that hung had given no sign of life; ``None`` as for :func:`blame_of`."""
+    silence = cause.get("silence") if cause else None
+    if blame_of(cause) is None or not isinstance(silence, (int, float)):
+        return None
+    return max(0.0, float(silence))
+
+
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
     """Whether the leader has to know of a cause, beside the recorded one."""
-    step, other_step = step_of(own), step_of(recorded)
-    if step is not None and other_step is not None and step < other_step:
-        return True
+    blame, other_blame = blame_of(own), blame_of(recorded)
+    if blame is not None and other_blame is not None:
+        return blame <= other_blame
     time, other_time = time_of(own), time_of(recorded)
     return other_time is None or (time is not None and time <= other_time)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from elasticrs.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import joining, leaving
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
-from elasticrs.rendezvous.elastic.records import Head, Slot, bound_cause, encode, may_be_first
+from elasticrs.rendezvous.elastic.records import Head, Slot, bound_cause, encode, may_be_first, silence_of
 from elasticrs.rendezvous.elastic.state import Phase
 from elasticrs.rendezvous.elastic.texts import end_of, failure_of, round_line
 
@@ -75,7 +75,7 @@ def _ended(member: Member, head: Head) -> None:
         member.arm("give_up", member.settings.patience)
     if member.held is not None:
         member.phase = Phase.STOP
-        _stop(member, end_of(head))
+        _stop(member, end_of(head), head.cause if silence_of(head.cause) is not None else None)
         return
     look(member)
 
@@ -94,11 +94,11 @@ def _running(member: Member, head: Head, is_news: bool) -> None:
         member.do(Announce(f"waiting as a spare: round {head.round} runs with all of its {head.size} nodes"))
 
 
-def _stop(member: Member, why: str) -> None:
+def _stop(member: Member, why: str, hung: Cause | None = None) -> None:
     """Stop the workers, if they are not stopping already, and remember what the user was told."""
     if member.held is not None and not member.stopping:
         member.told_end = member.held, why
-        member.stop(why)
+        member.stop(why, hung=hung)
 
 
 def _is_mine(member: Member) -> bool:

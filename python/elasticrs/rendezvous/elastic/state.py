@@ -253,12 +253,12 @@ class Member:
             bound_cause(cause),
         )
 
-    def stop(self, why: str, *, fenced: bool = False) -> None:
+    def stop(self, why: str, *, fenced: bool = False, hung: Cause | None = None) -> None:
         """Stop the workers, if there are any; SIGKILL follows a gentler stop."""
         if self.held is None or (self.stopping and not fenced):
             return
         self.stopping = True
-        self.do(Stop(self.held, why, fenced))
+        self.do(Stop(self.held, why, fenced, hung))
 
     def forget_connection(self) -> None:
         """Nothing of the old connection counts any more: requests, registration, leadership."""

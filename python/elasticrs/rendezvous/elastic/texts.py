@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from elasticrs.agent.texts import SILENT, how_it_ended
+from elasticrs.rendezvous.elastic.records import blame_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def end_of(head: Head) -> str:
     end = head.end or {}
     kind = end.get("kind")
     if kind == "failure":
-        error = error_of(head.cause)
+        error = None if blame_of(head.cause) else error_of(head.cause)
         return failure_of(head.cause, end.get("node")) + (f": {error}" if error else "")
     if kind == "setup":
         return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
@@ -61,6 +62,9 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None) -> str:
     if told.get("rank") is None:
         return f"a worker failed {where}"
     pid = f" (pid {told['pid']})" if told.get("pid") else ""
+    if blame_of(cause) is not None:
+        # What ended it was our signal.
+        return f"rank {told['rank']}{pid} {where}: {_last_line(cause) or 'hung'}"
     how = how_it_ended(told["exitcode"]) if "exitcode" in told else "failed"
     if told.get("message") == SILENT:
         how = SILENT
@@ -69,8 +73,17 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None) -> str:
 
 def error_of(cause: Mapping[str, Any] | None) -> str | None:
     """The line that says most of a worker's traceback; without one its end says all."""
-    lines = str((cause or {}).get("message") or "").strip().splitlines()
-    return lines[-1].strip() if len(lines) > 1 else None
+    is_more = len(_lines(cause)) > 1
+    return _last_line(cause) if is_more else None
+
+
+def _last_line(cause: Mapping[str, Any] | None) -> str | None:
+    lines = _lines(cause)
+    return lines[-1].strip() if lines else None
+
+
+def _lines(cause: Mapping[str, Any] | None) -> list[str]:
+    return str((cause or {}).get("message") or "").strip().splitlines()
 
 
 def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:

@@ -3,13 +3,13 @@
 - **VERDICT-1** only a failure of workers is charged, and only when no member was lost: workers often die
   *because* a node died, and their report comes first.
 - **VERDICT-2** the first cause is the earliest of all that members report for the round; when it is a worker
-  that hung, it is the one that hung in the earliest step: the others waited for it.
+  that hung, it is the one that the others waited for, by :func:`~.records.blame_of`.
 """
 
 from __future__ import annotations
 
 from elasticrs._value import Value
-from elasticrs.rendezvous.elastic.records import step_of, time_of
+from elasticrs.rendezvous.elastic.records import blame_of, time_of
 from elasticrs.rendezvous.elastic.texts import named, nodes
 
 TYPE_CHECKING = False
@@ -77,10 +77,10 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     if not known:
         return None
     first = min(known, key=_time_or_last)
-    if step_of(first) is None:
+    if blame_of(first) is None:
         return first
-    hung = [cause for cause in known if step_of(cause) is not None]
-    return min(hung, key=lambda cause: (cause["step"], _time_or_last(cause)))
+    hung = [(blame, cause) for cause in known if (blame := blame_of(cause)) is not None]
+    return min(hung, key=lambda each: each[0])[1]
 
 
 def _time_or_last(cause: dict[str, Any]) -> float:

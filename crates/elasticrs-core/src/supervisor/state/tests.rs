@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use super::*;
-use crate::timer::hang::Missed;
+use crate::timer::hang::{Ground, Missed};
 
 const PIDS: [i32; 4] = [100, 101, 102, 103];
 const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) };
@@ -186,6 +186,28 @@ fn a_suspended_group_is_not_told_as_paused() {
 }
 
 #[test]
+fn the_end_of_a_suspended_group_does_not_leave_time_standing_still() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Stop(KILL));
+    assert_eq!(group.on_input(Input::Suspend)[0], Effect::Freeze);
+    for pid in PIDS {
+        let _ = group.on_input(exited(pid, FAILED));
+    }
+    let effects = group.on_input(swept());
+    assert!(matches!(effects[..], [Effect::Thaw, Effect::TellEnd(_)]), "{effects:?}");
+    assert_eq!(group.on_input(Input::Resume), [], "it comes too late to do that");
+}
+
+#[test]
+fn a_suspended_group_that_is_being_stopped_goes_on_when_it_is_resumed() {
+    let mut group = lingering();
+    let _ = group.on_input(Input::Stop(TERM_30));
+    let _ = group.on_input(Input::Suspend);
+    assert_eq!(group.on_input(Input::Paused { pid: 100, signal: 19 }), []);
+    assert_eq!(signals(&group.on_input(Input::Resume)), PIDS.map(|pid| (pid, Signal::CONT)));
+}
+
+#[test]
 fn the_loss_of_the_nursery_ends_the_group_once() {
     let mut group = lingering();
     let exit = WorkerExit::Signaled { signal: 9, core_dumped: false };
@@ -286,10 +308,27 @@ fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
     assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Failed), "whatever it exits with");
 }
 
-fn hung(local_rank: u32) -> Input {
+fn who_hangs(local_rank: u32) -> WorkerHung {
     let (missed, limit) = (Missed::Step, Duration::from_secs(60));
-    let (pid, since, seen, ranks) = (0, Stamp(1), Stamp(7), Vec::new());
-    Input::Hung(Box::new(WorkerHung { local_rank, pid, missed, since, limit, seen, ranks }))
+    let (pid, since, seen, ground, ranks) = (0, Stamp(1), Stamp(7), Ground::Oldest, Vec::new());
+    WorkerHung { local_rank, pid, missed, since, limit, seen, ground, ranks }
+}
+
+fn hung(local_rank: u32) -> Input {
+    Input::Hung(who_hangs(local_rank).into())
+}
+
+#[test]
+fn who_may_hang_is_told_while_nothing_else_ends_the_group() {
+    let mut group = lingering();
+    let suspected = |rank| Input::Suspected(who_hangs(rank).into());
+    assert_eq!(group.on_input(suspected(2)), [Effect::Tell(Event::WorkerHung(who_hangs(2).into()))]);
+    let effects = group.on_input(Input::Stop(TERM_30));
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "it gets its grace");
+    assert_eq!(group.on_input(suspected(1)), [], "the stop came first");
+    let mut group = lingering();
+    let _ = group.on_input(exited(102, DONE));
+    assert_eq!(group.on_input(suspected(2)), [], "it has ended");
 }
 
 #[test]
@@ -350,6 +389,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => Just(Input::Fenced),
         1 => (0..4_u32, any::<bool>()).prop_map(|(rank, reaps)| expired(rank, 100, reaps.then_some(Signal::KILL))),
         1 => (0..4_u32).prop_map(hung),
+        1 => (0..4_u32).prop_map(|rank| Input::Suspected(who_hangs(rank).into())),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
         2 => Just(swept()),
     ]
@@ -364,6 +404,7 @@ struct Seen {
     any_failed_exit: bool,
     armed: BTreeSet<Timer>,
     owed_sweeps: u32,
+    is_frozen: bool,
 }
 
 impl Seen {
@@ -376,7 +417,10 @@ impl Seen {
                     self.any_failed_exit |= !exit.is_success();
                 }
                 Effect::TellFailure { .. } => self.failures += 1,
-                Effect::TellEnd(end) => self.ends.push(end.outcome),
+                Effect::TellEnd(end) => {
+                    prop_assert!(!self.is_frozen, "the deadlines of the next group would stand still");
+                    self.ends.push(end.outcome);
+                }
                 Effect::Arm(timer, _) | Effect::Hasten(timer, _) => {
                     self.armed.insert(*timer);
                 }
@@ -384,11 +428,14 @@ impl Seen {
                     self.armed.remove(timer);
                 }
                 Effect::Sweep { .. } => self.owed_sweeps += 1,
-                Effect::Signal { .. }
-                | Effect::SignalProcess { .. }
-                | Effect::Freeze
-                | Effect::Thaw
-                | Effect::Tell(_) => {}
+                Effect::Freeze | Effect::Thaw => {
+                    self.is_frozen = !self.is_frozen;
+                    prop_assert_eq!(self.is_frozen, *effect == Effect::Freeze, "they take turns");
+                }
+                Effect::Signal { signal: Signal::CONT, .. } => {
+                    prop_assert!(!self.is_frozen || effects.contains(&Effect::Thaw), "nobody goes on alone");
+                }
+                Effect::Signal { .. } | Effect::SignalProcess { .. } | Effect::Tell(_) => {}
             }
         }
         Ok(())

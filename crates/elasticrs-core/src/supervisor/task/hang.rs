@@ -13,12 +13,12 @@ use tokio::task::JoinHandle;
 use super::{Current, Running, Task};
 use crate::clock::Stamp;
 use crate::limits;
-use crate::spec::{GroupSpec, PassedFd};
+use crate::spec::{GroupSpec, PassedFd, StopPolicy};
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, Heartbeat, RankSeen, TimerExpired, WorkerHung};
 use crate::supervisor::evidence::{self, EvidenceFiles, Found, Subject};
 use crate::supervisor::state::Input;
-use crate::timer::hang::{Limits, Overdue, Seen, Suspect, Verdict, Watch, blame};
+use crate::timer::hang::{Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside};
 use crate::timer::pages::HeartbeatPage;
 
 /// The number under which a worker gets its page, or the next free one below: out of the way of what programs number
@@ -81,7 +81,8 @@ impl Hangs {
             Some(local_rank) => self.pages.get(local_rank as usize).map_or(Seen::Nothing, |page| page.read(now)),
             None => Seen::Ended,
         };
-        running.members.iter().map(read).collect()
+        // What Python starts joins later, and has no page.
+        running.members.iter().map(read).take(self.pages.len()).collect()
     }
 }
 
@@ -94,7 +95,16 @@ pub(super) struct Gathering {
 
 enum Then {
     Input(Input),
-    Hung { late: Vec<Overdue>, seen: Vec<Seen>, at: Stamp },
+    Hung(Look),
+    /// A rank of another node hangs: whoever of these keeps it waiting is told before they are stopped.
+    Stop(StopPolicy, Elsewhere, Look),
+}
+
+/// What was found when the heartbeats were looked at.
+struct Look {
+    late: Vec<Overdue>,
+    seen: Vec<Seen>,
+    at: Stamp,
 }
 
 impl Gathering {
@@ -122,6 +132,7 @@ impl Task {
         if let Some(watch) = &mut self.hangs.watch {
             watch.thaw(now.0, &seen, line.map(|at| at.0));
         }
+        self.look();
     }
 
     /// Judges, and sets the time of the next look.
@@ -131,18 +142,39 @@ impl Task {
             return;
         }
         let now = Stamp::now();
-        let seen = self.hangs.seen(running, now.0);
-        // What Python starts joins later, and has no page.
-        let seen = seen.into_iter().take(self.hangs.pages.len()).collect::<Vec<_>>();
-        let line = self.shared.logs.last_written(now).map(|at| at.0);
+        let (seen, line) = (self.hangs.seen(running, now.0), self.shared.logs.last_written(now).map(|at| at.0));
         let Some(watch) = &mut self.hangs.watch else { return };
         match watch.look(now.0, &seen, line) {
             Verdict::LookAgain(at) => {
                 let delay = Duration::from_nanos(at.saturating_sub(now.0));
                 self.deadlines.arm(Timer::Hang, delay, Instant::now());
             }
-            Verdict::Hung(late) => self.gather_for(Then::Hung { late, seen, at: now }),
+            Verdict::Hung(late) => self.gather_for(Then::Hung(Look { late, seen, at: now })),
         }
+    }
+
+    /// Stops the group. When a rank hangs elsewhere, what it waits for may be here: the evidence comes first. Otherwise at
+    /// once, and what is under way counts as if it had been found before: whoever had used up its limit has hung.
+    pub(super) fn stop_running(&mut self, policy: StopPolicy, elsewhere: Option<Elsewhere>) {
+        if let Some(elsewhere) = elsewhere
+            && let Some(look) = self.look_for(elsewhere.silence)
+        {
+            return self.gather_for(Then::Stop(policy, elsewhere, look));
+        }
+        for then in self.gathering.take().map_or_else(Vec::new, |gathering| gathering.then) {
+            self.follow_up(then, &[]);
+        }
+        self.input(Input::Stop(policy));
+    }
+
+    /// Who may keep a rank waiting that has been silent for so long; `None` when nobody is watched.
+    fn look_for(&mut self, silence: Duration) -> Option<Look> {
+        let Current::Running(running) = &self.current else { return None };
+        let at = Stamp::now();
+        let (seen, line) = (self.hangs.seen(running, at.0), self.shared.logs.last_written(at).map(|at| at.0));
+        let watch = self.hangs.watch.as_mut().filter(|_| running.group.is_running())?;
+        let silence = u64::try_from(silence.as_nanos()).unwrap_or(u64::MAX);
+        Some(Look { late: watch.suspects(at.0, &seen, line, silence), seen, at })
     }
 
     /// Takes the evidence first, then the input.
@@ -181,7 +213,12 @@ impl Task {
             let message = format!("the evidence of a hang could not be written: {message}");
             self.shared.queue.push(Event::Degraded { message });
         }
-        for then in gathering.then {
+        let mut thens = gathering.then;
+        if thens.iter().any(|then| matches!(then, Then::Stop(..))) {
+            // It looks at the same ranks, and knows of one more.
+            thens.retain(|then| !matches!(then, Then::Hung(_)));
+        }
+        for then in thens {
             self.follow_up(then, found);
         }
     }
@@ -199,17 +236,44 @@ impl Task {
     }
 
     fn follow_up(&mut self, then: Then, found: &[Found]) {
-        let input = match then {
-            Then::Input(input) => Some(input),
-            Then::Hung { late, seen, at } => self.verdict(&late, &seen, at, found).map(|hung| Input::Hung(hung.into())),
-        };
-        if let Some(input) = input {
-            self.input(input);
+        match then {
+            Then::Input(input) => self.input(input),
+            Then::Hung(look) if !self.holds(&look) => self.look(),
+            Then::Hung(look) => {
+                if let Some(hung) = self.verdict(&look, found, blame).filter(|_| self.anyone_is_due(&look)) {
+                    self.input(Input::Hung(hung.into()));
+                }
+            }
+            Then::Stop(policy, elsewhere, look) => {
+                let hung = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere));
+                if let Some(hung) = hung.filter(|_| self.holds(&look)) {
+                    let is_due = self.anyone_is_due(&look);
+                    self.input(if is_due { Input::Hung(hung.into()) } else { Input::Suspected(hung.into()) });
+                }
+                self.input(Input::Stop(policy));
+            }
         }
     }
 
+    /// HANG-5
+    fn holds(&self, look: &Look) -> bool {
+        self.hangs.watch.as_ref().is_some_and(|watch| watch.holds(look.at.0))
+    }
+
+    /// Whoever was may have ended meanwhile.
+    fn anyone_is_due(&self, look: &Look) -> bool {
+        let Current::Running(running) = &self.current else { return false };
+        let runs = |index: usize| running.group.rank_of(running.members[index].pid).is_some();
+        look.late.iter().any(|overdue| overdue.is_due && runs(overdue.rank))
+    }
+
     /// Who is to blame of those that are late.
-    fn verdict(&self, late: &[Overdue], seen: &[Seen], at: Stamp, found: &[Found]) -> Option<WorkerHung> {
+    fn verdict(
+        &self,
+        Look { late, seen, at }: &Look,
+        found: &[Found],
+        blame: impl Fn(&[Suspect]) -> Option<(usize, Ground)>,
+    ) -> Option<WorkerHung> {
         let Current::Running(running) = &self.current else { return None };
         let overdue_of = |index: usize| late.iter().find(|overdue| overdue.rank == index);
         let mut suspects = vec![Suspect::default(); seen.len()];
@@ -230,9 +294,7 @@ impl Task {
             let Found { state, wait_channel, frame, .. } = found;
             ranks.push(RankSeen { local_rank, heartbeat, is_late: overdue.is_some(), state, wait_channel, frame });
         }
-        // Whoever was late may have ended meanwhile.
-        late.iter().find(|overdue| overdue.is_due && suspects[overdue.rank].is_late)?;
-        let index = blame(&suspects)?;
+        let (index, ground) = blame(&suspects)?;
         let (overdue, pid) = (overdue_of(index)?, running.members[index].pid);
         Some(WorkerHung {
             local_rank: running.group.rank_of(pid)?,
@@ -240,7 +302,8 @@ impl Task {
             missed: overdue.missed,
             since: Stamp(overdue.since),
             limit: overdue.limit,
-            seen: at,
+            seen: *at,
+            ground,
             ranks,
         })
     }
@@ -252,11 +315,12 @@ fn title(then: &Then) -> String {
             let scope: String = scope.chars().filter(|character| !character.is_control()).take(100).collect();
             format!("a timer of local rank {local_rank} expired: scope '{scope}'")
         }
-        Then::Hung { late, at, .. } => {
+        Then::Hung(Look { late, at, .. }) => {
             let first = late.iter().find(|overdue| overdue.is_due);
             let silent = first.map_or(0, |overdue| at.0.saturating_sub(overdue.since)) / 1_000_000;
             format!("no sign of life for {}.{:03} s", silent / 1000, silent % 1000)
         }
+        Then::Stop(..) => "a rank of another node hangs".to_owned(),
         Then::Input(_) => String::new(),
     }
 }

@@ -98,6 +98,17 @@ fn a_stopped_agent_or_machine_makes_nobody_hung() {
 }
 
 #[test]
+fn what_was_seen_of_a_suspended_group_blames_nobody() {
+    let mut watch = Watch::new(fixed(10), 1, 0);
+    assert!(watch.holds(SECOND));
+    watch.freeze(2 * SECOND);
+    assert!(!watch.holds(SECOND), "HANG-5");
+    watch.thaw(3 * SECOND, &[Seen::Nothing], None);
+    assert!(!watch.holds(SECOND), "HANG-5");
+    assert!(watch.holds(3 * SECOND));
+}
+
+#[test]
 fn suspended_time_does_not_count() {
     let mut ranks = Watch::new(fixed(10), 1, 0);
     let seen = [beat(2)];
@@ -133,23 +144,88 @@ fn suspect(step: u64, last: u64, frame: &str) -> Suspect {
 #[test]
 fn the_one_who_keeps_the_others_waiting_is_blamed() {
     let waits = |last| suspect(7, last, "all_reduce");
-    assert_eq!(blame(&[waits(1), suspect(6, 3, "all_reduce"), waits(2)]), Some(1), "it is a step behind");
-    assert_eq!(blame(&[waits(1), waits(3), suspect(7, 4, "read"), waits(2)]), Some(2), "it stands elsewhere");
-    assert_eq!(blame(&[waits(3), waits(1), suspect(7, 4, "")]), Some(1), "its last sign is the oldest");
-    assert_eq!(blame(&[waits(1), suspect(7, 4, "read")]), Some(0), "of two nobody is the odd one");
+    assert_eq!(
+        blame(&[waits(1), suspect(6, 3, "all_reduce"), waits(2)]),
+        Some((1, Ground::Behind)),
+        "it is a step behind"
+    );
+    assert_eq!(
+        blame(&[waits(1), waits(3), suspect(7, 4, "read"), waits(2)]),
+        Some((2, Ground::Elsewhere)),
+        "it stands elsewhere"
+    );
+    assert_eq!(
+        blame(&[waits(3), waits(1), suspect(7, 4, "")]),
+        Some((1, Ground::Oldest)),
+        "its last sign is the oldest"
+    );
+    assert_eq!(blame(&[waits(1), suspect(7, 4, "read")]), Some((0, Ground::Apart)), "of two nobody is the odd one");
     let behind = |last, frame| suspect(6, last, frame);
     let several = [waits(1), behind(4, "read"), behind(3, "all_reduce"), waits(2)];
-    assert_eq!(blame(&several), Some(1), "two are behind, and one of them stands elsewhere");
-    assert_eq!(blame(&[waits(1), behind(4, "read"), behind(3, "write")]), Some(2), "the older one of those behind");
+    assert_eq!(blame(&several), Some((1, Ground::Elsewhere)), "two are behind, and one of them stands elsewhere");
+    assert_eq!(
+        blame(&[waits(1), behind(4, "read"), behind(3, "write")]),
+        Some((2, Ground::Apart)),
+        "the older one of those behind"
+    );
     let ahead = [suspect(7, 1, "read"), behind(4, "all_reduce"), behind(3, "all_reduce")];
-    assert_eq!(blame(&ahead), Some(2), "nobody waits for one that is ahead");
+    assert_eq!(blame(&ahead), Some((2, Ground::Oldest)), "nobody waits for one that is ahead");
     let in_a_section = Suspect { is_due: true, ..waits(9) };
-    assert_eq!(blame(&[waits(1), in_a_section, waits(2)]), Some(1), "its limit is shorter, and has passed");
+    assert_eq!(
+        blame(&[waits(1), in_a_section, waits(2)]),
+        Some((1, Ground::Oldest)),
+        "its limit is shorter, and has passed"
+    );
     let stopped = Suspect { is_stopped: true, ..suspect(9, 9, "") };
-    assert_eq!(blame(&[suspect(1, 1, "read"), stopped]), Some(1));
+    assert_eq!(blame(&[suspect(1, 1, "read"), stopped]), Some((1, Ground::Stopped)));
     let fine = Suspect { is_late: false, ..suspect(1, 1, "read") };
-    assert_eq!(blame(&[fine.clone(), waits(5)]), Some(1));
+    assert_eq!(blame(&[fine.clone(), waits(5)]), Some((1, Ground::Oldest)));
     assert_eq!(blame(&[fine]), None);
+}
+
+#[test]
+fn what_keeps_another_node_waiting_need_not_be_due() {
+    let mut group = Watch::new(fixed(60), 3, 0);
+    let seen = [beat(41), beat(52), section(0, None)];
+    let suspects = |group: &mut Watch, silence: u64| -> Vec<usize> {
+        let late = group.suspects(70 * SECOND, &seen, None, silence * SECOND);
+        assert!(late.iter().all(|overdue| !overdue.is_due));
+        late.iter().map(|overdue| overdue.rank).collect()
+    };
+    assert_eq!(watch(&mut group, 0, 69, &seen, None), None);
+    assert!(suspects(&mut group, 1000).is_empty(), "neither half of that nor of its own limit has passed");
+    assert_eq!(suspects(&mut group, 58), [0], "29 of 58 seconds");
+    assert_eq!(suspects(&mut group, 36), [0, 1]);
+    assert_eq!(suspects(&mut group, 0), [0, 1], "a section without a limit may take any time");
+    group.freeze(70 * SECOND);
+    assert!(suspects(&mut group, 0).is_empty(), "it is suspended");
+}
+
+#[test]
+fn a_rank_of_another_node_counts_beside_the_own_ones() {
+    let beside = |suspects: &[Suspect], step: Option<u64>, frame: &str| {
+        let frame = (!frame.is_empty()).then(|| frame.to_owned());
+        blame_beside(suspects, &Elsewhere { silence: Duration::ZERO, step, frame })
+    };
+    let waits = |last| suspect(7, last, "all_reduce");
+    let hangs = suspect(7, 4, "read");
+    assert_eq!(beside(&[waits(1), hangs.clone()], Some(7), "all_reduce"), Some((1, Ground::Elsewhere)));
+    assert_eq!(beside(&[waits(1), waits(2)], Some(7), "read"), None, "that one stands elsewhere");
+    assert_eq!(beside(&[waits(1), waits(2)], Some(7), "all_reduce"), None, "nothing speaks against these");
+    assert_eq!(beside(&[hangs], Some(7), "all_reduce"), None, "of two nobody is the odd one");
+    assert_eq!(beside(&[suspect(6, 3, "")], Some(7), ""), Some((0, Ground::Behind)));
+    assert_eq!(beside(&[suspect(8, 3, "")], Some(7), ""), None, "that one is behind");
+    assert_eq!(beside(&[suspect(6, 3, ""), suspect(6, 2, "")], Some(7), ""), Some((1, Ground::Oldest)));
+    assert_eq!(beside(&[suspect(6, 3, "")], None, ""), None, "it may be in an earlier step");
+    assert_eq!(beside(&[Suspect { is_stopped: true, ..suspect(8, 3, "") }], Some(7), ""), Some((0, Ground::Stopped)));
+    assert_eq!(beside(&[Suspect { is_late: false, ..suspect(6, 3, "") }], Some(7), ""), None);
+    assert_eq!(beside(&[], Some(7), ""), None);
+}
+
+#[test]
+fn who_never_said_a_step_may_be_the_one_that_is_behind() {
+    let begins_late = Suspect { step: None, is_due: true, last: 0, ..suspect(0, 0, "") };
+    assert_eq!(blame(&[suspect(0, 5, ""), begins_late]), Some((1, Ground::Oldest)));
 }
 
 fn any_seen() -> impl Strategy<Value = Seen> {

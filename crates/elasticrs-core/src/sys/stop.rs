@@ -1,0 +1,115 @@
+//! SIGSTOP to this process, but for a SIGCONT that came before it.
+//!
+//! A process that catches SIGTSTP, and has work to do before it stops, loses a SIGCONT of that time: its SIGSTOP comes
+//! later, and nobody continues what was continued already. The kernel knows better: it discards a pending SIGTSTP on
+//! each SIGCONT, also where it is blocked. So the caller holds a SIGTSTP of its own back, and whoever looks at that
+//! after the SIGSTOP was sent knows whether a SIGCONT came before. It has to be another process.
+
+use std::ffi::{CString, c_int, c_long, c_void};
+
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+
+use super::spawn::{Stack, set_signal_mask};
+use super::{signals, wait};
+
+/// Enough for all that comes before the masks in `/proc/PID/status`.
+const STATUS: usize = 4096;
+
+struct Shared {
+    parent: c_int,
+    status: CString,
+    buffer: [u8; STATUS],
+}
+
+/// Stops this process, and returns when it goes on. Not for long if SIGCONT has come since SIGTSTP is pending for the
+/// calling thread, which has to block it.
+pub fn stop_unless_continued() -> nix::Result<()> {
+    let parent = nix::unistd::getpid().as_raw();
+    let status = CString::new(format!("/proc/{parent}/task/{}/status", nix::unistd::gettid()));
+    let mut shared = Shared { parent, status: status.map_err(|_| Errno::EINVAL)?, buffer: [0; STATUS] };
+    let stack = Stack::new()?;
+    // Without a signal at its end: nobody else may hear of it, or reap it.
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK;
+    let before = set_signal_mask(u64::MAX);
+    // SAFETY: the stack is a live mapping that nobody else uses; `shared` outlives the call, and the child uses it only
+    // while this thread stands still in `clone` (CLONE_VFORK).
+    let pid = Errno::result(unsafe { libc::clone(child_main, stack.top(), flags, (&raw mut shared).cast()) });
+    // Here this process stops.
+    set_signal_mask(before);
+    wait::reap(pid?);
+    Ok(())
+}
+
+/// Keeps the handlers of SIGTSTP and SIGCONT from interrupting each other, so that they run in the order of the signals.
+pub fn order_signals() -> nix::Result<()> {
+    signals::take_turns(Signal::SIGTSTP, Signal::SIGCONT)
+}
+
+/// The child: as in [`super::spawn`], raw system calls only.
+extern "C" fn child_main(argument: *mut c_void) -> c_int {
+    // SAFETY: the parent passes a pointer to its `Shared` and stands still, so this is the only reference.
+    let shared = unsafe { &mut *argument.cast::<Shared>() };
+    signal(shared.parent, libc::SIGSTOP);
+    if !is_pending(read(shared), libc::SIGTSTP) {
+        signal(shared.parent, libc::SIGCONT);
+    }
+    0
+}
+
+fn signal(pid: c_int, number: c_int) {
+    // SAFETY: integers only.
+    unsafe { libc::syscall(libc::SYS_kill, pid, number) };
+}
+
+fn read(shared: &mut Shared) -> &[u8] {
+    let Shared { status, buffer, .. } = shared;
+    // SAFETY: a live string. The descriptor goes with the child.
+    let fd = unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, status.as_ptr(), libc::O_RDONLY) };
+    // SAFETY: the kernel writes into the buffer, of the length given.
+    let count: c_long = unsafe { libc::syscall(libc::SYS_read, fd, buffer.as_mut_ptr(), buffer.len()) };
+    // An error is negative.
+    buffer.get(..usize::try_from(count).unwrap_or(0)).unwrap_or_default()
+}
+
+/// Whether this signal is pending for the thread with this status; true where the status does not say, as there is no
+/// reason to go on then. Neither allocates nor panics.
+fn is_pending(status: &[u8], number: c_int) -> bool {
+    const NAME: &[u8] = b"SigPnd:\t";
+    let at = status.windows(NAME.len()).position(|window| window == NAME);
+    let digits = at.and_then(|at| status.get(at + NAME.len()..)?.get(..16));
+    let mask = digits.and_then(|digits| u64::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok());
+    mask.is_none_or(|mask| mask >> (number - 1) & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::signal::{SigSet, raise};
+
+    use super::*;
+
+    fn own_status() -> Vec<u8> {
+        std::fs::read(format!("/proc/self/task/{}/status", nix::unistd::gettid())).unwrap()
+    }
+
+    #[test]
+    fn what_is_pending_is_read_from_the_status() {
+        assert!(!is_pending(&own_status(), libc::SIGTSTP));
+        let mut set = SigSet::empty();
+        set.add(Signal::SIGTSTP);
+        set.thread_block().unwrap();
+        // To this thread alone.
+        raise(Signal::SIGTSTP).unwrap();
+        assert!(is_pending(&own_status(), libc::SIGTSTP));
+        assert!(!is_pending(&own_status(), libc::SIGCONT));
+        assert_eq!(set.wait(), Ok(Signal::SIGTSTP));
+        assert!(!is_pending(&own_status(), libc::SIGTSTP));
+    }
+
+    #[test]
+    fn a_status_that_cannot_be_read_is_no_reason_to_go_on() {
+        for status in [b"".as_slice(), b"SigPnd:\t", b"SigPnd:\t0000", b"SigPnd:\t00000000000000zz", b"\xff"] {
+            assert!(is_pending(status, libc::SIGTSTP), "{status:?}");
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! How much workers write to files that nobody reads: from the sizes of these files, which a thread of its own looks at.
+//!
+//! A look at a file of a dead network mount may never return. So nobody but this thread looks: it sleeps until a scrape
+//! asks, or an attempt begins or ends, and a scrape waits for it a moment at most, once.
+//!
+//! - **SIZES-1** a count never goes down: of a file that has become smaller, all of its bytes are new;
+//! - **SIZES-2** no lock is held during a look: what is known can be told, and more can be asked for, while it hangs;
+//! - **SIZES-3** every file is looked at once more when its attempt has ended, whether or not somebody asks.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use elasticrs_core::logs::Dest;
+use tokio::sync::Notify;
+use tokio::time::timeout_at;
+
+/// How long a scrape waits for the thread. One that has been busy for longer is not waited for at all.
+pub const PATIENCE: Duration = Duration::from_millis(200);
+
+/// How long [`LogSizes::close`] waits for a thread that is not stuck.
+const CLOSE_GRACE: Duration = Duration::from_millis(200);
+
+/// Whose output, by local rank.
+pub type Stream = (u32, Dest);
+
+/// Where one worker's stream goes, and nobody else's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogFile {
+    /// Whose.
+    pub stream: Stream,
+    /// It need not be there yet.
+    pub path: PathBuf,
+    /// It was not there when the attempt was prepared; otherwise only what comes after the first look counts.
+    pub is_new: bool,
+}
+
+/// What a look has found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Look {
+    /// No file.
+    Absent,
+    /// A file that has so many bytes, with its device and number.
+    File((u64, u64), u64),
+    /// Something that has no size, or an error.
+    Unknown,
+}
+
+/// Looks at a file. May block for as long as its file system likes.
+fn look(path: &Path) -> Look {
+    match std::fs::metadata(path) {
+        Ok(stat) if stat.is_file() => Look::File((stat.dev(), stat.ino()), stat.len()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Look::Absent,
+        Ok(_) | Err(_) => Look::Unknown,
+    }
+}
+
+/// The counts, as a pure function of looks.
+#[derive(Debug, Default)]
+struct Tally {
+    counts: BTreeMap<Stream, u64>,
+    files: BTreeMap<PathBuf, Watched>,
+}
+
+#[derive(Debug)]
+struct Watched {
+    stream: Stream,
+    last: Look,
+    /// Nothing was seen of it in this attempt.
+    is_first: bool,
+}
+
+impl Tally {
+    /// Another attempt begins. A file that an earlier one wrote as well goes on from where that ended.
+    fn begin(&mut self, files: Vec<LogFile>) {
+        let mut earlier = std::mem::take(&mut self.files);
+        for LogFile { stream, path, is_new } in files {
+            let known = earlier.remove(&path).map(|file| file.last);
+            let last = if is_new { Look::Absent } else { known.unwrap_or(Look::Unknown) };
+            self.files.insert(path, Watched { stream, last, is_first: true });
+        }
+    }
+
+    /// SIZES-1. Returns the stream and its new count.
+    fn saw(&mut self, path: &Path, now: Look) -> Option<(Stream, u64)> {
+        let file = self.files.get_mut(path)?;
+        let is_first = file.is_first;
+        let added = match (file.last, now) {
+            (_, Look::Unknown) => return None,
+            (Look::Absent, Look::File(_, size)) => size,
+            (Look::File(before, from), Look::File(number, size)) if before == number => {
+                size.checked_sub(from).unwrap_or(size)
+            }
+            // The worker's was moved away, and what is there now, if anything, is not.
+            (Look::File(..), _) if !is_first => return None,
+            // Nothing, or nobody knows how much of it is the worker's.
+            (_, Look::Absent | Look::File(..)) => 0,
+        };
+        (file.last, file.is_first) = (now, false);
+        let count = self.counts.entry(file.stream).or_default();
+        *count += added;
+        Some((file.stream, *count))
+    }
+
+    fn paths(&self) -> Vec<PathBuf> {
+        self.files.keys().cloned().collect()
+    }
+}
+
+/// For the thread.
+enum Command {
+    Begin(Vec<LogFile>),
+    End,
+}
+
+#[derive(Default)]
+struct State {
+    commands: Vec<Command>,
+    counts: BTreeMap<Stream, u64>,
+    /// An attempt runs: its files may have grown.
+    is_watching: bool,
+    /// Turns of the thread that were asked for, begun, and done.
+    wanted: u64,
+    begun: u64,
+    done: u64,
+    /// Since when something has been wanted that is not done.
+    waiting_since: Option<Instant>,
+    looked_at: Option<Instant>,
+    is_closed: bool,
+}
+
+impl State {
+    /// Another turn, unless one is to come anyway.
+    fn want(&mut self, now: Instant) {
+        if self.wanted == self.begun {
+            self.wanted += 1;
+            self.waiting_since.get_or_insert(now);
+        }
+    }
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    wake: Condvar,
+    looked: Notify,
+}
+
+/// What is known at a moment.
+#[derive(Debug, Clone, Default)]
+pub struct Known {
+    /// Bytes of all attempts.
+    pub counts: BTreeMap<Stream, u64>,
+    /// How old that is, when it could be newer.
+    pub age: Option<Duration>,
+}
+
+/// The thread, and what it has found.
+#[derive(Default)]
+pub struct LogSizes {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<(mpsc::Receiver<()>, JoinHandle<()>)>>,
+}
+
+impl LogSizes {
+    /// An attempt begins that will write to these files. Returns at once, and so do all others that are not async.
+    ///
+    /// # Errors
+    /// There is no thread left.
+    pub fn begin(&self, files: Vec<LogFile>) -> io::Result<()> {
+        self.begin_with(files, look)
+    }
+
+    fn begin_with(&self, files: Vec<LogFile>, look: impl Fn(&Path) -> Look + Send + 'static) -> io::Result<()> {
+        if files.is_empty() {
+            return Ok(());
+        }
+        self.start_thread(look)?;
+        let now = Instant::now();
+        let mut state = lock(&self.shared.state);
+        for file in &files {
+            state.counts.entry(file.stream).or_default();
+        }
+        state.is_watching = true;
+        state.looked_at.get_or_insert(now);
+        self.shared.command(state, Command::Begin(files), now);
+        Ok(())
+    }
+
+    /// SIZES-3.
+    pub fn end(&self) {
+        let mut state = lock(&self.shared.state);
+        if std::mem::take(&mut state.is_watching) {
+            self.shared.command(state, Command::End, Instant::now());
+        }
+    }
+
+    /// Waits until all was looked at after this call, for [`PATIENCE`] at most.
+    pub async fn ask(&self) {
+        let (target, since) = {
+            let mut state = lock(&self.shared.state);
+            if state.is_watching {
+                state.want(Instant::now());
+            }
+            (state.wanted, state.waiting_since)
+        };
+        let Some(since) = since else { return };
+        self.shared.wake.notify_one();
+        let deadline = since + PATIENCE;
+        loop {
+            let looked = self.shared.looked.notified();
+            let mut looked = std::pin::pin!(looked);
+            // From here on no news is missed, also such that comes before the await.
+            looked.as_mut().enable();
+            let is_done = lock(&self.shared.state).done >= target;
+            if is_done || timeout_at(deadline.into(), looked).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// SIZES-2.
+    pub fn known(&self, now: Instant) -> Known {
+        let state = lock(&self.shared.state);
+        let is_current = !state.is_watching && state.waiting_since.is_none();
+        let age = state.looked_at.filter(|_| !is_current).map(|at| now.saturating_duration_since(at));
+        Known { counts: state.counts.clone(), age }
+    }
+
+    /// Ends the thread. One that is stuck is left behind; it ends when its look does. Idempotent.
+    pub fn close(&self) {
+        lock(&self.shared.state).is_closed = true;
+        self.shared.wake.notify_one();
+        let Some((ended, thread)) = lock(&self.thread).take() else { return };
+        // The sender is dropped at the thread's end, whatever ended it.
+        if ended.recv_timeout(CLOSE_GRACE) == Err(mpsc::RecvTimeoutError::Disconnected) {
+            // A panic of it has no other consequence than that counts stand still.
+            let _ = thread.join();
+        }
+    }
+
+    /// In a forked child: the thread is the parent's.
+    pub(crate) fn forget_thread(&self) {
+        std::mem::forget(lock(&self.thread).take());
+    }
+
+    fn start_thread(&self, look: impl Fn(&Path) -> Look + Send + 'static) -> io::Result<()> {
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
+            let shared = Arc::clone(&self.shared);
+            let (alive, ended) = mpsc::channel::<()>();
+            let body = move || {
+                let _alive = alive;
+                shared.run(look);
+            };
+            let handle = std::thread::Builder::new().name("elasticrs-sizes".into()).spawn(body)?;
+            *thread = Some((ended, handle));
+        }
+        Ok(())
+    }
+}
+
+impl Shared {
+    fn command(&self, mut state: MutexGuard<'_, State>, command: Command, now: Instant) {
+        state.commands.push(command);
+        state.want(now);
+        drop(state);
+        self.wake.notify_one();
+    }
+
+    fn run(&self, look: impl Fn(&Path) -> Look) {
+        let mut tally = Tally::default();
+        while let Some(commands) = self.next_turn() {
+            let mut is_running = true;
+            for command in commands {
+                is_running = matches!(command, Command::Begin(_));
+                match command {
+                    Command::Begin(files) => tally.begin(files),
+                    Command::End => self.look_at_all(&mut tally, &look),
+                }
+            }
+            if is_running {
+                self.look_at_all(&mut tally, &look);
+            }
+            self.end_turn();
+        }
+    }
+
+    /// `None`: closed.
+    fn next_turn(&self) -> Option<Vec<Command>> {
+        let idle = |state: &mut State| !state.is_closed && state.wanted == state.begun;
+        let state = lock(&self.state);
+        let mut state = self.wake.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
+        if state.is_closed {
+            return None;
+        }
+        state.begun = state.wanted;
+        Some(std::mem::take(&mut state.commands))
+    }
+
+    fn look_at_all(&self, tally: &mut Tally, look: &impl Fn(&Path) -> Look) {
+        for path in tally.paths() {
+            let now = look(&path);
+            if let Some((stream, count)) = tally.saw(&path, now) {
+                lock(&self.state).counts.insert(stream, count);
+            }
+        }
+    }
+
+    fn end_turn(&self) {
+        let mut state = lock(&self.state);
+        let now = Instant::now();
+        (state.done, state.looked_at) = (state.begun, Some(now));
+        state.waiting_since = (state.wanted > state.done).then_some(now);
+        drop(state);
+        self.looked.notify_waiters();
+    }
+}
+
+/// Plain data: a panic elsewhere does not make it wrong.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+#[path = "log_sizes_tests.rs"]
+mod tests;

@@ -1,0 +1,211 @@
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const OUT: Stream = (0, Dest::Stdout);
+const ERR: Stream = (0, Dest::Stderr);
+
+fn file(stream: Stream, path: &str, is_new: bool) -> LogFile {
+    LogFile { stream, path: path.into(), is_new }
+}
+
+fn begun(is_new: bool) -> Tally {
+    let mut tally = Tally::default();
+    tally.begin(vec![file(OUT, "out", is_new)]);
+    tally
+}
+
+fn saw(tally: &mut Tally, now: Look) -> Option<u64> {
+    tally.saw(Path::new("out"), now).map(|(_, count)| count)
+}
+
+fn sized(number: u64, size: u64) -> Look {
+    Look::File((1, number), size)
+}
+
+#[test]
+fn what_was_there_before_the_job_does_not_count() {
+    let mut tally = begun(false);
+    let counts = [sized(2, 500), sized(2, 510)].map(|now| saw(&mut tally, now));
+    assert_eq!(counts, [Some(0), Some(10)]);
+}
+
+#[test]
+fn all_of_a_file_that_was_not_there_counts() {
+    let mut tally = begun(true);
+    assert_eq!(saw(&mut tally, sized(2, 500)), Some(500));
+    let mut tally = begun(false);
+    let counts = [Look::Absent, sized(2, 500)].map(|now| saw(&mut tally, now));
+    assert_eq!(counts, [Some(0), Some(500)]);
+}
+
+#[test]
+fn a_file_that_was_truncated_is_counted_from_its_beginning() {
+    let mut tally = begun(true);
+    let counts = [sized(2, 500), sized(2, 20), sized(2, 30)].map(|now| saw(&mut tally, now));
+    assert_eq!(counts, [Some(500), Some(520), Some(530)]);
+}
+
+#[test]
+fn a_file_that_took_the_place_of_the_workers_is_not_the_workers() {
+    let mut tally = begun(true);
+    let counts = [sized(2, 500), Look::Absent, sized(3, 9), Look::Unknown, sized(2, 501)];
+    assert_eq!(counts.map(|now| saw(&mut tally, now)), [Some(500), None, None, None, Some(501)]);
+}
+
+#[test]
+fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
+    let mut tally = begun(false);
+    let counts = [Look::Absent, sized(2, 500)].map(|now| saw(&mut tally, now));
+    assert_eq!(counts, [Some(0), Some(500)]);
+    tally.begin(vec![file(OUT, "out", false)]);
+    assert_eq!(saw(&mut tally, sized(2, 510)), Some(510));
+    // The next attempt gets another file of the same name.
+    tally.begin(vec![file(OUT, "out", false)]);
+    assert_eq!([Look::Absent, sized(3, 5)].map(|now| saw(&mut tally, now)), [Some(510), Some(515)]);
+    tally.begin(vec![file(OUT, "out", false)]);
+    assert_eq!([sized(4, 700), sized(4, 701)].map(|now| saw(&mut tally, now)), [Some(515), Some(516)]);
+}
+
+proptest! {
+    /// SIZES-1, and that nothing is missed of files that only grow, whenever they are looked at.
+    #[test]
+    fn counts_never_go_down(steps in prop::collection::vec((0u8..6, 0u64..1000), 1..80)) {
+        let mut tally = begun(true);
+        let (mut number, mut size, mut told) = (1, 0, 0);
+        let (mut written, mut is_exact, mut last) = (0, true, 0);
+        for (what, count) in steps {
+            match what {
+                0 | 1 => (size, written) = (size + count, written + count),
+                2 if count < 200 => (size, is_exact) = (0, false),
+                3 if count < 200 => {
+                    // An attempt ends, with a last look at its files, and the next one has new ones.
+                    told = saw(&mut tally, sized(number, size)).unwrap();
+                    tally.begin(vec![file(OUT, "out", true)]);
+                    (number, size) = (number + 1, 0);
+                }
+                4 if count < 200 => {
+                    let _ = saw(&mut tally, if count < 100 { Look::Unknown } else { Look::Absent });
+                }
+                _ => told = saw(&mut tally, sized(number, size)).unwrap(),
+            }
+            prop_assert!(told >= last && told <= written);
+            last = told;
+        }
+        let told = saw(&mut tally, sized(number, size)).unwrap();
+        prop_assert!(told >= last && told <= written);
+        if is_exact {
+            prop_assert_eq!(told, written);
+        }
+    }
+}
+
+fn asked(sizes: &LogSizes) -> Known {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    runtime.block_on(sizes.ask());
+    sizes.known(Instant::now())
+}
+
+/// As a scrape that comes as often as need be.
+fn until(sizes: &LogSizes, counts: &[(Stream, u64)]) -> Known {
+    loop {
+        let known = asked(sizes);
+        if known.counts.iter().map(|(stream, count)| (*stream, *count)).eq(counts.iter().copied()) {
+            return known;
+        }
+    }
+}
+
+#[test]
+fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let sizes = LogSizes::default();
+    assert!(asked(&sizes).age.is_none());
+    let files = |first: &str| {
+        [(OUT, first), (ERR, "link")].map(|(stream, name)| LogFile { stream, path: path(name), is_new: true }).into()
+    };
+    sizes.begin(files("out")).unwrap();
+    assert_eq!(until(&sizes, &[(OUT, 0), (ERR, 0)]).counts.len(), 2);
+    fs::write(path("out"), "12345").unwrap();
+    // What is no regular file has no size.
+    std::os::unix::fs::symlink("/dev/null", path("link")).unwrap();
+    assert!(until(&sizes, &[(OUT, 5), (ERR, 0)]).age.is_some());
+    OpenOptions::new().append(true).open(path("out")).unwrap().write_all(b"6").unwrap();
+    sizes.end();
+    // Without anything that could be newer there is no age.
+    while asked(&sizes).age.is_some() {}
+    assert_eq!(asked(&sizes).counts[&OUT], 6);
+    File::create(path("again")).unwrap().write_all(b"789").unwrap();
+    sizes.begin(files("again")).unwrap();
+    until(&sizes, &[(OUT, 9), (ERR, 0)]);
+    sizes.close();
+    sizes.close();
+    assert_eq!(asked(&sizes).counts[&OUT], 9);
+}
+
+/// A file system in which every look waits for a word.
+fn gated() -> (LogSizes, mpsc::Sender<Look>, mpsc::Receiver<()>) {
+    let (answer, answers) = mpsc::channel();
+    let (looks, looking) = mpsc::channel();
+    let sizes = LogSizes::default();
+    let look = move |_: &Path| {
+        // Nobody listens any more: the test is over.
+        let _ = looks.send(());
+        answers.recv().unwrap_or(Look::Unknown)
+    };
+    sizes.begin_with(vec![file(OUT, "out", true)], look).unwrap();
+    (sizes, answer, looking)
+}
+
+#[test]
+fn who_asks_is_answered_while_a_look_hangs() {
+    let (sizes, answer, looking) = gated();
+    looking.recv().unwrap();
+    answer.send(sized(1, 7)).unwrap();
+    // One more look, for the question.
+    answer.send(sized(1, 8)).unwrap();
+    until(&sizes, &[(OUT, 8)]);
+    for _ in 0..2 {
+        // The first one waits a moment, the others not at all.
+        let known = asked(&sizes);
+        assert_eq!(known.counts[&OUT], 8);
+        assert!(known.age.is_some());
+    }
+    let before = Instant::now();
+    for _ in 0..1000 {
+        asked(&sizes);
+    }
+    let state = lock(&sizes.shared.state);
+    assert!(state.waiting_since.unwrap() + PATIENCE <= before);
+    assert!(state.wanted <= state.begun + 1, "questions pile up");
+    drop(state);
+    // The attempt ends, another one begins, and nobody waits for that.
+    sizes.end();
+    sizes.begin(vec![file(OUT, "again", true)]).unwrap();
+    assert_eq!(asked(&sizes).counts[&OUT], 8);
+    // The look that hangs, the last one at the first attempt's file, and that at the new one.
+    for size in [sized(1, 9), sized(1, 10), sized(2, 5)] {
+        answer.send(size).unwrap();
+    }
+    until(&sizes, &[(OUT, 15)]);
+    drop(answer);
+    sizes.close();
+}
+
+#[test]
+fn a_thread_that_hangs_is_left_behind_and_catches_up() {
+    let (sizes, answer, looking) = gated();
+    looking.recv().unwrap();
+    sizes.close();
+    let shared = Arc::clone(&sizes.shared);
+    drop(sizes);
+    assert_eq!(lock(&shared.state).done, 0);
+    answer.send(sized(1, 7)).unwrap();
+    // Its end drops what it has of the channel.
+    assert!(looking.recv().is_err());
+    assert_eq!(lock(&shared.state).counts[&OUT], 7);
+}

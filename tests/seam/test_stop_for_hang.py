@@ -1,0 +1,94 @@
+"""A stop because a worker of another node hangs: whom it may wait for here is told first."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from elasticrs import _core
+
+POLICY = _core.StopPolicy(signal.SIGTERM, 60.0)
+
+BEATS = """
+import os, sys
+from elasticrs.timer import heartbeat
+if sys.argv[1] != "None":
+    heartbeat(int(sys.argv[1]))
+os.write(int(sys.argv[2]), b"x")
+os.read(os.pipe()[0], 1)
+"""
+
+
+@pytest.fixture
+def beating(group):
+    """Starts a worker for each step, and returns when all have given their heartbeat in it."""
+
+    def start(*steps):
+        reader, writer = os.pipe()
+        group.start(
+            *([sys.executable, "-c", BEATS, str(step), str(writer)] for step in steps), pass_fds=[writer]
+        )
+        os.close(writer)
+        for _ in steps:
+            assert os.read(reader, 1) == b"x"
+        os.close(reader)
+
+    return start
+
+
+def suspects(group):
+    """Those that were told until the group had ended, without a failure."""
+    assert group.end().outcome == "stopped"
+    assert set(group.exitcodes().values()) == {-signal.SIGTERM}
+    assert not [event for event in group.events if isinstance(event, _core.FailureSeen)]
+    return [event for event in group.events if isinstance(event, _core.WorkerHung)]
+
+
+def test_the_worker_that_is_behind_is_told_long_before_its_limit(group, beating):
+    group.supervisor.watch_hangs(600.0)
+    beating(8, 7, 8)
+    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
+    (told,) = suspects(group)
+    assert (told.local_rank, told.ground, told.missed, told.limit) == (1, "behind", "step", 600.0)
+    assert {seen.local_rank: seen.heartbeat.step for seen in told.ranks} == {0: 8, 1: 7, 2: 8}
+
+
+@pytest.mark.parametrize("step", [7, None])
+def test_nobody_is_told_when_the_other_one_is_as_much_to_blame(group, beating, step):
+    group.supervisor.watch_hangs(600.0)
+    beating(8, 7)
+    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=step)
+    assert suspects(group) == []
+
+
+def test_who_has_just_given_a_sign_of_life_is_no_suspect(group, beating):
+    group.supervisor.watch_hangs(600.0)
+    beating(8, 7)
+    group.supervisor.stop(POLICY, hung_for=10_000.0, hung_step=8)
+    assert suspects(group) == []
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_without_heartbeats_it_is_a_stop_like_any_other(group, beating, is_watched):
+    if is_watched:
+        group.supervisor.watch_hangs(600.0)
+    beating(None, None)
+    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
+    assert suspects(group) == []
+
+
+def test_a_harder_stop_does_not_wait_for_the_evidence(group, beating):
+    group.supervisor.watch_hangs(600.0)
+    beating(7)
+    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
+    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
+    assert group.end().outcome == "stopped"
+    # Whichever came first.
+    assert group.exitcodes()[0] in (-signal.SIGTERM, -signal.SIGKILL)
+    assert [event.local_rank for event in group.events if isinstance(event, _core.WorkerHung)] == [0]
+
+
+def test_a_span_that_is_none_is_refused(group):
+    with pytest.raises(ValueError, match="hung_for"):
+        group.supervisor.stop(POLICY, hung_for=-1.0)

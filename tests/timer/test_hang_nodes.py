@@ -1,0 +1,268 @@
+"""Ranks that hang in a job of several nodes: who is named, on every node, and what it costs.
+
+A rank gives its first heartbeat only when the one that is to hang has given its last: before that nobody is
+watched, however slow the machine is, and afterwards nobody goes on.
+"""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from helpers import ports
+from helpers.http_client import get, get_json, port_of
+
+pytestmark = pytest.mark.slow
+
+TRAINING = """
+    import os, signal
+    from elasticrs.timer import heartbeat
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt, hung = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["HUNG"])
+    nproc, by_node = int(os.environ["LOCAL_WORLD_SIZE"]), "BY_NODE" in os.environ
+    pipe = os.pipe()
+    # A byte for each of those that have to be there before: the one that hangs, or all others of its node.
+    others = [other for other in range(world) if other != hung]
+    here = [other for other in others if not by_node or other // nproc == hung // nproc]
+    there = [other for other in others if other not in here]
+    def wait_for_peers():
+        return [os.write(gate, b"x") for gate in gates], os.read(pipe[0], 1)
+    def read_batch():
+        return [os.write(gate, b"x") for gate in gates], os.read(pipe[0], 1)
+    if attempt == 0:
+        # Opening one waits for its reader.
+        mine = os.open(f"gate{rank}", os.O_RDWR)
+        follow = here if rank == hung else there if rank in here else []
+        gates = [os.open(f"gate{other}", os.O_WRONLY) for other in follow]
+        if rank == hung:
+            heartbeat(1203)
+            heartbeat(1204)
+            read_batch()
+        for _ in here if rank in there else [hung]:
+            os.read(mine, 1)
+        heartbeat(int(os.environ["STEP"]))
+        wait_for_peers()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    os.write(1, f"here {rank} {os.getpid()} {attempt}.\\n".encode())
+    if "STAY" in os.environ:
+        signal.sigwait([signal.SIGUSR1])
+"""
+
+
+class Job:
+    """The agents of one job on loopback, by group rank."""
+
+    def __init__(self, launch, folder, nodes, nproc, *options, host=0, hung=None, step=1205, **env):
+        self.folder, self.nodes, self.nproc = folder, [], nproc
+        self.world = nodes * nproc
+        for rank in range(self.world):
+            os.mkfifo(folder / f"gate{rank}")
+        self._launch, self._host, self._port = launch, host, ports.free()
+        self._options = (f"--nnodes={nodes}", f"--nproc-per-node={nproc}", *options)
+        self._env = {"HUNG": str(self.world - 1 if hung is None else hung), "STEP": str(step), **env}
+
+    def start(self, script, *options):
+        """One node more."""
+        number = len(self.nodes)
+        conf = f"is_host={int(number == self._host)}"
+        meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job")
+        where = (f"--rdzv-conf={conf}", f"--node-rank={number}", f"--log-dir={self.folder / f'logs{number}'}")
+        arguments = (*self._options, *meeting, *where, *options, script)
+        self.nodes.append(self._launch(*arguments, env=self._env))
+
+    def ended(self):
+        """Exit codes; all output is in the failure of a test that wants others."""
+        codes = [node.wait() for node in self.nodes]
+        self.story = "\n=== ".join(["", *(node.stderr for node in self.nodes)])
+        return codes
+
+    def evidence(self, rank):
+        """What is kept of a rank of the first attempt."""
+        node, local_rank = divmod(rank, self.nproc)
+        (path,) = Path(self.folder / f"logs{node}").glob(f"*/attempt_0/{local_rank}/hang.txt")
+        return path.read_text()
+
+
+def has_restarted_once(job, named, budget):
+    """Both nodes name this rank, and one restart was charged."""
+    assert job.ended() == [0] * len(job.nodes), job.story
+    for node in job.nodes:
+        assert re.search(rf"rank {named} \(pid \d+\) on node \S+: hung: no heartbeat for ", node.stderr), (
+            job.story
+        )
+        assert re.findall(r"round (\d+) starts with (\d+) nodes? \((.*)\)", node.stderr) == [
+            ("2", str(len(job.nodes)), f"restart 1 of {budget}")
+        ], job.story
+    told = "".join(node.stdout for node in job.nodes)
+    attempts = re.findall(r"here (\d+) \d+ (\d+)\.", told)
+    assert sorted(attempts) == [(str(rank), "1") for rank in range(job.world)], job.story
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_the_rank_behind_is_named_on_both_nodes(launch, worker_script, tmp_path, host):
+    job = Job(launch, tmp_path, 2, 2, "--hang-timeout=1", "--max-restarts=2", host=host)
+    script = worker_script(TRAINING)
+    for _ in range(2):
+        job.start(script)
+    has_restarted_once(job, 3, 2)
+    for node in job.nodes:
+        assert re.search(r"rank 3 .*stopped at step 1,204\b.*it is in \w+ \(worker.py", node.stderr), (
+            job.story
+        )
+    for rank in range(4):
+        assert "Current thread" in job.evidence(rank), "each node keeps where its own ranks stood"
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_node_that_would_not_have_looked_yet_names_the_rank_that_the_other_waits_for(
+    launch, worker_script, tmp_path, host
+):
+    job = Job(launch, tmp_path, 2, 2, "--max-restarts=0", host=host)
+    script = worker_script(TRAINING)
+    job.start(script, "--hang-timeout=1")
+    job.start(script, "--hang-timeout=600")
+    assert job.ended() == [1, 1], job.story
+    for node in job.nodes:
+        assert "no restart is left (max_restarts=0, 0 used)" in node.stderr, job.story
+        root = node.stderr[node.stderr.index("Root Cause") :]
+        assert "  rank      : 3 (local_rank: 1)" in root, job.story
+        assert "stopped at step 1,204" in root, job.story
+        assert "last heartbeat of rank 3: in step 1,204" in root or node is job.nodes[0], job.story
+    # It has found one of its own first, and says what became of that.
+    assert "it may have waited for rank 3, which hung first" in job.nodes[0].stderr
+    assert "limit 600 s, but a rank of another node waits" in job.nodes[1].stderr
+
+
+def test_in_one_step_the_rank_that_stands_elsewhere_is_named(launch, worker_script, tmp_path):
+    job = Job(launch, tmp_path, 2, 2, "--max-restarts=1", hung=2, step=1204, BY_NODE="1")
+    script = worker_script(TRAINING)
+    job.start(script, "--hang-timeout=2")
+    job.start(script, "--hang-timeout=600")
+    has_restarted_once(job, 2, 1)
+    # Nobody on the first node is behind, or stands elsewhere: it had to name one of those that wait.
+    waits = r"rank [01] .* in wait_for_peers \(worker.py:\d+\), rank [01] in wait_for_peers .*: stopping"
+    assert re.search(waits, job.nodes[0].stderr), job.story
+    assert re.search(r"rank 2 .* in read_batch \(worker.py:\d+\), rank 3 in wait_for_peers", job.story)
+
+
+def test_three_nodes_and_what_their_metrics_say(launch, worker_script, tmp_path):
+    job = Job(launch, tmp_path, 3, 2, "--max-restarts=1", "--health-check-port=0", host=1, STAY="1")
+    script = worker_script(TRAINING)
+    # The last one does not watch at all, and is the one whose rank hangs.
+    for options in (("--hang-timeout=1",), ("--hang-timeout=600",), ("--hang-timeout=900",)):
+        job.start(script, *options)
+    lines = [node.wait_for_lines(r"here (\d+) (\d+) 1\.", 2) for node in job.nodes]
+    pages = []
+    for node in job.nodes:
+        port = port_of(node)
+        pages.append(get(port, "/metrics")[2])
+        status = get_json(port, "/status")[1]
+        assert (status["restarts"], status["round"]) == (1, 2)
+    for found in lines:
+        for line in found:
+            os.kill(int(line[2]), signal.SIGUSR1)
+    has_restarted_once(job, 5, 1)
+
+    def value(page, name):
+        return float(re.search(rf"^elasticrs_{re.escape(name)} (\S+)$", page, re.MULTILINE)[1])
+
+    # All nodes lost a second. Half of it: an agent may see the start of its workers later than they run.
+    for page in pages:
+        assert value(page, 'time_seconds_total{activity="hung"}') >= 0.5, page
+    causes = [
+        [
+            value(page, f'restarts_total{{cause="{cause}"}}')
+            for cause in ("worker_hung", "worker_failed", "nodes")
+        ]
+        for page in pages
+    ]
+    assert causes == [[1, 0, 0], [0, 0, 1], [0, 0, 1]], "of one hang one node has made a failure"
+
+
+LEARNS = """
+    import os, select
+    from elasticrs.timer import heartbeat
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0 and rank == 0:
+        # A limit is known from its last heartbeat on: until then it may wait as long as it likes.
+        with open("gate0", "r+b", buffering=0) as gradients:
+            for step in range(1, 18):
+                gradients.read(1)
+                heartbeat(step)
+            gradients.read(1)
+    if attempt == 0 and rank == 1:
+        with open("gate0", "wb", buffering=0) as gradients:
+            for step in range(17):
+                heartbeat(step)
+                # The slower node.
+                select.select([], [], [], 0.02)
+                gradients.write(b"x")
+            select.select([], [], [])
+    os.write(1, f"here {rank} {os.getpid()} {attempt}.\\n".encode())
+"""
+
+
+def test_learned_limits_find_a_hang_and_restart_both_nodes(launch, worker_script, tmp_path):
+    job = Job(launch, tmp_path, 2, 1, "--hang-timeout=auto:0.5", "--max-restarts=1")
+    for _ in range(2):
+        job.start(worker_script(LEARNS))
+    has_restarted_once(job, 1, 1)
+    for node in job.nodes:
+        assert re.search(r"rank 1 .*stopped at step 16\b", node.stderr), job.story
+
+
+@pytest.mark.parametrize("hung", [0, 1])
+def test_ranks_without_heartbeats_are_named_by_nobody(launch, worker_script, tmp_path, hung):
+    """Whichever of the two keeps the other waiting: only the one that gives heartbeats can be found."""
+    job = Job(launch, tmp_path, 2, 1, "--hang-timeout=1", "--max-restarts=1", hung=hung)
+    silent = TRAINING.replace("from elasticrs.timer import heartbeat", "heartbeat = id")
+    job.start(worker_script(silent, "silent.py"))
+    job.start(worker_script(TRAINING))
+    has_restarted_once(job, 1, 1)
+    assert "rank 0 (pid" not in job.story
+    assert "Current thread" in job.evidence(0), "where it stood is kept all the same"
+
+
+CRASHES = """
+    import os, signal
+    from elasticrs.timer import heartbeat
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0 and rank == 0:
+        open("gate0").read()
+        os._exit(3)
+    if attempt == 0 and rank == 1:
+        gate = open("gate0", "w")
+        # Asked where it stands, it lets the other one go on: that one crashes while this one is looked at.
+        signal.signal(signal.SIGRTMIN + 12, lambda *_: gate.close())
+        heartbeat(1204)
+        while True:
+            signal.sigtimedwait([], 0.05)
+    os.write(1, f"here {rank} {os.getpid()} {attempt}.\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_a_crash_and_a_hang_at_once_are_one_failure(launch, worker_script, tmp_path, budget):
+    job = Job(launch, tmp_path, 2, 1, "--hang-timeout=1", f"--max-restarts={budget}")
+    for _ in range(2):
+        job.start(worker_script(CRASHES))
+    assert job.ended() == [1 - budget] * 2, job.story
+    crash, hang = (
+        r"rank 0 \(pid \d+\) on node \S+ exited with code 3",
+        r"rank 1 \(pid \d+\) on node \S+: hung:",
+    )
+    if budget:
+        starts = [re.findall(r"round 2 starts with 2 nodes \((.*)\)", node.stderr) for node in job.nodes]
+        assert starts == [["restart 1 of 1"]] * 2, job.story
+        # Either came first. What a node has told of its own is made good by what all of them agree upon.
+        told = [re.findall(f"{crash}|{hang}", node.stderr)[-1] for node in job.nodes]
+        assert len(set(told)) == 1, job.story
+        return
+    roots = [node.stderr[node.stderr.index("Root Cause") :] for node in job.nodes]
+    (first,) = {re.search(r"rank      : (\d)", root)[1] for root in roots}
+    # What was found on a node is told there in any case.
+    assert "exitcode  : 3" in job.nodes[0].stderr or first == "1", job.story
+    assert "hung: no heartbeat for" in job.nodes[1].stderr, job.story
+    for node in job.nodes:
+        assert "no restart is left (max_restarts=0, 0 used)" in node.stderr, job.story

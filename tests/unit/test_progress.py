@@ -1,0 +1,121 @@
+"""Which silence of a hook is too long, on a clock of the test's own."""
+
+from contextlib import ExitStack
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.agent.server.progress import UNLIMITED, Progress
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_who_is_nowhere_may_be_silent(clock):
+    progress = Progress(clock)
+    clock.now += 1e6
+    progress.tell()
+    progress.renew()
+    assert progress.overdue() == (0, None)
+
+
+def test_a_hook_is_overdue_when_it_takes_longer_than_is_allowed(clock):
+    progress = Progress(clock)
+    with progress.within("_pause", 60):
+        clock.now += 60
+        assert progress.overdue() == (0, "_pause")
+        clock.now += 5
+        assert progress.overdue() == (5, "_pause")
+    assert progress.overdue() == (0, None)
+
+
+def test_a_rendezvous_may_take_for_ever(clock):
+    progress = Progress(clock)
+    with progress.within("_monitor_workers", 0), progress.within("_rendezvous", UNLIMITED):
+        clock.now += 1e9
+        assert progress.overdue() == (0, "_rendezvous")
+
+
+def test_a_hook_that_has_called_another_one_begins_anew(clock):
+    progress = Progress(clock)
+    with progress.within("_start_workers", 10):
+        clock.now += 9
+        with progress.within("_stop_workers", 30):
+            clock.now += 31
+            assert progress.overdue() == (1, "_stop_workers")
+        assert progress.overdue() == (0, "_start_workers")
+        clock.now += 12
+        assert progress.overdue() == (2, "_start_workers")
+
+
+def test_what_a_hook_tells_is_in_place_of_its_allowance(clock):
+    progress = Progress(clock)
+    with progress.within("_start_workers", 600):
+        progress.tell(300)
+        clock.now += 301
+        assert progress.overdue() == (1, "_start_workers")
+        progress.tell()
+        assert progress.overdue() == (0, "_start_workers")
+        clock.now += 2
+        assert progress.overdue() == (2, "_start_workers")
+        progress.renew()
+        clock.now += 600
+        assert progress.overdue() == (0, "_start_workers")
+
+
+def test_a_place_that_a_signal_has_left_is_left_with_the_one_around_it(clock):
+    progress = Progress(clock)
+    with progress.within("_stop_workers", 30):
+        # Its `__exit__` does not come: the handler raised before the body began.
+        progress.within("_pause", 0).__enter__()
+    assert progress.overdue() == (0, None)
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("enter"), st.sampled_from([0.0, 5.0, 60.0, inf])),
+    st.tuples(st.just("leave"), st.just(0.0)),
+    st.tuples(st.just("wait"), st.floats(0, 100)),
+    st.tuples(st.just("tell"), st.sampled_from([0.0, 7.0, 300.0])),
+)
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_silence_counts_from_the_last_sign_of_the_innermost_hook(steps):
+    clock = Clock()
+    progress = Progress(clock)
+    # By depth: what is allowed, and until when nothing need be heard.
+    allowed, until, places = [], inf, []
+    with ExitStack() as left_over:
+        for what, number in steps:
+            if what == "enter":
+                place = progress.within(f"hook{len(places)}", number)
+                place.__enter__()
+                places.append(place)
+                allowed.append(number)
+                until = clock.now + number
+            elif what == "leave" and places:
+                places.pop().__exit__(None, None, None)
+                allowed.pop()
+                until = clock.now + allowed[-1] if allowed else inf
+            elif what == "wait":
+                clock.now += number
+            elif what == "tell" and places:
+                progress.tell(number)
+                until = clock.now + number
+            overdue, name = progress.overdue()
+            assert overdue == max(0, clock.now - until)
+            assert name == (f"hook{len(places) - 1}" if places else None)
+        for place in places:
+            left_over.push(place)
+    assert progress.overdue() == (0, None)
