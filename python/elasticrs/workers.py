@@ -14,7 +14,7 @@ from elasticrs.worker_env import virtual_local_rank, worker_env
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.config import JobConfig
@@ -177,6 +177,10 @@ class Workers(ABC):
 
     def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for programs
         """Nothing of the attempt is left, or it could not be started."""
+
+    def silent_ranks(self) -> Collection[int]:
+        """The local ranks of the last attempt that should have returned a value, and have not."""
+        return ()
 
     def return_values(self) -> dict[int, object]:
         """What the workers of the last attempt returned, by global rank."""

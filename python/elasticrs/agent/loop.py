@@ -307,7 +307,7 @@ class Agent:
             who = self._who(first.local_rank, first.pid)
             if first.local_rank in attempt.expired:
                 return f"{who}: {attempt.why_expired(first.local_rank)}"
-            cause = f"{who} {texts.how_it_ended(first.exitcode)}"
+            cause = f"{who} {attempt.how_it_ended(first)}"
             counters = attempt.oom_kills, attempt.oom_kills_after
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
             return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
@@ -428,9 +428,21 @@ class Agent:
             self._name_descendants(verb, left)
         if event.outcome == "succeeded":
             self._name_descendants("ended", event.ended, event.more_ended)
-        conflict = event.outcome == "failed" and is_port_conflict(attempt)
+        outcome = event.outcome
+        if outcome == "succeeded" and self._has_silent(attempt, event):
+            outcome = "failed"
+        conflict = outcome == "failed" and is_port_conflict(attempt)
         stuck = tuple(event.stuck_ranks)
-        self._events.append(machine.GroupEnded(event.outcome, stuck, conflict, self._unfit))
+        self._events.append(machine.GroupEnded(outcome, stuck, conflict, self._unfit))
+
+    def _has_silent(self, attempt: Attempt, event: _core.GroupEnded) -> bool:
+        """Workers that only seemed to succeed have failed: an end in the middle is no result."""
+        attempt.silent = frozenset(self._workers.silent_ranks())
+        if not attempt.silent:
+            return False
+        attempt.first_failure = min(attempt.silent, key=lambda rank: attempt.exits[rank].seen_ns)
+        attempt.stamps["failure_seen"] = event.ended_ns
+        return True
 
     def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
         name = texts.signal_name(event.signal)

@@ -9,7 +9,7 @@ from elasticrs.multiprocessing.spawn import FunctionWorkers, stop_tracker
 from elasticrs.multiprocessing.starting import KEPT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
@@ -91,6 +91,10 @@ class KeptScriptWorkers(KeptWorkers):
         """Stop multiprocessing's own helper as well: it would outlive the launcher by some time."""
         super().ended(supervisor, attempt)
         stop_tracker()
+
+    def silent_ranks(self) -> Collection[int]:
+        """None: see below."""
+        return ()
 
     def return_values(self) -> dict[int, object]:
         """Scripts return nothing, and may end by ``os._exit(0)``."""
