@@ -9,23 +9,21 @@ from helpers import procs
 TALKATIVE = """
     import os, signal
 
-    def leave(signum, frame):
-        os.write(1, f"GOT {signal.Signals(signum).name} {os.environ['RANK']}\\n".encode())
-        os._exit(0)
-
-    for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2"):
-        signal.signal(signal.Signals["SIG" + name], leave)
+    # Blocked and taken: between a handler and a wait there is always a moment at which a signal is missed.
+    signals = [signal.Signals["SIG" + name] for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2")]
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     os.write(1, f"READY {os.getpid()}\\n".encode())
-    while True:
-        signal.pause()
+    taken = signal.Signals(signal.sigwait(signals))
+    os.write(1, f"GOT {taken.name} {os.environ['RANK']}\\n".encode())
 """
 STUBBORN = """
     import os, signal
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: os.write(1, b"IGNORED\\n"))
+    signals = [signal.SIGTERM, signal.SIGINT]
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     os.write(1, f"READY {os.getpid()}\\n".encode())
     while True:
-        signal.pause()
+        signal.sigwait(signals)
+        os.write(1, b"IGNORED\\n")
 """
 N = 3
 
@@ -132,9 +130,14 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(running, signum):
 
 @pytest.mark.beyond_torchrun
 def test_ctrl_z_stops_the_workers_and_the_launcher_and_fg_resumes_them(running):
-    at_continue = 'signal.signal(signal.SIGCONT, lambda *_: os.write(1, b"RESUMED\\n"))'
-    source = TALKATIVE.replace("for name in", f"{at_continue}\n    for name in", 1)
-    launched, pids = running(source)
+    launched, pids = running("""
+        import os, signal
+        signals = [signal.SIGCONT, signal.SIGTERM]
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        os.write(1, f"READY {os.getpid()}\\n".encode())
+        while signal.sigwait(signals) == signal.SIGCONT:
+            os.write(1, b"RESUMED\\n")
+    """)
     launched.signal(signal.SIGTSTP)
     launched.wait_stopped()
     for pid in pids:

@@ -24,9 +24,10 @@ impl From<Error> for PyErr {
             CoreError::Adopt { source, .. } if source.raw_os_error() == Some(nix::libc::ESRCH) => {
                 PyProcessLookupError::new_err((nix::libc::ESRCH, error.to_string()))
             }
-            CoreError::Resources(source) | CoreError::Adopt { source, .. } | CoreError::Timers { source, .. } => {
-                os_error(source, &error.to_string())
-            }
+            CoreError::Resources(source)
+            | CoreError::Heartbeats(source)
+            | CoreError::Adopt { source, .. }
+            | CoreError::Timers { source, .. } => os_error(source, &error.to_string()),
             CoreError::Nursery(_) | CoreError::Busy | CoreError::Idle | CoreError::Ended | CoreError::Forked { .. } => {
                 SupervisorError::new_err(chain(&error))
             }

@@ -24,6 +24,7 @@ use memchr::memmem;
 
 use super::watch::wait_channel;
 use crate::nursery::tree::{Status, descendants};
+use crate::stat::Stat;
 use crate::sys::command::die_with_thread;
 use crate::sys::pidfd;
 
@@ -267,8 +268,7 @@ fn kernel_side(pid: i32) -> String {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     for thread in threads.take(MAX_THREADS) {
         let read = |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
-        let stat = read("stat");
-        let state = stat.rsplit(')').next().and_then(|rest| rest.trim_start().chars().next()).unwrap_or('?');
+        let state = Stat::in_folder(&thread.path()).and_then(|stat| stat.field(3)).unwrap_or('?');
         let channel = Some(read("wchan")).filter(|name| !matches!(name.as_str(), "" | "0"));
         let (id, name) = (thread.file_name(), read("comm"));
         let channel = channel.as_deref().unwrap_or("-");

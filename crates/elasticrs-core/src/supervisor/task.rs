@@ -300,7 +300,7 @@ impl Task {
             let nursery = Nursery::launch(&self.config.nursery)?;
             self.use_nursery(nursery);
         }
-        self.hangs.give_pages(&mut spec)?;
+        self.hangs.give_pages(&mut spec).map_err(SupervisorError::Heartbeats)?;
         self.shared.counters.heartbeats.set(self.hangs.pages());
         let nursery = self.nursery.as_mut().expect("launched above");
         // What earlier starts have reported is of no interest.

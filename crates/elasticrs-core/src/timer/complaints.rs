@@ -34,11 +34,6 @@ impl Complaints {
         let more = if others == 0 { String::new() } else { format!(" ({others} more like it)") };
         Some(format!("a timer record was refused, because {refusal}{more}: {}", claim()))
     }
-
-    /// How many were refused.
-    pub fn count(&self, refusal: Refusal) -> u64 {
-        self.kinds.get(&refusal).map_or(0, |kind| kind.count)
-    }
 }
 
 /// So many timers without a signal are told in one [`INTERVAL`].
@@ -105,7 +100,6 @@ mod tests {
         }
         let later = complaints.add(Refusal::Malformed, t0 + INTERVAL, || "y".into()).unwrap();
         assert_eq!(later, "a timer record was refused, because it is no timer record (1000 more like it): y");
-        assert_eq!(complaints.count(Refusal::Malformed), 1002);
     }
 
     #[test]

@@ -37,9 +37,9 @@ impl HeartbeatPage {
     /// A new one, empty, for a worker that is started after `made`.
     ///
     /// # Errors
-    /// No descriptor or no memory.
+    /// No descriptor or no memory; the system has none that the worker cannot take from under us.
     pub fn new(made: u64) -> io::Result<Self> {
-        Page::new().map(|page| Self { page, made })
+        Page::sealed(c"elasticrs-heartbeats").map(|page| Self { page, made })
     }
 
     /// A descriptor for the worker, and what it finds in `ELASTICRS_HEARTBEAT` when the descriptor has this number:

@@ -22,6 +22,7 @@ use crate::clock::Stamp;
 use crate::counters::TimerCounts;
 use crate::nursery::tree::Status;
 use crate::signal::Signal;
+use crate::stat::{START_TIME, Stat};
 use crate::supervisor::event::{Event, TimerExpired};
 use crate::supervisor::handle::SupervisorError;
 use crate::supervisor::state::Input;
@@ -265,7 +266,7 @@ impl Watchdog {
             Err(_) => return Err(Refusal::Stranger),
         };
         let local_rank = running.and_then(|running| running.worker_of(pid));
-        let start_time = start_time(pid);
+        let start_time = Stat::of(pid).and_then(|stat| stat.field(START_TIME));
         // What was read is about the process of the pidfd only if that still lives.
         if watch::ended(&[pidfd.as_fd()]) == [true] {
             return Ok(false);
@@ -340,14 +341,6 @@ impl Clocks {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         Self { wall, now: Stamp::now() }
     }
-}
-
-/// Field 22 of `/proc/PID/stat`.
-fn start_time(pid: i32) -> Option<u64> {
-    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    let end = stat.iter().rposition(|&byte| byte == b')')?;
-    let fields = std::str::from_utf8(stat.get(end + 2..)?).ok()?;
-    fields.split(' ').nth(19)?.parse().ok()
 }
 
 impl Running {
