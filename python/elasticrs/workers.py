@@ -14,7 +14,7 @@ from elasticrs.worker_env import virtual_local_rank, worker_env
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.config import JobConfig
@@ -227,6 +227,10 @@ class Workers(ABC):
 
     def close(self) -> None:  # noqa: B027 -- nothing to do for programs
         """No attempt follows: end what there is, whatever happened, and release it. Idempotent."""
+
+    def silent_ranks(self) -> Collection[int]:
+        """The local ranks of the last attempt that should have returned a value, and have not."""
+        return ()
 
     def return_values(self) -> dict[int, object]:
         """What the workers of the last attempt returned, by global rank."""

@@ -27,7 +27,7 @@ LEAVES = """
         signal.signal(signal.Signals["SIG" + name], leave)
     os.write(1, f"READY {os.getpid()} {os.getsid(0) == os.getpid()}\\n".encode())
     while True:
-        signal.pause()
+        signal.sigtimedwait([], 0.05)
 """
 
 

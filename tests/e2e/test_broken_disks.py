@@ -305,7 +305,7 @@ def test_a_nursery_without_descriptors_ends_what_a_worker_left_behind(launch, wo
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
         print("READY", os.getpid(), flush=True)
         while True:
-            signal.pause()
+            signal.sigtimedwait([], 0.05)
     """)
     launched = launch(script)
     pid = int(launched.wait_for_line(r"READY (\d+)")[1])

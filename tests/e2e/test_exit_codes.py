@@ -93,7 +93,7 @@ def test_what_a_failed_worker_left_behind_is_gone(launch, worker_script):
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))
         os.write(1, f"WORKER {os.getpid()}\\n".encode())
         while True:
-            signal.pause()
+            signal.sigtimedwait([], 0.05)
     """)
     launched = launch(script)
     launched.wait_for_line(r"LEFT (\d+)")

@@ -51,6 +51,17 @@ def test_a_restart_without(launch, worker_script, features):
 
 
 @pytest.mark.beyond_torchrun
+def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker_script):
+    # A worker could make any other file shorter, which would kill the agent as it looks (SIGBUS).
+    options = ("--standalone", "--hang-timeout", "30")
+    launched = launch(*options, worker_script("print('never')"), prefix=(*OLD_KERNEL, "memfd"))
+    assert launched.wait() == 1
+    (line,) = launched.stderr.splitlines()
+    assert "cannot make the memory for heartbeats that --hang-timeout needs (memfd_create)" in line
+    assert launched.stdout == ""
+
+
+@pytest.mark.beyond_torchrun
 def test_a_kernel_below_the_floor_is_named_in_one_line(launch, worker_script):
     launched = launch("--standalone", worker_script(""), prefix=(*OLD_KERNEL, "pidfd_open"))
     assert launched.wait() == 1

@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from typing import Any, NoReturn
+
+from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 
 class UnpicklableError(Exception):
@@ -67,3 +70,16 @@ def parent_of_mine() -> tuple[int | None, bool]:
 
 def signals_of_mine() -> bool:
     return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def be_signalled_beside_a_context() -> str:
+    """What a worker hears that starts processes itself and is told to stop."""
+    context = start_processes("inner", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except SignalException:
+        return "raised"
+    finally:
+        with suppress(SignalException):
+            context.close()
+    return "lost"

@@ -5,6 +5,7 @@ skipped.
 """
 
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from helpers.procs import HANG
 
 OTHER_TORCH = os.environ.get("ELASTICRS_TORCH_PYTHON")
 PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "torch_client.py"
+# With what a client begins.
+GREETING = b"\0" + struct.pack("<I", 0x3C85F7CE)
 
 
 class ClientError(Exception):

@@ -51,6 +51,11 @@ def wait():
 def leave():
     os._exit(0)
 
+def leave_once():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        leave()
+    return 1
+
 def possessions():
     with open(f"/proc/self/task/{{os.getpid()}}/children") as children:
         return len(os.listdir("/proc/self/fd")), sorted(children.read().split())
@@ -120,14 +125,18 @@ except SignalException as error:
     procs.assert_gone(int(pid) for line in lines for pid in line.groups())
 
 
-def test_an_exit_without_a_value_is_an_error(host):
+def test_an_exit_without_a_value_is_a_failure_that_a_restart_may_mend(host):
     launched = host("""
+tell(values=sorted(launch(leave_once, restarts=1).values()))
 try:
     launch(leave)
-except RuntimeError as error:
-    tell(text=str(error))
+except ChildFailedError as error:
+    codes = [found.exitcode for found in error.failures.values()]
+    tell(codes=codes, text=error.get_first_failure()[1].message)
 """)
-    assert "exited with code 0 before the function returned" in told(launched)["text"]
+    found = told(launched)
+    assert 'TOLD {"values": [1, 1]}' in launched.stdout
+    assert found == {"codes": [0, 0], "text": "exited with code 0 before the function returned"}
 
 
 def test_nothing_of_an_attempt_stays_open(host):

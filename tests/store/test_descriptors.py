@@ -10,8 +10,10 @@ import time
 
 import pytest
 from helpers import procs
+from helpers.http_client import get
+from helpers.torch_clients import GREETING
 
-LIMIT, KEPT = 80, 16
+LIMIT, KEPT = 80, 24
 
 SERVE = """
 import sys
@@ -57,3 +59,34 @@ def test_connections_never_take_the_last_descriptors(kind):
         told, _ = process.communicate("")
     # Every ten seconds at most.
     assert 0 < len(re.findall("cannot accept .*Too many open files", told)) < 3, told
+
+
+SERVE_HEALTH = """
+import sys
+from elasticrs import _core
+store = _core.WorkerStore('127.0.0.1')
+store.serve()
+health = _core.HealthServer('127.0.0.1', 0, 60.0)
+sys.stdout.write(f"{store.port} {health.port}\\n")
+sys.stdout.flush()
+sys.stdin.read()
+store.close()
+health.close()
+"""
+
+
+def test_a_full_store_leaves_the_health_check_its_descriptors():
+    command = [sys.executable, "-c", SERVE_HEALTH]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        store, health = map(int, process.stdout.readline().split())
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+        crowd = [socket.create_connection(("127.0.0.1", store)) for _ in range(2 * LIMIT)]
+        for each in crowd:
+            # Who says nothing is put out after a while.
+            each.sendall(GREETING)
+        descriptors(process, lambda count: count > LIMIT - KEPT)
+        assert get(health, "/")[0] == 200
+        for each in crowd:
+            each.close()
+        process.communicate("")

@@ -7,12 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from helpers.torch_clients import GREETING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticrs import _core
-
-GREETING = b"\0" + struct.pack("<I", 0x3C85F7CE)
 
 
 def raw(store):

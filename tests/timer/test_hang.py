@@ -84,6 +84,55 @@ def test_the_report_has_the_stack_and_the_last_heartbeats(launch, worker_script)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
 
 
+LEAVES = {"done": "sys.exit(0)", "fails": "sys.exit(3)", "crashes": "os.kill(os.getpid(), signal.SIGSEGV)"}
+
+
+@pytest.mark.parametrize("how", LEAVES)
+def test_a_worker_that_leaves_on_the_question_for_its_stacks_has_hung_all_the_same(
+    launch, worker_script, tmp_path, how
+):
+    script = worker_script(f"""
+        import os, signal, sys
+        from elasticrs.timer import heartbeat
+        question = [signal.SIGRTMIN + 12]
+        signal.pthread_sigmask(signal.SIG_BLOCK, question)
+        heartbeat(7)
+        signal.sigwait(question)
+        {LEAVES[how]}
+    """)
+    logs = tmp_path / "logs"
+    launched = launch("--nproc-per-node=2", "--hang-timeout=1", f"--log-dir={logs}", script)
+    assert launched.wait() == 1, launched.stderr
+    assert re.search(r"hung: no heartbeat for [\d.]+ s \(limit 1 s\); stopped at step 7", launched.stderr)
+    # The stacks of a crash are no answer, and stay where the report looks for them.
+    faults = [path.read_text() for path in logs.glob("*/attempt_0/*/error.json.fault")]
+    assert any("Fatal Python error" in text for text in faults) == (how == "crashes")
+
+
+def test_a_worker_that_goes_on_while_it_is_looked_at_has_not_hung(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        from elasticrs.timer import heartbeat
+        question = [signal.SIGRTMIN + 12]
+        signal.pthread_sigmask(signal.SIG_BLOCK, question)
+        heartbeat(7)
+        # The question for its stacks ends its wait.
+        signal.sigwait(question)
+        with heartbeat.section("the rest", limit=None):
+            os.write(1, b"WENT ON\\n")
+            os.read(0, 1)
+    """)
+    reader, writer = os.pipe()
+    launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", script, stdin=reader)
+    os.close(reader)
+    launched.wait_for_line("WENT ON")
+    # The evidence takes 1.2 seconds, as it does not answer.
+    assert not wait_readable(launched.pidfd, 2)
+    os.close(writer)
+    assert launched.wait() == 0, launched.stderr
+    assert "hung" not in launched.stderr
+
+
 def test_a_handler_of_the_workers_own_costs_the_stacks_only(launch, worker_script, tmp_path):
     script = worker_script(
         training("signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nwhile True: os.read(reader, 1)")
@@ -251,11 +300,15 @@ def test_a_start_has_a_limit_when_it_is_given_one(launch, worker_script):
     assert re.search(r"hung: no sign of life since its start for [\d.]+ s \(limit 1 s\)", launched.stderr)
 
 
-def test_without_heartbeats_the_silence_of_all_followed_ranks_counts(launch, worker_script):
-    script = worker_script("""
+WITHOUT_AN_END = {"a line": "one line\\n", "a bar": "\\r 20%|###", "a prompt": "step 2 ..."}
+
+
+@pytest.mark.parametrize("what", WITHOUT_AN_END)
+def test_without_heartbeats_the_silence_of_all_followed_ranks_counts(launch, worker_script, what):
+    script = worker_script(f"""
         import os
         pipe = os.pipe()
-        print("one line", flush=True)
+        print("{WITHOUT_AN_END[what]}", end="", flush=True)
         os.read(pipe[0], 1)
     """)
     launched = launch("--nproc-per-node=2", "--hang-timeout=0.5", "--tee=1", script)

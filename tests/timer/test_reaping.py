@@ -64,7 +64,8 @@ def test_the_report_names_the_timer_whatever_the_worker_exits_with(launch, worke
     if os.environ["RANK"] == "1":
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
         acquire(os.getpid(), "step 7", 0, signal.SIGUSR1)
-    signal.pause()
+    while True:
+        signal.sigtimedwait([], 0.05)
 """)  # fmt: skip
     launched = launch("--nproc-per-node", "2", script, env=ENABLED)
     assert launched.wait() == 1

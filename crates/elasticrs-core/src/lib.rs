@@ -27,6 +27,7 @@ pub mod nursery;
 mod panics;
 pub mod signal;
 pub mod spec;
+pub mod stat;
 #[cfg(feature = "agent")]
 pub mod supervisor;
 #[expect(unsafe_code, reason = "the one place for it; every block carries its SAFETY")]

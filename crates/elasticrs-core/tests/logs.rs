@@ -11,6 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use elasticrs_core::clock::Stamp;
 use elasticrs_core::logs::{Console, Dest, LogStream, Logs, MatchingLines, NotDrained, Notice, StreamId, To};
 use nix::errno::Errno;
 
@@ -308,6 +309,59 @@ fn the_bytes_that_a_stuck_console_lacks_are_counted() {
     assert_eq!(missing.len(), 1);
     // A pipe holds 64 KiB, prefixes included.
     assert!((SIZE - 64 * 1024..=SIZE).contains(&missing[0].bytes), "{missing:?}");
+}
+
+/// Who writes now is seen at this moment, whatever the clock says.
+const FAR: Stamp = Stamp(u64::MAX);
+
+/// When the streams were written to last, once nothing of them waits to be read.
+fn written_last(logs: &Logs) -> Stamp {
+    let guard = Instant::now() + GUARD;
+    loop {
+        match logs.last_written(FAR) {
+            Some(at) if at < FAR => return at,
+            last => assert!(Instant::now() < guard, "{last:?}: still counts as written now"),
+        }
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn what_has_no_end_yet_is_no_sign_of_life_for_ever() {
+    // A prompt, a progress bar, a line; and copied by a filter that waits for the end of the line.
+    let texts = [("step 2 ...", "[0]:step 2 ..."), ("\r 20%|###", "[0]: 20%|###\n"), ("step 2\n", "[0]:step 2\n")];
+    for (text, shown) in texts {
+        let mut fixture = Fixture::new();
+        let id = fixture.follow(0);
+        let lines = MatchingLines { path: fixture.dir.path().join("copy.log"), contains: vec![b"2".to_vec()] };
+        let copy = LogStream { local_rank: 0, path: fixture.path(0), to: To::File(lines), prefix: Vec::new() };
+        let copy = fixture.logs.follow(vec![copy]).unwrap()[0];
+        assert_eq!(fixture.logs.last_written(FAR), None);
+        let before = Stamp::now();
+        append(&fixture.path(0), text.as_bytes());
+        let mut console = vec![0; shown.len()];
+        fixture.stdout.read_exact(&mut console).unwrap();
+        assert_eq!(console, shown.as_bytes());
+        assert!(written_last(&fixture.logs) >= before, "{text:?}");
+        fixture.logs.finish(&[id, copy]);
+    }
+}
+
+#[test]
+fn who_writes_to_a_console_that_takes_nothing_is_not_silent() {
+    let fixture = Fixture::new();
+    let id = fixture.follow(0);
+    let text = b"0123456789\n".repeat(100_000);
+    append(&fixture.path(0), &text);
+    let mut first = [0; 4];
+    (&fixture.stdout).read_exact(&mut first).unwrap();
+    assert_eq!(fixture.logs.last_written(FAR), Some(FAR));
+    // What it wrote meanwhile was never seen: from now on it may be silent.
+    let before = Stamp::now();
+    append(&fixture.path(0), b"last\n");
+    assert_eq!(fixture.read_until("[0]:last").len(), 100_001);
+    assert!(written_last(&fixture.logs) >= before);
+    fixture.logs.finish(&[id]);
 }
 
 #[test]

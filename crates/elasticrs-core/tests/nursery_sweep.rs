@@ -7,6 +7,7 @@ use common::{Client, Lines, pipe, process, with_stdout};
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::protocol::{Reply, Request};
 use elasticrs_core::spec::PassedFd;
+use elasticrs_core::stat::Stat;
 use elasticrs_core::sys::pidfd;
 use elasticrs_testkit::{is_running, wait_for_end, wait_readable};
 
@@ -192,11 +193,7 @@ fn leaving_leaves_the_descendants_alone() {
 
 #[test]
 fn workers_after_a_sweep_do_not_inherit_its_priority() {
-    let nice = |pid: i32| {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        let fields = stat.rsplit_once(')').unwrap().1.to_owned();
-        fields.split_whitespace().nth(16).unwrap().parse::<i32>().unwrap()
-    };
+    let nice = |pid: i32| Stat::of(pid).unwrap().field::<i32>(19).unwrap();
     let mut client = Client::start();
     client.spawn_ready(&["daemonise"]);
     client.sweep(0, 0);

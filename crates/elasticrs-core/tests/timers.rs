@@ -5,7 +5,8 @@ mod common;
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::path::PathBuf;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use common::{Lines, image, pipe, process, with_stdout, worker};
@@ -13,6 +14,7 @@ use elasticrs_core::clock::Stamp;
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, StopPolicy};
+use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Outcome, Supervisor, SupervisorError, TimerExpired};
 use elasticrs_testkit::{assert_no_children, is_running};
@@ -31,11 +33,16 @@ struct Job {
 
 impl Job {
     fn start(processes: Vec<ProcessSpec>) -> Self {
+        Self::start_with(|_| processes)
+    }
+
+    /// The workers may write to the FIFO at this path.
+    fn start_with(processes: impl FnOnce(&Path) -> Vec<ProcessSpec>) -> Self {
         let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap();
         let path = supervisor.watch_timers(None).unwrap();
         let fifo = OpenOptions::new().write(true).open(&path).unwrap();
         let (reader, writer) = pipe();
-        let ranked = (0..).zip(processes).map(|(local_rank, process)| ProcessSpec { local_rank, ..process });
+        let ranked = (0..).zip(processes(&path)).map(|(local_rank, process)| ProcessSpec { local_rank, ..process });
         let processes: Vec<_> = ranked.map(with_stdout).collect();
         let count = processes.len();
         let on_failure = StopPolicy { signal: Signal::TERM, grace: HANG };
@@ -108,6 +115,14 @@ impl Job {
     }
 }
 
+fn shell(script: &str) -> ProcessSpec {
+    process(["sh", "-c", script].map(Into::into).to_vec())
+}
+
+fn by(signal: i32) -> WorkerExit {
+    WorkerExit::Signaled { signal, core_dumped: false }
+}
+
 fn record(pid: i32, scope: &str, expires: f64, signal: i32, more: &str) -> String {
     format!(
         "{{\"version\": 1, \"pid\": {pid}, \"scope_id\": \"{scope}\", \"expiration_time\": {expires}, \
@@ -137,7 +152,6 @@ fn a_worker_that_does_not_release_its_timer_fails_and_the_agent_lives() {
     assert_eq!((timer.signal, timer.at), (Some(Signal::KILL), None));
     assert!(matches!(job.event(), Event::FailureSeen { local_rank: 1, siblings: 1, .. }));
     let (exits, outcome) = job.until_end();
-    let by = |signal: i32| WorkerExit::Signaled { signal, core_dumped: false };
     assert_eq!(exits, [(0, by(15), Some(Signal::TERM)), (1, by(9), Some(Signal::KILL))]);
     assert_eq!(outcome, Outcome::Failed);
     job.close();
@@ -196,7 +210,7 @@ fn nobody_but_workers_and_their_descendants_is_signalled() {
 #[test]
 fn a_descendants_timer_fails_its_worker() {
     let script = "sleep 1000 & echo $!; echo READY; wait";
-    let mut job = Job::start(vec![worker(&["sleep"]), process(["sh", "-c", script].map(Into::into).to_vec())]);
+    let mut job = Job::start(vec![worker(&["sleep"]), shell(script)]);
     let child: i32 = job.lines.said.iter().find_map(|line| line.parse().ok()).unwrap();
     job.write(&acquire(child, "load", -1.0, 9));
     let timer = job.expired();
@@ -255,4 +269,70 @@ fn there_is_one_fifo_for_a_supervisor() {
     assert_eq!(named, path);
     supervisor.close(false).unwrap();
     assert!(path.exists());
+}
+
+#[test]
+fn a_worker_that_floods_the_fifo_does_not_delay_its_stop() {
+    // The limit on its time ends it when the stop does not.
+    let flood = |path: &Path| format!("trap '' TERM; ulimit -t 40; echo READY; exec yes '' > {}", path.display());
+    let job = Job::start_with(|path| vec![shell(&flood(path)), worker(&["sleep"])]);
+    assert!(job.complaint().contains("no timer record"), "it floods");
+    // The deadline of the stop, the exit of a worker, and the reply of the nursery: none of them waits for the flood.
+    job.supervisor.stop(StopPolicy { signal: Signal::TERM, grace: Duration::from_millis(100) }).unwrap();
+    let (exits, outcome) = job.until_end();
+    assert_eq!(exits, [(0, by(9), Some(Signal::KILL)), (1, by(15), Some(Signal::TERM))]);
+    assert_eq!(outcome, Outcome::Stopped);
+    job.close();
+}
+
+#[test]
+fn of_many_timers_that_are_only_told_some_are_told_and_the_others_counted() {
+    let mut job = Job::sleepers(1);
+    let pid = job.pids[0];
+    let many: Vec<String> = (0..1000).map(|number| acquire(pid, &format!("step {number}"), -1.0, 0)).collect();
+    job.write(&many.concat());
+    job.write(&acquire(pid, "last", -1.0, 9));
+    let mut told = 0;
+    let last = loop {
+        match job.expired() {
+            timer if timer.signal.is_none() => told += 1,
+            timer => break timer,
+        }
+    };
+    assert_eq!((&*last.scope, told), ("last", 64), "TIM-4");
+    assert!(matches!(job.event(), Event::FailureSeen { .. }));
+    assert!(matches!(job.event(), Event::WorkerExited { .. }));
+    let more = job.complaint();
+    assert!(more.starts_with("936 more timers expired"), "{more}");
+    assert!(matches!(job.event(), Event::GroupEnded { .. }));
+    job.close();
+}
+
+#[test]
+fn who_is_to_be_signalled_is_not_forgotten_for_others_that_have_timers() {
+    // More processes than may have timers at a time.
+    let script = "for i in $(seq 520); do sleep 1000 & echo $!; done; echo READY; wait";
+    let mut job = Job::start(vec![worker(&["sleep"]), shell(script)]);
+    let children: Vec<i32> = job.lines.said.iter().filter_map(|line| line.parse().ok()).collect();
+    assert_eq!(children.len(), 520);
+    // Evidence takes as long as it may: this `py-spy` says that it was asked, and no more.
+    let folder = tempfile::tempdir().unwrap();
+    let (spy, asked) = (folder.path().join("py-spy"), folder.path().join("asked"));
+    nix::unistd::mkfifo(&asked, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    std::fs::write(&spy, format!("#!/bin/sh\necho asked > {}\nexec sleep 1000\n", asked.display())).unwrap();
+    std::fs::set_permissions(&spy, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
+    job.supervisor.keep_evidence(vec![files], Some(spy)).unwrap();
+    job.write(&acquire(job.pids[0], "hung", -1.0, 10));
+    assert_eq!(std::fs::read_to_string(&asked).unwrap(), "asked\n");
+    let use_and_release = |pid: &i32| acquire(*pid, "step", 1000.0, 9) + &release(*pid, "step");
+    job.write(&children.iter().map(use_and_release).collect::<String>());
+    job.write(&acquire(job.pids[1], "all were read", -1.0, 0));
+    let mut expired = [job.expired(), job.expired()];
+    expired.sort_by(|one, other| one.scope.cmp(&other.scope));
+    assert_eq!(expired.map(|timer| timer.scope), ["all were read", "hung"]);
+    assert!(matches!(job.event(), Event::FailureSeen { local_rank: 0, siblings: 1, .. }));
+    let (exits, outcome) = job.until_end();
+    assert_eq!((exits[0], outcome), ((0, by(10), Signal::new(10)), Outcome::Failed), "TIM-3");
+    job.close();
 }

@@ -1,7 +1,6 @@
 //! What a worker takes of the machine, from `/proc`, when somebody asks.
 
-use std::fs;
-
+use elasticrs_core::stat::{START_TIME, Stat};
 use nix::unistd::{SysconfVar, sysconf};
 
 /// Of one process; its children are their own.
@@ -17,17 +16,14 @@ pub struct Usage {
 
 /// `None`: there is no such process.
 pub fn usage(pid: i32) -> Option<Usage> {
-    parse(&fs::read(format!("/proc/{pid}/stat")).ok()?, page_size(), ticks())
+    usage_in(&Stat::of(pid)?, page_size(), ticks())
 }
 
-fn parse(stat: &[u8], page_size: u64, ticks: u64) -> Option<Usage> {
-    // The name may hold anything, also parentheses.
-    let end = stat.iter().rposition(|&byte| byte == b')')?;
-    let fields: Vec<&str> = str::from_utf8(stat.get(end + 2..)?).ok()?.split_ascii_whitespace().collect();
-    let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
+fn usage_in(stat: &Stat, page_size: u64, ticks: u64) -> Option<Usage> {
+    let field = |number| stat.field::<u64>(number);
     #[expect(clippy::cast_precision_loss, reason = "ticks fit for millions of years")]
     let cpu = (field(14)? + field(15)?) as f64 / ticks as f64;
-    Some(Usage { resident: field(24)?.saturating_mul(page_size), cpu, started: field(22)? })
+    Some(Usage { resident: field(24)?.saturating_mul(page_size), cpu, started: field(START_TIME)? })
 }
 
 fn page_size() -> u64 {
@@ -52,13 +48,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_may_hold_anything() {
+    fn what_it_takes_is_in_the_fields() {
         let numbers: Vec<String> = (4..=30).map(|number| number.to_string()).collect();
-        let stat = format!("12 (a) b) S {}\n", numbers.join(" "));
-        let usage = parse(stat.as_bytes(), 4096, 100).unwrap();
+        let of = |text: &str| usage_in(&Stat::parse(text.as_bytes()).unwrap(), 4096, 100);
+        let usage = of(&format!("12 (a) b) S {}\n", numbers.join(" "))).unwrap();
         assert_eq!(usage, Usage { resident: 24 * 4096, cpu: 0.29, started: 22 });
-        assert_eq!(parse(b"12 (a) S 1 2", 4096, 100), None);
-        assert_eq!(parse(b"", 4096, 100), None);
+        assert_eq!(of("12 (a) S 1 2"), None);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use elasticrs_core::clock::Stamp;
 use elasticrs_core::counters::Counters;
 use elasticrs_core::supervisor::{Heartbeat, Supervisor, Task};
-use elasticrs_store::door::Door;
+use elasticrs_store::door::{Door, Purpose};
 use elasticrs_store::listen::{ListenError, Port, listen};
 use elasticrs_store::notices::{Notices, Tell};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -91,6 +91,20 @@ struct Shared {
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
+/// The answer of the loop, on its way. Given when this is dropped: a runtime that has ended, or ends before it comes to it,
+/// must not leave a question that nobody asks again.
+struct Answer {
+    shared: Arc<Shared>,
+    age: Duration,
+    doing: Option<String>,
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        self.shared.answer(self.age, self.doing.take());
+    }
+}
+
 /// The agent's side. All methods return at once.
 pub struct Handle {
     port: u16,
@@ -154,13 +168,13 @@ impl Handle {
         // EAGAIN: nobody asked.
         let _ = self.shared.wake.read();
         lock(&self.shared.liveness).pass_on();
-        let shared = Arc::clone(&self.shared);
-        let passed = doing.clone();
-        let answer: Task = Box::new(move || Box::pin(async move { shared.answer(age, passed) }));
-        if supervisor.spawn(answer).is_err() {
-            // It has ended, which the loop is told by other means.
-            self.shared.answer(age, doing);
-        }
+        // Refused: it has ended, which the loop is told by other means.
+        let _ = supervisor.spawn(self.answer_of_runtime(age, doing));
+    }
+
+    fn answer_of_runtime(&self, age: Duration, doing: Option<String>) -> Task {
+        let answer = Answer { shared: Arc::clone(&self.shared), age, doing };
+        Box::new(move || Box::pin(async move { drop(answer) }))
     }
 
     /// What the runtime counts.
@@ -240,7 +254,7 @@ async fn run(
     notices: Notices,
     mut stopped: oneshot::Receiver<()>,
 ) {
-    let mut door = match Door::new(listener) {
+    let mut door = match Door::new(listener, Purpose::Health) {
         Ok(door) => door,
         Err(error) => return notices.say(format!("the health check server cannot be served: {error}")),
     };
@@ -467,5 +481,26 @@ impl Shared {
             sizes: &self.sizes.known(now),
         };
         lock(&self.registry).render(&moment)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_runtime_that_ends_before_it_answers_leaves_no_question_open() {
+        let limit = Duration::from_secs(60);
+        let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
+        let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();
+        // Dropped with the queue of the runtime, or by it before the first poll.
+        let ends: [fn(Task); 2] = [drop, |task| drop(task())];
+        for end in ends {
+            *lock(&handle.shared.liveness) = Liveness::new(limit);
+            assert_eq!(lock(&handle.shared.liveness).ask(Instant::now()), Ask::New);
+            assert!(handle.shared.verdict().reason.is_some());
+            end(handle.answer_of_runtime(Duration::ZERO, None));
+            assert_eq!(handle.shared.verdict().reason, None);
+        }
     }
 }

@@ -25,6 +25,7 @@ impl From<Error> for PyErr {
                 PyProcessLookupError::new_err((nix::libc::ESRCH, error.to_string()))
             }
             CoreError::Resources(source)
+            | CoreError::Heartbeats(source)
             | CoreError::Adopt { source, .. }
             | CoreError::Page { source, .. }
             | CoreError::Timers { source, .. } => os_error(source, &error.to_string()),

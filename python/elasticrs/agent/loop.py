@@ -54,6 +54,7 @@ class JobResult:
         exit_code: of the launcher.
         signum: the signal that ended it, if one did.
         message: the reason of a failure that is not a worker's.
+        start_errno: the system's error for which the last attempt could not be started.
         first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
         clock: of the store in which the nodes met.
         attempts: all of them, the last one last.
@@ -69,6 +70,7 @@ class JobResult:
         "phase",
         "return_values",
         "signum",
+        "start_errno",
     )
 
     def __init__(self) -> None:
@@ -76,6 +78,7 @@ class JobResult:
         self.exit_code = 1
         self.signum: int | None = None
         self.message: str | None = None
+        self.start_errno: int | None = None
         self.first_cause: dict[str, Any] | None = None
         self.clock = Clock()
         self.attempts: list[Attempt] = []
@@ -273,6 +276,7 @@ class Agent:
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
         attempt = Attempt(action.round, action.restarts, plan, name)
         self._result.attempts.append(attempt)
+        self._result.start_errno = None
         self._decisions.observe(attempt)
         self._begun = self._over = None
         try:
@@ -307,7 +311,7 @@ class Agent:
             who = self._who(first.local_rank, first.pid)
             if first.local_rank in attempt.expired:
                 return f"{who}: {attempt.why_expired(first.local_rank)}"
-            cause = f"{who} {texts.how_it_ended(first.exitcode)}"
+            cause = f"{who} {attempt.how_it_ended(first)}"
             counters = attempt.oom_kills, attempt.oom_kills_after
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
             return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
@@ -411,7 +415,7 @@ class Agent:
 
     def _on_start_failed(self, supervisor: _core.Supervisor, event: _core.StartFailed) -> None:
         self._workers.ended(supervisor, self._result.attempts[-1])
-        self._result.message = event.message
+        self._result.message, self._result.start_errno = event.message, event.errno
         self._events.append(machine.StartFailed(event.message, event.errno in _TRANSIENT))
 
     def _on_failure(self, _supervisor: _core.Supervisor, event: _core.FailureSeen) -> None:
@@ -466,9 +470,20 @@ class Agent:
         if outcome == "succeeded":
             ended = [*((process.pid, process.command) for process in event.ended), *leftovers.ended]
             self._name_descendants("ended", ended, event.more_ended + leftovers.more_ended)
+            if self._has_silent(attempt, event):
+                outcome = "failed"
         conflict = outcome == "failed" and is_port_conflict(attempt)
         stuck = tuple(event.stuck_ranks)
         self._events.append(machine.GroupEnded(outcome, stuck, conflict, self._unfit))
+
+    def _has_silent(self, attempt: Attempt, event: _core.GroupEnded) -> bool:
+        """Workers that only seemed to succeed have failed: an end in the middle is no result."""
+        attempt.silent = frozenset(self._workers.silent_ranks())
+        if not attempt.silent:
+            return False
+        attempt.first_failure = min(attempt.silent, key=lambda rank: attempt.exits[rank].seen_ns)
+        attempt.stamps["failure_seen"] = event.ended_ns
+        return True
 
     def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
         name = texts.signal_name(event.signal)

@@ -18,7 +18,7 @@ from elasticrs.multiprocessing.starting import KEPT
 from elasticrs.workers import Leftovers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.logs import LogPaths
@@ -205,6 +205,10 @@ class KeptScriptWorkers(KeptWorkers):
         """Stop multiprocessing's own helper as well: it would outlive the launcher by some time."""
         super().close()
         stop_tracker()
+
+    def silent_ranks(self) -> Collection[int]:
+        """None: see below."""
+        return ()
 
     def return_values(self) -> dict[int, object]:
         """Scripts return nothing, and may end by ``os._exit(0)``."""

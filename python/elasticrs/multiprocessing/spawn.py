@@ -27,7 +27,7 @@ from elasticrs.utils.api import macros
 from elasticrs.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
     from elasticrs.agent.attempt import Attempt
@@ -54,6 +54,7 @@ class FunctionWorkers(Workers):
         self._prepared: list[PreparedFunction] = []
         self._results: dict[int, ReturnPipe] = {}
         self._values: dict[int, bytes] = {}
+        self._silent: list[int] = []
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         """See the base class."""
@@ -104,6 +105,7 @@ class FunctionWorkers(Workers):
     def ended(self, supervisor: _core.Supervisor, attempt: Attempt, *, has_succeeded: bool = False) -> None:
         """Read what is left, and close everything."""
         del has_succeeded
+        self._silent.clear()
         for local_rank, result in self._results.items():
             if result.is_open:
                 while result.read() is None:
@@ -112,6 +114,8 @@ class FunctionWorkers(Workers):
                     supervisor.unwatch_fd(result.reader)
                 result.close()
             self._values[attempt.plan.ranks[local_rank].global_rank] = bytes(result.data)
+            if not result.data:
+                self._silent.append(local_rank)
         self._release()
 
     def close(self) -> None:
@@ -127,17 +131,16 @@ class FunctionWorkers(Workers):
             prepared.close()
         self._prepared.clear()
 
+    def silent_ranks(self) -> Collection[int]:
+        """Those that ended by ``os._exit``, say."""
+        return self._silent
+
     def return_values(self) -> dict[int, object]:
         """What the functions returned.
 
         Raises:
-            RuntimeError: a worker exited with 0, but not by returning (``os._exit``).
             pickle.UnpicklingError: or whatever else the value's own class raises.
         """
-        silent = [str(rank) for rank, data in self._values.items() if not data]
-        if silent:
-            who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
-            raise RuntimeError(f"{who} exited with code 0 before the function returned")
         return {rank: pickle.loads(data) for rank, data in self._values.items()}
 
 
@@ -156,6 +159,10 @@ class ScriptWorkers(FunctionWorkers):
         """Stop multiprocessing's own helper as well: it would outlive the launcher by some time."""
         super().close()
         stop_tracker()
+
+    def silent_ranks(self) -> Collection[int]:
+        """None: see below."""
+        return ()
 
     def return_values(self) -> dict[int, object]:
         """Scripts return nothing, and may end by ``os._exit(0)``."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from elasticrs import _core
 from elasticrs.multiprocessing import keeper
-from elasticrs.multiprocessing.api import caught_signals
 from elasticrs.multiprocessing.group import ProcessGroup, raise_pending
 from elasticrs.multiprocessing.spawn import PreparedFunction, ReturnPipe, call_and_return
 
@@ -406,8 +405,6 @@ class Fork(Kept):
         pid = _fork()
         if pid == 0:
             try:
-                caught_signals.put_back_all()
-                self._put_back_agents_signals()
                 self._forget_programs_ends()
                 keeper.keep(workers, control, gate, parent)
             except BaseException as error:
@@ -415,14 +412,6 @@ class Fork(Kept):
             finally:
                 os._exit(0)
         return pid
-
-    def _put_back_agents_signals(self) -> None:
-        """What an agent has installed in this process is not for its functions."""
-        for signum in signal.valid_signals():
-            module = getattr(signal.getsignal(signum), "__module__", None) or ""
-            if module.startswith("elasticrs.agent."):
-                is_int = signum == signal.SIGINT
-                signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
 
     def _forget_programs_ends(self) -> None:
         if self._control is not None:

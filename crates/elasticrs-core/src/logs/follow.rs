@@ -109,6 +109,8 @@ struct Followed {
     /// How many of these make it quiet.
     patience: u8,
     last_data: Option<Instant>,
+    /// As of the last [`Follower::settle`], see [`StreamInfo::is_stalled`].
+    is_stalled: bool,
     phase: Phase,
     told: Told,
 }
@@ -205,6 +207,7 @@ impl Follower {
             quiet_rounds: None,
             patience: QUIET_ROUNDS.1,
             last_data: None,
+            is_stalled: false,
             phase: Phase::Open,
             told: Told::default(),
         };
@@ -407,6 +410,7 @@ impl Follower {
         }
         let mut through = Vec::new();
         for (id, file) in &mut self.files {
+            file.publish_stall(outputs);
             if file.phase != Phase::Open && file.is_through(outputs) {
                 through.push(*id);
             }
@@ -469,6 +473,7 @@ impl Followed {
                 self.offset += n as u64;
                 self.taken += n as u64;
                 self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
+                self.info.is_stalled.store(true, Ordering::Release);
                 self.mark(output);
                 let is_full_block = n == block.len();
                 if is_full_block {
@@ -496,6 +501,7 @@ impl Followed {
         if self.splitter.deadline().is_some_and(|at| at <= now) {
             self.splitter.tick(now, show(&self.info, self.filter.as_mut(), output));
             self.mark(output);
+            self.info.is_stalled.store(true, Ordering::Release);
         }
     }
 
@@ -537,6 +543,18 @@ impl Followed {
     /// Tells the handle how many bytes of the file are not on the console.
     fn publish_behind(&self) {
         self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
+    }
+
+    /// Tells the handle whether something may have been written that was not read. After what was put is written, as
+    /// far as it can be: until then it is stalled, since the write may take any time.
+    fn publish_stall(&mut self, outputs: &[Output]) {
+        let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
+        if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {
+            // When it wrote what was not read meanwhile, nobody knows: from now on it may be silent.
+            self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
+        }
+        self.is_stalled = is_stalled;
+        self.info.is_stalled.store(is_stalled, Ordering::Release);
     }
 
     fn count_unread(&mut self) {

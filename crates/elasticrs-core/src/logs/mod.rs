@@ -178,6 +178,9 @@ struct StreamInfo {
     behind: AtomicU64,
     /// When something was read last, in nanoseconds of the monotonic clock; 0: never.
     read_at: AtomicU64,
+    /// It may have written what was not read: its destination takes nothing, or the thread is about to write to it.
+    /// What was read and waits for the rest of its line is none of that: its writer may be silent since.
+    is_stalled: AtomicBool,
 }
 
 impl Logs {
@@ -226,6 +229,7 @@ impl Logs {
                 counts,
                 behind: AtomicU64::new(0),
                 read_at: AtomicU64::new(0),
+                is_stalled: AtomicBool::new(false),
             });
             let sink = match &info.stream.to {
                 To::Nowhere => Ok(Sink::Nowhere),
@@ -246,15 +250,16 @@ impl Logs {
         Ok(ids)
     }
 
-    /// When one of the followed ranks wrote something last, apart from finished streams; `now` while one has written
-    /// what could not be read so far. `None`: none has written anything.
+    /// When one of the followed ranks wrote something last, apart from finished streams; `now` while one may have written
+    /// what could not be read so far, because its destination takes nothing or is lost. `None`: none has written anything.
     pub fn last_written(&self, now: Stamp) -> Option<Stamp> {
         let all = lock(&self.shared.streams);
         let open = all.values().filter(|info| !info.is_finishing.load(Ordering::Relaxed));
         open.filter_map(|info| {
+            // In this order: what ended the stall is then seen as well.
+            let is_stalled = info.is_stalled.load(Ordering::Acquire);
             let read_at = info.read_at.load(Ordering::Relaxed);
-            let is_behind = info.behind.load(Ordering::Relaxed) > 0;
-            (read_at > 0).then_some(if is_behind { now } else { Stamp(read_at) })
+            (read_at > 0).then_some(if is_stalled { now } else { Stamp(read_at) })
         })
         .max()
     }

@@ -56,7 +56,10 @@ impl Fence {
     /// No descriptor or no memory.
     pub fn new() -> io::Result<Self> {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
-        Ok(Self { deadline: Deadline { page: Page::new()? }, timer: TimerFd::new(ClockId::CLOCK_BOOTTIME, flags)? })
+        Ok(Self {
+            deadline: Deadline { page: Page::of_our_own(c"elasticrs-fence")? },
+            timer: TimerFd::new(ClockId::CLOCK_BOOTTIME, flags)?,
+        })
     }
 
     /// Descriptors of its own for another process: page and timer.
@@ -217,7 +220,7 @@ mod tests {
     }
 
     fn both() -> (Deadline, Timer) {
-        let agent = Deadline { page: Page::new().unwrap() };
+        let agent = Deadline { page: Page::of_our_own(c"elasticrs-fence").unwrap() };
         let page = agent.page.as_fd().try_clone_to_owned().unwrap();
         let deadline = Deadline { page: Page::map(page).unwrap() };
         (agent, Timer { deadline, at: None, looks: 0, passed: 0 })

@@ -11,6 +11,7 @@ use nix::sys::signal::{self, Signal};
 use nix::unistd::Pid;
 
 use super::protocol::Descendant;
+use crate::stat::Stat;
 use crate::sys::features::Features;
 use crate::sys::pidfd;
 
@@ -39,17 +40,8 @@ pub struct Status {
 impl Status {
     /// `None` when there is no such process any more.
     pub fn of(pid: i32) -> Option<Self> {
-        Self::parse(&fs::read(format!("/proc/{pid}/stat")).ok()?)
-    }
-
-    fn parse(stat: &[u8]) -> Option<Self> {
-        // The name stands in parentheses and may hold any byte, parentheses included.
-        let end = stat.iter().rposition(|&byte| byte == b')')?;
-        let mut fields = std::str::from_utf8(stat.get(end + 2..)?).ok()?.split(' ');
-        let state = fields.next()?.chars().next()?;
-        let parent = fields.next()?.parse().ok()?;
-        let session = fields.nth(1)?.parse().ok()?;
-        Some(Self { state, parent, session })
+        let stat = Stat::of(pid)?;
+        Some(Self { state: stat.field(3)?, parent: stat.field(4)?, session: stat.field(6)? })
     }
 
     /// It has ended, and waits for its parent (or for its own threads) to see it.
@@ -213,14 +205,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_with_parentheses_and_blanks_do_not_confuse() {
-        let status = Status::parse(b"42 (a) R 7 (b) S 41 40 39 0 -1").unwrap();
-        assert_eq!(status, Status { state: 'S', parent: 41, session: 39 });
-        assert_eq!(Status::parse(b"42 (a"), None);
-        assert_eq!(Status::parse(b""), None);
-    }
-
-    #[test]
     fn a_child_is_found_both_ways() {
         use std::io::{Read, Write};
         use std::process::{Command, Stdio};
@@ -232,6 +216,8 @@ mod tests {
         assert!(descendants(me, &[]).any(|listed| listed == Listed { pid, parent: me }));
         assert!(descendants(me, &[pid]).all(|listed| listed.pid != pid));
         assert!(all_by_parent()[&me].contains(&pid));
+        let session = nix::unistd::getsid(None).unwrap().as_raw();
+        assert!(Status::of(pid).is_some_and(|status| (status.parent, status.session) == (me, session)));
         assert_eq!(describe(pid).command, "cat -u");
         Target::open(me, Listed { pid, parent: me }).unwrap().signal(Signal::SIGKILL);
         child.wait().unwrap();

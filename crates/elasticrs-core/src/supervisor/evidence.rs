@@ -8,7 +8,8 @@
 //! - **EVI-1** nobody gets the signal without a handler for it and the hook's file;
 //! - **EVI-2** all ranks are asked at once, and all of it ends by the deadline that the caller gives;
 //! - **EVI-3** only plain files are opened: a worker may put anything in their place, and one that blocks (a FIFO) would
-//!   cost the evidence of all.
+//!   cost the evidence of all;
+//! - **EVI-4** what is written to the file for a crash, meanwhile or before, stays in it.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -19,8 +20,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use memchr::memmem;
+
 use super::watch::wait_channel;
 use crate::nursery::tree::{Status, descendants};
+use crate::stat::Stat;
 use crate::sys::command::die_with_thread;
 use crate::sys::pidfd;
 
@@ -33,7 +37,11 @@ const SETTLED: Duration = Duration::from_millis(40);
 const PAUSE: Duration = Duration::from_millis(5);
 const MAX_THREADS: usize = 64;
 const MAX_DESCENDANTS: usize = 64;
-const MAX_STACKS: u64 = 256 * 1024;
+const MAX_STACKS: usize = 256 * 1024;
+/// As far as the stacks of a crash are looked for.
+const MAX_ANSWER: u64 = 16 * 1024 * 1024;
+/// The beginning of what `faulthandler` writes of one; the answer to [`stack_signal`] has none.
+const CRASH: &[u8] = b"Fatal Python error";
 
 /// The signal on which a worker writes its stacks. `python/elasticrs/_worker/hook/sitecustomize.py` has it as well.
 pub fn stack_signal() -> i32 {
@@ -159,6 +167,8 @@ impl Look {
         let Some(files) = &self.subject.files else { return (found, None) };
         let written = open(OpenOptions::new().create(true).append(true), &files.report);
         let spy = written.and_then(|mut file| {
+            // An earlier one is of somebody who went on.
+            file.set_len(0)?;
             file.write_all(self.text(&stacks, found.state).as_bytes())?;
             if !stacks.is_empty() || self.status.is_none() {
                 return Ok(None);
@@ -174,11 +184,11 @@ impl Look {
         }
     }
 
-    /// Takes the answer out of the file, which is for the stacks of crashes.
+    /// Takes the answer out of the file, which is for the stacks of crashes (EVI-4).
     fn read(&self, answer: Answer) -> io::Result<String> {
         let start = answer.start;
-        let stacks = answer.read()?;
-        if let Some(files) = &self.subject.files {
+        let (stacks, has_crash) = answer.read()?;
+        if let Some(files) = self.subject.files.as_ref().filter(|_| !has_crash) {
             open(File::options().write(true), &files.stacks)?.set_len(start)?;
         }
         Ok(stacks)
@@ -234,11 +244,14 @@ fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
 }
 
 impl Answer {
-    fn read(mut self) -> io::Result<String> {
+    /// The stacks, and whether those of a crash came behind them: the question may have ended a wait.
+    fn read(mut self) -> io::Result<(String, bool)> {
         let mut bytes = Vec::new();
         self.file.seek(SeekFrom::Start(self.start))?;
-        self.file.take(MAX_STACKS).read_to_end(&mut bytes)?;
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
+        self.file.take(MAX_ANSWER).read_to_end(&mut bytes)?;
+        let has_crash = memmem::find(&bytes, CRASH).is_some();
+        bytes.truncate(MAX_STACKS);
+        Ok((String::from_utf8_lossy(&bytes).into_owned(), has_crash))
     }
 }
 
@@ -255,8 +268,7 @@ fn kernel_side(pid: i32) -> String {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     for thread in threads.take(MAX_THREADS) {
         let read = |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
-        let stat = read("stat");
-        let state = stat.rsplit(')').next().and_then(|rest| rest.trim_start().chars().next()).unwrap_or('?');
+        let state = Stat::in_folder(&thread.path()).and_then(|stat| stat.field(3)).unwrap_or('?');
         let channel = Some(read("wchan")).filter(|name| !matches!(name.as_str(), "" | "0"));
         let (id, name) = (thread.file_name(), read("comm"));
         let channel = channel.as_deref().unwrap_or("-");
@@ -300,6 +312,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
         File::create(&files.stacks).unwrap();
+        fs::write(&files.report, "an earlier one\n").unwrap();
         let subject = Subject { local_rank: 3, pid, files: Some(files.clone()), title: "rank 3 hangs".into() };
         let found = gather(vec![subject], None, Instant::now() + LIMIT);
         assert_eq!((found[0].local_rank, &found[0].frame, &found[0].problem), (3, &None, &None));
@@ -326,6 +339,25 @@ mod tests {
             assert!(ask(&pidfd::open(1).unwrap(), &fifo).is_err());
         }
         assert_eq!(fs::read(folder.path().join("precious")).unwrap(), b"precious");
+    }
+
+    #[test]
+    fn the_stacks_of_a_crash_stay_in_their_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
+        for (crash, left) in [("", 0), ("Fatal Python error: Segmentation fault\n\n", DUMP.len() * 2 + 40)] {
+            fs::write(&files.stacks, format!("{DUMP}{crash}{}", if crash.is_empty() { "" } else { DUMP })).unwrap();
+            let file = File::open(&files.stacks).unwrap();
+            let (files, title) = (Some(files.clone()), String::new());
+            let subject = Subject { local_rank: 0, pid: std::process::id().cast_signed(), files, title };
+            let (target, kernel) = (subject.pid, String::new());
+            let look = Look { subject, target, status: None, kernel, answer: None };
+            let answer = Answer { file, start: 0, length: 0, grew: Instant::now() };
+            let stacks = look.read(answer).unwrap();
+            assert_eq!(innermost_frame(&stacks).as_deref(), Some("File \"b.py\", line 7 in all_reduce"));
+            let kept = fs::read(look.subject.files.unwrap().stacks).unwrap();
+            assert_eq!((kept.len(), crash.is_empty()), (left, kept.is_empty()), "EVI-4");
+        }
     }
 
     #[test]

@@ -77,6 +77,9 @@ pub enum SupervisorError {
         #[source]
         source: io::Error,
     },
+    /// The memory of the heartbeats cannot be had, or cannot be had safely.
+    #[error("cannot make the memory for heartbeats that --hang-timeout needs (memfd_create)")]
+    Heartbeats(#[source] io::Error),
     /// [`Supervisor::close`] was called, or the runtime panicked; the workers are gone.
     #[error("the supervisor has ended")]
     Ended,

@@ -183,7 +183,7 @@ impl Task {
                 Wake::Task(ended) => self.on_task_end(ended),
                 Wake::Command(command) => self.on_command(command),
                 Wake::Deadline => self.on_deadline(),
-                Wake::Timers(ring) => self.on_ring(&ring),
+                Wake::Timers(ring) => self.on_ring(&ring).await,
                 Wake::Evidence(found) => self.on_evidence(&found),
                 Wake::Close { keep_descendants } => return self.close(keep_descendants).await,
             }
@@ -298,7 +298,7 @@ impl Task {
             let nursery = Nursery::launch(&self.config.nursery)?;
             self.use_nursery(nursery);
         }
-        self.hangs.give_pages(&mut spec)?;
+        self.hangs.give_pages(&mut spec).map_err(SupervisorError::Heartbeats)?;
         self.shared.counters.heartbeats.set(self.hangs.pages());
         let nursery = self.nursery.as_mut().expect("launched above");
         // What earlier starts have reported is of no interest.
@@ -460,8 +460,8 @@ impl Task {
     // --- effects ----------------------------------------------------------------------------------------------
 
     fn input(&mut self, input: Input) {
-        if matches!(input, Input::Exited { .. }) {
-            self.settle_timers();
+        if let Input::Exited { pid, .. } = input {
+            self.settle_before_exit_of(pid);
         }
         match &mut self.current {
             Current::Idle => {}
@@ -562,8 +562,8 @@ impl Task {
         self.watched = JoinSet::new();
         self.gathering = None;
         self.hangs.end();
-        if let Some(watchdog) = &mut self.watchdog {
-            watchdog.clear();
+        if let Some(message) = self.watchdog.as_mut().and_then(Watchdog::clear) {
+            self.shared.queue.push(Event::Degraded { message });
         }
         self.shared.logs.finish_all();
         let at = Stamp::now();

@@ -1,5 +1,6 @@
 //! A page of memory that two processes share.
 
+use std::ffi::CStr;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -32,28 +33,38 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 impl Page {
-    /// A new one, all zero.
+    /// A new one, all zero, for a process that may do anything with it: nobody can shrink the file under our mapping.
+    ///
+    /// # Errors
+    /// No descriptor or no memory; the system has no sealed memory.
+    pub fn sealed(name: &CStr) -> io::Result<Self> {
+        let file = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+        nix::unistd::ftruncate(&file, i64::from(SIZE))?;
+        fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
+        Self::map(file)
+    }
+
+    /// As [`Self::sealed`], for processes of this program alone: where there is no sealed memory, it is a file that nobody
+    /// else can open.
     ///
     /// # Errors
     /// No descriptor or no memory.
-    pub fn new() -> io::Result<Self> {
-        let sealed = memfd_create(c"elasticrs-fence", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING);
-        let file = match sealed {
-            // Switched off by a filter of system calls: a file that nobody else can open.
-            Err(Errno::ENOSYS | Errno::EPERM) => nameless_file()?,
-            made => made?,
-        };
-        nix::unistd::ftruncate(&file, i64::from(SIZE))?;
-        if sealed_by(&file).is_some() {
-            fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
+    pub fn of_our_own(name: &CStr) -> io::Result<Self> {
+        match Self::sealed(name) {
+            // Switched off by a filter of system calls.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => {
+                let file = nameless_file()?;
+                nix::unistd::ftruncate(&file, i64::from(SIZE))?;
+                Self::map(file)
+            }
+            made => made,
         }
-        Self::map(file)
     }
 
     /// The one behind a descriptor that another process has sent.
     ///
     /// # Errors
-    /// `EINVAL` for anything but a file that [`Self::new`] made; no memory.
+    /// `EINVAL` for anything but a file that one of these made; no memory.
     pub fn map(file: OwnedFd) -> io::Result<Self> {
         let facts = nix::sys::stat::fstat(&file)?;
         let is_safe = sealed_by(&file).map_or(facts.st_nlink == 0, |seals| seals.contains(SEALS));
@@ -73,9 +84,7 @@ impl Page {
         // process uses it as an atomic as well.
         unsafe { self.memory.as_ref() }
     }
-}
 
-impl Page {
     /// All of it as numbers.
     pub fn words(&self) -> &[AtomicU64] {
         // SAFETY: as for `number`; the mapping has room for so many, and is never written but as atomics by us.
@@ -116,12 +125,20 @@ mod tests {
 
     #[test]
     fn what_one_side_writes_the_other_one_reads() {
-        let ours = Page::new().unwrap();
+        let ours = Page::sealed(c"elasticrs-probe").unwrap();
         let theirs = Page::map(ours.as_fd().try_clone_to_owned().unwrap()).unwrap();
         ours.number().store(7, Ordering::Release);
         assert_eq!(theirs.number().load(Ordering::Acquire), 7);
         drop(ours);
         assert_eq!(theirs.number().load(Ordering::Acquire), 7);
+    }
+
+    #[test]
+    fn who_has_it_cannot_shrink_it() {
+        let page = Page::sealed(c"elasticrs-probe").unwrap();
+        let theirs = page.as_fd().try_clone_to_owned().unwrap();
+        assert_eq!(nix::unistd::ftruncate(&theirs, 0), Err(Errno::EPERM));
+        assert_eq!(fcntl(&theirs, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)), Err(Errno::EPERM));
     }
 
     #[test]

@@ -44,17 +44,19 @@ impl Fifo {
     }
 
     fn at(path: PathBuf, directory: Option<PathBuf>) -> io::Result<Self> {
-        match mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR) {
-            Err(Errno::EEXIST) => check_abandoned(&path)?,
-            made => made?,
-        }
-        let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
-        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path)?;
-        if !file.metadata()?.file_type().is_fifo() {
-            return Err(Errno::EEXIST.into());
-        }
-        let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock);
-        let file = lock.map_err(|(_, errno)| if errno == Errno::EWOULDBLOCK { in_use() } else { errno.into() })?;
+        let file = match mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR) {
+            Err(Errno::EEXIST) => check_abandoned(&path).and_then(|()| take(&path)),
+            made => {
+                made?;
+                take(&path).inspect_err(|error| {
+                    // Whoever has taken it before us uses it.
+                    if error.kind() != io::ErrorKind::ResourceBusy {
+                        // What made it fail is what the caller should hear of.
+                        let _ = fs::remove_file(&path);
+                    }
+                })
+            }
+        }?;
         // Refused when this user's pipes hold too much already: then it holds less.
         let _ = fcntl(&*file, FcntlArg::F_SETPIPE_SZ(CAPACITY));
         Ok(Self { path, directory, file })
@@ -91,6 +93,17 @@ impl Drop for Fifo {
     }
 }
 
+/// Opens the FIFO there for this process alone.
+fn take(path: &Path) -> io::Result<Flock<File>> {
+    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
+    let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
+    if !file.metadata()?.file_type().is_fifo() {
+        return Err(Errno::EEXIST.into());
+    }
+    let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock);
+    lock.map_err(|(_, errno)| if errno == Errno::EWOULDBLOCK { in_use() } else { errno.into() })
+}
+
 fn in_use() -> io::Error {
     Errno::EBUSY.into()
 }
@@ -125,6 +138,8 @@ fn make_directory() -> io::Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
+
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
     use super::*;
 
@@ -163,6 +178,20 @@ mod tests {
         assert!(path.exists());
         drop(first);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn one_that_cannot_be_opened_is_not_left_behind() {
+        let directory = tempfile::tempdir().unwrap();
+        let (ours, theirs) = (directory.path().join("ours"), directory.path().join("theirs"));
+        mkfifo(&theirs, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+        let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        // What is open stays so.
+        setrlimit(Resource::RLIMIT_NOFILE, 0, hard).unwrap();
+        let refused = [&ours, &theirs].map(|path| Fifo::create(Some(path)).unwrap_err().raw_os_error());
+        setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+        assert_eq!(refused, [Some(libc::EMFILE); 2]);
+        assert!(!ours.exists() && theirs.exists());
     }
 
     #[test]

@@ -9,7 +9,8 @@
 //! - **HANG-3** the next look is no later than the first moment at which a rank can be hung by the limits of steps, but
 //!   for [`LEAST_WAIT`], which keeps a limit of nearly nothing from occupying the caller;
 //! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all;
-//! - **HANG-5** nobody is blamed by what was seen while the group was suspended: it is looked at again.
+//! - **HANG-5** nobody is blamed by what was seen while the group was suspended: it is looked at again;
+//! - **HANG-6** who has given a sign of life since the look is not hung, whatever was seen then: see [`still_late`].
 
 use std::time::Duration;
 
@@ -278,6 +279,19 @@ impl Watch {
             credit.add(since, gap.min(now.saturating_sub(since)));
         }
     }
+}
+
+/// Those of `late` that have given no sign of life since, by what is seen now, and by the last line of any rank.
+///
+/// Evidence takes time; and a page that is read while its worker writes may show an old time beside a new limit.
+pub fn still_late(mut late: Vec<Overdue>, seen: &[Seen], line: Option<u64>) -> Vec<Overdue> {
+    let somebody_beats = seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
+    late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
+        (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
+        (_, Some(Seen::Beat(beat))) => beat.last <= overdue.since,
+        (_, Some(Seen::Nothing | Seen::Ended) | None) => true,
+    });
+    late
 }
 
 /// What evidence says of a rank, for [`blame`].

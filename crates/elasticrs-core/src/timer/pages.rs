@@ -6,7 +6,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use nix::sys::stat::fstat;
 
@@ -37,9 +37,9 @@ impl HeartbeatPage {
     /// A new one, empty, for a worker that is started after `made`.
     ///
     /// # Errors
-    /// No descriptor or no memory.
+    /// No descriptor or no memory; the system has none that the worker cannot take from under us.
     pub fn new(made: u64) -> io::Result<Self> {
-        Page::new().map(|page| Self { page, made })
+        Page::sealed(c"elasticrs-heartbeats").map(|page| Self { page, made })
     }
 
     /// A descriptor for the worker, and what it finds in `ELASTICRS_HEARTBEAT` when the descriptor has this number:
@@ -49,7 +49,7 @@ impl HeartbeatPage {
     /// No descriptor is left.
     pub fn share(&self, number: i32) -> io::Result<(OwnedFd, String)> {
         let descriptor = self.page.as_fd().try_clone_to_owned()?;
-        let name = name_of(descriptor.as_fd(), number)?;
+        let name = variable_of(descriptor.as_fd(), number)?;
         Ok((descriptor, name))
     }
 
@@ -60,7 +60,7 @@ impl HeartbeatPage {
     /// No descriptor is left.
     pub fn hand_out(self) -> io::Result<(OwnedFd, String)> {
         let descriptor = self.page.as_fd().try_clone_to_owned()?;
-        let name = name_of(descriptor.as_fd(), descriptor.as_raw_fd())?;
+        let name = variable_of(descriptor.as_fd(), descriptor.as_raw_fd())?;
         Ok((descriptor, name))
     }
 
@@ -75,34 +75,35 @@ impl HeartbeatPage {
     /// What is in it.
     pub fn read(&self, now: u64) -> Seen {
         let words = self.page.words();
-        let load = |index: usize| words[index].load(Ordering::Relaxed);
+        self.read_by(|index| words[index].load(Ordering::Acquire), now)
+    }
+
+    /// The worker gives a heartbeat before it sets the limit that begins then. In the other order, a limit that is seen
+    /// has its heartbeat: a long step is not judged by the short limit of the section that ended it.
+    fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> Seen {
+        let limit = load(LIMIT);
+        let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
+        let step = load(STEP);
         // Not the place that the count names: the worker's stores may be seen in another order.
         let can_be = |time: &u64| *time != 0 && (self.made..=now.saturating_add(SLACK)).contains(time);
-        let mut times: Vec<u64> = words[TIMES..TIMES + TIMES_KEPT].iter().map(take).filter(can_be).collect();
+        let mut times: Vec<u64> = (TIMES..TIMES + TIMES_KEPT).map(&mut load).filter(can_be).collect();
         times.sort_unstable();
         let Some(last) = times.last().copied().filter(|_| load(COUNT) > 0) else { return Seen::Nothing };
         // An odd time ends a step; an even one begins or ends a section.
         let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
-        let limit = load(LIMIT);
-        let section = (limit != 0).then(|| Section {
-            name: name(&words[NAME..NAME + NAME_WORDS]),
-            limit: (limit != UNLIMITED).then_some(limit),
-        });
-        Seen::Beat(Beat { last: last.min(now), step: load(STEP).checked_sub(1), section, steps })
+        let section =
+            (limit != 0).then(|| Section { name: name_of(&name), limit: (limit != UNLIMITED).then_some(limit) });
+        Seen::Beat(Beat { last: last.min(now), step: step.checked_sub(1), section, steps })
     }
 }
 
-fn name_of(descriptor: BorrowedFd<'_>, number: RawFd) -> io::Result<String> {
+fn variable_of(descriptor: BorrowedFd<'_>, number: RawFd) -> io::Result<String> {
     let facts = fstat(descriptor)?;
     Ok(format!("{number}:{}:{}", facts.st_dev, facts.st_ino))
 }
 
-fn take(word: &AtomicU64) -> u64 {
-    word.load(Ordering::Relaxed)
-}
-
-fn name(words: &[AtomicU64]) -> String {
-    let bytes: Vec<u8> = words.iter().flat_map(|word| take(word).to_ne_bytes()).take_while(|byte| *byte != 0).collect();
+fn name_of(words: &[u64]) -> String {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
@@ -156,6 +157,37 @@ mod tests {
         assert_eq!(page.read(2000), Seen::Beat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
         // It came after the clock was read.
         assert_eq!(page.read(1400), Seen::Beat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
+    }
+
+    /// The stores of `heartbeats.py`, in its order, against a reading that they fall into at any place.
+    #[test]
+    fn a_limit_is_never_seen_without_the_heartbeat_that_began_it() {
+        const STARTED: u64 = 1001;
+        const LEAVE: u64 = 90_001;
+        let enter = [(TIMES + 1, 50_001), (COUNT, 2), (NAME, u64::from_ne_bytes(*b"evaluati")), (LIMIT, 7)];
+        let leave = [(TIMES + 2, LEAVE), (COUNT, 3), (LIMIT, 0), (NAME, 0)];
+        let stores = [&enter[..], &leave[..]].concat();
+        let page = HeartbeatPage::new(0).unwrap();
+        let reads = 1 + NAME_WORDS + 1 + TIMES_KEPT + 1;
+        for (before, first) in (0..=stores.len()).flat_map(|before| (0..reads).map(move |first| (before, first))) {
+            let mut words = vec![0; TIMES + TIMES_KEPT];
+            for (index, value) in [(TIMES, STARTED), (COUNT, 1)].iter().chain(&stores[..before]) {
+                words[*index] = *value;
+            }
+            let mut left = stores[before..].iter();
+            let mut number = 0;
+            let load = |index: usize| {
+                // From its first one on, one store before each load: all of them in the end.
+                if number >= first {
+                    left.by_ref().take(1).for_each(|(index, value)| words[*index] = *value);
+                }
+                number += 1;
+                words[index]
+            };
+            let Seen::Beat(beat) = page.read_by(load, 100_000) else { panic!("it has a heartbeat") };
+            let is_short = beat.section.is_some_and(|section| section.limit == Some(7));
+            assert!(!is_short || beat.last > STARTED, "{before} stores before, the others from load {first} on");
+        }
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::connection;
 use super::hub::Hub;
 use super::outbox::Outbox;
 use super::types::LostKind;
-use crate::door::Door;
+use crate::door::{Door, Purpose};
 use crate::listen::{ListenError, listen_at_all};
 use crate::notices::{Notices, Tell};
 use crate::runtime::{Spawn, ask};
@@ -176,7 +176,7 @@ async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: UnboundedRece
 
 fn listen(hub: &Rc<Hub>, accepting: &mut JoinSet<()>, listeners: Vec<TcpListener>) -> io::Result<()> {
     for listener in listeners {
-        accepting.spawn_local(accept(Rc::clone(hub), Door::new(listener)?));
+        accepting.spawn_local(accept(Rc::clone(hub), Door::new(listener, Purpose::Store)?));
     }
     Ok(())
 }

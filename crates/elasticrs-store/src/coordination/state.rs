@@ -3,7 +3,8 @@
 //! - **STATE-1** a transaction is applied whole, at one revision, or not at all;
 //! - **STATE-2** the revision rises by one with each transaction or end of sessions that changes a key, and by nothing else;
 //! - **STATE-3** a leased key is there only while the session that put it last is;
-//! - **STATE-4** what is stored, history included, never exceeds the limit.
+//! - **STATE-4** what is stored, history included, never exceeds the limit;
+//! - **STATE-5** a transaction goes through a bounded number of keys, beside those that it changes or tells.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
@@ -20,6 +21,10 @@ pub type SessionId = u64;
 const ENTRY_COST: usize = 256;
 /// What a revision costs in the history beside its changes.
 const REVISION_COST: usize = 64;
+
+/// The searches of one transaction may go through so many keys: some 100 ms, in which nobody else is served. One search
+/// in a store of twice as many keys stays below.
+const MAX_SEARCHED: usize = 1 << 20;
 
 /// One revision, whole.
 #[derive(Debug, PartialEq, Eq)]
@@ -44,6 +49,28 @@ pub enum Exceeded {
     /// Carried out, but what it read is too much for one answer.
     #[error("the answer is larger than {MAX_ANSWER} bytes")]
     Answer,
+    /// Carried out, but it was not searched on for what it reads.
+    #[error("the searches of the transaction went through more than {MAX_SEARCHED} keys")]
+    Searched,
+}
+
+/// What a transaction may still take; `None`: it wanted more.
+#[derive(Debug)]
+struct Budget {
+    /// Bytes of its answer.
+    room: Option<usize>,
+    /// Keys to search among.
+    searched: Option<usize>,
+}
+
+impl Budget {
+    fn exceeded(&self) -> Option<Exceeded> {
+        match self {
+            Self { room: None, .. } => Some(Exceeded::Answer),
+            Self { searched: None, .. } => Some(Exceeded::Searched),
+            Self { room: Some(_), searched: Some(_) } => None,
+        }
+    }
 }
 
 /// The outcome of a transaction.
@@ -135,10 +162,10 @@ impl State {
             return Err(Exceeded::Full { held: self.entry_bytes, limit });
         }
         let mut changes = Vec::new();
-        let mut room = Some(MAX_ANSWER);
+        let mut budget = Budget { room: Some(MAX_ANSWER), searched: Some(MAX_SEARCHED) };
         // Every op is applied, even when what was read is too much to tell: the transaction is whole.
-        let results = ops.iter().map(|op| self.apply(session, op, &mut changes, &mut room)).collect();
-        let results = if room.is_some() { Ok(results) } else { Err(Exceeded::Answer) };
+        let results = ops.iter().map(|op| self.apply(session, op, &mut changes, &mut budget)).collect();
+        let results = budget.exceeded().map_or(Ok(results), Err);
         Ok(Done { ok, results, revision: self.commit(changes) })
     }
 
@@ -177,7 +204,8 @@ impl State {
         }
     }
 
-    fn apply(&mut self, session: SessionId, op: &Op, changes: &mut Vec<Change>, room: &mut Option<usize>) -> OpResult {
+    fn apply(&mut self, session: SessionId, op: &Op, changes: &mut Vec<Change>, budget: &mut Budget) -> OpResult {
+        let Budget { room, searched } = budget;
         match op {
             Op::Put { key, value, leased } => {
                 OpResult::Count(u64::from(self.put(key, value, leased.then_some(session), changes)))
@@ -193,7 +221,7 @@ impl State {
             Op::Get(key) => OpResult::Entry(self.get(key, room)),
             Op::Range { prefix, limit } => OpResult::Entries(self.range(prefix, *limit, room)),
             Op::Predecessor { prefix, key } => {
-                OpResult::Entry(self.predecessor(prefix, key).and_then(|found| self.get(&found, room)))
+                OpResult::Entry(self.predecessor(prefix, key, searched).and_then(|found| self.get(&found, room)))
             }
         }
     }
@@ -255,10 +283,28 @@ impl State {
         self.under(prefix).take(limit).map_while(|(key, stored)| told(key, stored, room)).collect()
     }
 
-    fn predecessor(&self, prefix: &str, key: &str) -> Option<Arc<str>> {
+    /// Two searches take turns, and the first one to end has the answer: by age among all keys, which finds early what is
+    /// frequent, and by name among those of the prefix, which are few otherwise.
+    fn predecessor(&self, prefix: &str, key: &str, searched: &mut Option<usize>) -> Option<Arc<str>> {
         let own = self.entries.get(key)?.create_revision;
-        let before = (own, Arc::from(""));
-        self.by_creation.range(..before).rev().map(|(_, key)| key).find(|key| key.starts_with(prefix)).cloned()
+        let mut by_age = self.by_creation.range(..(own, Arc::from(""))).rev().map(|(_, key)| key);
+        let mut by_name = self.under(prefix);
+        let mut newest = None;
+        loop {
+            *searched = searched.and_then(|left| left.checked_sub(1));
+            (*searched)?;
+            let key = by_age.next()?;
+            if key.starts_with(prefix) {
+                return Some(Arc::clone(key));
+            }
+            match by_name.next() {
+                Some((key, stored)) if stored.create_revision < own => {
+                    newest = newest.max(Some((stored.create_revision, key)));
+                }
+                Some(_) => {}
+                None => return newest.map(|(_, key)| Arc::clone(key)),
+            }
+        }
     }
 
     fn commit(&mut self, changes: Vec<Change>) -> Option<Rc<Revision>> {

@@ -22,7 +22,7 @@ use super::connection::{CHUNK, Connection};
 use super::handle::Question;
 use super::map::{Id, Map, Refused};
 use super::wire::WireError;
-use crate::door::Door;
+use crate::door::{Door, Purpose};
 use crate::notices::Notices;
 
 /// How much of who waits for what is told.
@@ -132,7 +132,7 @@ pub(super) async fn run(
         notices: Rc::clone(&notices),
     }));
     let mut connections = JoinSet::new();
-    let closed = match Door::new(listener) {
+    let closed = match Door::new(listener, Purpose::Store) {
         Ok(mut door) => serve(&mut door, &hub, &mut connections, &mut questions).await,
         Err(error) => {
             notices.say(format!("the workers' store cannot be served: {error}"));

@@ -14,13 +14,16 @@ use crate::supervisor::watch;
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 impl Running {
-    /// Members that died before what the input is about. A timer expired when its worker lived, and the evidence took time
-    /// since.
+    /// Members that died before what the input is about. A timer expired, or a worker hung, when that worker lived, and the
+    /// evidence took time since.
     pub(super) fn dead_before(&self, input: &Input) -> Vec<i32> {
         let mut dead = self.dead();
-        if let Input::TimerExpired(TimerExpired { local_rank, .. }) = input {
-            dead.retain(|pid| self.group.rank_of(*pid) != Some(*local_rank));
-        }
+        let lived = match input {
+            Input::TimerExpired(TimerExpired { local_rank, .. }) => Some(*local_rank),
+            Input::Hung(hung) => Some(hung.local_rank),
+            _ => None,
+        };
+        dead.retain(|pid| lived.is_none() || self.group.rank_of(*pid) != lived);
         dead
     }
 

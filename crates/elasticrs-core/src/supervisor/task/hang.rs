@@ -19,7 +19,9 @@ use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, Heartbeat, RankSeen, TimerExpired, WorkerHung};
 use crate::supervisor::evidence::{self, EvidenceFiles, Found, Subject};
 use crate::supervisor::state::Input;
-use crate::timer::hang::{Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside};
+use crate::timer::hang::{
+    Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside, still_late,
+};
 use crate::timer::pages::HeartbeatPage;
 
 /// The number under which a worker gets its page, or the next free one below: out of the way of what programs number
@@ -86,13 +88,13 @@ impl Hangs {
         self.watch = None;
     }
 
+    /// By member, as far as there are pages: what Python starts joins later, and has none.
     fn seen(&self, running: &Running, now: u64) -> Vec<Seen> {
         let read = |member: &super::Member| match running.group.rank_of(member.pid) {
             Some(local_rank) => self.pages.get(local_rank as usize).map_or(Seen::Nothing, |page| page.read(now)),
             None => Seen::Ended,
         };
-        // What Python starts joins later, and has no page.
-        running.members.iter().map(read).take(self.pages.len()).collect()
+        running.members.iter().take(self.pages.len()).map(read).collect()
     }
 }
 
@@ -115,6 +117,28 @@ struct Look {
     late: Vec<Overdue>,
     seen: Vec<Seen>,
     at: Stamp,
+}
+
+impl Then {
+    /// Whose timer it is, if it is one.
+    fn rank(&self) -> Option<u32> {
+        match self {
+            Self::Input(Input::TimerExpired(timer)) => Some(timer.local_rank),
+            Self::Input(_) | Self::Hung(_) | Self::Stop(..) => None,
+        }
+    }
+
+    fn is_of_rank(&self, local_rank: Option<u32>) -> bool {
+        local_rank.is_some() && self.rank() == local_rank
+    }
+
+    /// Whether it was before this member has ended, and concerns it.
+    fn comes_before_exit_of(&self, member: Option<usize>) -> bool {
+        match self {
+            Self::Input(_) => true,
+            Self::Hung(look) | Self::Stop(_, _, look) => look.late.iter().any(|overdue| Some(overdue.rank) == member),
+        }
+    }
 }
 
 impl Gathering {
@@ -194,7 +218,11 @@ impl Task {
 
     fn gather_for(&mut self, then: Then) {
         if let Some(gathering) = &mut self.gathering {
-            return gathering.then.push(then);
+            // The first timer of a rank decides what becomes of it. Others, of which there may be any number, do not wait.
+            if !gathering.then.iter().any(|earlier| earlier.is_of_rank(then.rank())) {
+                gathering.then.push(then);
+            }
+            return;
         }
         let Current::Running(running) = &self.current else { return };
         if !running.group.is_running() {
@@ -223,7 +251,23 @@ impl Task {
             let message = format!("the evidence of a hang could not be written: {message}");
             self.shared.queue.push(Event::Degraded { message });
         }
-        let mut thens = gathering.then;
+        self.follow_all_up(gathering.then, found);
+        // Those that went on meanwhile are watched as before.
+        self.look();
+    }
+
+    /// A worker has ended while evidence is gathered. The question itself may have ended its wait (`pause` returns on any
+    /// signal), but not undone that its timer had expired, or that it had hung.
+    pub(super) fn settle_before_exit_of(&mut self, pid: i32) {
+        let (Current::Running(running), Some(gathering)) = (&self.current, &mut self.gathering) else { return };
+        let ended = running.members.iter().position(|member| member.pid == pid);
+        let (due, others): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut gathering.then).into_iter().partition(|then| then.comes_before_exit_of(ended));
+        gathering.then = others;
+        self.follow_all_up(due, &[]);
+    }
+
+    fn follow_all_up(&mut self, mut thens: Vec<Then>, found: &[Found]) {
         if thens.iter().any(|then| matches!(then, Then::Stop(..))) {
             // It looks at the same ranks, and knows of one more.
             thens.retain(|then| !matches!(then, Then::Hung(_)));
@@ -233,28 +277,18 @@ impl Task {
         }
     }
 
-    /// A worker has ended while evidence is gathered. The question itself may have ended its wait (`pause` returns on any
-    /// signal), but not undone that its timer had expired.
-    pub(super) fn settle_timers(&mut self) {
-        let Some(gathering) = &mut self.gathering else { return };
-        let (timers, others): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut gathering.then).into_iter().partition(|then| matches!(then, Then::Input(_)));
-        gathering.then = others;
-        for then in timers {
-            self.follow_up(then, &[]);
-        }
-    }
-
     fn follow_up(&mut self, then: Then, found: &[Found]) {
         match then {
             Then::Input(input) => self.input(input),
             Then::Hung(look) if !self.holds(&look) => self.look(),
             Then::Hung(look) => {
+                let look = self.without_those_that_went_on(look);
                 if let Some(hung) = self.verdict(&look, found, blame).filter(|_| self.anyone_is_due(&look)) {
                     self.input(Input::Hung(hung.into()));
                 }
             }
             Then::Stop(policy, elsewhere, look) => {
+                let look = self.without_those_that_went_on(look);
                 let hung = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere));
                 if let Some(hung) = hung.filter(|_| self.holds(&look)) {
                     let is_due = self.anyone_is_due(&look);
@@ -268,6 +302,14 @@ impl Task {
     /// HANG-5
     fn holds(&self, look: &Look) -> bool {
         self.hangs.watch.as_ref().is_some_and(|watch| watch.holds(look.at.0))
+    }
+
+    /// HANG-6
+    fn without_those_that_went_on(&self, look: Look) -> Look {
+        let Current::Running(running) = &self.current else { return look };
+        let now = Stamp::now();
+        let (seen, line) = (self.hangs.seen(running, now.0), self.shared.logs.last_written(now).map(|at| at.0));
+        Look { late: still_late(look.late, &seen, line), ..look }
     }
 
     /// Whoever was may have ended meanwhile.
@@ -332,5 +374,40 @@ fn title(then: &Then) -> String {
         }
         Then::Stop(..) => "a rank of another node hangs".to_owned(),
         Then::Input(_) => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Member;
+    use super::*;
+    use crate::signal::Signal;
+    use crate::spec::{Descendants, StopPolicy};
+    use crate::supervisor::state::Group;
+    use crate::sys::pidfd;
+    use crate::timer::hang::Missed;
+
+    #[test]
+    fn members_without_a_page_are_not_seen() {
+        let own = std::process::id().cast_signed();
+        let policy = StopPolicy { signal: Signal::TERM, grace: Duration::ZERO };
+        let mut group = Group::new(&[own], policy, Descendants::Keep);
+        let _ = group.on_input(Input::Adopted { local_rank: 1, pid: 1 });
+        let members = [(own, false), (1, true)].map(|(pid, adopted)| {
+            let pidfd = Arc::new(pidfd::open(pid).expect("it lives"));
+            Member { pid, pidfd, adopted, leads_a_group: false }
+        });
+        let running = Running { group, members: members.into(), unreported: Vec::new() };
+        let page = Arc::new(HeartbeatPage::new(0).expect("there is memory"));
+        let hangs = Hangs { pages: vec![page], ..Hangs::default() };
+        assert_eq!(hangs.seen(&running, 7), [Seen::Nothing]);
+    }
+
+    #[test]
+    fn a_verdict_comes_before_the_exit_of_one_that_was_late() {
+        let overdue = |rank| Overdue { rank, missed: Missed::Step, since: 1, limit: Duration::ZERO, is_due: true };
+        let hung = Then::Hung(Look { late: vec![overdue(0), overdue(2)], seen: Vec::new(), at: Stamp(2) });
+        let before = [Some(0), Some(1), Some(2), None].map(|member| hung.comes_before_exit_of(member));
+        assert_eq!(before, [true, false, true, false]);
     }
 }

@@ -3,7 +3,7 @@
 //! While a group is being started the FIFO is left alone: a worker may write before the last one runs, and before the
 //! group is known. See [`crate::timer`] for the invariants.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -22,20 +22,24 @@ use crate::clock::Stamp;
 use crate::counters::TimerCounts;
 use crate::nursery::tree::Status;
 use crate::signal::Signal;
+use crate::stat::{START_TIME, Stat};
 use crate::supervisor::event::{Event, TimerExpired};
 use crate::supervisor::handle::SupervisorError;
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
-use crate::timer::complaints::{Complaints, excerpt};
+use crate::timer::complaints::{Complaints, Told, excerpt};
 use crate::timer::fifo::{CAPACITY, Fifo};
 use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
 use crate::timer::table::{Due, Terms, Timers, on_monotonic};
 
-/// What is read in one go: less than a millisecond of work, so that the stop of a group never waits for it.
-const CHUNK: usize = 64 * 1024;
+/// What is read at a time. Between two pieces the clock is looked at.
+const PIECE: usize = libc::PIPE_BUF;
+/// Reading takes so long, and one piece more, before others get their turn: the stop of a group never waits for it. By
+/// time, as the cost of a record depends on whose it is.
+const SLICE: Duration = Duration::from_millis(1);
 /// What is read before somebody is reaped, at most: a writer that never stops must not keep a hung worker alive.
 const MAX_DRAIN: usize = 2 * CAPACITY as usize;
 /// How many processes may have timers at a time; each costs a descriptor.
@@ -48,6 +52,8 @@ struct Bound {
     pidfd: Arc<OwnedFd>,
     start_time: Option<u64>,
     local_rank: u32,
+    /// It is about to get the signal of a timer that has expired: until then it must not be forgotten for another one.
+    is_due: bool,
     /// Ends the wait for its exit.
     wait: AbortHandle,
 }
@@ -74,8 +80,11 @@ pub(super) struct Watchdog {
     lines: Lines,
     timers: Timers,
     bound: HashMap<i32, Bound>,
+    /// Pids that were found to be no worker's in the reading that goes on: each is looked for in `/proc` once.
+    strangers: HashSet<i32>,
     exits: JoinSet<()>,
     complaints: Complaints,
+    told: Told,
     buffer: Box<[u8]>,
     counts: Arc<TimerCounts>,
 }
@@ -94,9 +103,11 @@ impl Watchdog {
             lines: Lines::default(),
             timers: Timers::default(),
             bound: HashMap::new(),
+            strangers: HashSet::new(),
             exits: JoinSet::new(),
             complaints: Complaints::default(),
-            buffer: vec![0; CHUNK].into(),
+            told: Told::default(),
+            buffer: vec![0; PIECE].into(),
             counts,
         })
     }
@@ -124,11 +135,12 @@ impl Watchdog {
         }
     }
 
-    /// The group has ended.
-    pub(super) fn clear(&mut self) {
+    /// The group has ended. Returns what is still to be said of its timers.
+    pub(super) fn clear(&mut self) -> Option<String> {
         self.timers.clear();
         self.bound.clear();
         self.arm();
+        self.told.take_more()
     }
 
     pub(super) fn freeze(&mut self) {
@@ -181,9 +193,11 @@ impl Watchdog {
         };
     }
 
-    /// Reads what is there, at most so many bytes; complaints go to `tell`.
-    fn read(&mut self, limit: usize, running: Option<&Running>, tell: &mut impl FnMut(String)) {
+    /// Reads what is there, at most so many bytes and, but for the last piece, for so long; complaints go to `tell`.
+    fn read(&mut self, limit: usize, slice: Duration, running: Option<&Running>, tell: &mut impl FnMut(String)) {
         self.forget_ended();
+        self.strangers.clear();
+        let began = Instant::now();
         let mut buffer = std::mem::take(&mut self.buffer);
         let mut lines = std::mem::take(&mut self.lines);
         let mut left = limit;
@@ -201,6 +215,9 @@ impl Watchdog {
                 }),
             });
             left = left.saturating_sub(count.max(1));
+            if began.elapsed() >= slice {
+                break;
+            }
         }
         (self.buffer, self.lines) = (buffer, lines);
     }
@@ -239,6 +256,9 @@ impl Watchdog {
         if self.bound.contains_key(&pid) {
             return Ok(true);
         }
+        if self.strangers.contains(&pid) {
+            return Err(Refusal::Stranger);
+        }
         let pidfd = match pidfd::open(pid) {
             Ok(pidfd) => Arc::new(pidfd),
             Err(Errno::ESRCH) => return Ok(false),
@@ -246,14 +266,17 @@ impl Watchdog {
             Err(_) => return Err(Refusal::Stranger),
         };
         let local_rank = running.and_then(|running| running.worker_of(pid));
-        let start_time = start_time(pid);
+        let start_time = Stat::of(pid).and_then(|stat| stat.field(START_TIME));
         // What was read is about the process of the pidfd only if that still lives.
         if watch::ended(&[pidfd.as_fd()]) == [true] {
             return Ok(false);
         }
-        let local_rank = local_rank.ok_or(Refusal::Stranger)?;
+        let Some(local_rank) = local_rank else {
+            self.strangers.insert(pid);
+            return Err(Refusal::Stranger);
+        };
         if self.bound.len() >= MAX_PROCESSES {
-            self.bound.retain(|pid, _| self.timers.has(*pid));
+            self.bound.retain(|pid, bound| bound.is_due || self.timers.has(*pid));
             if self.bound.len() >= MAX_PROCESSES {
                 return Err(Refusal::Full);
             }
@@ -263,7 +286,7 @@ impl Watchdog {
             // An error of it means that the runtime shuts down.
             let _ = watched.readable().await;
         });
-        self.bound.insert(pid, Bound { pidfd, start_time, local_rank, wait });
+        self.bound.insert(pid, Bound { pidfd, start_time, local_rank, is_due: false, wait });
         Ok(true)
     }
 
@@ -271,13 +294,14 @@ impl Watchdog {
     fn expired(&mut self, running: Option<&Running>, tell: &mut impl FnMut(String)) -> Vec<TimerExpired> {
         let mut expired = Vec::new();
         if self.timers.next().is_some_and(|at| at <= Stamp::now()) {
-            self.read(MAX_DRAIN, running, tell);
+            self.read(MAX_DRAIN, Duration::MAX, running, tell);
             let seen = Stamp::now();
             while let Some((deadline, Due { pid, scope, terms, others })) =
                 self.timers.next().zip(self.timers.expired(seen))
             {
                 self.counts.add_expired(seen.0.saturating_sub(deadline.0));
-                let Some(bound) = self.bound.get(&pid) else { continue };
+                let Some(bound) = self.bound.get_mut(&pid) else { continue };
+                bound.is_due |= terms.signal.is_some();
                 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "casts of floats saturate")]
                 let deadline_ms = (terms.expires * 1000.0) as u64;
                 expired.push(TimerExpired {
@@ -319,14 +343,6 @@ impl Clocks {
     }
 }
 
-/// Field 22 of `/proc/PID/stat`.
-fn start_time(pid: i32) -> Option<u64> {
-    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    let end = stat.iter().rposition(|&byte| byte == b')')?;
-    let fields = std::str::from_utf8(stat.get(end + 2..)?).ok()?;
-    fields.split(' ').nth(19)?.parse().ok()
-}
-
 impl Running {
     /// The local rank of the worker that this process is or descends from. An orphan is known by its session.
     fn worker_of(&self, pid: i32) -> Option<u32> {
@@ -358,7 +374,14 @@ impl Task {
         Ok(path)
     }
 
-    pub(super) fn on_ring(&mut self, ring: &Ring) {
+    pub(super) async fn on_ring(&mut self, ring: &Ring) {
+        self.take_ring(ring);
+        // What is ready costs none of the runtime's budget: by itself, this task would never let go of the thread while
+        // somebody writes, and no socket and no clock would be looked at.
+        tokio::task::yield_now().await;
+    }
+
+    fn take_ring(&mut self, ring: &Ring) {
         let Some(watchdog) = &mut self.watchdog else { return };
         let running = match &self.current {
             Current::Running(running) => Some(running),
@@ -366,13 +389,15 @@ impl Task {
         };
         let mut tell = |message| self.shared.queue.push(Event::Degraded { message });
         match ring {
-            Ring::Readable => watchdog.read(CHUNK, running, &mut tell),
+            Ring::Readable => watchdog.read(MAX_DRAIN, SLICE, running, &mut tell),
             // It is disarmed now, whatever it was armed for.
             Ring::Due => watchdog.armed = None,
             Ring::Exited => watchdog.forget_ended(),
         }
-        let expired = watchdog.expired(running, &mut tell);
+        let mut expired = watchdog.expired(running, &mut tell);
         watchdog.arm();
+        // TIM-4
+        expired.retain(|timer| timer.signal.is_some() || watchdog.told.add(Instant::now(), &mut tell));
         for timer in expired {
             if timer.signal.is_some() {
                 self.gather(Input::TimerExpired(timer));

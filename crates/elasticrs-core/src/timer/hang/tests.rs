@@ -312,3 +312,19 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn who_has_given_a_sign_of_life_since_is_not_hung() {
+    let overdue = |rank, missed| Overdue { rank, missed, since: 10, limit: Duration::ZERO, is_due: true };
+    let beat = |last| Seen::Beat(Beat { last, ..Beat::default() });
+    let late = vec![overdue(0, Missed::Step), overdue(1, Missed::Section), overdue(2, Missed::Startup)];
+    let left = |seen: &[Seen]| still_late(late.clone(), seen, None).iter().map(|late| late.rank).collect::<Vec<_>>();
+    assert_eq!(left(&[beat(10), beat(10), Seen::Nothing]), [0, 1, 2]);
+    assert_eq!(left(&[beat(10), beat(11), beat(11)]), [0], "HANG-6");
+    assert_eq!(left(&[Seen::Ended, Seen::Ended, Seen::Ended]), [0, 1, 2], "who has ended was late before");
+    let silent = vec![overdue(0, Missed::Line), overdue(1, Missed::Line)];
+    let nobody = [Seen::Nothing, Seen::Nothing];
+    assert_eq!(still_late(silent.clone(), &nobody, Some(10)), silent);
+    assert_eq!(still_late(silent.clone(), &nobody, Some(11)), []);
+    assert_eq!(still_late(silent, &[Seen::Nothing, beat(5)], Some(10)), [], "HANG-4");
+}

@@ -339,3 +339,45 @@ fn an_answer_that_is_too_large_leaves_the_transaction_whole() {
     let done = state.txn(1, &Txn { then: vec![range, Op::Delete("big/0".into())], ..Txn::default() }).unwrap();
     assert_eq!((done.results, done.revision.map(|revision| revision.number)), (Err(Exceeded::Answer), Some(66)));
 }
+
+/// So many keys of one prefix, one after the other.
+fn put_all(state: &mut State, prefix: &str, count: usize) {
+    for number in 0..count {
+        let put = Op::Put { key: format!("{prefix}{number}").into(), value: [].into(), leased: false };
+        state.txn(1, &Txn { then: vec![put], ..Txn::default() }).unwrap();
+    }
+}
+
+#[test]
+fn a_predecessor_is_searched_for_where_there_is_less() {
+    let mut state = with_sessions(1 << 30);
+    put_all(&mut state, "few/", 3);
+    put_all(&mut state, "many/", 10_000);
+    for (prefix, key, found, most) in [
+        ("absent/", "many/9999", None, 1),
+        ("few/", "many/9999", Some("few/2"), 4),
+        ("many/", "many/9999", Some("many/9998"), 1),
+        ("", "many/9999", Some("many/9998"), 1),
+        ("many/", "few/1", None, 2),
+    ] {
+        let mut searched = Some(1000);
+        assert_eq!(state.predecessor(prefix, key, &mut searched).as_deref(), found, "{prefix} before {key}");
+        assert!(searched.is_some_and(|left| left >= 1000 - most), "STATE-5: {prefix} before {key}: {searched:?}");
+    }
+}
+
+#[test]
+fn the_searches_of_one_transaction_have_a_limit() {
+    let mut state = with_sessions(1 << 30);
+    put_all(&mut state, "old/", 1000);
+    put_all(&mut state, "key/", 1);
+    put_all(&mut state, "new/", 1000);
+    let search = || Op::Predecessor { prefix: "new/".into(), key: "key/0".into() };
+    let few = Txn { then: vec![search(), search()], ..Txn::default() };
+    assert_eq!(state.txn(1, &few).unwrap().results, Ok(vec![OpResult::Entry(None), OpResult::Entry(None)]));
+    let mut then: Vec<Op> = (0..4095).map(|_| search()).collect();
+    then.push(Op::Delete("key/0".into()));
+    let done = state.txn(1, &Txn { then, ..Txn::default() }).unwrap();
+    assert_eq!(done.results, Err(Exceeded::Searched), "STATE-5");
+    assert!(done.revision.is_some(), "STATE-1: it is carried out, and whole");
+}

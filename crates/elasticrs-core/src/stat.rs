@@ -1,0 +1,57 @@
+//! `/proc/PID/stat`: what the kernel says of a process or a thread, in numbered fields.
+
+use std::fs;
+use std::path::Path;
+use std::str::FromStr;
+
+/// The field that tells a process from a later one with the same pid: when it began, in ticks after the machine's start.
+pub const START_TIME: usize = 22;
+
+/// What was read, behind the name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stat(String);
+
+impl Stat {
+    /// `None` when there is no such process any more.
+    pub fn of(pid: i32) -> Option<Self> {
+        Self::in_folder(Path::new(&format!("/proc/{pid}")))
+    }
+
+    /// Of the process or thread whose folder in `/proc` this is; `None` when it is gone.
+    pub fn in_folder(folder: &Path) -> Option<Self> {
+        Self::parse(&fs::read(folder.join("stat")).ok()?)
+    }
+
+    /// `None`: it is something else.
+    pub fn parse(stat: &[u8]) -> Option<Self> {
+        // The name stands in parentheses and may hold any byte, parentheses included.
+        let end = stat.iter().rposition(|&byte| byte == b')')?;
+        Some(Self(str::from_utf8(stat.get(end + 2..)?).ok()?.to_owned()))
+    }
+
+    /// A field by its number in proc(5): 3, the state, is the first.
+    pub fn field<T: FromStr>(&self, number: usize) -> Option<T> {
+        self.0.split_ascii_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_with_parentheses_and_blanks_do_not_confuse() {
+        let stat = Stat::parse(b"42 (a) R 7 (b) S 41 40 39 0 -1\n").unwrap();
+        assert_eq!((stat.field(3), stat.field(4), stat.field(8)), (Some('S'), Some(41), Some(-1)));
+        assert_eq!((stat.field::<u32>(8), stat.field::<i32>(9), stat.field::<i32>(2)), (None, None, None));
+        assert_eq!([&b"42 (a"[..], b"42 (a)", b"", b"42 (a) \xff"].map(Stat::parse), [None, None, None, None]);
+    }
+
+    #[test]
+    fn a_thread_has_one_too() {
+        let pid = std::process::id().cast_signed();
+        let thread = Stat::in_folder(Path::new("/proc/thread-self")).unwrap();
+        assert_eq!(thread.field::<i32>(4), Stat::of(pid).unwrap().field(4));
+        assert_eq!(Stat::of(-1), None);
+    }
+}
