@@ -441,7 +441,9 @@ class Supervisor:
             SupervisorError: a group is running; or see the class.
             OSError: descriptors ran out, or one of ``pass_fds`` is not open.
         """
-    def adopt(self, local_rank: int, pid: int, status_fd: int | None = None) -> None:
+    def adopt(
+        self, local_rank: int, pid: int, status_fd: int | None = None, page_fd: int | None = None
+    ) -> None:
         """Supervise a process that Python started, as a member of the running group.
 
         Args:
@@ -449,9 +451,12 @@ class Supervisor:
             pid: which process.
             status_fd: for a process whose parent is not this one: a pipe into which its parent writes the
                 status that ``wait4`` gave, as a C ``int``. Stays the caller's.
+            page_fd: for one that waits to begin and has inherited it: what :func:`heartbeat_page` gave.
+                Its heartbeats are watched then; ranks in order, from 0. Stays the caller's.
 
         Raises:
             ProcessLookupError: no such process.
+            OSError: ``page_fd`` is no such page.
             SupervisorError: no group is running (an empty one may be started for this).
         """
     def stop(
@@ -979,6 +984,16 @@ def check_limits(processes: int, files: int = 0, others: int = 0) -> None:
 
     Raises:
         ValueError: names the limit and its value.
+    """
+
+def heartbeat_page() -> tuple[int, str]:
+    """Make a page for the heartbeats of a worker that inherits it, for :meth:`Supervisor.adopt`.
+
+    Returns:
+        Its descriptor, which is the caller's; and what the worker finds in ``ELASTICRS_HEARTBEAT``.
+
+    Raises:
+        OSError: no descriptor, or no memory.
     """
 
 def raise_descriptor_limit() -> int:

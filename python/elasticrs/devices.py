@@ -65,8 +65,8 @@ class UnknownDeviceError(CountError):
 
 
 def cpu_count() -> int:
-    """CPUs of the machine, as torchrun counts them; at least 1."""
-    return os.cpu_count() or 1
+    """CPUs that this process may use, as torchrun counts them: those of its affinity."""
+    return len(os.sched_getaffinity(0))
 
 
 def worker_count(word: str, environ: Mapping[str, str]) -> Count:
@@ -174,6 +174,9 @@ def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA
         index = _index(entry.strip(), uuids, found)
         if index is None:
             break
+        if index in found:
+            # CUDA shows nothing then.
+            return []
         found.append(index)
     return found
 

@@ -74,6 +74,9 @@ _OLD_LAUNCHERS = "use_env"
 
 
 def __getattr__(name: str) -> object:
+    if name == "metadata":
+        # Programs patch its `entry_points`, by which classes of log specs are found.
+        return importlib.import_module("importlib.metadata")
     if name in _OFFERED:
         return getattr(importlib.import_module(_OFFERED[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from elasticrs.worker_env import virtual_local_rank, worker_env
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.config import JobConfig
@@ -84,6 +84,25 @@ class WorkerSetup:
         self.environ = environ
         self.keep_ignored = keep_ignored
         self.filters = filters
+
+
+class Leftovers:
+    """What workers left behind that the core did not start.
+
+    Args:
+        ended: pid and name of each that was ended, the first few.
+        more_ended: how many more.
+        was_stopped: they were to go on for a while, and the group was stopped meanwhile.
+    """
+
+    __slots__ = ("ended", "more_ended", "was_stopped")
+
+    def __init__(
+        self, ended: Sequence[tuple[int, str]] = (), more_ended: int = 0, *, was_stopped: bool = False
+    ) -> None:
+        self.ended = ended
+        self.more_ended = more_ended
+        self.was_stopped = was_stopped
 
 
 class Workers(ABC):
@@ -191,13 +210,48 @@ class Workers(ABC):
         """
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for programs
-        """All workers of the attempt run."""
+        """All workers of the attempt that the core starts run; see :attr:`are_started` for others."""
+
+    @property
+    def are_started(self) -> bool:
+        """Whether all workers of the attempt run; may change with :meth:`started` and :meth:`fd_ready`."""
+        return True
+
+    @property
+    def why_not_started(self) -> str | None:
+        """Why workers that the core does not start could not be: the group is being ended for it."""
+        return None
 
     def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- nothing to do for programs
         """A descriptor that the workers' side watches is readable."""
 
-    def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for programs
-        """Nothing of the attempt is left, or it could not be started."""
+    def stop(self) -> None:  # noqa: B027 -- nothing to do for programs
+        """The group is to be stopped, and the core has been told."""
+
+    def ended(  # noqa: B027 -- nothing to do for programs
+        self, supervisor: _core.Supervisor, attempt: Attempt, *, has_succeeded: bool = False
+    ) -> None:
+        """Nothing of the attempt is left that the core started, or it could not be started.
+
+        Args:
+            supervisor: of the group.
+            attempt: which.
+            has_succeeded: as far as the core knows.
+        """
+
+    @property
+    def leftovers(self) -> Leftovers | None:
+        """What became of what the core did not start; ``None`` until nothing is left of it. May change with
+        :meth:`ended` and :meth:`fd_ready`.
+        """
+        return Leftovers()
+
+    def close(self) -> None:  # noqa: B027 -- nothing to do for programs
+        """No attempt follows: end what there is, whatever happened, and release it. Idempotent."""
+
+    def silent_ranks(self) -> Collection[int]:
+        """The local ranks of the last attempt that should have returned a value, and have not."""
+        return ()
 
     def return_values(self) -> dict[int, object]:
         """What the workers of the last attempt returned, by global rank."""
@@ -276,9 +330,9 @@ class CommandWorkers(Workers):
 def _filled_in(argument: str, local_rank: int) -> str:
     if "$" not in argument:
         return argument
-    from string import Template  # imports `re`: only where there is something to fill in
+    from elasticrs.utils.api import macros  # imports `re`: only where there is something to fill in
 
-    return Template(argument).safe_substitute(local_rank=local_rank)
+    return str(macros.substitute([argument], str(local_rank))[0])
 
 
 def directory_logs(run: RunLogs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:

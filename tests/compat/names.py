@@ -41,8 +41,13 @@ OPTIONS = "options of the command line"
 PRIVATE = {
     # Torch imports it in another part.
     "agent.server.api": ("_get_fq_hostname",),
+    # Others make a server with it.
+    "agent.server.local_elastic_agent": ("_AliveCallbackProxy",),
+    "rendezvous.registry": ("_register_out_of_tree_handlers",),
+    # Its `entry_points` is patched.
+    "run": ("metadata",),
 }
-"""Names with an underscore that are used from outside."""
+"""Names that are not public and used from outside."""
 
 HOOKS = {
     "SimpleElasticAgent": (

@@ -98,6 +98,22 @@ def test_both_names_are_the_same_module(installed):
     assert done.stdout == "done\n", done.stderr
 
 
+ATTRIBUTES = """
+import torch.distributed.run, torch
+error = torch.distributed.elastic.multiprocessing.errors.ChildFailedError
+assert error.__module__ == "elasticrs.multiprocessing.errors", error
+assert torch.distributed.launcher.api.elastic_launch.__module__ == "elasticrs.launcher.api"
+import torch.distributed.launcher as pet
+print(pet.api.__name__)
+"""
+
+
+@pytest.mark.torch
+def test_modules_are_attributes_of_their_packages(installed):
+    done = installed("-W", "error", "-c", ATTRIBUTES, check=False)
+    assert done.stdout == "elasticrs.launcher.api\n", done.stderr
+
+
 NEWER = """
 from torch.distributed.elastic.timer import api
 OURS = api.__name__

@@ -26,6 +26,40 @@ def test_every_difference_from_torch_is_in_the_table_and_the_table_holds():
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+REACHED = """
+import os, sys
+# The root is imported by all of them.
+import elasticrs
+lacking = []
+for name in sys.argv[1:]:
+    package, _, module = name.rpartition(".")
+    pid = os.fork()
+    if pid == 0:
+        __import__(package)
+        found = getattr(sys.modules[package], module, None)
+        os._exit(0 if found is not None and found is sys.modules.get(name) else 1)
+    if os.waitpid(pid, 0)[1] != 0:
+        lacking.append(name)
+print(*lacking)
+"""
+
+
+@pytest.mark.torch
+def test_modules_are_attributes_of_their_packages_after_an_import_of_the_package_alone():
+    modules = sorted({place for place, _ in table.read(table.DOCUMENT.read_text(encoding="utf-8"))})
+    modules.remove(names.OPTIONS)
+    assert len(modules) > 30
+    done = subprocess.run(
+        [sys.executable, "-c", REACHED, *modules],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.stdout == "\n", done.stderr
+
+
 class Theirs:
     """What a made-up torch has."""
 

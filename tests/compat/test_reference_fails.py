@@ -247,6 +247,38 @@ def test_a_record_about_somebody_else_is_refused(start, worker_script):
                 assert other.wait(HANG) == -signal.SIGKILL
 
 
+DEAF = """
+    import os, signal, sys
+    if os.environ["RANK"] == "1":
+        # When the other one is deaf.
+        sys.stdin = open(sys.argv[1])
+        sys.stdin.read()
+        sys.exit(7)
+    def patient(*_):
+        os.write(1, b"TOLD\\n")
+        signal.sigtimedwait({signal.SIGUSR1}, 10)
+        os.write(1, b"STILL HERE\\n")
+        os._exit(0)
+    signal.signal(signal.SIGTERM, patient)
+    open(sys.argv[1], "w").close()
+    while True:
+        signal.pause()
+"""
+
+
+def test_the_shutdown_timeout_holds_after_a_failure_too(start, worker_script, tmp_path):
+    script = worker_script(DEAF)
+    stays = {}
+    for launcher in BOTH:
+        fifo = tmp_path / f"{launcher}.fifo"
+        os.mkfifo(fifo)
+        launched = start(launcher, "--nproc-per-node=2", "--shutdown-timeout=1", script, str(fifo))
+        assert launched.wait() == 1
+        launched.wait_for_line("TOLD")
+        stays[launcher] = "STILL HERE" in launched.stdout
+    assert stays == {"elasticrs": False, "torchrun": True}
+
+
 UNINTERRUPTIBLE = """
     import ctypes, os, signal
     # The parent of a vfork is in state D until the child ends, and this one only waits.

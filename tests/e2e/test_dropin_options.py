@@ -269,10 +269,21 @@ def test_without_the_package_completion_names_it(launch, tmp_path):
 def test_the_count_of_devices_says_where_it_comes_from(launch):
     launched = launch("--nproc-per-node=cpu", "--no-python", "true")
     assert launched.wait() == 0
-    assert (
-        f"--nproc-per-node cpu is {os.cpu_count()} (cpu, according to the operating system)"
-        in launched.stderr
-    )
+    count = len(os.sched_getaffinity(0))
+    assert f"--nproc-per-node cpu is {count} (cpu, according to the operating system)" in launched.stderr
+
+
+def test_cpus_are_those_that_the_launcher_may_use(launch, worker_script):
+    script = worker_script("import os; print('WORLD', os.environ['WORLD_SIZE'])")
+    mine = os.sched_getaffinity(0)
+    # As under taskset, or in the cpuset of a container.
+    os.sched_setaffinity(0, {min(mine)})
+    try:
+        launched = launch("--nproc-per-node=cpu", script)
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout == "WORLD 1\n"
 
 
 @pytest.mark.beyond_torchrun

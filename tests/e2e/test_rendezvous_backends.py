@@ -252,6 +252,24 @@ def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
     assert reasons[0].endswith("has closed it, as rank 1 has failed with exit code 3\n")
 
 
+@pytest.mark.beyond_torchrun  # a traceback, and 1
+@pytest.mark.parametrize(
+    ("path", "why"), [("", "Is a directory"), ("none/file", "No such file or directory")]
+)
+def test_a_path_that_can_be_no_file_is_one_line(launch, worker_script, tmp_path, path, why):
+    endpoint = f"--rdzv-endpoint={tmp_path / path}"
+    launched = launch("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", endpoint, worker_script(SHOW))
+    assert launched.wait() == 2
+    expected = f"got {str(tmp_path / path)!r}, expected a file in which nodes can meet: {why}"
+    assert launched.stderr == f"elasticrs: --rdzv-endpoint: {expected}\n"
+
+
+def test_one_node_needs_no_file_to_meet_in(launch, worker_script):
+    launched = launch("--standalone", "--rdzv-conf=store_type=file", worker_script(SHOW))
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout == "0 1 0 0\n"
+
+
 @pytest.mark.beyond_torchrun  # it takes any words for seconds
 def test_bad_settings_of_a_file_are_one_line(launch, worker_script):
     conf = "--rdzv-conf=store_type=file,join_timeout=soon"

@@ -1,10 +1,14 @@
 """Functions that run in processes of their own."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from typing import Any, NoReturn
+
+from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 
 class UnpicklableError(Exception):
@@ -57,5 +61,25 @@ def unloadable() -> Any:
     return lambda: time
 
 
+def parent_of_mine() -> tuple[int | None, bool]:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join(0)
+    return parent.pid, parent.is_alive()
+
+
 def signals_of_mine() -> bool:
     return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def be_signalled_beside_a_context() -> str:
+    """What a worker hears that starts processes itself and is told to stop."""
+    context = start_processes("inner", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except SignalException:
+        return "raised"
+    finally:
+        with suppress(SignalException):
+            context.close()
+    return "lost"

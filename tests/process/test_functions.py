@@ -5,12 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from helpers import ports
 
 from elasticrs.launcher import LaunchConfig
 
 HOST = """
 import json, multiprocessing.resource_tracker, os, signal, subprocess, sys, threading, time
-from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
+from elasticrs import ChildFailedError, LaunchConfig, elastic_launch, metrics
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, Std
 
 def launch(function, *args, nproc=3, restarts=0, tee=Std.NONE, **how):
@@ -156,22 +157,57 @@ except ChildFailedError as error:
     assert "pickle" in message
 
 
-def test_a_function_that_ends_its_process_is_named(tmp_path):
-    text, _ = host(
+def test_a_function_that_ends_its_process_has_failed(tmp_path):
+    failures, stderr = host(
         tmp_path,
         """
 def work():
-    if rank() == 1:
+    if rank() > 0:
         os._exit(0)
 """,
         """
 try:
-    launch(work)
-except RuntimeError as error:
-    print(json.dumps(str(error)))
+    launch(work, restarts=1)
+except ChildFailedError as error:
+    print(json.dumps({rank: [found.exitcode, found.message] for rank, found in error.failures.items()}))
 """,
     )
-    assert text == "rank 1 exited with code 0 before the function returned"
+    text = "exited with code 0 before the function returned"
+    assert failures == {"1": [0, text], "2": [0, text]}
+    assert f"{text}; restarting (0 of 1 restarts left)" in stderr
+
+
+def test_a_silent_end_is_made_good_by_a_restart_and_observed(tmp_path):
+    ((state, restarts, failure), metrics), _ = host(
+        tmp_path,
+        """
+def work():
+    import http.client
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(0)
+    connection = http.client.HTTPConnection("127.0.0.1", int(os.environ["TORCHELASTIC_HEALTH_CHECK_PORT"]))
+    connection.request("GET", "/status")
+    found = json.loads(connection.getresponse().read())
+    connection.close()
+    return found["state"], found["restarts"], found["last_failure"]
+
+class Kept(metrics.MetricHandler):
+    values = []
+    def emit(self, data):
+        self.values.append(data.name)
+""",
+        f"""
+metrics.configure(Kept())
+os.environ["TORCHELASTIC_HEALTH_CHECK_PORT"] = "{ports.free()}"
+value = launch(work, nproc=1, restarts=1)[0]
+print(json.dumps([value, Kept.values]))
+""",
+    )
+    assert (state, restarts) == ("HEALTHY", 1)
+    assert (failure["rank"], failure["exitcode"]) == (0, 0)
+    assert failure["what"] == "exited with code 0 before the function returned"
+    assert "workers.default_role.failed" in metrics
+    assert "workers.default_role.succeeded" in metrics
 
 
 def test_a_function_that_cannot_be_sent_leaves_no_descriptor(tmp_path):
@@ -272,6 +308,22 @@ except SignalException as error:
     assert "SIGTERM received: passing it on to the workers" in stderr
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_each_worker_gets_its_local_rank_for_the_macro(tmp_path, method):
+    found, _ = host(
+        tmp_path,
+        """
+def work(*arguments):
+    return arguments
+""",
+        f"""
+values = launch(work, "rank=${{local_rank}}", "$$", "${{other}}", 5, nproc=2, start_method={method!r})
+print(json.dumps(list(values.values())))
+""",
+    )
+    assert found == [[f"rank={rank}", "$", "${other}", 5] for rank in range(2)]
+
+
 def test_programs_return_none(tmp_path):
     found, _ = host(
         tmp_path,
@@ -285,20 +337,28 @@ print(json.dumps([[rank, value] for rank, value in values.items()]))
     assert found == [[0, None], [1, None], [2, None]]
 
 
-@pytest.mark.parametrize("program", ["/no/such/program", "no-such-program"])
-def test_a_program_that_is_not_there_is_an_error(tmp_path, program):
+@pytest.mark.parametrize(
+    ("program", "kind", "why"),
+    [
+        ("/no/such/program", "FileNotFoundError", "No such file or directory"),
+        ("no-such-program", "FileNotFoundError", "No such file or directory"),
+        ("/etc", "PermissionError", "Permission denied"),
+    ],
+)
+def test_a_program_that_cannot_be_run_is_an_error_and_torchs(tmp_path, program, kind, why):
     text, _ = host(
         tmp_path,
         "",
         f"""
 try:
     launch({program!r}, restarts=3)
-except RuntimeError as error:
+except {kind} as error:
+    assert isinstance(error, RuntimeError) and error.strerror is None and error.errno
     print(json.dumps(str(error)))
 """,
     )
-    assert program in text
-    assert "No such file or directory" in text
+    assert f"`{program}`" in text
+    assert why in text
 
 
 def test_a_temporary_directory_without_files_is_removed(tmp_path):

@@ -119,6 +119,27 @@ except ChildFailedError as error:
     assert told(nodes(functions, main, 0, 1)) == [{"rank": 3, "text": True, "code": 1}] * 2
 
 
+def test_a_silent_end_is_the_first_cause_on_every_node(nodes):
+    functions = """
+def work():
+    meet()
+    if own("RANK") == 3:
+        os._exit(0)
+"""
+    main = """
+try:
+    launch(work, restarts=1)
+except ChildFailedError as error:
+    rank, failure = error.get_first_failure()
+    tell(rank=rank, code=failure.exitcode, text=failure.message)
+"""
+    text = "exited with code 0 before the function returned"
+    started = nodes(functions, main, 0, 1)
+    assert told(started) == [{"rank": 3, "code": 0, "text": text}] * 2
+    for each in started:
+        each.wait_for_line(rf"rank 3 .*on node .* {text}")
+
+
 def test_a_restart_has_fresh_values_on_all_nodes(nodes):
     functions = """
 def work():

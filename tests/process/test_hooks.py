@@ -82,12 +82,12 @@ def host(launch, tmp_path):
     """Starts a program with an agent."""
     port = ports.free()
 
-    def start(functions, main, node=0, env=None):
+    def start(functions, main, node=0, env=None, more=()):
         program = tmp_path / f"host{node}.py"
         indented = "\n".join("    " + line for line in main.strip().splitlines())
         text = HOST.replace("{functions}", functions.strip()).replace("{main}", indented)
         program.write_text(text, encoding="utf-8")
-        return launch(program, str(node), f"127.0.0.1:{port}", argv=[sys.executable], env=env)
+        return launch(program, str(node), f"127.0.0.1:{port}", *more, argv=[sys.executable], env=env)
 
     return start
 
@@ -116,7 +116,8 @@ tell(result.state.value, result.return_values, CALLS, made._remaining_restarts)
 """
     state, values, calls, left = told(host(FAILS_ONCE, main))
     assert (state, left) == ("SUCCEEDED", 0)
-    assert values == {"0": [0, True, 1], "1": [10, True, 1]}
+    # Rounds are counted from 1, as where the agent waits for events.
+    assert values == {"0": [0, True, 2], "1": [10, True, 2]}
     begin = ["initialize_workers", "rendezvous", "assign_worker_ranks", "start_workers"]
     again = ["restart_workers", "stop_workers", "shutdown", *begin]
     assert calls == ["invoke_run", *begin, *again, "exit_barrier", "shutdown"]
@@ -159,6 +160,18 @@ tell(*found)
     assert told(host("", main)) == [{"0": "mine"}, "not today", {"0": None, "1": None}]
 
 
+def test_a_program_that_is_not_there_is_torchs_error_in_its_loop_too(host):
+    main = """
+try:
+    agent(spec(handler(), "/no/such"), Hooked).run()
+except FileNotFoundError as error:
+    tell(isinstance(error, RuntimeError), str(error))
+"""
+    is_ours, text = told(host("", main))
+    assert is_ours
+    assert "`/no/such`" in text
+
+
 def test_ids_that_are_not_ours_are_an_error(host):
     functions = """
 class Confused(LocalElasticAgent):
@@ -194,6 +207,29 @@ except SignalException as error:
     started.signal(signal.SIGTERM)
     assert told(started) == ["SIGTERM", True, "shutdown"]
     assert "PASSED ON" in started.stdout
+
+
+def test_a_node_by_itself_has_a_store_as_well(host):
+    functions = """
+class Sharing(LocalElasticAgent):
+    def _initialize_workers(self, group):
+        super(Sharing, self)._initialize_workers(group)
+        self._store.set("told", group.store.timeout.total_seconds() and "here")
+"""
+    main = """
+mine = agent(spec(handler(), "true"), Sharing)
+mine.run()
+found = [mine._store.get("told").decode(), mine.get_worker_group().store.get("told").decode()]
+mine._worker_group.spec.rdzv_handler.shutdown()
+# Nobody looks at it while this one runs.
+other = agent(spec(handler(), "true"))
+other.run()
+other._store.set("told", "later")
+found.append(other.get_worker_group().store.get("told").decode())
+other._worker_group.spec.rdzv_handler.shutdown()
+tell(*found)
+"""
+    assert told(host(functions, main)) == ["here", "here", "later"]
 
 
 def test_two_nodes_meet_by_a_handler_of_the_users_own(host):
@@ -324,6 +360,32 @@ tell(*CALLS[0])
     assert [worker["state"] for worker in status["workers"]] == ["RUNNING", "RUNNING"]
 
 
+@pytest.mark.parametrize(
+    ("code", "restarts", "last"), [("0", "0", "SUCCEEDED"), ("3", "0", "FAILED"), ("3", "1", "SUCCEEDED")]
+)
+def test_the_last_word_of_the_health_server_is_how_it_ended(host, code, restarts, last):
+    functions = """
+from elasticrs.agent.job_health import HealthObserver
+from elasticrs.agent.server.health_check_server import HealthCheckServer
+
+STATES = []
+publish = HealthObserver._publish
+def keep(self, *what):
+    # Nobody can ask any more when the last word is said.
+    STATES.append(self._state)
+    publish(self, *what)
+HealthObserver._publish = keep
+"""
+    main = """
+code, restarts = sys.argv[3:]
+command = "sh", "-c", "exit $(($0 * (1 - $TORCHELASTIC_RESTART_COUNT)))", code
+server = HealthCheckServer(lambda: 0.0, 0, 60)
+agent(spec(handler(), *command, nproc=1, restarts=int(restarts)), Hooked, health_check_server=server).run()
+tell(STATES[0], STATES[-1])
+"""
+    assert told(host(functions, main, more=[code, restarts])) == ["INIT", last]
+
+
 def test_the_watchdogs_events_are_recorded_beside_torchs(host):
     functions = """
 def work():
@@ -344,3 +406,72 @@ with open("events.jsonl") as file:
     watchdog = ["watchdog started", "timer expired", "kill worker process", "watchdog stopped"]
     assert [name for name in names if name in watchdog] == watchdog
     assert names[-3:] == ["watchdog stopped", "FAILED", "SUCCEEDED"]
+
+
+FAILS_TO_START = """
+class Specs(DefaultLogsSpecs):
+    def reify(self, envs):
+        if envs[0]["TORCHELASTIC_RESTART_COUNT"] == sys.argv[3]:
+            if sys.argv[4] == "signalled":
+                signal.raise_signal(signal.SIGTERM)
+            raise KeyError("mine")
+        return super().reify(envs)
+"""
+
+RUN_AND_FAIL_TO_START = """
+made = Hooked(spec(handler(), "false", nproc=1, restarts=1), Specs(os.environ["TMPDIR"] + "/logs"))
+try:
+    made.run()
+except (KeyError, SignalException) as error:
+    tell(type(error).__name__, type(error.__context__).__name__, CALLS[-1])
+"""
+
+
+@pytest.mark.parametrize("attempt", ["0", "1"])
+def test_an_error_before_a_start_ends_the_agent(host, attempt):
+    started = host(FAILS_TO_START, RUN_AND_FAIL_TO_START, more=[attempt, "left alone"])
+    assert told(started) == ["KeyError", "NoneType", "shutdown"]
+
+
+def test_a_signal_before_a_start_that_fails_is_heard(host):
+    started = host(FAILS_TO_START, RUN_AND_FAIL_TO_START, more=["0", "signalled"])
+    assert told(started) == ["SignalException", "KeyError", "shutdown"]
+
+
+def test_a_function_that_cannot_be_sent_ends_the_agent(host):
+    main = """
+try:
+    agent(spec(handler(), lambda: 1), Hooked).run()
+except Exception as error:
+    tell(type(error).__name__, CALLS[-1])
+"""
+    assert told(host("", main)) == ["PicklingError", "shutdown"]
+
+
+def test_looking_ends_beside_descriptors_that_are_ready(host):
+    functions = """
+class Looking(LocalElasticAgent):
+    def _monitor_workers(self, group):
+        if not CALLS:
+            workers = self._pcontext
+            # As the copy of a handler does in a forked process.
+            os.eventfd_write(workers._bell, 1)
+            workers.wait_for_news(0.001)
+            CALLS.append(workers.wait(0))
+            try:
+                os.eventfd_read(workers._bell)
+            except BlockingIOError:
+                CALLS.append("heard")
+            reader, writer = os.pipe()
+            os.write(writer, b"x")
+            workers._supervisor.watch_fd(reader)
+            CALLS.append(workers.wait(0))
+            workers._supervisor.unwatch_fd(reader)
+            os.kill(workers.pids()[0], signal.SIGKILL)
+        return super()._monitor_workers(group)
+"""
+    main = """
+result = agent(spec(handler(), "sleep", "1000", nproc=1), Looking).run()
+tell(result.failures[0].exitcode, *CALLS)
+"""
+    assert told(host(functions, main)) == [-9, None, "heard", None]

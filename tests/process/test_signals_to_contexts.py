@@ -1,5 +1,6 @@
 """Signals at every moment of starting, waiting and closing; and a keeper that is killed."""
 
+import dis
 import os
 import signal
 import sys
@@ -70,13 +71,18 @@ class SignalAt:
         frame.f_trace_opcodes = self._event == "opcode"
         return self._step
 
-    def _step(self, _frame: FrameType, event: str, _arg: object) -> Callable[..., object] | None:
-        if event == self._event and not self.sent:
+    def _step(self, frame: FrameType, event: str, _arg: object) -> Callable[..., object] | None:
+        if event == self._event and not self.sent and not _returns(frame):
             self._left -= 1
             if self._left < 0 and os.getpid() == self._pid:
                 self.sent = True
                 signal.raise_signal(signal.SIGTERM)
         return self._step
+
+
+def _returns(frame: FrameType) -> bool:
+    """Whether the next instruction returns: there the interpreter itself never looks for signals."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
 
 
 def known() -> set[int]:

@@ -19,10 +19,13 @@ if HOOKED:
     plain = LocalElasticAgent._get_worker_state
     LocalElasticAgent._get_worker_state = lambda self, *how: plain(self, *how)
 
-def launch(function, *args, **how):
+# Whoever imports this module has the program's arguments.
+LOGS = sys.argv[1]
+
+def launch(function, *args, specs=DefaultLogsSpecs, **how):
     config = LaunchConfig(
         1, 1, how.pop("nproc", 2), rdzv_backend="c10d", run_id="job", start_method={method!r},
-        logs_specs=DefaultLogsSpecs(sys.argv[1], tee=Std.ALL), max_restarts=how.pop("restarts", 0),
+        logs_specs=specs(LOGS, tee=Std.ALL), max_restarts=how.pop("restarts", 0),
         monitor_interval=0.05, **how,
     )
     return elastic_launch(config, function)(*args)
@@ -48,6 +51,17 @@ def wait():
 def leave():
     os._exit(0)
 
+def leave_once():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        leave()
+    return 1
+
+def possessions():
+    with open(f"/proc/self/task/{{os.getpid()}}/children") as children:
+        return len(os.listdir("/proc/self/fd")), sorted(children.read().split())
+
+{functions}
+
 if __name__ == "__main__":
 {main}
     multiprocessing.resource_tracker._resource_tracker._stop()
@@ -61,10 +75,12 @@ def method(request):
 
 @pytest.fixture(params=[False, True], ids=["events", "hooks"])
 def host(request, launch, tmp_path, method):
-    def start(main):
+    def start(main, functions=""):
         program = tmp_path / "host.py"
         indented = "\n".join("    " + line for line in main.strip().splitlines())
-        program.write_text(HOST.format(method=method, hooked=request.param, main=indented))
+        program.write_text(
+            HOST.format(method=method, hooked=request.param, functions=functions.strip(), main=indented)
+        )
         return launch(program, str(tmp_path / "logs"), argv=[sys.executable])
 
     return start
@@ -109,11 +125,128 @@ except SignalException as error:
     procs.assert_gone(int(pid) for line in lines for pid in line.groups())
 
 
-def test_an_exit_without_a_value_is_an_error(host):
+def test_an_exit_without_a_value_is_a_failure_that_a_restart_may_mend(host):
     launched = host("""
+tell(values=sorted(launch(leave_once, restarts=1).values()))
 try:
     launch(leave)
-except RuntimeError as error:
-    tell(text=str(error))
+except ChildFailedError as error:
+    codes = [found.exitcode for found in error.failures.values()]
+    tell(codes=codes, text=error.get_first_failure()[1].message)
 """)
-    assert "exited with code 0 before the function returned" in told(launched)["text"]
+    found = told(launched)
+    assert 'TOLD {"values": [1, 1]}' in launched.stdout
+    assert found == {"codes": [0, 0], "text": "exited with code 0 before the function returned"}
+
+
+def test_nothing_of_an_attempt_stays_open(host):
+    launched = host("""
+launch(work, 1, restarts=1)  # multiprocessing's resource tracker comes with the first one, and stays
+before = possessions()
+launch(work, 1, restarts=1)
+tell(before=before, after=possessions())
+""")
+    found = told(launched)
+    assert found["after"] == found["before"]
+
+
+def test_workers_that_cannot_begin_are_a_failed_start(host):
+    launched = host(
+        """
+launch(work, 1, restarts=1)
+before = possessions()
+try:
+    launch(work, 1, specs=Broken)
+except RuntimeError as error:
+    text = str(error)
+tell(text=text, before=before, after=possessions())
+""",
+        """
+class Broken(DefaultLogsSpecs):
+    def reify(self, envs):
+        found = super().reify(envs)
+        found.stdouts = dict.fromkeys(envs, os.path.join(LOGS, "no", "such", "directory"))
+        return found
+""",
+    )
+    found = told(launched)
+    assert (
+        found["text"] == "the workers could not be started: a process ended before it began; see its stderr"
+    )
+    assert "No such file or directory" in launched.stderr
+    assert found["after"] == found["before"]
+
+
+@pytest.mark.parametrize("method", ["forkserver"])
+def test_a_signal_is_heard_while_the_fork_server_imports(host):
+    launched = host(
+        """
+try:
+    launch(work, 1)
+except SignalException as error:
+    tell(signal=error.sigval.name)
+""",
+        """
+if __name__ == "__mp_main__":
+    child = subprocess.Popen(["sleep", "1000"])
+    os.write(1, f"IMPORTS {os.getpid()} {child.pid}\\n".encode())
+    signal.pause()
+""",
+    )
+    pids = launched.wait_for_line(r"IMPORTS (\d+) (\d+)").groups()
+    launched.signal(signal.SIGTERM)
+    assert told(launched) == {"signal": "SIGTERM"}
+    procs.assert_gone(map(int, pids))
+    procs.reap_adopted()
+
+
+@pytest.mark.parametrize("method", ["forkserver"])
+def test_a_module_that_cannot_be_imported_is_a_failed_start(host):
+    launched = host(
+        """
+before = possessions()[0]
+try:
+    launch(work, 1)
+except RuntimeError as error:
+    text = str(error)
+tell(text=text, leaked=possessions()[0] - before - 1)
+""",
+        """
+if __name__ == "__mp_main__":
+    raise ValueError("not like this")
+""",
+    )
+    found = told(launched)
+    assert found["text"] == "the workers could not be started: their parent has ended; see its stderr"
+    assert "ValueError: not like this" in launched.stderr
+    assert found["leaked"] == 0
+
+
+def test_a_worker_that_hangs_has_failed(host):
+    launched = host(
+        """
+from elasticrs.timer import heartbeat
+heartbeat(7)  # of no worker
+try:
+    launch(hang, hang_timeout=1)
+except ChildFailedError as error:
+    failure = error.failures[1]
+    tell(ranks=sorted(error.failures), code=failure.exitcode, text=failure.message, stack=failure.stack)
+""",
+        """
+def hang():
+    from elasticrs.timer import heartbeat
+    pipe = os.pipe()
+    rank = int(os.environ["RANK"])
+    heartbeat(rank)
+    if rank == 1:
+        os.read(pipe[0], 1)
+    with heartbeat.section("the others may take any time", limit=None):
+        os.read(pipe[0], 1)
+""",
+    )
+    found = told(launched)
+    assert (1 in found["ranks"], found["code"]) == (True, -9)
+    assert "hung: no heartbeat for" in found["text"]
+    assert "stopped at step 1" in found["text"]
+    assert "in hang" in found["stack"]

@@ -1,5 +1,7 @@
 """Programs and functions that a program starts by itself, without an agent."""
 
+import errno
+import functools
 import io
 import os
 import signal
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import functions, procs
 
+from elasticrs import _core
 from elasticrs.multiprocessing import (
     DefaultLogsSpecs,
     LogsDest,
@@ -62,8 +65,13 @@ def test_a_failed_program_stops_the_others_which_are_named(tmp_path):
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RuntimeError, match="no-such-program"):
+    with pytest.raises(RuntimeError, match="no-such-program") as raised:
         start(tmp_path, "no-such-program")
+    # As in torch.
+    assert isinstance(raised.value, FileNotFoundError)
+    assert raised.value.errno == errno.ENOENT
+    with pytest.raises(PermissionError):
+        start(tmp_path, "/etc")
 
 
 def test_the_handlers_are_like_popen(tmp_path):
@@ -86,6 +94,38 @@ def test_a_handler_stands_alone(tmp_path):
     handler = get_subprocess_handler("sleep", (1000,), {}, None, None, 0)
     handler.close()
     assert handler.proc.wait(procs.HANG) == -signal.SIGTERM
+
+
+def test_a_handler_does_not_wait_for_what_its_program_left(tmp_path, monkeypatch):
+    # What is left may go on for as long as this test takes.
+    monkeypatch.setattr(_core, "GroupSpec", functools.partial(_core.GroupSpec, linger=1000.0))
+    before = os.listdir("/proc/self/fd")
+    out = tmp_path / "out"
+    handlers = [
+        SubprocessHandler("sh", ("-c", "sleep 1000 & echo $!"), {}, str(out), None, 0) for _ in range(3)
+    ]
+    assert handlers[0].proc.wait(procs.HANG) == 0
+    for handler in handlers[1:]:
+        assert procs.wait_gone(handler.proc.pid)
+    while handlers[1].proc.poll() is None:
+        os.sched_yield()
+    handlers[2].close()
+    for pid in map(int, out.read_text().split()):
+        assert procs.process(pid) is not None
+        os.kill(pid, signal.SIGKILL)
+    for handler in handlers:
+        assert handler._group.wait_until(lambda handler=handler: handler._group.end is not None, procs.HANG)
+        assert handler.proc.poll() == 0
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_handler_that_nobody_has_gives_everything_back():
+    before = os.listdir("/proc/self/fd")
+    handler = SubprocessHandler("sleep", (1000,), {}, None, None, 0)
+    pid = handler.proc.pid
+    del handler
+    assert procs.wait_gone(pid)
+    assert os.listdir("/proc/self/fd") == before
 
 
 # --- functions ---
@@ -152,6 +192,12 @@ def test_a_function_does_not_inherit_our_handlers(tmp_path, method):
         0: True,
         1: True,
     }
+
+
+@methods
+def test_a_function_has_a_parent_process_that_lives(tmp_path, method):
+    found = start(tmp_path, functions.parent_of_mine, n=1, start_method=method).wait()
+    assert found.return_values == {0: (os.getpid(), True)}
 
 
 def test_a_forked_function_may_be_anything(tmp_path):

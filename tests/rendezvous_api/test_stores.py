@@ -4,16 +4,19 @@ import os
 import tempfile
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import metadata
 
 import pytest
-from helpers import ports
+from helpers import ports, procs
 
 from elasticrs.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousStateError,
+    c10d_rendezvous_backend,
+    registry,
     rendezvous_handler_registry,
 )
 from elasticrs.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
@@ -44,6 +47,19 @@ def test_a_file_holds_keys_and_values(store):
     assert (store.num_keys(), store.delete_key("n"), store.delete_key("n")) == (2, True, False)
     with pytest.raises(DistStoreError, match="wait timeout after 50ms, keys: x, y"):
         store.wait(["x", "y"])
+
+
+def test_a_barrier_of_a_file_holds_until_all_have_come(store):
+    other = FileStore(store.path)
+    store.set_timeout(timedelta(seconds=procs.HANG))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(store.barrier, "b", 2)
+        other.set_timeout(timedelta(seconds=procs.HANG))
+        other.wait(["b/come"])
+        other.barrier("b", 2)
+        first.result(procs.HANG)
+    with pytest.raises(DistStoreError, match="barrier timeout after 10ms, key: c"):
+        store.barrier("c", 2, timedelta(milliseconds=10))
 
 
 def test_only_what_is_expected_is_replaced(store):
@@ -154,7 +170,8 @@ def test_c10d_in_a_file_is_a_handler_over_a_back_end(tmp_path):
 class Entry:
     value = "package:name"
 
-    def __init__(self, made):
+    def __init__(self, name, made):
+        self.name = name
         self.load = lambda: made
 
 
@@ -163,8 +180,10 @@ def installed(monkeypatch):
     """What packages offer, by group and name."""
     offered = {}
 
-    def entry_points(*, group, name):
-        return [Entry(offered[group, name])] if (group, name) in offered else []
+    def entry_points(*, group, name=None):
+        return [
+            Entry(each, made) for (of, each), made in offered.items() if of == group and name in (None, each)
+        ]
 
     monkeypatch.setattr(metadata, "entry_points", entry_points)
     monkeypatch.setattr(rendezvous_handler_registry, "_registry", dict(rendezvous_handler_registry._registry))
@@ -191,6 +210,30 @@ def test_our_group_goes_first(installed):
     installed["torchrun.handlers", "both"] = lambda: None
     installed["elasticrs.rendezvous_handlers", "both"] = lambda: lambda _: mine
     assert get_rendezvous_handler(params("both")) is mine
+
+
+def test_all_packages_are_asked_at_once_as_in_torch(installed, caplog):
+    made = handler_named("theirs")
+    installed["torchrun.handlers", "theirs"] = lambda: lambda _: made
+    installed["torchrun.handlers", "broken"] = lambda: 1 / 0
+    installed["torchrun.handlers", "c10d"] = lambda: lambda _: made
+    registry._register_out_of_tree_handlers()
+    assert rendezvous_handler_registry.is_registered("theirs")
+    assert not rendezvous_handler_registry.is_registered("broken")
+    assert caplog.messages == [
+        "rdzv_backend: 'broken' cannot be loaded from package:name: ZeroDivisionError('division by zero')"
+    ]
+    installed.clear()
+    assert get_rendezvous_handler(params("theirs")) is made
+
+
+def test_the_class_of_files_is_replaced_where_torch_has_it(tmp_path, monkeypatch):
+    class Mine(FileStore):
+        """The user's own."""
+
+    monkeypatch.setattr(c10d_rendezvous_backend, "FileStore", Mine)
+    _, store = create_backend(params(endpoint=str(tmp_path / "file"), store_type="file"))
+    assert isinstance(store, Mine)
 
 
 def test_a_package_that_is_broken_is_named(installed):

@@ -330,3 +330,24 @@ def test_the_nursery_holds_a_duplicate_of_the_connection(group):
         assert refused.value.errno == errno.EBADF
         group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
         group.end()
+
+
+def test_heartbeats_of_adopted_processes_are_watched(group):
+    group.supervisor.watch_hangs(None, startup=0.001)
+    group.start()
+    page, named = _core.heartbeat_page()
+    reader, writer = os.pipe()
+    with subprocess.Popen(["sleep", "1000"]) as waits:
+        try:
+            assert named.startswith(f"{page}:")
+            with pytest.raises(OSError, match="no page for the heartbeats of local rank 0"):
+                group.supervisor.adopt(0, waits.pid, page_fd=reader)
+            with pytest.raises(_core.SupervisorError, match="no page for the heartbeats of local rank 1"):
+                group.supervisor.adopt(1, waits.pid, page_fd=page)
+            group.supervisor.adopt(0, waits.pid, page_fd=page)
+            assert group.until(_core.WorkerHung).pid == waits.pid
+            assert group.end().outcome == "failed"
+        finally:
+            waits.kill()
+            for fd in (page, reader, writer):
+                os.close(fd)

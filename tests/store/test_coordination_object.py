@@ -17,7 +17,7 @@ import pytest
 from helpers import procs
 from helpers.coordination import RUN, Client, serving
 
-from elasticrs.store import DistNetworkError, DistStoreError, Store, connect
+from elasticrs.store import DistNetworkError, DistStoreError, QueueEmptyError, Store, connect
 
 SOON = datetime.timedelta(milliseconds=50)
 
@@ -58,6 +58,11 @@ def everything(store: Any, reader: Any) -> list[Any]:
     store.multi_set(["m1", "m2"], ["1", "2"])
     reader.wait(["m1", "m2"], datetime.timedelta(seconds=30))
     seen += [reader.multi_get(["a", "m2", "m1"]), store.delete_key("a"), store.delete_key("a")]
+    store.queue_push("q", "first")
+    reader.queue_push("q", "second")
+    reader.wait(["q"], datetime.timedelta(seconds=30))
+    seen += [store.queue_len("q"), store.check(["q"]), reader.queue_pop("q"), store.queue_pop("q", False)]
+    seen += [reader.queue_len("q"), store.check(["q"]), store.barrier("b", 1)]
     seen += [store.has_extended_api(), store.timeout]
     return seen
 
@@ -67,9 +72,11 @@ def test_calls_return_what_torch_returns(pair):
     seen = everything(one, other)
     assert seen[:4] == [b"abc", 5, -2, b"-2"]
     assert seen[4:10] == [b"v", b"w", b"w", b"x", True, False]
-    assert seen[10:] == [[b"xy", b"2", b"1"], True, False, True, datetime.timedelta(seconds=300)]
-    assert one.list_keys() == ["c", "m1", "m2", "n", "text"]
-    assert one.num_keys() == 5
+    assert seen[10:13] == [[b"xy", b"2", b"1"], True, False]
+    assert seen[13:20] == [2, True, b"first", b"second", 0, False, None]
+    assert seen[20:] == [True, datetime.timedelta(seconds=300)]
+    assert [key for key in one.list_keys() if not key.startswith("b/")] == ["c", "m1", "m2", "n", "text"]
+    assert one.num_keys() == len(one.list_keys())
 
 
 @pytest.mark.torch
@@ -81,6 +88,8 @@ def test_torch_returns_the_same(pair):
         "made = {'world_size': None, 'timeout': datetime.timedelta(seconds=300)}\n"
         "store = dist.TCPStore('127.0.0.1', 0, is_master=True, **made)\n"
         "print(everything(store, dist.TCPStore('127.0.0.1', store.port, **made)))\n"
+        "from elasticrs.store import Store\n"
+        "assert not [name for name in dir(dist.Store) if name[0] != '_' and not hasattr(Store, name)]\n"
     )
     command = [sys.executable, "-c", script]
     torch = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -98,6 +107,38 @@ def test_a_key_that_does_not_come_is_torchs_error(pair):
     with pytest.raises(ValueError, match="invalid literal"):
         store.add("word", 1)
     assert store.get("word") == b"w"
+
+
+def test_a_queue_gives_each_value_to_one_and_its_errors_are_torchs(pair):
+    one, other = pair.stores
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(store.queue_pop, "q") for store in (one, other, one.clone(), other.clone())]
+        for number in range(4):
+            one.queue_push("q", str(number))
+        assert sorted(each.result(procs.HANG) for each in waiting) == [b"0", b"1", b"2", b"3"]
+    with pytest.raises(QueueEmptyError, match=r"^queue is empty$"):
+        one.queue_pop("q", block=False)
+    one.set_timeout(SOON)
+    with pytest.raises(DistStoreError, match=r"^wait timeout after 50ms, keys: q$"):
+        one.queue_pop("q")
+    one.queue_push("q", b"")
+    assert (one.queue_len("q"), one.queue_pop("q")) == (1, b"")
+    for value in ("", "no queue at all"):
+        one.set("word", value)
+        with pytest.raises(ValueError, match="no queue"):
+            one.queue_len("word")
+
+
+def test_a_barrier_holds_until_all_have_come_and_may_be_used_again(pair):
+    one, other = pair.stores
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            first = pool.submit(one.barrier, "b", 2)
+            other.wait(["b/come"])
+            other.barrier("b", 2)
+            assert first.result(procs.HANG) is None
+    with pytest.raises(DistStoreError, match=r"^barrier timeout after 50ms, key: c$"):
+        one.barrier("c", 2, SOON)
 
 
 def test_who_waits_is_woken_by_the_last_key(pair):

@@ -17,8 +17,10 @@ from elasticrs.agent.server import (
     api,
 )
 from elasticrs.agent.server.api import _RoleInstanceInfo
+from elasticrs.agent.server.health_check_server import HealthCheckServer
+from elasticrs.agent.server.local_elastic_agent import _AliveCallbackProxy
 from elasticrs.agent.server.progress import Progress
-from elasticrs.launcher import LaunchConfig
+from elasticrs.launcher import LaunchConfig, elastic_launch
 from elasticrs.launcher.api import _get_entrypoint_name
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException
 from elasticrs.rendezvous import RendezvousHandler, RendezvousParameters
@@ -100,6 +102,9 @@ def test_the_hooks_of_a_subclass_run_in_torchs_order(handler):
     group = agent.get_worker_group()
     assert [worker.id for worker in group.workers] == ["id0", "id1"]
     assert group.master_port == handler.agent_store.port
+    # As in torch: a subclass may use it, with one node too.
+    agent._store.set("key", "value")
+    assert group.store.get("key") == b"value"
 
 
 def test_a_subclass_fails_when_its_restarts_are_used_up(handler):
@@ -177,6 +182,17 @@ def test_a_state_without_meaning_is_an_error(handler):
     with pytest.raises(RuntimeError, match="is in state UNKNOWN"):
         agent.run()
     assert agent.calls[-1] == "shutdown"
+
+
+def test_a_server_that_was_there_before_the_agent_asks_it(tmp_path):
+    alive = _AliveCallbackProxy()
+    before = time.time()
+    assert alive() >= before
+    config = LaunchConfig(1, 1, 1, logs_specs=DefaultLogsSpecs(str(tmp_path)), rdzv_backend="c10d")
+    elastic_launch(config, "true", HealthCheckServer(alive, 0, 60))()
+    assert alive._delegate.__name__ == "_get_alive_time"
+    alive.set_delegate(lambda: 17)
+    assert alive() == 17
 
 
 def test_another_start_method_is_refused(handler, tmp_path):

@@ -56,6 +56,7 @@ def test_closing_gives_the_port_back():
         ({"CUDA_VISIBLE_DEVICES": "0,2"}, 2),
         ({"CUDA_VISIBLE_DEVICES": "0,7,1"}, 1),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,0"}, 0),
         ({"CUDA_VISIBLE_DEVICES": "GPU-1234,GPU-5678"}, 2),
     ],
 )

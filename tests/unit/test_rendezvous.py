@@ -1,5 +1,6 @@
 """Torch's rendezvous names, and the handlers for one node."""
 
+import os
 import socket
 
 import pytest
@@ -13,8 +14,10 @@ from elasticrs.rendezvous import (
     RendezvousStoreInfo,
 )
 from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+from elasticrs.rendezvous.prefix_store import with_prefix
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.static import OneNodeRendezvous
+from elasticrs.store import DistNetworkError, Store
 
 
 def params(backend="c10d", endpoint="", min_nodes=1, max_nodes=1, **config):
@@ -108,6 +111,30 @@ def test_rank_0_hosts_the_store_on_a_fresh_reserved_port_when_torchs_variable_sa
     assert handler.is_closed()
     with pytest.raises(RendezvousClosedError):
         handler.next_rendezvous()
+
+
+@pytest.mark.parametrize(("backend", "endpoint"), [("c10d", "localhost:0"), ("static", "localhost:1234")])
+def test_one_node_has_a_store_which_costs_nothing_until_it_is_used(backend, endpoint):
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    handler = get_rendezvous_handler(params(backend, endpoint))
+    first, second = handler.next_rendezvous().store, handler.next_rendezvous().store
+    assert isinstance(first, Store)
+    before = descriptors()
+    first.set("key", "value")
+    assert descriptors() > before
+    assert (first.get("key"), second.check(["key"])) == (b"value", False)
+    inner = with_prefix(second, "mine")
+    inner.queue_push("queue", "a")
+    inner.barrier("all", 1)
+    assert (inner.queue_len("queue"), inner.queue_pop("queue")) == (1, b"a")
+    unused = handler.next_rendezvous().store
+    assert handler.shutdown()
+    assert descriptors() <= before
+    for store in (first, second, unused):
+        with pytest.raises(DistNetworkError, match="closed"):
+            store.get("key")
 
 
 def test_a_static_endpoint_is_used_as_it_is():

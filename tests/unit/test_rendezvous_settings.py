@@ -201,8 +201,8 @@ def test_bad_values(name, text, expected):
 
 def test_a_shared_file_is_no_store():
     assert mistake(store_type="File") == (
-        "--rdzv-conf: store_type: got 'File', expected tcp: a file cannot tell when a node has died; "
-        "name the node that hosts the store with --rdzv-endpoint HOST:PORT instead"
+        "--rdzv-conf: store_type: got 'File', expected tcp: only with the backend c10d do nodes "
+        "meet in a file"
     )
 
 

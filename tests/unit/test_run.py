@@ -127,7 +127,7 @@ def test_small_functions_are_torchs(namespace):
     with pytest.raises(RuntimeError, match='nnodes=1:2:3 is not in "MIN:MAX" format'):
         parse_min_max_nnodes("1:2:3")
     assert [determine_local_world_size(count) for count in ("3", " 3 ", "+3", 3)] == [3] * 4
-    assert determine_local_world_size("cpu") == os.cpu_count()
+    assert determine_local_world_size("cpu") == len(os.sched_getaffinity(0))
     static = namespace(rdzv_backend="static", rdzv_endpoint="", master_addr="host", master_port=7)
     assert get_rdzv_endpoint(static) == "host:7"
     assert get_rdzv_endpoint(namespace(rdzv_backend="c10d", rdzv_endpoint="a:1")) == "a:1"
@@ -281,3 +281,9 @@ def test_torchruns_options_are_all_there_with_their_defaults():
         assert dest == "print_completion" or values[dest] == default or not (values[dest] or default), dest
         # What torch leaves empty has a value of its kind here.
         assert parse(["x"], {}).__dict__[dest] == expected or not (option.default or expected), dest
+
+
+def test_what_is_installed_can_be_patched_where_torch_has_it(monkeypatch):
+    monkeypatch.setattr("elasticrs.run.metadata.entry_points", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _get_logs_specs_class("mine")

@@ -297,6 +297,19 @@ def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
         del rendezvous_handler_registry._registry["of_a_program"]
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [(), ("--standalone",), ("--standalone", "--rdzv-backend=c10d"), ("--nnodes=2", "--node-rank=1")],
+)
+def test_a_file_changes_nothing_where_nobody_would_look_into_it(launch, argv):
+    launched = launch(*argv, "--rdzv-conf=store_type=file")
+    assert launched.handler is None
+    line = "--rdzv-conf: store_type=file has no effect here: it is for --rdzv-backend c10d"
+    assert line in launched.notices
+    with pytest.raises(UsageError, match="got 'tape', expected tcp"):
+        launch(*argv, "--rdzv-conf=store_type=tape")
+
+
 def test_a_usual_launch_has_none(launch):
     for argv in ((), C10D, ("--standalone", "--rdzv-backend=c10d")):
         assert launch(*argv).handler is None

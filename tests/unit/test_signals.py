@@ -98,6 +98,30 @@ CASES = {
             assert libc.sigaction(signum, None, action) == 0
             assert libc.sigismember(ctypes.byref(action, 8), other) == 1
     """,
+    "a_forked_child_has_what_was_there_before": """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        hosts = lambda *_: None
+        signal.signal(signal.SIGTERM, hosts)
+        signal.set_wakeup_fd(writer)
+        outer, inner = SignalPipe([signal.SIGTERM, signal.SIGUSR1]), SignalPipe([signal.SIGTERM])
+        def fork():
+            if (pid := os.fork()) == 0:
+                handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)]
+                blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+                found = [*handlers, signal.set_wakeup_fd(-1), blocked]
+                os._exit(7 if found == [hosts, signal.SIG_DFL, writer, set()] else 1)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        codes = []
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        fork()
+        assert codes == [7, 7], codes
+        signal.raise_signal(signal.SIGTERM)
+        assert wait(inner) == [15], "the parent goes on"
+        assert wait(outer) == [15]
+    """,
     "only_the_main_thread_catches": """
         found, before = [], os.listdir("/proc/self/fd")
         thread = threading.Thread(target=lambda: found.append(catch_signals([signal.SIGTERM])))
@@ -227,10 +251,47 @@ def test_what_is_left_of_pauses_is_what_the_kernel_would_leave(received):
         assert left.endswith(received[received.rindex(signal.SIGTSTP) :])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_signals(case):
-    body = "\n".join(line[8:] for line in CASES[case].splitlines())
+def run(program):
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + body], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_signals(case):
+    run(PRELUDE + "\n".join(line[8:] for line in CASES[case].splitlines()))
+
+
+SIGNALLED_WHILE_FORKING = """
+import os, select, signal, threading
+def send():
+    os.kill(os.getpid(), signal.SIGTERM)
+# Of these hooks the last that was registered is called first: this one is called when signals are blocked.
+os.register_at_fork(before=send)
+from elasticrs.agent.server.raised_signals import raised_signals
+class Stopped(Exception):
+    pass
+def fork():
+    if os.fork() == 0:
+        os._exit(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
+# One that comes right before the wait would not end it.
+reader, writer = os.pipe2(os.O_NONBLOCK)
+signal.set_wakeup_fd(writer)
+try:
+    with raised_signals([signal.SIGTERM], lambda *_: Stopped(), lambda _: False):
+        {fork}
+        select.select([reader], [], [], 20)
+    raise AssertionError("the signal was lost")
+except Stopped:
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join()
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+"""
+
+
+@pytest.mark.parametrize("fork", ["fork()", "threading.Thread(target=fork).start()"])
+def test_a_signal_during_a_fork_is_raised_and_is_not_the_childs(fork):
+    run(SIGNALLED_WHILE_FORKING.replace("{fork}", fork))

@@ -279,8 +279,8 @@ fn an_adopted_child_is_a_member_like_the_others() {
     assert!(matches!(event(&supervisor), Event::GroupStarted { .. }));
     let spawn = |code: &str| std::process::Command::new("sh").args(["-c", code]).spawn().unwrap();
     let (mut fails, mut waits) = (spawn("exit 7"), spawn("exec sleep 100"));
-    supervisor.adopt(1, i32::try_from(waits.id()).unwrap(), None).unwrap();
-    supervisor.adopt(0, i32::try_from(fails.id()).unwrap(), None).unwrap();
+    supervisor.adopt(1, i32::try_from(waits.id()).unwrap(), None, None).unwrap();
+    supervisor.adopt(0, i32::try_from(fails.id()).unwrap(), None, None).unwrap();
     let (exits, end) = until_end(&supervisor);
     assert_eq!(exits, [(0, WorkerExit::Exited { code: 7 }, None), (1, TERMINATED, Some(Signal::TERM))]);
     assert_eq!(outcome(&end), Outcome::Failed);
@@ -305,7 +305,7 @@ fn the_status_of_a_strangers_child_comes_through_its_pipe() {
     let mut pid = String::new();
     io::BufReader::new(shell.stdout.take().unwrap()).read_line(&mut pid).unwrap();
     let (status, mut writer) = io::pipe().unwrap();
-    supervisor.adopt(0, pid.trim().parse().unwrap(), Some(status.into())).unwrap();
+    supervisor.adopt(0, pid.trim().parse().unwrap(), Some(status.into()), None).unwrap();
     writer.write_all(&(7_i32 << 8).to_ne_bytes()).unwrap();
     shell.stdin.as_mut().unwrap().write_all(b"go\n").unwrap();
     let (exits, end) = until_end(&supervisor);
@@ -323,7 +323,7 @@ fn one_group_at_a_time() {
     assert!(matches!(supervisor.start(group(vec![])), Err(SupervisorError::Busy)));
     supervisor.stop(KILL).unwrap();
     until_end(&supervisor);
-    assert!(matches!(supervisor.adopt(0, 1, None), Err(SupervisorError::Idle)));
+    assert!(matches!(supervisor.adopt(0, 1, None, None), Err(SupervisorError::Idle)));
     close(supervisor);
 }
 

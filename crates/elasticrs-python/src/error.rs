@@ -27,6 +27,7 @@ impl From<Error> for PyErr {
             CoreError::Resources(source)
             | CoreError::Heartbeats(source)
             | CoreError::Adopt { source, .. }
+            | CoreError::Page { source, .. }
             | CoreError::Timers { source, .. } => os_error(source, &error.to_string()),
             CoreError::Nursery(_) | CoreError::Busy | CoreError::Idle | CoreError::Ended | CoreError::Forked { .. } => {
                 SupervisorError::new_err(chain(&error))

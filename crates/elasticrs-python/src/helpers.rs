@@ -1,9 +1,12 @@
 //! Functions beside the supervisor.
 
 use std::collections::HashMap;
+use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 
+use elasticrs_core::clock::Stamp;
 use elasticrs_core::sys::features::Features;
+use elasticrs_core::timer::pages::HeartbeatPage;
 use elasticrs_core::{limits, logs, sys};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -27,6 +30,13 @@ pub fn check_limits(processes: u64, files: u64, others: u64) -> PyResult<()> {
 #[pyfunction]
 pub fn raise_descriptor_limit() -> u64 {
     limits::raise_descriptors()
+}
+
+#[pyfunction]
+pub fn heartbeat_page() -> PyResult<(i32, String)> {
+    let made = HeartbeatPage::new(Stamp::now().0).and_then(HeartbeatPage::hand_out);
+    let (descriptor, name) = made.map_err(|error| os_error(&error, "could not make a page for heartbeats"))?;
+    Ok((descriptor.into_raw_fd(), name))
 }
 
 #[pyfunction]

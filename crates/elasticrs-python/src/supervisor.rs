@@ -48,13 +48,21 @@ impl Supervisor {
         Ok(py.detach(|| self.inner.start(group)).map_err(Error)?)
     }
 
-    #[pyo3(signature = (local_rank, pid, status_fd=None))]
-    fn adopt(&self, py: Python<'_>, local_rank: u32, pid: i32, status_fd: Option<i32>) -> PyResult<()> {
-        let status = status_fd
-            .map(duplicate)
-            .transpose()
-            .map_err(|error| os_error(&error, "could not duplicate the status pipe"))?;
-        Ok(py.detach(|| self.inner.adopt(local_rank, pid, status)).map_err(Error)?)
+    #[pyo3(signature = (local_rank, pid, status_fd=None, page_fd=None))]
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        local_rank: u32,
+        pid: i32,
+        status_fd: Option<i32>,
+        page_fd: Option<i32>,
+    ) -> PyResult<()> {
+        let own = |fd: Option<i32>, what: &str| {
+            let made = fd.map(duplicate).transpose();
+            made.map_err(|error| os_error(&error, &format!("could not duplicate the {what}")))
+        };
+        let (status, page) = (own(status_fd, "status pipe")?, own(page_fd, "page for heartbeats")?);
+        Ok(py.detach(|| self.inner.adopt(local_rank, pid, status, page)).map_err(Error)?)
     }
 
     #[pyo3(signature = (policy, *, hung_for=None, hung_step=None, hung_frame=None))]

@@ -3,3 +3,11 @@
 :mod:`~elasticrs.agent.state` decides, :mod:`~elasticrs.agent.loop` carries out. The classes that users
 subclass are in :mod:`elasticrs.agent.server`.
 """
+
+from elasticrs import lazy_submodule
+
+_SUBMODULES = ("server",)
+
+
+def __getattr__(name: str) -> object:
+    return lazy_submodule(__name__, name, _SUBMODULES)

@@ -68,6 +68,7 @@ class Attempt:
         oom_kills: the counters of the OOM killer when it started.
         oom_kills_after: the same counters when it had failed.
         signalled: siblings that were signalled for it.
+        silent: the workers that exited with 0 before their function returned, when no other one failed.
         stamps: ``started``, ``failure_seen``, ``siblings_signalled``, ``ended``: monotonic nanoseconds.
     """
 
@@ -87,6 +88,7 @@ class Attempt:
         "restarts",
         "round",
         "signalled",
+        "silent",
         "stamps",
     )
 
@@ -104,6 +106,7 @@ class Attempt:
         self.oom_kills: dict[str, int] = {}
         self.oom_kills_after: dict[str, int] = {}
         self.signalled = 0
+        self.silent: frozenset[int] = frozenset()
         self.nursery_exitcode: int | None = None
         self.nursery_hung = False
         self.stamps: dict[str, int] = {}
@@ -123,17 +126,23 @@ class Attempt:
 
         return hung(event, self.global_ranks(), was_found_here=self.first_failure is not None)
 
+    def how_it_ended(self, worker: WorkerExited) -> str:
+        """How a worker ended by itself, to follow its name."""
+        from elasticrs.agent import texts
+
+        return texts.SILENT if worker.local_rank in self.silent else texts.how_it_ended(worker.exitcode)
+
     def global_ranks(self) -> dict[int, int]:
         """By local rank."""
         return {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
 
     def failed_exits(self) -> list[WorkerExited]:
-        """The workers that did not exit with 0, or that a timer of theirs ended: the first failure first, the
-        others as they were seen.
+        """The workers that did not exit with 0, that a timer of theirs ended, or that are silent: the first
+        failure first, the others as they were seen.
         """
         failed = [
             worker
             for worker in self.exits.values()
-            if worker.exitcode != 0 or worker.local_rank in self.expired
+            if worker.exitcode != 0 or worker.local_rank in self.expired or worker.local_rank in self.silent
         ]
         return sorted(failed, key=lambda worker: (worker.local_rank != self.first_failure, worker.seen_ns))

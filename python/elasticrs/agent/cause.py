@@ -220,15 +220,5 @@ def _comparable(theirs: int | None, ours: int | None) -> str:
     return f"times of different nodes are comparable to {tenths / 10:.1f} ms"
 
 
-def who(cause: dict[str, Any]) -> str:
-    """The worker and its end in a few words, for one line."""
-    from elasticrs.agent.texts import how_it_ended
-
-    where = f"node {cause.get('node')}"
-    if cause.get("rank") is None:
-        return f"{where}: {cause.get('message') or 'the workers could not be started'}"
-    return f"rank {cause['rank']} on {where} (pid {cause.get('pid')}) {how_it_ended(cause.get('exitcode'))}"
-
-
 def _end(text: str, limit: int) -> str:
     return text if len(text) <= limit else "…" + text[-limit + 1 :]

@@ -11,7 +11,6 @@ import time
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
-from elasticrs.agent import texts
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import AnnounceRestart, Phase, Start, Stop
 from elasticrs.metrics.api import set_sink
@@ -100,7 +99,7 @@ class HealthObserver(Observer):
         if isinstance(event, (_core.GroupEnded, _core.StartFailed)):
             self._native.files_ended()
         if isinstance(event, _core.GroupStarted):
-            self._on_started(event, result)
+            self._on_started(result)
         elif isinstance(event, _core.FailureSeen):
             self._on_failure(event)
         elif isinstance(event, _core.TimerExpired) and event.signal is not None:
@@ -116,7 +115,7 @@ class HealthObserver(Observer):
         elif isinstance(event, _core.WorkerExited):
             self._on_exit(event)
         elif isinstance(event, _core.GroupEnded):
-            self._enter_state("SUCCEEDED" if event.outcome == "succeeded" else "STOPPED")
+            self._on_ended(event, result.attempts[-1])
             self._native.enter("restarting" if self._job.rendezvous is None else "waiting_for_nodes")
         elif isinstance(event, _core.StartFailed):
             self._enter_state("STOPPED")
@@ -136,7 +135,7 @@ class HealthObserver(Observer):
             self._native.enter("hung")
             self._native.was_hung(max(0.0, seconds))
 
-    def _on_started(self, event: _core.GroupStarted, result: JobResult) -> None:
+    def _on_started(self, result: JobResult) -> None:
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
@@ -144,7 +143,7 @@ class HealthObserver(Observer):
         self._paused.clear()
         self._is_hang_counted = False
         if self._failed_ns is not None:
-            self._native.recovered((event.started_ns - self._failed_ns) / 1e9)
+            self._native.recovered((self._attempt.stamps["started"] - self._failed_ns) / 1e9)
             self._failed_ns = None
         self._native.enter("productive")
         self._state = "HEALTHY"
@@ -163,18 +162,27 @@ class HealthObserver(Observer):
         self._is_stale = True
         attempt = self._attempt
         if attempt is not None and attempt.first_failure == event.local_rank:
-            how = attempt.why_expired(event.local_rank) or texts.how_it_ended(event.exitcode)
-            self._last_failure = {
-                "rank": attempt.plan.ranks[event.local_rank].global_rank,
-                "local_rank": event.local_rank,
-                "pid": event.pid,
-                "exitcode": event.exitcode,
-                "what": how,
-                "time_ms": time.time_ns() // 1_000_000,
-                "round": attempt.round,
-            }
+            self._note_failure(attempt, event)
         if not self._is_asked:
             self._publish()
+
+    def _on_ended(self, event: _core.GroupEnded, attempt: Attempt) -> None:
+        if attempt.silent and attempt.first_failure is not None:
+            self._failed_ns = event.ended_ns
+            self._note_failure(attempt, attempt.exits[attempt.first_failure])
+        has_succeeded = event.outcome == "succeeded" and not attempt.silent
+        self._enter_state("SUCCEEDED" if has_succeeded else "STOPPED")
+
+    def _note_failure(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        self._last_failure = {
+            "rank": attempt.plan.ranks[worker.local_rank].global_rank,
+            "local_rank": worker.local_rank,
+            "pid": worker.pid,
+            "exitcode": worker.exitcode,
+            "what": attempt.why_expired(worker.local_rank) or attempt.how_it_ended(worker),
+            "time_ms": time.time_ns() // 1_000_000,
+            "round": attempt.round,
+        }
 
     def _enter_state(self, state: str) -> None:
         self._state = state

@@ -49,7 +49,7 @@ class MetricRecorder(Observer):
             _measured("SimpleElasticAgent._rendezvous", took)
             _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
 
-    def seen(self, event: object, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
+    def seen(self, event: object, result: JobResult) -> None:
         """Of the workers."""
         now = time.monotonic()
         if isinstance(event, _core.GroupStarted):
@@ -66,7 +66,10 @@ class MetricRecorder(Observer):
             self._state("failed")
         elif isinstance(event, _core.GroupEnded):
             self._meeting_since = now
-            if event.outcome == "succeeded":
+            if result.attempts[-1].silent:
+                self._failed_at = now
+                self._state("failed")
+            elif event.outcome == "succeeded":
                 self._state("succeeded")
             elif self._failed_at is not None:
                 _measured("LocalElasticAgent._stop_workers", now - self._failed_at)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.agent.sleepers import Sleepers
     from elasticrs.config import JobConfig
-    from elasticrs.workers import Workers
+    from elasticrs.workers import Leftovers, Workers
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
@@ -54,6 +54,7 @@ class JobResult:
         exit_code: of the launcher.
         signum: the signal that ended it, if one did.
         message: the reason of a failure that is not a worker's.
+        start_errno: the system's error for which the last attempt could not be started.
         first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
         clock: of the store in which the nodes met.
         attempts: all of them, the last one last.
@@ -69,6 +70,7 @@ class JobResult:
         "phase",
         "return_values",
         "signum",
+        "start_errno",
     )
 
     def __init__(self) -> None:
@@ -76,6 +78,7 @@ class JobResult:
         self.exit_code = 1
         self.signum: int | None = None
         self.message: str | None = None
+        self.start_errno: int | None = None
         self.first_cause: dict[str, Any] | None = None
         self.clock = Clock()
         self.attempts: list[Attempt] = []
@@ -117,6 +120,8 @@ class Agent:
         self._actions: deque[machine.Action] = deque()
         self._result = JobResult()
         self._failure_ns: int | None = None
+        self._begun: _core.GroupStarted | None = None
+        self._over: _core.GroupEnded | None = None
         self._asked: dict[int, float] = {}
         self._sleepers: Sleepers | None = None
         self._unfit: str | None = None
@@ -161,6 +166,7 @@ class Agent:
             self._decisions.release_plan()
             if supervisor is not None:
                 supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
+            self._workers.close()
             self._decisions.close()
         self._console.flush()
         if self._result.exit_code == 0 and self._decisions.has_taken_part:
@@ -194,8 +200,7 @@ class Agent:
             self._console.flush()
             event = supervisor.next_event(self._seconds_left())
             if event is not None:
-                _TRANSLATORS[type(event)](self, supervisor, event)
-                self._observers.seen(event, self._result)
+                self._take_in(supervisor, event)
             else:
                 self._take_signals(supervisor)
                 self._actions.extend(self._decisions.look_around())
@@ -215,7 +220,7 @@ class Agent:
         if overdue:
             self._unfit = texts.asleep(overdue, self._job.uninterruptible_state_timeout)
             self._console.say(f"{self._unfit}; stopping the workers")
-            supervisor.stop(_core.StopPolicy(signal.SIGTERM, self._job.shutdown_timeout))
+            self._stop(supervisor, machine.Stop(signal.SIGTERM, self._job.shutdown_timeout))
 
     def _drain(self, supervisor: _core.Supervisor) -> None:
         """Let the console catch up, for a while."""
@@ -261,6 +266,7 @@ class Agent:
             supervisor.stop(policy)
         else:
             supervisor.stop(policy, hung_for=hung.silence, hung_step=hung.step, hung_frame=hung.frame)
+        self._workers.stop()
 
     def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
         plan = self._decisions.plan
@@ -270,7 +276,9 @@ class Agent:
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
         attempt = Attempt(action.round, action.restarts, plan, name)
         self._result.attempts.append(attempt)
+        self._result.start_errno = None
         self._decisions.observe(attempt)
+        self._begun = self._over = None
         try:
             group = self._workers.prepare(supervisor, attempt)
             self._observers.prepared(attempt)
@@ -303,7 +311,7 @@ class Agent:
             who = self._who(first.local_rank, first.pid)
             if first.local_rank in attempt.expired:
                 return f"{who}: {attempt.why_expired(first.local_rank)}"
-            cause = f"{who} {texts.how_it_ended(first.exitcode)}"
+            cause = f"{who} {attempt.how_it_ended(first)}"
             counters = attempt.oom_kills, attempt.oom_kills_after
             is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
             return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
@@ -342,6 +350,12 @@ class Agent:
 
     # --- events ---
 
+    def _take_in(self, supervisor: _core.Supervisor, event: _core.Event) -> None:
+        _TRANSLATORS[type(event)](self, supervisor, event)
+        # Those two count when the workers' side is ready as well.
+        if not isinstance(event, (_core.GroupStarted, _core.GroupEnded)):
+            self._observers.seen(event, self._result)
+
     def _take_signals(self, supervisor: _core.Supervisor | None) -> None:
         if self._signals is None:
             return
@@ -367,24 +381,41 @@ class Agent:
         actions = self._decisions.fd_ready(event.fd)
         if actions is None:
             self._workers.fd_ready(supervisor, event.fd)
+            self._follow_workers()
         else:
             self._actions.extend(actions)
 
     def _on_started(self, supervisor: _core.Supervisor, event: _core.GroupStarted) -> None:
         attempt = self._result.attempts[-1]
         attempt.pids = event.pids
-        attempt.stamps["started"] = event.started_ns
+        self._begun = event
         self._workers.started(supervisor, attempt)
+        self._follow_workers()
+
+    def _follow_workers(self) -> None:
+        """Go on when all workers run, or nothing is left: with other parents later than the core says."""
+        if self._begun is not None and self._workers.are_started:
+            begun, self._begun = self._begun, None
+            self._run_begins(begun)
+        if self._over is not None and (leftovers := self._workers.leftovers) is not None:
+            over, self._over = self._over, None
+            self._attempt_ends(over, leftovers)
+
+    def _run_begins(self, event: _core.GroupStarted) -> None:
+        attempt = self._result.attempts[-1]
+        # A group that begins empty gets its workers later.
+        attempt.stamps["started"] = started_ns = event.started_ns if event.pids else time.monotonic_ns()
         attempt.oom_kills = oom_kills(attempt.pids)
         self._events.append(machine.Started())
         if self._failure_ns is not None:
-            span = texts.milliseconds(event.started_ns - self._failure_ns)
+            span = texts.milliseconds(started_ns - self._failure_ns)
             self._console.say(f"attempt {attempt.name} runs, {span} after the failure was seen")
             self._failure_ns = None
+        self._observers.seen(event, self._result)
 
     def _on_start_failed(self, supervisor: _core.Supervisor, event: _core.StartFailed) -> None:
         self._workers.ended(supervisor, self._result.attempts[-1])
-        self._result.message = event.message
+        self._result.message, self._result.start_errno = event.message, event.errno
         self._events.append(machine.StartFailed(event.message, event.errno in _TRANSIENT))
 
     def _on_failure(self, _supervisor: _core.Supervisor, event: _core.FailureSeen) -> None:
@@ -416,18 +447,44 @@ class Agent:
         attempt.nursery_hung = event.nursery_hung
         if self._job.hang_timeout is not None:
             attempt.heartbeats = supervisor.heartbeats()
-        self._workers.ended(supervisor, attempt)
+        self._begun, self._over = None, event
+        self._workers.ended(supervisor, attempt, has_succeeded=event.outcome == "succeeded")
+        self._follow_workers()
+
+    def _attempt_ends(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
+        if self._workers.why_not_started is not None:
+            self._result.message = self._workers.why_not_started
+            self._events.append(machine.StartFailed(self._result.message))
+        else:
+            self._tell_end(event, leftovers)
+        self._observers.seen(event, self._result)
+
+    def _tell_end(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
+        attempt = self._result.attempts[-1]
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
             self._console.say(
                 f"{self._who(rank)} does not end after SIGKILL (waits in {channel or 'the kernel'})"
             )
         for verb, left in (("could not end", event.stuck), ("left alone", event.spared)):
-            self._name_descendants(verb, left)
-        if event.outcome == "succeeded":
-            self._name_descendants("ended", event.ended, event.more_ended)
-        conflict = event.outcome == "failed" and is_port_conflict(attempt)
+            self._name_descendants(verb, [(process.pid, process.command) for process in left])
+        outcome = "stopped" if leftovers.was_stopped else event.outcome
+        if outcome == "succeeded":
+            ended = [*((process.pid, process.command) for process in event.ended), *leftovers.ended]
+            self._name_descendants("ended", ended, event.more_ended + leftovers.more_ended)
+            if self._has_silent(attempt, event):
+                outcome = "failed"
+        conflict = outcome == "failed" and is_port_conflict(attempt)
         stuck = tuple(event.stuck_ranks)
-        self._events.append(machine.GroupEnded(event.outcome, stuck, conflict, self._unfit))
+        self._events.append(machine.GroupEnded(outcome, stuck, conflict, self._unfit))
+
+    def _has_silent(self, attempt: Attempt, event: _core.GroupEnded) -> bool:
+        """Workers that only seemed to succeed have failed: an end in the middle is no result."""
+        attempt.silent = frozenset(self._workers.silent_ranks())
+        if not attempt.silent:
+            return False
+        attempt.first_failure = min(attempt.silent, key=lambda rank: attempt.exits[rank].seen_ns)
+        attempt.stamps["failure_seen"] = event.ended_ns
+        return True
 
     def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
         name = texts.signal_name(event.signal)
@@ -447,9 +504,9 @@ class Agent:
     def _on_fenced(self, _supervisor: _core.Supervisor, _event: _core.Fenced) -> None:
         self._actions.extend(self._decisions.fenced())
 
-    def _name_descendants(self, verb: str, left: list[_core.Descendant], more: int = 0) -> None:
+    def _name_descendants(self, verb: str, left: Sequence[tuple[int, str]], more: int = 0) -> None:
         if left:
-            names = ", ".join(f"{process.pid} ({process.command})" for process in left)
+            names = ", ".join(f"{pid} ({command})" for pid, command in left)
             names += f" and {more} more" if more else ""
             self._console.say(f"{verb} what the workers left behind: {names}")
 

@@ -189,6 +189,8 @@ def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
     if attempt.nursery_exitcode is not None:
         how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
         return f"the nursery {how}, and the worker with it"
+    if worker.local_rank in attempt.silent:
+        return texts.SILENT
     if worker.exitcode is None:
         return "the worker is gone, and nobody can tell how it ended"
     return None

@@ -10,7 +10,9 @@ back by :meth:`SignalPipe.close`.
 - **SIG-2** handlers are installed in the main thread only: elsewhere Python cannot;
 - **SIG-3** a wake-up descriptor of the host application goes on getting its bytes;
 - **SIG-4** a SIGTSTP does what it does to a program that does not catch it: a SIGCONT takes it back, however
-  soon it comes, and many at a time are one.
+  soon it comes, and many at a time are one;
+- **SIG-5** a child that the host application makes by ``fork`` has what was there before: what it is sent
+  never comes here (:mod:`elasticrs.forks`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import _socket
 import _thread
 import os
 import signal
+
+from elasticrs.forks import is_undone, undo_in_children
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -100,6 +104,7 @@ class SignalPipe:
             self._reader.close()
             self._writer.close()
             raise
+        undo_in_children(self.close, self._caught)
         self.catch(signums)
 
     @property
@@ -128,7 +133,8 @@ class SignalPipe:
             wanted.add(signal.SIGCONT)
         for signum in wanted - self._caught.keys():
             if signal.getsignal(signum) != signal.SIG_IGN:
-                self._caught[signum] = signal.signal(signum, _wake_only)
+                self._caught[signum] = signal.getsignal(signum)
+                signal.signal(signum, _wake_only)
         for signum in self._caught.keys() - wanted:
             self._restore(signum)
         if self._has_pauses:
@@ -193,6 +199,7 @@ class SignalPipe:
                 self._caught[signum] = signal.SIG_IGN
             self._restore(signum)
         signal.set_wakeup_fd(self._host_fd, warn_on_full_buffer=False)
+        is_undone(self.close)
         self._reader.close()
         self._writer.close()
 

@@ -23,6 +23,10 @@ def signal_name(signum: int) -> str:
         return f"SIG{signum}"
 
 
+SILENT = "exited with code 0 before the function returned"
+"""Of a process whose function has not returned: its exit code says nothing."""
+
+
 def how_it_ended(exitcode: int | None) -> str:
     """How a process ended, to follow its name.
 

@@ -107,6 +107,10 @@ class _Loader:
     def exec_module(self, module: ModuleType) -> None:
         # It has run. Importlib has meanwhile given it the other name's.
         module.__spec__ = self._spec
+        for name in (_ELASTIC, _COMMANDS[0]):
+            # Torch's modules import these, and programs rely on finding them in `torch.distributed`.
+            if name not in sys.modules:
+                __import__(name)
 
     def get_code(self, fullname: str) -> CodeType | None:  # noqa: ARG002 -- the protocol's argument
         """For ``python -m``, which runs the code of a module under the name ``__main__``."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from elasticrs import lazy_submodule
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs.launcher.api import LaunchConfig, elastic_launch, launch_agent
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
+
+_SUBMODULES = ("api",)
 
 
 def __getattr__(name: str) -> object:
@@ -15,4 +19,4 @@ def __getattr__(name: str) -> object:
         from elasticrs.launcher import api
 
         return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazy_submodule(__name__, name, _SUBMODULES)

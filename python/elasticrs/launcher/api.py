@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
+from elasticrs.agent.server.health_check_server import _AliveCallbackProxy
 from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
@@ -202,6 +203,9 @@ def launch_agent(
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
     )
+    alive_callback = getattr(health_check_server, "alive_callback", None)
+    if isinstance(alive_callback, _AliveCallbackProxy):
+        alive_callback.set_delegate(agent._get_alive_time)
     name = _get_entrypoint_name(entrypoint, args)
     is_signalled = False
     try:

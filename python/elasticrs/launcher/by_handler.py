@@ -7,6 +7,7 @@ registered), and ``c10d`` with ``store_type=file``. The agent is torch's loop ov
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -24,10 +25,12 @@ from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry
 from elasticrs.rendezvous.api import RendezvousError, RendezvousHandler, RendezvousParameters, is_kind
+from elasticrs.rendezvous.elastic.describe import C10D, is_in_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
+    from typing import TypeGuard
 
     from elasticrs.agent.console import Console
     from elasticrs.agent.server import RunResult
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.workers import Workers
 
+_MISTAKES = {
+    *(errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+}
 _DEFAULT_TIMEOUT = 900
 """Seconds; torch's launcher passes it to every handler."""
 
@@ -185,9 +192,21 @@ def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
     except ValueError as error:
         raise UsageError(f"--rdzv-backend {settings.backend}: {error}") from error
     except Exception as error:
-        if is_kind(error, RendezvousError):
-            raise
-        raise UsageError(f"--rdzv-backend: {settings.backend!r} failed: {error!r}") from error
+        if not is_kind(error, RendezvousError):
+            raise UsageError(f"--rdzv-backend: {settings.backend!r} failed: {error!r}") from error
+        cause = error.__cause__
+        if _is_no_place_for_a_file(cause, settings):
+            raise UsageError(
+                f"--rdzv-endpoint: got {settings.endpoint!r}, expected a file in which nodes can meet: "
+                f"{cause.strerror}"
+            ) from error
+        raise
+
+
+def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettings) -> TypeGuard[OSError]:
+    """Whether the user's path can never do, which is no failure of the file system."""
+    is_given = settings.backend == C10D and is_in_file(settings.config) and settings.endpoint.strip()
+    return bool(is_given) and isinstance(error, OSError) and error.errno in _MISTAKES
 
 
 def _run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elasticrs import lazy_submodule
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +39,8 @@ __all__ = [
     "to_map",
 ]
 
+_SUBMODULES = ("api", "errors", "redirects", "subprocess_handler", "tail_log")
+
 
 def start_processes(
     name: str,
@@ -68,7 +72,8 @@ def start_processes(
         duplicate_stderr_filters: the same for standard error.
 
     Raises:
-        RuntimeError: local ranks do not match, or the processes could not be started.
+        RuntimeError: local ranks do not match, or the processes could not be started; also a
+            ``FileNotFoundError`` or ``PermissionError`` for a program that is not there or may not be run.
         ValueError: no such start method.
     """
     from elasticrs.multiprocessing import api, group
@@ -107,4 +112,4 @@ def __getattr__(name: str) -> object:
         from elasticrs.multiprocessing import api
 
         return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazy_submodule(__name__, name, _SUBMODULES)

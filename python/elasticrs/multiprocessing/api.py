@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from elasticrs import logs
 from elasticrs.config import DEFAULT_SIGNALS, LogSettings
+from elasticrs.forks import is_undone, undo_in_children
 from elasticrs.multiprocessing import group
 from elasticrs.multiprocessing.tail_log import TailLog
 
@@ -310,7 +311,9 @@ def get_std_cm(
 
 
 class _CaughtSignals:
-    """The handlers that contexts have installed; what was there before returns with the last of them."""
+    """The handlers that contexts have installed; what was there before returns with the last of them, and in
+    children made by ``fork``.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, Handler] = {}
@@ -323,6 +326,9 @@ class _CaughtSignals:
             What :meth:`release` takes.
         """
         caught: list[int] = []
+        if not self._before:
+            is_undone(self._put_back_all)
+            undo_in_children(self._put_back_all, self._before)
         for name in names:
             try:
                 signum = getattr(signal, name.strip())
@@ -342,12 +348,16 @@ class _CaughtSignals:
             return
         while signums:
             signum = signums.pop()
+            if signum not in self._users:
+                # A context of the process of which this one was forked.
+                continue
             self._users[signum] -= 1
             if self._users[signum] == 0:
                 self._put_back(signum)
+        if not self._before:
+            is_undone(self._put_back_all)
 
-    def put_back_all(self) -> None:
-        """In a forked child: what the program had before."""
+    def _put_back_all(self) -> None:
         for signum in list(self._before):
             self._put_back(signum)
 

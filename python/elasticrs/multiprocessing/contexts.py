@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs._worker import hook_environment
+from elasticrs.agent.texts import SILENT
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
@@ -323,8 +324,7 @@ class MultiprocessContext(_SupervisedContext):
         if not result.is_failed() and self._functions is not None:
             for rank, ended in processes.exits.items():
                 if not self._functions.values.get(rank):
-                    cause = "exited with code 0 before the function returned"
-                    result.failures[rank] = self._failure(ended, processes, cause)
+                    result.failures[rank] = self._failure(ended, processes, SILENT)
             if result.is_failed():
                 result.return_values = {}
         return result

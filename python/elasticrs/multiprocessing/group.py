@@ -5,7 +5,7 @@ any thread, and from several: one of them waits for the core, the others for tha
 
 A signal handler that raises would lose the event that was being taken in. So while this module waits in the
 main thread, :func:`interrupt` keeps the exception until the event has been recorded; and while something is
-started or closed (:func:`held`), until it waits or is done.
+started or closed (:func:`held`), until it waits or is done. Children made by ``fork`` begin without all that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
+from elasticrs.multiprocessing.not_started import not_started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 DRAIN_TIMEOUT = 10.0
 """Seconds that a slow console gets at the end; the files have everything in any case."""
+
+LATE = 1.0
+"""Seconds after the end of a wait within which what has happened already is taken in: where a descriptor is
+always ready, there is more of it for ever."""
 
 _END_SLACK = 45.0
 """Seconds beyond the grace after which the group is given up: the core itself gives up after 30."""
@@ -33,6 +38,15 @@ _waiting: list[ProcessGroup] = []
 
 _holds: list[bool] = []
 _pending: list[BaseException] = []
+
+
+def _begin_anew() -> None:
+    # Not emptied: a child may return through the very frames that have put something in.
+    global _waiting, _holds, _pending
+    _waiting, _holds, _pending = [], [], []
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def interrupt(error: BaseException) -> bool:
@@ -60,13 +74,14 @@ def interrupt(error: BaseException) -> bool:
 def held() -> Iterator[None]:
     """Keep what :func:`interrupt` is given until the end, or until this thread waits for a group."""
     is_main = threading.current_thread() is threading.main_thread()
+    holds = _holds
     if is_main:
-        _holds.append(True)
+        holds.append(True)
     try:
         yield
     finally:
         if is_main:
-            _holds.pop()
+            holds.pop()
             if not _holds and not _waiting:
                 raise_pending()
 
@@ -107,14 +122,19 @@ class ProcessGroup:
         self.end: _core.GroupEnded | None = None
         self._is_started = False
         self._trouble: list[str] = []
-        self._failure: str | None = None
+        self._failure: _core.StartFailed | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._supervisor: _core.Supervisor | None = _core.Supervisor()
         except BaseException:
             os.close(self._bell)
             raise
-        self.watch(self._bell, self._on_bell)
+        self._supervisor.watch_fd(self._bell)
+
+    def __del__(self) -> None:
+        # Nobody has closed it: the core ends what is left of its own.
+        if getattr(self, "_supervisor", None) is not None:
+            os.close(self._bell)
 
     # --- starting ---
 
@@ -136,7 +156,8 @@ class ProcessGroup:
         supervisor.start(_core.GroupSpec(specs, on_failure=policy))
         self.wait_until(lambda: self._is_started or self._failure is not None or self.end is not None)
         if self._failure is not None:
-            raise RuntimeError(f"the processes could not be started: {self._failure}")
+            text = f"the processes could not be started: {self._failure.message}"
+            raise not_started(text, self._failure.errno)
 
     def adopt(
         self, pids: dict[int, int], statuses: Sequence[int], streams: Sequence[_core.LogStream] = ()
@@ -180,9 +201,8 @@ class ProcessGroup:
     # --- waiting ---
 
     def poll(self) -> None:
-        """Take in what has happened; never waits."""
-        while self.end is None and self._advance(0.0):
-            continue
+        """Take in what has happened; never waits for more."""
+        self.wait_until(lambda: self.end is not None, 0.0)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait for a condition on what is recorded here.
@@ -196,8 +216,11 @@ class ProcessGroup:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not is_met():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if self._supervisor is None or (not self._advance(left) and left == 0.0):
+            left = None if deadline is None else deadline - time.monotonic()
+            if self._supervisor is None:
+                return is_met()
+            was_something = self._advance(None if left is None else max(0.0, left))
+            if left is not None and left <= (-LATE if was_something else 0):
                 return is_met()
         return True
 
@@ -225,28 +248,30 @@ class ProcessGroup:
         if supervisor is None:
             return False
         is_main = threading.current_thread() is threading.main_thread()
+        waiting = _waiting
         if is_main:
-            _waiting.append(self)
+            waiting.append(self)
         try:
             event = supervisor.next_event(timeout)
             if event is not None:
                 self._record(event)
         finally:
             if is_main:
-                _waiting.pop()
+                waiting.pop()
         raise_pending()
         return event is not None
 
     def _record(self, event: _core.Event) -> None:
         if isinstance(event, _core.FdReady):
-            on_ready = self._on_fd.get(event.fd)
-            if on_ready is not None:
+            if event.fd == self._bell:
+                os.eventfd_read(self._bell)
+            elif (on_ready := self._on_fd.get(event.fd)) is not None:
                 on_ready()
         elif isinstance(event, _core.GroupStarted):
             self.pids.update(enumerate(event.pids))
             self._is_started = True
         elif isinstance(event, _core.StartFailed):
-            self._failure = event.message
+            self._failure = event
         elif isinstance(event, _core.FailureSeen):
             self.first_failure = event.local_rank
         elif isinstance(event, _core.WorkerExited):
@@ -262,9 +287,6 @@ class ProcessGroup:
         """Lines for the user since the last call."""
         taken, self._trouble = self._trouble, []
         return taken
-
-    def _on_bell(self) -> None:
-        os.eventfd_read(self._bell)
 
     # --- ending ---
 
@@ -313,7 +335,7 @@ class SupervisedProcess:
         group: of which it is a member.
         local_rank: its index there.
         args: its command.
-        on_end: called when the whole group has ended, by whoever sees it here first.
+        is_alone: it is the only one, and the group is closed by whoever sees here that nothing of it is left.
     """
 
     def __init__(
@@ -321,11 +343,12 @@ class SupervisedProcess:
         group: ProcessGroup,
         local_rank: int,
         args: Sequence[str],
-        on_end: Callable[[], None] | None = None,
+        *,
+        is_alone: bool = False,
     ) -> None:
         self._group = group
         self._local_rank = local_rank
-        self._on_end = on_end
+        self._is_alone = is_alone
         self.args = list(args)
         self.pid = group.pids[local_rank]
 
@@ -374,5 +397,6 @@ class SupervisedProcess:
         self.send_signal(9)
 
     def _let_go(self) -> None:
-        if self._on_end is not None and self.returncode is not None:
-            self._on_end()
+        # What it has left behind may go on for a while, and nobody waits for that here.
+        if self._is_alone and self._group.end is not None:
+            self._group.close()

@@ -38,10 +38,14 @@ if TYPE_CHECKING:
 LINGER = 5.0
 """Seconds that descendants may go on after success, as under the nursery."""
 
-AT_ONCE, AFTER_LINGER = b"k", b"l"
-"""What the program says at the end."""
+AT_ONCE, LEAVE = -1.0, -2.0
+"""What the program says at the end instead of seconds for which descendants may go on: :func:`word`."""
 
 GO = b"g"
+
+_WORD = struct.Struct("d")
+_NAMED = 16
+_COMMAND_LENGTH = 200
 
 _TERM_GRACE = 1.0
 _GIVE_UP = 10.0
@@ -49,7 +53,21 @@ _LOOK = 0.005
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+IMPORT_NO_MORE = int(signal.SIGRTMIN) + 13
+"""Ends a keeper that imports, with what its imports have started; any other reads what the program says."""
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)
+
+
+def word(linger: float) -> bytes:
+    """What the program says when the workers have ended, or shall end; later ones overrule.
+
+    Args:
+        linger: seconds, :data:`AT_ONCE` or :data:`LEAVE`.
+    """
+    return _WORD.pack(linger)
+
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -88,14 +106,15 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
 
     Args:
         workers: by local rank.
-        control: the socket to the program: pids out, how to end in.
+        control: the socket to the program: pids out, or zeros when one ended before it began; how to end in;
+            names of what was ended out, see :func:`_tell_names`.
         gate: a pipe from which each worker takes one byte before it begins.
         parent: the pid of the program.
     """
-    os.setsid()
+    lead_session()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.set_wakeup_fd(-1)
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _IGNORED}
+    handlers: dict[int, Any] = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _IGNORED}
     children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     handlers[signal.SIGCHLD] = children
     try:
@@ -104,6 +123,7 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
         return
     ready_reader, ready_writer = os.pipe()
     pids: list[int] = []
+    linger = AT_ONCE
     try:
         for worker in workers:
             pid = os.fork()
@@ -116,24 +136,31 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
         for worker in workers:
             for fd in worker.keeps:
                 os.close(fd)
-        _read_all(ready_reader, len(pids))
+        are_ready = _read_all(ready_reader, len(pids))
         try:
-            os.write(control, struct.pack(f"{len(pids)}i", *pids))
+            os.write(control, struct.pack(f"{len(pids)}i", *(pids if are_ready else [0] * len(pids))))
         except BrokenPipeError:
             return  # The program has gone on without them.
-        said = _serve(
+        linger = _serve(
             dict(zip(pids, (worker.status for worker in workers), strict=True)), control, parent_pidfd
         )
-        if said == AFTER_LINGER:
-            _end_lingerers()
+        if linger >= 0:
+            _end_lingerers(linger, control, parent_pidfd)
     finally:
-        _end_all()
+        if linger != LEAVE:
+            _end_all()
+
+
+def lead_session() -> None:
+    """A terminal's signals are for the program, which says when to end."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
 
 
 def _be_worker(
     worker: WorkerPlan,
     unused: set[int],
-    handlers: dict[signal.Signals, Any],
+    handlers: dict[int, Any],
     gate: int,
     ready: int,
 ) -> None:
@@ -167,8 +194,8 @@ def _be_worker(
         os._exit(code)
 
 
-def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> bytes:
-    """Tell the statuses of workers; returns what the program said, or that nothing can come from it."""
+def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
+    """Tell the statuses of workers; returns what the program said."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(parent_pidfd, select.POLLIN)
@@ -178,9 +205,11 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> bytes:
     while True:
         for fd, _ in poll.poll():
             if fd == control:
-                return os.read(control, 1)
+                said = os.read(control, _WORD.size)
+                # Nothing more can come from a program that has closed it, as from one that has died.
+                return float(_WORD.unpack(said)[0]) if len(said) == _WORD.size else AT_ONCE
             if fd == parent_pidfd:
-                return b""
+                return AT_ONCE
             pid = pidfds.pop(fd)
             _, status = os.waitpid(pid, 0)
             poll.unregister(fd)
@@ -188,12 +217,57 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> bytes:
             os.write(statuses[pid], struct.pack("i", status))
 
 
-def _end_lingerers() -> None:
-    if _reaped_all(LINGER):
+def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
+    """Let what is left go on for a while, then ask it to end; returns at once when the program says so."""
+    if not _outlasted(linger, control, parent_pidfd):
         return
-    for pid in _children():
+    left = _children()
+    _tell_names(left, control)
+    for pid in left:
         _kill(pid, signal.SIGTERM)
-    _reaped_all(_TERM_GRACE)
+    _outlasted(_TERM_GRACE, control, parent_pidfd)
+
+
+def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
+    """Wait for the end of all descendants: whether so much time has passed before it."""
+    deadline = time.monotonic() + seconds
+    while not _reaped_all(0):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return True
+        # Any one of them: all have to end, and whatever it leaves becomes our child. The kernel may miss one
+        # in its list while others end.
+        pidfds = [os.pidfd_open(pid) for pid in _children()[:1]]
+        try:
+            poll = select.poll()
+            for fd in (control, parent_pidfd, *pidfds):
+                poll.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(1000 * (left if pidfds else min(left, _LOOK)))}
+        finally:
+            for pidfd in pidfds:
+                os.close(pidfd)
+        if ready - set(pidfds):
+            return False
+    return False
+
+
+def _tell_names(pids: Sequence[int], control: int) -> None:
+    """Pid and name of what is ended, one in a line, then how many more."""
+    lines = [f"{pid} {_command_of(pid)}\n" for pid in pids[:_NAMED]]
+    lines.append(f"{len(pids) - len(lines)}\n")
+    try:
+        os.write(control, "".join(lines).encode())
+    except BrokenPipeError:
+        return  # Nobody wants to know.
+
+
+def _command_of(pid: int) -> str:
+    """Its command line for people, as the core shows one: the kernel's short name when it has none."""
+    text = ""
+    for name in ("cmdline", "comm"):
+        with open(f"/proc/{pid}/{name}", encoding="utf-8", errors="replace") as file:
+            text = text or file.read(_COMMAND_LENGTH).removesuffix("\0" if name == "cmdline" else "\n")
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _end_all() -> None:
@@ -244,14 +318,15 @@ def _kill(pid: int, signum: signal.Signals) -> None:
         return  # Cannot be: only we reap it. A zombie takes a signal without complaint.
 
 
-def _read_all(fd: int, count: int) -> None:
-    """Read so many bytes, or to the end."""
+def _read_all(fd: int, count: int) -> bool:
+    """Read so many bytes, or to the end: whether there were so many."""
     while count > 0:
         piece = os.read(fd, count)
         if not piece:
             break
         count -= len(piece)
     os.close(fd)
+    return count == 0
 
 
 def _prctl(option: int, value: int) -> None:
@@ -291,11 +366,15 @@ def main(plan_fd: int) -> None:
     """The program of a fork server.
 
     Args:
-        plan_fd: a file with the pickled arguments of :func:`keep`, before them the modules to import and the
-            path of the main one.
+        plan_fd: a file with the pickled arguments of :func:`keep`, before them the modules to import, the
+            path of the main one, and the program's arguments.
     """
+    # Before anything of the user's runs: whoever gives up waiting for it ends the whole session.
+    lead_session()
     with open(plan_fd, "rb") as file:
-        preload, main_path, arguments = pickle.load(file)
+        preload, main_path, argv, arguments = pickle.load(file)
+    # As in the workers, where the module may be imported again.
+    sys.argv[:] = argv
     current: Any = multiprocessing_process.current_process()
     for name in preload:
         if name == "__main__":

@@ -1,21 +1,31 @@
-"""Workers of an agent that are functions, started by ``fork`` or ``forkserver``: see :mod:`.keeper`."""
+"""Workers of an agent that are functions, started by ``fork`` or ``forkserver``: see :mod:`.keeper`.
+
+The loop of the agent never waits for a keeper: it may import for long before there are workers, and what they
+leave behind may go on for a while. Both are told by descriptors, as everything else is.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
+from elasticrs import _core
 from elasticrs._worker.run_path import run_script_path
+from elasticrs.multiprocessing import keeper
 from elasticrs.multiprocessing.spawn import FunctionWorkers, stop_tracker
 from elasticrs.multiprocessing.starting import KEPT
+from elasticrs.workers import Leftovers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
     from elasticrs.logs import LogPaths
     from elasticrs.multiprocessing.starting import Kept
     from elasticrs.workers import WorkerSetup
+
+_HEARTBEAT = "ELASTICRS_HEARTBEAT"
 
 
 class KeptWorkers(FunctionWorkers):
@@ -36,43 +46,147 @@ class KeptWorkers(FunctionWorkers):
         super().__init__(setup, function, arguments)
         self._start_method = start_method
         self._kept: Kept | None = None
-        self._pids: dict[int, int] = {}
+        self._attempt: Attempt | None = None
+        self._pages: dict[int, int] = {}
+        self._are_started = self._is_ending = self._has_succeeded = self._was_stopped = False
+        self._why_not_started: str | None = None
+        self._leftovers: Leftovers | None = None
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
-        """See the base class: starts them, each of which waits to begin; for the core nothing is left."""
+        """See the base class: has them started, to wait until they may begin; none is for the core."""
         self._values.clear()
-        ranks = range(len(environments))
+        self._attempt = None
+        self._are_started = self._is_ending = self._has_succeeded = self._was_stopped = False
+        self._why_not_started = self._leftovers = None
+        own = {rank: dict(environment) for rank, environment in environments.items()}
+        if self._setup.job.hang_timeout is not None:
+            for rank, environment in own.items():
+                self._pages[rank], environment[_HEARTBEAT] = _core.heartbeat_page()
         functions = _Functions(
             self._setup.job.name,
             self._function,
-            dict.fromkeys(ranks, self._arguments),
-            {rank: environments[rank] for rank in ranks},
-            {rank: paths.stdouts.get(rank, "") for rank in ranks},
-            {rank: paths.stderrs.get(rank, "") for rank in ranks},
+            {rank: self.arguments(rank) for rank in own},
+            own,
+            {rank: paths.stdouts.get(rank, "") for rank in own},
+            {rank: paths.stderrs.get(rank, "") for rank in own},
         )
         self._kept = KEPT[self._start_method](functions, self._setup.job.cpus)
-        self._pids = self._kept.launch()
+        self._kept.launch({rank: (page,) for rank, page in self._pages.items()})
         return []
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
-        """Have them adopted, and let them begin."""
+        """See the base class: their keeper is on its way."""
+        self._attempt = attempt
+        supervisor.watch_fd(self._running().control)
+
+    @property
+    def are_started(self) -> bool:
+        """See the base class."""
+        return self._are_started
+
+    @property
+    def why_not_started(self) -> str | None:
+        """See the base class."""
+        return self._why_not_started
+
+    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:
+        """See the base class: the keeper tells of the workers, or has ended."""
         kept = self._kept
         if kept is None:
             return
-        for rank, pid in self._pids.items():
-            supervisor.adopt(rank, pid, kept.statuses[rank])
-        attempt.pids = [self._pids[rank] for rank in sorted(self._pids)]
+        if self._is_ending:
+            if fd == kept.keeper_pidfd:
+                supervisor.unwatch_fd(fd)
+                self._finish(kept)
+        elif not self._are_started and fd == kept.control:
+            self._take_in(supervisor, kept)
+        else:
+            super().fd_ready(supervisor, fd)
+
+    def _take_in(self, supervisor: _core.Supervisor, kept: Kept) -> None:
+        """Have them adopted, and let them begin."""
+        attempt = self._attempt
+        if attempt is None or self._was_stopped:
+            # The end of the group is told next.
+            supervisor.unwatch_fd(kept.control)
+            return
+        try:
+            pids = kept.take_pids()
+            if pids is None:
+                return
+            supervisor.unwatch_fd(kept.control)
+            for rank, pid in sorted(pids.items()):
+                supervisor.adopt(rank, pid, kept.statuses[rank], self._pages.get(rank))
+        except _core.SupervisorError:
+            return  # The group has ended meanwhile, which is told next.
+        except (OSError, RuntimeError) as error:
+            supervisor.unwatch_fd(kept.control)
+            self._why_not_started = f"the workers could not be started: {error}"
+            supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
+            return
+        attempt.pids = [pids[rank] for rank in sorted(pids)]
         self._results = dict(kept.pipes)
         super().started(supervisor, attempt)
+        self._are_started = True
         kept.let_begin()
 
-    def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
-        """Read what is left, and end what they have left behind."""
+    def stop(self) -> None:
+        """See the base class: what is not there yet is not wanted, and what may go on for a while no more."""
+        self._was_stopped = True
+        if self._kept is not None and self._is_ending:
+            self._kept.begin_end(keeper.AT_ONCE)
+
+    def ended(self, supervisor: _core.Supervisor, attempt: Attempt, *, has_succeeded: bool = False) -> None:
+        """Read what is left, and have ended what they have left behind."""
         super().ended(supervisor, attempt)
+        self._close_pages()
+        kept = self._kept
+        if kept is None:
+            self._leftovers = Leftovers()
+        elif not self._are_started:
+            if self._attempt is not None:
+                supervisor.unwatch_fd(kept.control)
+            # Nothing is left that could take long: no worker has begun.
+            kept.begin_end(keeper.AT_ONCE)
+            self._finish(kept)
+        else:
+            # The core may have told of the end before it was told to stop.
+            may_linger = has_succeeded and not self._was_stopped
+            linger = self._setup.job.linger if may_linger else keeper.AT_ONCE
+            kept.begin_end(keeper.LEAVE if linger is None else linger)
+            self._is_ending, self._has_succeeded = True, has_succeeded
+            supervisor.watch_fd(kept.keeper_pidfd)
+
+    def _finish(self, kept: Kept) -> None:
+        self._kept = None
+        kept.finish()
+        was_stopped = self._has_succeeded and self._was_stopped
+        self._leftovers = Leftovers(kept.ended, kept.more_ended, was_stopped=was_stopped)
+
+    @property
+    def leftovers(self) -> Leftovers | None:
+        """See the base class."""
+        return self._leftovers
+
+    def close(self) -> None:
+        """See the base class."""
         kept, self._kept = self._kept, None
         if kept is not None:
-            exits = attempt.exits.values()
-            kept.end(has_succeeded=bool(exits) and not any(ended.exitcode for ended in exits))
+            # These pipes are its own.
+            self._results.clear()
+            kept.begin_end(keeper.AT_ONCE)
+            kept.finish()
+        self._close_pages()
+        super().close()
+
+    def _close_pages(self) -> None:
+        while self._pages:
+            os.close(self._pages.popitem()[1])
+
+    def _running(self) -> Kept:
+        if self._kept is None:
+            raise AssertionError("`specs` comes first")
+        return self._kept
 
 
 class KeptScriptWorkers(KeptWorkers):
@@ -87,10 +201,14 @@ class KeptScriptWorkers(KeptWorkers):
     def __init__(self, setup: WorkerSetup, script: Sequence[str], start_method: str) -> None:
         super().__init__(setup, run_script_path, script, start_method)
 
-    def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
+    def close(self) -> None:
         """Stop multiprocessing's own helper as well: it would outlive the launcher by some time."""
-        super().ended(supervisor, attempt)
+        super().close()
         stop_tracker()
+
+    def silent_ranks(self) -> Collection[int]:
+        """None: see below."""
+        return ()
 
     def return_values(self) -> dict[int, object]:
         """Scripts return nothing, and may end by ``os._exit(0)``."""

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 from elasticrs import _core
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.multiprocessing.errors import record
+from elasticrs.utils.api import macros
 from elasticrs.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
     from elasticrs.agent.attempt import Attempt
@@ -43,7 +44,7 @@ class FunctionWorkers(Workers):
     Args:
         setup: what all kinds need.
         function: importable by name, as multiprocessing's ``spawn`` demands.
-        arguments: for all workers the same.
+        arguments: for all workers the same, but for ``${local_rank}`` in those that are text, as in torch.
     """
 
     def __init__(self, setup: WorkerSetup, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -53,6 +54,7 @@ class FunctionWorkers(Workers):
         self._prepared: list[PreparedFunction] = []
         self._results: dict[int, ReturnPipe] = {}
         self._values: dict[int, bytes] = {}
+        self._silent: list[int] = []
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         """See the base class."""
@@ -62,7 +64,10 @@ class FunctionWorkers(Workers):
         for local_rank, env in environments.items():
             result = self._results[local_rank] = ReturnPipe()
             prepared = PreparedFunction(
-                self._function, self._arguments, result.writer, f"{self._setup.job.name}:{local_rank}"
+                self._function,
+                self.arguments(local_rank),
+                result.writer,
+                f"{self._setup.job.name}:{local_rank}",
             )
             self._prepared.append(prepared)
             specs.append(
@@ -77,6 +82,10 @@ class FunctionWorkers(Workers):
                 )
             )
         return specs
+
+    def arguments(self, local_rank: int) -> tuple[Any, ...]:
+        """Those of one worker."""
+        return tuple(macros.substitute(list(self._arguments), str(local_rank)))
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
         """Let go of the children's ends, and read what they return from now on."""
@@ -93,8 +102,10 @@ class FunctionWorkers(Workers):
                 supervisor.unwatch_fd(fd)
                 result.close()
 
-    def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
+    def ended(self, supervisor: _core.Supervisor, attempt: Attempt, *, has_succeeded: bool = False) -> None:
         """Read what is left, and close everything."""
+        del has_succeeded
+        self._silent.clear()
         for local_rank, result in self._results.items():
             if result.is_open:
                 while result.read() is None:
@@ -103,22 +114,33 @@ class FunctionWorkers(Workers):
                     supervisor.unwatch_fd(result.reader)
                 result.close()
             self._values[attempt.plan.ranks[local_rank].global_rank] = bytes(result.data)
+            if not result.data:
+                self._silent.append(local_rank)
+        self._release()
+
+    def close(self) -> None:
+        """See the base class."""
+        self._release()
+
+    def _release(self) -> None:
+        for result in self._results.values():
+            if result.is_open:
+                result.close()
         self._results.clear()
         for prepared in self._prepared:
             prepared.close()
         self._prepared.clear()
 
+    def silent_ranks(self) -> Collection[int]:
+        """Those that ended by ``os._exit``, say."""
+        return self._silent
+
     def return_values(self) -> dict[int, object]:
         """What the functions returned.
 
         Raises:
-            RuntimeError: a worker exited with 0, but not by returning (``os._exit``).
             pickle.UnpicklingError: or whatever else the value's own class raises.
         """
-        silent = [str(rank) for rank, data in self._values.items() if not data]
-        if silent:
-            who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
-            raise RuntimeError(f"{who} exited with code 0 before the function returned")
         return {rank: pickle.loads(data) for rank, data in self._values.items()}
 
 
@@ -133,10 +155,14 @@ class ScriptWorkers(FunctionWorkers):
     def __init__(self, setup: WorkerSetup, script: Sequence[str]) -> None:
         super().__init__(setup, run_script_path, script)
 
-    def ended(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
+    def close(self) -> None:
         """Stop multiprocessing's own helper as well: it would outlive the launcher by some time."""
-        super().ended(supervisor, attempt)
+        super().close()
         stop_tracker()
+
+    def silent_ranks(self) -> Collection[int]:
+        """None: see below."""
+        return ()
 
     def return_values(self) -> dict[int, object]:
         """Scripts return nothing, and may end by ``os._exit(0)``."""

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from elasticrs import _core
 from elasticrs.multiprocessing import keeper
-from elasticrs.multiprocessing.api import caught_signals
 from elasticrs.multiprocessing.group import ProcessGroup, raise_pending
 from elasticrs.multiprocessing.spawn import PreparedFunction, ReturnPipe, call_and_return
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
 
@@ -159,30 +158,44 @@ class Spawn(FunctionStart):
 
 
 class Kept(FunctionStart):
-    """Functions whose parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`."""
+    """Functions whose parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`.
+
+    Attributes:
+        ended: pid and name of what outstayed its time at the end, the first few; after :meth:`finish`.
+        more_ended: how many more.
+    """
 
     def __init__(self, context: Functions, cpus: Sequence[Sequence[int]] | None) -> None:
         super().__init__(context, cpus)
         self._control: socket.socket | None = None
         self._keeper: int | None = None
+        self._keeper_pidfd = -1
+        self._said = b""
+        self._has_told_pids = False
         self._gate = -1
         self._ours: list[int] = []
         self._statuses: list[int] = []
+        self.ended: list[tuple[int, str]] = []
+        self.more_ended = 0
 
     @abstractmethod
-    def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
+    def _start_keeper(
+        self, statuses: list[int], control: int, gate: int, keeps: Mapping[int, Sequence[int]]
+    ) -> int:
         """Start it, and return its pid.
 
         Args:
             statuses: by local rank, the descriptor for the exit status.
             control: its end of the socket.
             gate: the pipe from which the workers take a byte each.
+            keeps: by local rank, descriptors that the worker needs besides.
         """
 
     def start(self, streams: Sequence[_core.LogStream]) -> ProcessGroup:
         """See the base class."""
         try:
-            pids = self.launch()
+            self.launch()
+            pids = self._wait_for_pids()
             self._group = ProcessGroup()
             self._group.adopt(pids, self._statuses, streams)
             self._read_pipes(self._group)
@@ -194,14 +207,11 @@ class Kept(FunctionStart):
             raise
         return self._group
 
-    def launch(self) -> dict[int, int]:
-        """Start all, each of which waits to begin; for who supervises them without a group of ours.
+    def launch(self, keeps: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Begin to start all, each of which waits to begin; for who supervises them without a group of ours.
 
-        Returns:
-            The pids by local rank.
-
-        Raises:
-            RuntimeError: they could not be started.
+        Args:
+            keeps: by local rank, descriptors that it inherits.
         """
         ends: list[int] = []
         try:
@@ -216,10 +226,44 @@ class Kept(FunctionStart):
                 statuses.append(writer)
                 self._statuses.append(reader)
             # Before the threads of the group begin: a fork copies none of their locks.
-            self._keeper = self._start_keeper(statuses, ends[0], gate_reader)
+            self._keeper = self._start_keeper(statuses, ends[0], gate_reader, keeps or {})
+            self._keeper_pidfd = os.pidfd_open(self._keeper)
         finally:
             _close_all(ends)
-        return dict(enumerate(self._pids()))
+
+    @property
+    def control(self) -> int:
+        """Readable when :meth:`take_pids` can go on."""
+        return self._socket().fileno()
+
+    @property
+    def keeper_pidfd(self) -> int:
+        """Readable when everything has ended."""
+        return self._keeper_pidfd
+
+    def take_pids(self) -> dict[int, int] | None:
+        """The pids by local rank, when the keeper has told them; never waits.
+
+        Raises:
+            RuntimeError: they could not be started.
+        """
+        size = struct.calcsize("i") * self._context.nprocs
+        try:
+            piece = self._socket().recv(size - len(self._said), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            piece = b""
+        if not piece:
+            raise RuntimeError("their parent has ended; see its stderr")
+        self._said += piece
+        if len(self._said) < size:
+            return None
+        pids = struct.unpack(f"{self._context.nprocs}i", self._said)
+        if not all(pids):
+            raise RuntimeError("a process ended before it began; see its stderr")
+        self._has_told_pids = True
+        return dict(enumerate(pids))
 
     @property
     def statuses(self) -> list[int]:
@@ -241,54 +285,96 @@ class Kept(FunctionStart):
         ends.append(reader if reads else writer)
         return reader, writer
 
-    def _pids(self) -> list[int]:
-        control = self._control
-        if control is None:
-            raise AssertionError("the socket comes first")
-        size = struct.calcsize("i") * self._context.nprocs
-        said = b""
-        while len(said) < size:
+    def _wait_for_pids(self) -> dict[int, int]:
+        while True:
             # Modules that are imported first may take long.
-            while not select.select([control], [], [], _LOOK_FOR_SIGNALS)[0]:
+            while not select.select([self.control], [], [], _LOOK_FOR_SIGNALS)[0]:
                 raise_pending()
-            piece = control.recv(size - len(said))
-            if not piece:
-                raise RuntimeError(
-                    "the processes could not be started: their parent has ended; see its stderr"
-                )
-            said += piece
-        return list(struct.unpack(f"{self._context.nprocs}i", said))
+            try:
+                pids = self.take_pids()
+            except RuntimeError as error:
+                raise RuntimeError(f"the processes could not be started: {error}") from None
+            if pids is not None:
+                return pids
+
+    def _socket(self) -> socket.socket:
+        if self._control is None:
+            raise AssertionError("`launch` comes first")
+        return self._control
 
     def close(self) -> None:
         """See the base class; returns when the keeper has ended everything."""
         ended = None if self._group is None else self._group.end
-        self.end(has_succeeded=ended is not None and ended.outcome == "succeeded")
+        has_succeeded = ended is not None and ended.outcome == "succeeded"
+        self.begin_end(keeper.LINGER if has_succeeded else keeper.AT_ONCE)
+        self.finish()
 
-    def end(self, *, has_succeeded: bool) -> None:
-        """End everything, and return then.
+    def begin_end(self, linger: float) -> None:
+        """Have everything ended; :attr:`keeper_pidfd` is readable then. A later call overrules.
 
         Args:
-            has_succeeded: what the functions have left may go on for a while.
+            linger: seconds that what the functions have left may go on; ``keeper.AT_ONCE``, ``keeper.LEAVE``.
         """
-        control, self._control = self._control, None
-        if control is not None:
-            with control, suppress(BrokenPipeError, ConnectionResetError):
-                # Refused by one that was killed, and the workers with it.
-                control.send(keeper.AFTER_LINGER if has_succeeded else keeper.AT_ONCE)
+        if self._control is not None:
+            # Refused by one that was killed, and the workers with it.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self._control.send(keeper.word(linger))
+        if self._keeper is not None and not self._has_told_pids:
+            # It may import for long yet. No SIGKILL: it has to collect the workers that it may have.
+            with suppress(ProcessLookupError):
+                if self._keeper_pidfd != -1:
+                    signal.pidfd_send_signal(self._keeper_pidfd, keeper.IMPORT_NO_MORE)
+                else:
+                    os.kill(self._keeper, keeper.IMPORT_NO_MORE)
+                # What the imports have started; not there before it leads a session.
+                os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
+
+    def finish(self) -> None:
+        """Wait for the end of the keeper, and close everything. Idempotent."""
         if self._keeper is not None:
             # Not there when the program waits for all of its children itself, and was faster.
             with suppress(ChildProcessError):
                 os.waitpid(self._keeper, 0)
             self._keeper = None
+        if self._keeper_pidfd != -1:
+            os.close(self._keeper_pidfd)
+            self._keeper_pidfd = -1
+        control, self._control = self._control, None
+        if control is not None:
+            with control:
+                if self._has_told_pids:
+                    self._take_names(control)
         super().close()
         _close_all(self._ours)
         _close_all(self._statuses)
+
+    def _take_names(self, control: socket.socket) -> None:
+        said = b""
+        with suppress(BlockingIOError, ConnectionResetError):
+            while piece := control.recv(4096, socket.MSG_DONTWAIT):
+                said += piece
+        *names, more = said.decode().split("\n")[:-1] or ["0"]
+        self.ended = [(int(pid), name) for pid, name in (line.split(" ", 1) for line in names)]
+        self.more_ended = int(more)
 
 
 class Fork(Kept):
     """Copies of this process: anything can be passed, and nothing is pickled but what is returned."""
 
-    def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
+    def _start_keeper(
+        self, statuses: list[int], control: int, gate: int, keeps: Mapping[int, Sequence[int]]
+    ) -> int:
+        # For `multiprocessing.parent_process()`: ends with the program.
+        sentinel, writer = os.pipe()
+        self._ours.append(writer)
+        try:
+            return self._fork(self._plans(statuses, sentinel, keeps), control, gate)
+        finally:
+            os.close(sentinel)
+
+    def _plans(
+        self, statuses: list[int], sentinel: int, keeps: Mapping[int, Sequence[int]]
+    ) -> list[keeper.WorkerPlan]:
         context = self._context
         make: Any = multiprocessing.get_context("fork").Process
         processes = [
@@ -299,17 +385,19 @@ class Fork(Kept):
             )
             for rank in range(context.nprocs)
         ]
-        workers = [
+        return [
             keeper.WorkerPlan(
-                _RunForked(process, context.envs[rank]),
+                _RunForked(process, context.envs[rank], sentinel),
                 context.stdouts[rank],
                 context.stderrs[rank],
                 None if self._cpus is None else self._cpus[rank],
                 statuses[rank],
-                [self._pipes[rank].writer],
+                [self._pipes[rank].writer, *keeps.get(rank, ())],
             )
             for rank, process in enumerate(processes)
         ]
+
+    def _fork(self, workers: list[keeper.WorkerPlan], control: int, gate: int) -> int:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -317,8 +405,6 @@ class Fork(Kept):
         pid = _fork()
         if pid == 0:
             try:
-                caught_signals.put_back_all()
-                self._put_back_agents_signals()
                 self._forget_programs_ends()
                 keeper.keep(workers, control, gate, parent)
             except BaseException as error:
@@ -326,14 +412,6 @@ class Fork(Kept):
             finally:
                 os._exit(0)
         return pid
-
-    def _put_back_agents_signals(self) -> None:
-        """What an agent has installed in this process is not for its functions."""
-        for signum in signal.valid_signals():
-            module = getattr(signal.getsignal(signum), "__module__", None) or ""
-            if module.startswith("elasticrs.agent."):
-                is_int = signum == signal.SIGINT
-                signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
 
     def _forget_programs_ends(self) -> None:
         if self._control is not None:
@@ -351,7 +429,9 @@ class ForkServer(Kept):
         super().__init__(context, cpus)
         self._prepared: list[PreparedFunction] = []
 
-    def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
+    def _start_keeper(
+        self, statuses: list[int], control: int, gate: int, keeps: Mapping[int, Sequence[int]]
+    ) -> int:
         context = self._context
         workers: list[keeper.WorkerPlan] = []
         for rank in range(context.nprocs):
@@ -371,16 +451,18 @@ class ForkServer(Kept):
                     context.stderrs[rank],
                     None if self._cpus is None else self._cpus[rank],
                     statuses[rank],
-                    sorted({writer, *prepared.fds} - {prepared.tracker_fd}),
+                    sorted({writer, *prepared.fds, *keeps.get(rank, ())} - {prepared.tracker_fd}),
                 )
             )
         server: Any = forkserver._forkserver
-        main_path = spawn.get_preparation_data("ignore").get("init_main_from_path")
+        data = spawn.get_preparation_data("ignore")
+        main_path, argv = data.get("init_main_from_path"), data["sys_argv"]
         plan = os.memfd_create("elasticrs-fork-server")
         try:
             with open(plan, "wb", closefd=False) as file:
                 pickle.dump(
-                    (list(server._preload_modules), main_path, (workers, control, gate, os.getpid())), file
+                    (list(server._preload_modules), main_path, argv, (workers, control, gate, os.getpid())),
+                    file,
                 )
             os.lseek(plan, 0, os.SEEK_SET)
             passed = {plan, control, gate, *statuses, *(fd for worker in workers for fd in worker.keeps)}
@@ -401,9 +483,9 @@ class ForkServer(Kept):
         start: Any = util.spawnv_passfds
         return int(start(os.fsencode(program), [program, *flags, "-c", code], passed))
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """See the base class."""
-        super().close()
+        super().finish()
         while self._prepared:
             self._prepared.pop().close()
 
@@ -414,17 +496,22 @@ class _RunForked:
     Args:
         process: multiprocessing's object.
         env: added to the environment.
+        sentinel: a pipe that ends with the program.
     """
 
-    def __init__(self, process: BaseProcess, env: dict[str, str]) -> None:
+    def __init__(self, process: BaseProcess, env: dict[str, str], sentinel: int) -> None:
         self._process = process
         self._env = env
+        self._sentinel = sentinel
 
     def __call__(self) -> int:
         """Run it, and return the exit code."""
         os.environ.update(self._env)
-        run: Callable[[], int] = self._process._bootstrap  # type: ignore[attr-defined]
-        return run()
+        heartbeats = sys.modules.get("elasticrs.timer.heartbeats")
+        if heartbeats is not None:
+            heartbeats.start_afresh()
+        run: Callable[[int], int] = self._process._bootstrap  # type: ignore[attr-defined]
+        return run(self._sentinel)
 
 
 def _fork() -> int:

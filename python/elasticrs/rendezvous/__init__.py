@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elasticrs import lazy_submodule
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs.rendezvous.api import (
@@ -36,6 +38,19 @@ __all__ = [
     "rendezvous_handler_registry",
 ]
 
+_SUBMODULES = (
+    "api",
+    "c10d_rendezvous_backend",
+    "dynamic_rendezvous",
+    "etcd_rendezvous",
+    "etcd_rendezvous_backend",
+    "etcd_server",
+    "etcd_store",
+    "registry",
+    "static_tcp_rendezvous",
+    "utils",
+)
+
 
 def __getattr__(name: str) -> object:
     # The command line comes through this package and needs none of these.
@@ -47,4 +62,4 @@ def __getattr__(name: str) -> object:
             from elasticrs.rendezvous import registry  # noqa: F401
 
         return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazy_submodule(__name__, name, _SUBMODULES)

@@ -89,7 +89,7 @@ class RendezvousInfo:
     """What a completed rendezvous gives to a node.
 
     Args:
-        store: shared by the nodes; ``None`` with one node, where nothing has to be shared.
+        store: shared by the nodes; of a node by itself, served from its first use on.
         rank: of this node.
         world_size: number of nodes.
         bootstrap_store_info: where the workers' store listens.

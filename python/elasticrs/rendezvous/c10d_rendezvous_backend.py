@@ -14,6 +14,7 @@ from elasticrs.events import NodeState, construct_and_record_rdzv_event
 from elasticrs.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
 from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE
 from elasticrs.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
+from elasticrs.rendezvous.file_store import FileStore, TemporaryFileStore
 from elasticrs.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from elasticrs.store import DistNetworkError, Store
 
@@ -117,8 +118,6 @@ def _create_store(params: RendezvousParameters) -> Any:
 
 
 def _create_file_store(params: RendezvousParameters) -> Any:
-    from elasticrs.rendezvous.file_store import FileStore, TemporaryFileStore
-
     path = params.endpoint.strip()
     try:
         if not path:

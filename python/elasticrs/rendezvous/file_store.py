@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elasticrs.store import DistStoreError
+from elasticrs.store.barrier import meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -142,6 +143,10 @@ class FileStore:
                 return False
             self._write(values)
             return True
+
+    def barrier(self, key: str, world_size: int, timeout: datetime.timedelta | None = None) -> None:
+        """See :class:`elasticrs.store.Store`. There are no queues, as in torch's."""
+        meet(self, key, world_size, timeout)
 
     def num_keys(self) -> int:
         """How many keys there are."""

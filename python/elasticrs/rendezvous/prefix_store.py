@@ -97,6 +97,23 @@ class PrefixStore:
         value: bytes = self._store.compare_set(self._prefix + key, expected, desired)
         return value
 
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """See :class:`elasticrs.store.Store`."""
+        self._store.queue_push(self._prefix + key, value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """See :class:`elasticrs.store.Store`."""
+        value: bytes = self._store.queue_pop(self._prefix + key, block)
+        return value
+
+    def queue_len(self, key: str) -> int:
+        """See :class:`elasticrs.store.Store`."""
+        return int(self._store.queue_len(self._prefix + key))
+
+    def barrier(self, key: str, world_size: int, timeout: datetime.timedelta | None = None) -> None:
+        """See :class:`elasticrs.store.Store`."""
+        self._store.barrier(self._prefix + key, world_size, timeout)
+
     def delete_key(self, key: str) -> bool:
         """See :class:`elasticrs.store.Store`."""
         return bool(self._store.delete_key(self._prefix + key))

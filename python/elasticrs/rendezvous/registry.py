@@ -8,6 +8,7 @@ troubles only who wants its handler.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 
@@ -17,6 +18,8 @@ from elasticrs.rendezvous.elastic.describe import BACKENDS, PYTHON, Words, check
 from elasticrs.rendezvous.static import OneNodeRendezvous
 
 __all__ = ["get_rendezvous_handler"]
+
+_log = logging.getLogger("elasticrs.rendezvous")
 
 GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 
@@ -67,6 +70,21 @@ def _register_from_package(name: str, words: Words) -> bool:
             rendezvous_handler_registry.register(name, creator)
             return True
     return False
+
+
+def _register_out_of_tree_handlers() -> None:
+    """Register the handlers of all installed packages, as torch does when it is imported.
+
+    One that cannot be loaded is a warning.
+    """
+    from importlib import metadata
+
+    for name in {entry.name for group in GROUPS for entry in metadata.entry_points(group=group)}:
+        if not rendezvous_handler_registry.is_registered(name):
+            try:
+                _register_from_package(name, PYTHON)
+            except UsageError as error:
+                _log.warning("%s", error)
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:

@@ -15,6 +15,11 @@ from elasticrs.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from elasticrs.rendezvous.endpoint import parse_endpoint
+from elasticrs.rendezvous.own_store import OwnStore
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.store import Store
 
 __all__ = ["OneNodeRendezvous"]
 
@@ -47,6 +52,8 @@ class OneNodeRendezvous(RendezvousHandler):
             self._port = DEFAULT_MASTER_PORT if port is None else port or None
         self._reserved: ReservedPort | None = None
         self._store: _core.WorkerStore | None = None
+        self._own_store = OwnStore(params.run_id)
+        self._round = 0
         self._is_closed = False
 
     def get_backend(self) -> str:
@@ -60,14 +67,22 @@ class OneNodeRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See :class:`RendezvousHandler`; never waits."""
-        return self.next_served_by(None)
+        address = self.next_served_by(None)
+        return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
-    def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousInfo:
-        """As :meth:`next_rendezvous`.
+    def open_shared_store(self) -> Store:
+        """The store of the present round, as :class:`RendezvousInfo` has it; served when it is used first."""
+        return self._own_store.of_round(self._round)
+
+    def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
+        """As :meth:`next_rendezvous`, for an agent that knows its rank.
 
         Args:
             supervisor: serves the workers' store, and tells what that has to say to the user; ``None``: a
                 thread of its own.
+
+        Returns:
+            Where the workers' store listens.
 
         Raises:
             RendezvousClosedError: see :meth:`set_closed`.
@@ -76,6 +91,7 @@ class OneNodeRendezvous(RendezvousHandler):
         if self._is_closed:
             raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")
         self._release()
+        self._round += 1
         port = self._port
         if self.use_agent_store:
             self._store = _core.WorkerStore()
@@ -84,7 +100,7 @@ class OneNodeRendezvous(RendezvousHandler):
         elif port is None:
             self._reserved = ReservedPort()
             port = self._reserved.number
-        return RendezvousInfo(None, 0, 1, RendezvousStoreInfo(self._address, port))
+        return RendezvousStoreInfo(self._address, port)
 
     @property
     def reserved_port(self) -> ReservedPort | None:
@@ -116,6 +132,7 @@ class OneNodeRendezvous(RendezvousHandler):
         """See :class:`RendezvousHandler`."""
         self.set_closed()
         self._release()
+        self._own_store.close()
         return True
 
     def _release(self) -> None:

@@ -3,6 +3,13 @@
 ``python -m elasticrs.store`` serves; :func:`connect` makes a :class:`Store` on it.
 """
 
-from elasticrs.store.store import DistError, DistNetworkError, DistStoreError, Store, connect
+from elasticrs.store.store import (
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    QueueEmptyError,
+    Store,
+    connect,
+)
 
-__all__ = ["DistError", "DistNetworkError", "DistStoreError", "Store", "connect"]
+__all__ = ["DistError", "DistNetworkError", "DistStoreError", "QueueEmptyError", "Store", "connect"]

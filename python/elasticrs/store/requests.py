@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     Step = tuple[str | bytes | int, ...]
 
 
+_CLOSED = "the store object is closed"
+
+
 class LostError(Exception):
     """The session is over; the text says why."""
 
@@ -82,7 +85,7 @@ class Requests:
         """End the session; calls that wait raise :class:`LostError`."""
         self._client.close()
         with self._news:
-            self._lost = self._lost or "the store object is closed"
+            self._lost = self._lost or _CLOSED
             self._news.notify_all()
 
     def _begin_waiting(self, keys: Sequence[str]) -> None:
@@ -163,3 +166,48 @@ class Requests:
                 self._is_connected = True
             else:
                 self._lost = event.message
+
+
+class LaterRequests:
+    """As :class:`Requests`, over a client that is made when somebody asks for something first.
+
+    Args:
+        make: the client; whatever it raises is raised by what was asked.
+    """
+
+    def __init__(self, make: Callable[[], CoordinationClient]) -> None:
+        self._make: Callable[[], CoordinationClient] | None = make
+        self._lock = threading.Lock()
+        self._requests: Requests | None = None
+
+    def txn(
+        self, compares: Sequence[Step] = (), then: Sequence[Step] = (), otherwise: Sequence[Step] = ()
+    ) -> Reply:
+        """See :class:`Requests`."""
+        return self._begun().txn(compares, then, otherwise)
+
+    def wait_until(self, holds: Callable[[], bool], keys: Sequence[str], timeout: float) -> bool:
+        """See :class:`Requests`."""
+        return self._begun().wait_until(holds, keys, timeout)
+
+    def close(self) -> None:
+        """See :class:`Requests`."""
+        with self._lock:
+            # The client keeps a descriptor as long as it is referred to.
+            requests, self._requests, self._make = self._requests, None, None
+            if requests is not None:
+                requests.close()
+
+    def _begun(self) -> Requests:
+        with self._lock:
+            if self._make is None:
+                raise LostError(_CLOSED)
+            if self._requests is None:
+                requests = Requests(self._make())
+                try:
+                    requests.connect()
+                except BaseException:
+                    requests.close()
+                    raise
+                self._requests = requests
+            return self._requests

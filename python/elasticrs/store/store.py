@@ -6,7 +6,8 @@ import datetime
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
-from elasticrs.store.requests import LostError, Requests
+from elasticrs.store.barrier import meet
+from elasticrs.store.requests import LaterRequests, LostError, Requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from elasticrs.store.requests import Step
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
+_LENGTH = 4
+"""Bytes of the length of a value in a queue."""
 
 
 class DistError(RuntimeError):
@@ -23,6 +26,10 @@ class DistError(RuntimeError):
 
 class DistStoreError(DistError):
     """A key did not come in time; as ``torch.distributed.DistStoreError``."""
+
+
+class QueueEmptyError(DistStoreError):
+    """A queue has nothing to take; as ``torch.distributed.QueueEmptyError``."""
 
 
 class DistNetworkError(DistError):
@@ -86,13 +93,34 @@ class Store:
         prefix: str = "",
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        self._requests = Requests(client)
+        requests = Requests(client)
+        self._requests: Requests | LaterRequests = requests
         self._prefix = prefix
         self._timeout = timeout
         try:
-            self._requests.connect()
+            requests.connect()
         except LostError as lost:
             raise DistNetworkError(str(lost)) from None
+
+    @classmethod
+    def begun_later(
+        cls,
+        make: Callable[[], CoordinationClient],
+        prefix: str = "",
+        timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    ) -> Store:
+        """An object that connects when it is used first.
+
+        Args:
+            make: the client.
+            prefix: put before every key.
+            timeout: for :meth:`get` and :meth:`wait`.
+        """
+        store = object.__new__(cls)
+        store._requests = LaterRequests(make)
+        store._prefix = prefix
+        store._timeout = timeout
+        return store
 
     @property
     def timeout(self) -> datetime.timedelta:
@@ -201,6 +229,60 @@ class Store:
             if self._txn([("missing", name)], put).ok:
                 return new
 
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Add a value to the end of a queue.
+
+        A queue is the value of its key, which is there while it has something: one name is either a queue or
+        a value, and all that a queue has must fit into one value.
+        """
+        item = _bytes(value)
+        self._change(key, lambda queue: queue + len(item).to_bytes(_LENGTH, "big") + item)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value of a queue; of several that wait, one gets it.
+
+        Args:
+            key: of the queue.
+            block: wait for a value.
+
+        Raises:
+            DistStoreError: none came within :attr:`timeout`.
+            QueueEmptyError: there is none, and ``block`` is false.
+            ValueError: this is no queue.
+        """
+        taken: list[bytes] = []
+
+        def one_is_there() -> bool:
+            return self._take_first(key, taken)
+
+        if block:
+            self._wait(one_is_there, [key], self._timeout)
+        elif not one_is_there():
+            raise QueueEmptyError("queue is empty")
+        return taken[0]
+
+    def queue_len(self, key: str) -> int:
+        """How many values a queue has.
+
+        Raises:
+            ValueError: this is no queue.
+        """
+        found = _entry(self._txn(then=[("get", self._key(key))]).results[0])
+        return len(_items(found.value)) if found else 0
+
+    def barrier(self, key: str, world_size: int, timeout: datetime.timedelta | None = None) -> None:
+        """Wait until so many have called this.
+
+        Args:
+            key: of this barrier; may be used again when all have passed.
+            world_size: how many.
+            timeout: :attr:`timeout` when ``None``.
+
+        Raises:
+            DistStoreError: not all came in time.
+        """
+        meet(self, key, world_size, timeout)
+
     def delete_key(self, key: str) -> bool:
         """Delete a key; whether it was there."""
         return self._txn(then=[("delete", self._key(key))]).results[0] == 1
@@ -247,6 +329,19 @@ class Store:
             milliseconds = round(timeout.total_seconds() * 1000)
             raise DistStoreError(f"wait timeout after {milliseconds}ms, keys: {', '.join(keys)}")
 
+    def _take_first(self, key: str, taken: list[bytes]) -> bool:
+        name = self._key(key)
+        while True:
+            found = _entry(self._txn(then=[("get", name)]).results[0])
+            if found is None:
+                return False
+            first = _items(found.value)[0]
+            rest = found.value[_LENGTH + len(first) :]
+            step: Step = ("put", name, rest, False) if rest else ("delete", name)
+            if self._txn([("mod", name, found.mod_revision)], [step]).ok:
+                taken.append(first)
+                return True
+
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> None:
         """Replace a value by what ``change`` makes of it; of a missing one: of nothing."""
         name = self._key(key)
@@ -261,6 +356,19 @@ class Store:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _items(queue: bytes) -> list[bytes]:
+    """What a queue has: values, each behind its length."""
+    items: list[bytes] = []
+    at = 0
+    while at < len(queue):
+        end = at + _LENGTH + int.from_bytes(queue[at : at + _LENGTH], "big")
+        items.append(queue[at + _LENGTH : end])
+        at = end
+    if at != len(queue) or not items:
+        raise ValueError("this key has a value that is no queue")
+    return items
 
 
 def _entry(result: object) -> Entry | None:

@@ -131,6 +131,12 @@ def _detach() -> None:
     _words = memoryview(bytearray(_SIZE)).cast("Q")
 
 
+def start_afresh() -> None:
+    """Forget the page, and what was counted: for a forked worker, which has one of its own."""
+    global _words, _count, _mark
+    _words, _count, _mark = None, 0, 1
+
+
 def _page(variable: str) -> memoryview | None:
     """The page that the agent has passed, unless somebody closed it, or it is another process's."""
     from mmap import mmap

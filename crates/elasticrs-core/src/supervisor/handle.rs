@@ -59,6 +59,15 @@ pub enum SupervisorError {
         #[source]
         source: io::Error,
     },
+    /// What was given as a page for heartbeats is none, or not that of the next rank.
+    #[error("no page for the heartbeats of local rank {local_rank}")]
+    Page {
+        /// The rank that was given.
+        local_rank: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// The FIFO of the timers cannot be made, or there is one already.
     #[error("could not watch timers{}", if path.as_os_str().is_empty() { String::new() } else { format!(" at {}", path.display()) })]
     Timers {
@@ -89,13 +98,7 @@ pub(super) type Reply<T> = SyncSender<T>;
 
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
-    Adopt {
-        local_rank: u32,
-        pid: i32,
-        pidfd: OwnedFd,
-        status: Option<OwnedFd>,
-        reply: Reply<Result<(), SupervisorError>>,
-    },
+    Adopt(Adopted, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
     Suspend(Reply<()>),
@@ -106,9 +109,16 @@ pub(super) enum Command {
     WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
-    Close {
-        keep_descendants: bool,
-    },
+    Close { keep_descendants: bool },
+}
+
+/// What is known of a process that Python started; see [`Supervisor::adopt`].
+pub(super) struct Adopted {
+    pub(super) local_rank: u32,
+    pub(super) pid: i32,
+    pub(super) pidfd: OwnedFd,
+    pub(super) status: Option<OwnedFd>,
+    pub(super) page: Option<OwnedFd>,
 }
 
 /// What the handle and the runtime thread both use.
@@ -227,13 +237,22 @@ impl Supervisor {
     /// Makes a process that this process started a member of the running group.
     ///
     /// `status` is for a process whose parent is another one: a pipe into which that one writes, in four bytes, the
-    /// status that `wait4` gave for it.
+    /// status that `wait4` gave for it. `page` is for one that waits to begin and has a page for its heartbeats
+    /// ([`crate::timer::pages::HeartbeatPage::hand_out`]): it is watched like those that are started here. Such processes
+    /// are adopted in the order of their ranks.
     ///
     /// # Errors
-    /// [`SupervisorError::Adopt`], [`SupervisorError::Idle`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
-    pub fn adopt(&self, local_rank: u32, pid: i32, status: Option<OwnedFd>) -> Result<(), SupervisorError> {
+    /// [`SupervisorError::Page`], [`SupervisorError::Adopt`], [`SupervisorError::Idle`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn adopt(
+        &self,
+        local_rank: u32,
+        pid: i32,
+        status: Option<OwnedFd>,
+        page: Option<OwnedFd>,
+    ) -> Result<(), SupervisorError> {
         let pidfd = pidfd::open(pid).map_err(|errno| SupervisorError::Adopt { pid, source: errno.into() })?;
-        self.ask(|reply| Command::Adopt { local_rank, pid, pidfd, status, reply })?
+        let adopted = Adopted { local_rank, pid, pidfd, status, page };
+        self.ask(|reply| Command::Adopt(adopted, reply))?
     }
 
     /// Stops the group; a harder call overrides. [`super::Event::GroupEnded`] follows.

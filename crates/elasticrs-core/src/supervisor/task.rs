@@ -13,7 +13,7 @@ use tokio::task::{JoinError, JoinHandle, JoinSet, LocalSet};
 use super::deadlines::{Deadlines, Timer, after};
 use super::event::{Event, NurseryEnd, StartFailure, Swept};
 use super::evidence::Found;
-use super::handle::{Command, Config, Reply, Shared, SupervisorError};
+use super::handle::{Adopted, Command, Config, Reply, Shared, SupervisorError};
 use super::nursery_io::{FromNursery, Nursery};
 use super::start::{Starting, spawn_requests};
 use super::state::{Effect, End, Group, Input};
@@ -254,9 +254,7 @@ impl Task {
     fn on_command(&mut self, command: Command) {
         match command {
             Command::Start(group, reply) => answer(&reply, self.begin_start(*group)),
-            Command::Adopt { local_rank, pid, pidfd, status, reply } => {
-                answer(&reply, self.adopt(local_rank, pid, pidfd, status));
-            }
+            Command::Adopt(adopted, reply) => answer(&reply, self.adopt(adopted)),
             Command::Stop(policy, elsewhere) => self.stop(policy, elsewhere),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
             Command::Suspend(reply) => {
@@ -366,20 +364,23 @@ impl Task {
 
     // --- running ----------------------------------------------------------------------------------------------
 
-    fn adopt(
-        &mut self,
-        local_rank: u32,
-        pid: i32,
-        pidfd: OwnedFd,
-        status: Option<OwnedFd>,
-    ) -> Result<(), SupervisorError> {
+    fn adopt(&mut self, adopted: Adopted) -> Result<(), SupervisorError> {
+        let Adopted { local_rank, pid, pidfd, status, page } = adopted;
         let Current::Running(running) = &mut self.current else { return Err(SupervisorError::Idle) };
+        let is_watched = page.is_some();
+        if let Some(page) = page {
+            self.hangs.take_page(local_rank, page).map_err(|source| SupervisorError::Page { local_rank, source })?;
+            self.shared.counters.heartbeats.set(self.hangs.pages());
+        }
         let pidfd = Arc::new(pidfd);
         let leads_a_group =
             nix::unistd::getpgid(Some(nix::unistd::Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid);
         running.members.push(Member { pid, pidfd: Arc::clone(&pidfd), adopted: true, leads_a_group });
         self.watched.spawn(watch::until_exit(pid, pidfd, status));
         self.input(Input::Adopted { local_rank, pid });
+        if is_watched {
+            self.begin_watch();
+        }
         Ok(())
     }
 

@@ -5,7 +5,7 @@
 //! a time of one of its heartbeats is left out: one word of garbage must not make a rank immune, or teach a limit.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::Ordering;
 
 use nix::sys::stat::fstat;
@@ -49,8 +49,27 @@ impl HeartbeatPage {
     /// No descriptor is left.
     pub fn share(&self, number: i32) -> io::Result<(OwnedFd, String)> {
         let descriptor = self.page.as_fd().try_clone_to_owned()?;
-        let facts = fstat(&descriptor)?;
-        Ok((descriptor, format!("{number}:{}:{}", facts.st_dev, facts.st_ino)))
+        let name = variable_of(descriptor.as_fd(), number)?;
+        Ok((descriptor, name))
+    }
+
+    /// As [`Self::share`], under the number that the descriptor has here: for workers that inherit it. What is kept of the
+    /// page is that descriptor alone, until [`Self::of`].
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn hand_out(self) -> io::Result<(OwnedFd, String)> {
+        let descriptor = self.page.as_fd().try_clone_to_owned()?;
+        let name = variable_of(descriptor.as_fd(), descriptor.as_raw_fd())?;
+        Ok((descriptor, name))
+    }
+
+    /// The page behind a descriptor of [`Self::hand_out`], of a worker that begins after `made`.
+    ///
+    /// # Errors
+    /// `EINVAL` for any other file; no memory.
+    pub fn of(descriptor: OwnedFd, made: u64) -> io::Result<Self> {
+        Page::map(descriptor).map(|page| Self { page, made })
     }
 
     /// What is in it.
@@ -78,6 +97,11 @@ impl HeartbeatPage {
     }
 }
 
+fn variable_of(descriptor: BorrowedFd<'_>, number: RawFd) -> io::Result<String> {
+    let facts = fstat(descriptor)?;
+    Ok(format!("{number}:{}:{}", facts.st_dev, facts.st_ino))
+}
+
 fn name_of(words: &[u64]) -> String {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
@@ -89,6 +113,18 @@ mod tests {
 
     fn put(page: &HeartbeatPage, index: usize, value: u64) {
         page.page.words()[index].store(value, Ordering::Relaxed);
+    }
+
+    #[test]
+    fn a_page_that_was_handed_out_is_found_again_by_its_descriptor() {
+        let (descriptor, name) = HeartbeatPage::new(0).unwrap().hand_out().unwrap();
+        assert!(name.starts_with(&format!("{}:", descriptor.as_raw_fd())));
+        let theirs = HeartbeatPage::of(descriptor.try_clone().unwrap(), 0).unwrap();
+        put(&theirs, TIMES, 51);
+        put(&theirs, COUNT, 1);
+        let ours = HeartbeatPage::of(descriptor, 0).unwrap();
+        assert_eq!(ours.read(99), Seen::Beat(Beat { last: 51, ..Beat::default() }));
+        assert!(HeartbeatPage::of(nix::unistd::pipe().unwrap().0, 0).is_err());
     }
 
     #[test]

@@ -215,7 +215,7 @@ impl Hub {
             yield_now().await;
             yield_now().await;
             let mut shared = self.shared.borrow_mut();
-            for session in shared.leases.expired(boot_ns()) {
+            for session in shared.leases.expired() {
                 if let Some(outbox) = shared.open.get(&session) {
                     outbox.refuse(LostKind::Silent, "the store has not heard of this client in time".into());
                 }

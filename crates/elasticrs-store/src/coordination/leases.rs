@@ -32,6 +32,7 @@ pub struct Leases {
     /// How long the store has not run, in all.
     late: u64,
     next_look: Option<u64>,
+    looked: u64,
 }
 
 const MS: u64 = 1_000_000;
@@ -39,7 +40,14 @@ const MS: u64 = 1_000_000;
 impl Leases {
     /// No sessions.
     pub fn new() -> Self {
-        Self { held: HashMap::new(), deadlines: BTreeSet::new(), wishes: BTreeMap::new(), late: 0, next_look: None }
+        Self {
+            held: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            wishes: BTreeMap::new(),
+            late: 0,
+            next_look: None,
+            looked: 0,
+        }
     }
 
     /// Whether a client may wish for this.
@@ -90,10 +98,17 @@ impl Leases {
 
     /// When to look next: at the first deadline, and at least once in the shortest interval, so that a time during
     /// which the store did not run is known to within that. The time is noted: a later look is a late one.
+    ///
+    /// Follows a look. If that was longer ago than an interval, the store did not run meanwhile.
     pub fn plan(&mut self, now: u64) -> Option<u64> {
         let (deadline, _) = self.deadlines.first()?;
         let (&shortest, _) = self.wishes.first_key_value()?;
-        let look = (deadline + self.late).min(now + u64::from(shortest) * MS).max(now);
+        let interval = u64::from(shortest) * MS;
+        let since = now.saturating_sub(self.looked);
+        if since > interval {
+            self.late += since;
+        }
+        let look = (deadline + self.late).min(now + interval).max(now);
         self.next_look = Some(look);
         Some(look)
     }
@@ -103,11 +118,12 @@ impl Leases {
         if let Some(planned) = self.next_look.take() {
             self.late += now.saturating_sub(planned);
         }
+        self.looked = now;
     }
 
-    /// Sessions whose time is over.
-    pub fn expired(&self, now: u64) -> Vec<SessionId> {
-        let now = now.saturating_sub(self.late);
+    /// Sessions whose time was over at the last look.
+    pub fn expired(&self) -> Vec<SessionId> {
+        let now = self.looked.saturating_sub(self.late);
         self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).map(|(_, session)| *session).collect()
     }
 }

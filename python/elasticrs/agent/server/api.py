@@ -97,7 +97,7 @@ class SimpleElasticAgent(ElasticAgent):
     ) -> None:
         self._worker_group = WorkerGroup(spec)
         self._remaining_restarts = spec.max_restarts
-        self._store: Any = None
+        self._given_store: Any = None
         self._exit_barrier_timeout = (
             defaults.exit_barrier_timeout_from(os.environ)
             if exit_barrier_timeout is None
@@ -109,6 +109,15 @@ class SimpleElasticAgent(ElasticAgent):
         self._total_execution_time = 0
         self._in_exit_barrier = False
         self._progress = Progress()
+
+    @property
+    def _store(self) -> Any:
+        """Of the round, unless a subclass has put in another one."""
+        return self._worker_group.store if self._given_store is None else self._given_store
+
+    @_store.setter
+    def _store(self, store: Any) -> None:
+        self._given_store = store
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:  # noqa: ARG002 -- torch's signature
         """See :class:`ElasticAgent`."""

@@ -166,6 +166,27 @@ class HealthCheckServer:
             logging.getLogger("elasticrs.agent").exception("the alive_callback failed")
 
 
+class _AliveCallbackProxy:
+    """A callback for a server that is made before the agent: until there is one, there is progress.
+
+    Torch's name. :func:`elasticrs.launcher.launch_agent` has it ask the agent.
+    """
+
+    def __init__(self) -> None:
+        self._delegate: Callable[[], float] | None = None
+
+    def __call__(self) -> float:
+        return time.time() if self._delegate is None else self._delegate()
+
+    def set_delegate(self, delegate: Callable[[], float]) -> None:
+        """Ask this one from now on.
+
+        Args:
+            delegate: when there was progress last, in seconds since 1970.
+        """
+        self._delegate = delegate
+
+
 def _take(fd: int) -> None:
     try:
         os.eventfd_read(fd)

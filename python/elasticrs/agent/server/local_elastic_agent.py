@@ -30,7 +30,10 @@ from elasticrs.agent.server.api import (
     WorkerState,
 )
 from elasticrs.agent.server.health_check_server import HealthCheckServer as OurServer
-from elasticrs.agent.server.health_check_server import server_of_environment
+from elasticrs.agent.server.health_check_server import (
+    _AliveCallbackProxy,  # noqa: F401 -- here in torch
+    server_of_environment,
+)
 from elasticrs.agent.server.polled_workers import PolledWorkers
 from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.agent.signals import catch_signals, ignored_signals
@@ -42,6 +45,7 @@ from elasticrs.events.hostname import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.binding import cpus_of_options
+from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, WorkerRanks, assign
@@ -154,7 +158,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         Raises:
             SignalException: a signal asked to stop; the workers are stopped.
             RendezvousError: the rendezvous failed, or is closed.
-            RuntimeError: the workers could not be started.
+            RuntimeError: the workers could not be started; for a program that is not there or may not be run
+                also a ``FileNotFoundError`` or ``PermissionError``.
             ValueError: the machine's limits do not allow that many.
         """
         self._setup_healthcheck()
@@ -378,7 +383,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 from elasticrs.rendezvous.elastic.handler import error_of
 
                 raise error_of(outcome)
-            raise RuntimeError(result.message or "the workers could not be started")
+            raise not_started(result.message or "the workers could not be started", result.start_errno)
         return RunResult(WorkerState.FAILED, failures=failed)
 
     # --- torch's hooks, for the loop that looks ---
@@ -511,9 +516,7 @@ class _Planner:
 
     def next(self, supervisor: _core.Supervisor) -> Plan:
         group, spec, handler = self._group, self._group.spec, self._handler
-        bootstrap = handler.next_served_by(supervisor).bootstrap_store_info
-        if bootstrap is None:
-            raise RendezvousError("the rendezvous gave no address for the workers' store")
+        bootstrap = handler.next_served_by(supervisor)
         plan = Plan(
             assign([NodeShare(spec.role, spec.local_world_size)], 0),
             spec.master_addr or bootstrap.master_addr,
@@ -523,6 +526,7 @@ class _Planner:
             # A port of the user's own is rank 0's to listen on.
             use_agent_store=handler.use_agent_store and spec.master_port is None,
         )
+        group.share(handler.open_shared_store)
         _update(group, plan)
         return plan
 

@@ -18,8 +18,10 @@ from elasticrs.agent import state as machine
 from elasticrs.agent import texts
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
-from elasticrs.agent.loop import _TRANSLATORS, Agent, suspend
+from elasticrs.agent.loop import Agent, suspend
 from elasticrs.multiprocessing.api import RunProcsResult
+from elasticrs.multiprocessing.group import LATE
+from elasticrs.multiprocessing.not_started import not_started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,16 +117,26 @@ class PolledWorkers(Agent):
         with self._undisturbed():
             self._decisions.plan = plan
             self._forget()
-            action = machine.Start(len(self._result.attempts), restarts)
-            self._observers.acting(action, plan)
-            self._start(supervisor, action)
-            self._note_events()
+            self._begin(supervisor, plan, restarts)
         while not self._has_started:
             if self._ended is not None:
                 self._decisions.release_plan()
-                raise RuntimeError(self._result.message or "the workers could not be started")
+                text = self._result.message or "the workers could not be started"
+                raise not_started(text, self._result.start_errno)
             self._pump(None)
         return self.pids()
+
+    def _begin(self, supervisor: _core.Supervisor, plan: Plan, restarts: int) -> None:
+        action = machine.Start(len(self._result.attempts) + 1, restarts)
+        try:
+            self._observers.acting(action, plan)
+            self._start(supervisor, action)
+        except BaseException:
+            # No event will tell of an end.
+            self._ended = machine.GroupEnded("failed")
+            self._decisions.release_plan()
+            raise
+        self._note_events()
 
     def pids(self) -> dict[int, int]:
         """Of the present workers, by local rank."""
@@ -158,8 +170,9 @@ class PolledWorkers(Agent):
         """
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while self.is_running:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._pump(left) and deadline is not None and time.monotonic() >= deadline:
+            left = None if deadline is None else deadline - time.monotonic()
+            was_something = self._pump(None if left is None else max(0.0, left))
+            if left is not None and left <= (-LATE if was_something else 0):
                 return None
         return self._result_of_attempt()
 
@@ -184,7 +197,7 @@ class PolledWorkers(Agent):
             timeout: seconds until SIGKILL.
         """
         if self._supervisor is not None and self.is_running:
-            self._supervisor.stop(_core.StopPolicy(int(death_sig or signal.SIGTERM), timeout))
+            self._stop(self._supervisor, machine.Stop(int(death_sig or signal.SIGTERM), timeout))
             self.wait()
             self._decisions.release_plan()
 
@@ -204,12 +217,23 @@ class PolledWorkers(Agent):
             self._drain(supervisor)
         finally:
             self._decisions.release_plan()
-            has_succeeded = self._ended is not None and self._ended.outcome == "succeeded"
+            has_succeeded = self._conclude()
             supervisor.close(keep_descendants=self._job.linger is None and has_succeeded)
+            self._workers.close()
             self._observers.ended(self._result)
         self._discard_empty_fault_files()
         self._write_timeline()
         self._console.flush()
+
+    def _conclude(self) -> bool:
+        """Note how the last workers ended, for whoever looks at the result: whether they have succeeded."""
+        outcome = None if self._ended is None else self._ended.outcome
+        if outcome == "succeeded":
+            self._result.phase, self._result.exit_code = machine.Phase.SUCCEEDED, 0
+        else:
+            is_stopped = outcome == "stopped"
+            self._result.phase = machine.Phase.STOPPED if is_stopped else machine.Phase.FAILED
+        return outcome == "succeeded"
 
     def _forget(self) -> None:
         self._has_started, self._ended, self._found = False, None, None
@@ -230,10 +254,12 @@ class PolledWorkers(Agent):
             yield
         finally:
             self._is_taking = False
+            self._hear()
+
+    def _hear(self) -> None:
+        """The signals that were kept: one that raises does so also in place of another error."""
         pending, self._pending = self._pending, None
         suspends_by, self._suspends_by = self._suspends_by, None
-        if pending is not None or suspends_by is not None:
-            os.eventfd_read(self._bell)
         if suspends_by is not None:
             suspend(self._supervisor, suspends_by)
         if pending is not None:
@@ -245,9 +271,10 @@ class PolledWorkers(Agent):
         self._console.flush()
         with self._undisturbed():
             event = supervisor.next_event(seconds)
-            if event is not None:
-                _TRANSLATORS[type(event)](self, supervisor, event)
-                self._observers.seen(event, self._result)
+            if isinstance(event, _core.FdReady) and event.fd == self._bell:
+                os.eventfd_read(self._bell)
+            elif event is not None:
+                self._take_in(supervisor, event)
                 self._note_events()
         return event is not None
 

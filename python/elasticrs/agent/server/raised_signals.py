@@ -8,6 +8,8 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from elasticrs.forks import is_undone, undo_in_children
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
@@ -23,8 +25,8 @@ def raised_signals(
 ) -> Iterator[None]:
     """Raise an error in the main thread when one of these signals comes, and put everything back after that.
 
-    Elsewhere than in the main thread nothing is
-    installed, and a warning says so.
+    Elsewhere than in the main thread nothing is installed, and a warning says so. Children made by ``fork``
+    have what was there before.
 
     Args:
         signums: what to catch; ignored ones are left alone.
@@ -43,11 +45,18 @@ def raised_signals(
             raise raised
 
     previous: dict[int, Handler] = {}
-    try:
-        for signum in signums:
-            if signal.getsignal(signum) != signal.SIG_IGN:
-                previous[signum] = signal.signal(signum, raise_error)
-        yield
-    finally:
+
+    def put_back() -> None:
         for signum, handler in previous.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+    undo_in_children(put_back, previous)
+    try:
+        for signum in signums:
+            if (handler := signal.getsignal(signum)) != signal.SIG_IGN:
+                previous[signum] = handler
+                signal.signal(signum, raise_error)
+        yield
+    finally:
+        put_back()
+        is_undone(put_back)

@@ -137,7 +137,7 @@ class WorkerGroup:
     """The workers of one node.
 
     Attributes:
-        store: shared by the nodes of the round, as torch's; ``None`` with one node.
+        store: shared by the nodes of the round, as torch's.
     """
 
     __slots__ = (

@@ -17,7 +17,10 @@ __all__ = ["SubprocessHandler"]
 
 
 class SubprocessHandler:
-    """Starts a program in a session of its own; with it end its descendants.
+    """Starts a program in a session of its own; with it end its descendants, after success within seconds.
+
+    Descriptors are given back by the first ``poll``, ``wait`` or ``close`` after that, or with the object,
+    which ends what is still there.
 
     Different from torch: files are appended to, and ``proc`` is no :class:`subprocess.Popen` but has its
     ``pid``, ``poll``, ``wait``, ``returncode`` and ``send_signal``.
@@ -65,7 +68,7 @@ class SubprocessHandler:
         except BaseException:
             self._group.close()
             raise
-        self.proc = SupervisedProcess(self._group, 0, argv, self._release)
+        self.proc = SupervisedProcess(self._group, 0, argv, is_alone=True)
 
     @classmethod
     def of_group(cls, group: ProcessGroup, local_rank: int, argv: list[str]) -> SubprocessHandler:
@@ -89,8 +92,3 @@ class SubprocessHandler:
             death_sig: the signal; SIGTERM when ``None``.
         """
         self.proc.send_signal(death_sig or signal.SIGTERM)
-
-    def _release(self) -> None:
-        # What it has left behind is ended, and nothing is needed any more.
-        self._group.wait_until(lambda: self._group.end is not None)
-        self._group.close()

@@ -7,7 +7,9 @@ The command line and the Python API come through here, so that both accept the s
 - **NODES-2** One node of ``c10d`` with an endpoint is a rendezvous: a second agent becomes a spare.
 - **NODES-3** With ``static`` the ranks are given by hand, so the number of nodes is fixed. Torch takes MAX of
   MIN:MAX without a word.
-- **NODES-4** ``--node-rank`` orders the nodes of ``c10d``, too, where torch ignores it with a warning.
+- **NODES-4** Where ranks are given by hand, or one node meets nobody, there is no store of ``c10d``, and its
+  ``store_type`` is a file or not for nothing, as in torch.
+- **NODES-5** ``--node-rank`` orders the nodes of ``c10d``, too, where torch ignores it with a warning.
 """
 
 from __future__ import annotations
@@ -135,9 +137,11 @@ def describe(
     low, high = nodes
     if kind == STATIC:
         node_rank = _static_rank(nodes, node_rank, config.get("rank"), words)
-    values = dict(config)
+    values, in_vain = dict(config), False
     if kind == STATIC:
         values["order_hint"] = node_rank
+        if in_vain := is_in_file(values):
+            del values["store_type"]
         # Torch's name for it, and torchrun's default.
         values.setdefault("join_timeout", values.get("timeout", _STATIC_JOIN_TIMEOUT))
     elif node_rank is not None:
@@ -149,6 +153,9 @@ def describe(
         grace=grace,
         exit_barrier_timeout=exit_barrier_timeout,
     )
+    if in_vain:
+        text = f"{words.settings}: store_type=file has no effect here: it is for {words.backend} {C10D}"
+        notices = [*notices, text]
     if high == 1 and (kind == STATIC or not endpoint):
         return None, notices
     if not endpoint:

@@ -140,10 +140,7 @@ def _truth(value: object) -> bool:
 def _store_type(value: object) -> str:
     kind = str(value).lower()
     if kind == "file":
-        raise ValueError(
-            "tcp: a file cannot tell when a node has died; name the node that hosts the store with "
-            "--rdzv-endpoint HOST:PORT instead"
-        )
+        raise ValueError("tcp: only with the backend c10d do nodes meet in a file")
     if kind != "tcp":
         raise ValueError("tcp")
     return kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from elasticrs.agent.texts import how_it_ended
+from elasticrs.agent.texts import SILENT, how_it_ended
 from elasticrs.rendezvous.elastic.records import blame_of
 
 TYPE_CHECKING = False
@@ -66,6 +66,8 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None) -> str:
         # What ended it was our signal.
         return f"rank {told['rank']}{pid} {where}: {_last_line(cause) or 'hung'}"
     how = how_it_ended(told["exitcode"]) if "exitcode" in told else "failed"
+    if told.get("message") == SILENT:
+        how = SILENT
     return f"rank {told['rank']}{pid} {where} {how}"
 
 

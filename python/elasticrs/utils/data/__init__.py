@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elasticrs import lazy_submodule
 from elasticrs.utils.data.cycling_iterator import CyclingIterator
 
 TYPE_CHECKING = False
@@ -10,10 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CyclingIterator", "ElasticDistributedSampler"]
 
+_SUBMODULES = ("elastic_distributed_sampler",)
+
 
 def __getattr__(name: str) -> object:
     if name == "ElasticDistributedSampler":
         from elasticrs.utils.data.elastic_distributed_sampler import ElasticDistributedSampler
 
         return ElasticDistributedSampler
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazy_submodule(__name__, name, _SUBMODULES)

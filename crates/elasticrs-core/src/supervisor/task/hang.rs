@@ -4,6 +4,7 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -62,6 +63,15 @@ impl Hangs {
             process.env.push(OsString::from(format!("ELASTICRS_HEARTBEAT={name}")));
             self.pages.push(Arc::new(page));
         }
+        Ok(())
+    }
+
+    /// Takes the page of a worker that another process has started, the next one by rank.
+    pub(super) fn take_page(&mut self, local_rank: u32, page: OwnedFd) -> io::Result<()> {
+        if local_rank as usize != self.pages.len() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        self.pages.push(Arc::new(HeartbeatPage::of(page, Stamp::now().0)?));
         Ok(())
     }
 

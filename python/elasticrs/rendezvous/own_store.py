@@ -1,0 +1,62 @@
+"""The store of a node by itself: what the nodes of a round share, where there is one."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from elasticrs import _core
+
+if TYPE_CHECKING:
+    from elasticrs.store import Store
+
+_HOST = "127.0.0.1"
+
+
+class OwnStore:
+    """Served by this process from its first use on: most agents of one node never look at it.
+
+    Args:
+        run_id: the name of the job.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._server: _core.CoordinationServer | None = None
+        self._store: Store | None = None
+
+    def of_round(self, round: int) -> Store:  # noqa: A002 -- the field's own word
+        """The store of a round, which does not see what was put in another one.
+
+        Args:
+            round: which.
+        """
+        if self._store is None:
+            from elasticrs.store import Store
+
+            self._store = Store.begun_later(self._connect)
+        return self._store.with_prefix(f"torch.rendezvous.{self._run_id}.{round}/")
+
+    def close(self) -> None:
+        """End it, with all that it has given out. Idempotent."""
+        if self._store is not None:
+            self._store.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _connect(self) -> _core.CoordinationClient:
+        from elasticrs.store import DistNetworkError
+
+        # Other users of this machine reach the port, too.
+        token = os.urandom(16)
+        try:
+            if self._server is not None:
+                # It was served, and no connection could be had.
+                self._server.close()
+            self._server = _core.CoordinationServer([(_HOST, 0)], run_id=self._run_id, token=token)
+            return _core.CoordinationClient(
+                _HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None
+            )
+        except OSError as error:
+            raise DistNetworkError(f"the store of this node cannot be served: {error}") from error

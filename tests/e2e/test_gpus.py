@@ -1,0 +1,109 @@
+"""What needs a CUDA device: the count of devices, a worker for each of them, CPUs near them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrs.devices import CountError, has_slices, visible_gpus, worker_count
+
+pytestmark = [pytest.mark.gpu, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(150)]
+
+COUNT = "import torch; print(torch.cuda.device_count())"
+
+
+def counted_by_torch(environ):
+    command = [sys.executable, "-c", COUNT]
+    return int(subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout)
+
+
+def counted_here(environ):
+    try:
+        return worker_count("gpu", environ).number
+    except CountError:
+        return 0
+
+
+@pytest.fixture(scope="module")
+def environ():
+    """Without a choice of devices."""
+    return {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+
+
+@pytest.fixture(scope="module")
+def count(environ):
+    return counted_by_torch(environ)
+
+
+def test_devices_are_counted_as_torch_counts_them(environ, count):
+    uuid = visible_gpus(environ)[0].uuid
+    choices = ["", "-1", "0", f"0,{count}", "0,0", f"{count - 1},{count},0", uuid, uuid[:12]]
+    for choice in choices:
+        chosen = {**environ, "CUDA_VISIBLE_DEVICES": choice}
+        assert counted_here(chosen) == counted_by_torch(chosen), choice
+    assert counted_here(environ) == count
+    source = (
+        "the rule that CUDA shows a process one MIG slice" if has_slices(environ) else "the driver's files"
+    )
+    assert worker_count("auto", environ).source == source
+
+
+SHOW = """
+    import json, os, torch
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
+    shown = {
+        "local_rank": os.environ["LOCAL_RANK"],
+        "seen": torch.cuda.device_count(),
+        "sum": torch.ones(3, device="cuda").sum().item(),
+        "address": address,
+        "cpus": sorted(os.sched_getaffinity(0)),
+    }
+    os.write(1, (json.dumps(shown) + "\\n").encode())
+"""
+
+
+def shown_by(launched):
+    assert launched.wait(120) == 0, launched.stderr
+    return [json.loads(line) for line in launched.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("word", ["gpu", "auto"])
+def test_each_device_gets_a_worker(launch, worker_script, count, word):
+    shown = shown_by(launch(f"--nproc-per-node={word}", worker_script(SHOW)))
+    assert len({each["address"] for each in shown}) == len(shown) == count
+    assert [(each["seen"], each["sum"]) for each in shown] == [(count, 3.0)] * count
+
+
+def test_a_choice_of_devices_holds(launch, worker_script, environ, count):
+    last = str(count - 1)
+    chosen = {"CUDA_VISIBLE_DEVICES": last}
+    (only,) = shown_by(launch("--nproc-per-node=gpu", worker_script(SHOW), env=chosen))
+    assert (only["seen"], only["address"]) == (1, visible_gpus({**environ, **chosen})[0].address)
+
+
+def test_a_virtual_local_rank_sees_its_own_device_alone(launch, worker_script, count):
+    shown = shown_by(launch("--virtual-local-rank", "--nproc-per-node=gpu", worker_script(SHOW)))
+    assert [(each["local_rank"], each["seen"]) for each in shown] == [("0", 1)] * count
+    assert len({each["address"] for each in shown}) == count
+
+
+@pytest.mark.beyond_torchrun  # it needs the program numactl
+def test_workers_run_on_cpus_near_their_device(launch, worker_script):
+    mine = os.sched_getaffinity(0)
+    for each in shown_by(launch("--numa-binding=node", "--nproc-per-node=gpu", worker_script(SHOW))):
+        node = Path("/sys/bus/pci/devices", each["address"], "numa_node").read_text().strip()
+        near = Path("/sys/devices/system/node", f"node{max(0, int(node))}", "cpulist").read_text()
+        assert set(each["cpus"]) == numbers(near) & mine
+
+
+def numbers(text):
+    found = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found

@@ -1,0 +1,145 @@
+"""Processes that a program makes by ``fork`` beside our waits: they have signals of their own."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+from helpers import functions, procs
+from helpers.launcher import Launched
+
+from elasticrs.multiprocessing import DefaultLogsSpecs, start_processes
+from elasticrs.multiprocessing.group import ProcessGroup
+from elasticrs.multiprocessing.starting import START_METHODS
+
+TIMES = 20
+
+HOST = """
+import multiprocessing, os, signal, sys, threading
+from elasticrs import LaunchConfig, elastic_launch
+from elasticrs.agent.server import LocalElasticAgent
+
+if sys.argv[1] == "hooks":
+    # Torch's loop, as a hook is replaced.
+    plain = LocalElasticAgent._get_worker_state
+    LocalElasticAgent._get_worker_state = lambda self, *how: plain(self, *how)
+
+def begin(writer):
+    os.write(writer, b"x")
+    signal.pause()
+
+def fork_and_terminate(is_to_begin):
+    reader, writer = os.pipe()
+    child = multiprocessing.get_context("fork").Process(target=begin, args=(writer,))
+    child.start()
+    if is_to_begin:
+        os.read(reader, 1)
+    child.terminate()
+    child.join()
+    os.close(reader)
+    os.close(writer)
+    return child.exitcode
+
+def be_beside():
+    with open("runs") as runs:
+        runs.read()
+    codes = {fork_and_terminate(is_to_begin) for is_to_begin in [True, False] * TIMES}
+    print("CODES", *codes, flush=True)
+    with open("ends", "w"):
+        pass
+
+if __name__ == "__main__":
+    os.mkfifo("runs")
+    os.mkfifo("ends")
+    thread = threading.Thread(target=be_beside, daemon=True)
+    thread.start()
+    config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", run_id="job", max_restarts=0, monitor_interval=0.05)
+    print("RESULT", elastic_launch(config, "sh")("-c", ": > runs; read x < ends; true"), flush=True)
+    thread.join()
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tracker() -> None:
+    """Multiprocessing's resource tracker comes with the first spawn, and stays."""
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()
+
+
+@pytest.mark.parametrize("loop", ["events", "hooks"])
+def test_a_child_that_is_terminated_beside_an_agent_ends_alone(
+    launch: Callable[..., Launched], loop: str
+) -> None:
+    launched = launch("-c", HOST.replace("TIMES", str(TIMES)), loop, argv=[sys.executable])
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout.splitlines() == ["CODES -15", "RESULT {0: None}"]
+
+
+def test_a_child_that_is_terminated_while_the_main_thread_waits_ends_alone() -> None:
+    context = start_processes("x", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
+    codes: list[int | None] = []
+
+    def be_beside() -> None:
+        try:
+            for _ in range(TIMES):
+                child = multiprocessing.get_context("fork").Process(target=functions.wait_for_signal)
+                child.start()
+                child.terminate()
+                child.join(procs.HANG)
+                codes.append(child.exitcode)
+                child.kill()
+                child.join()
+                child.close()
+        finally:
+            os.kill(context.pids()[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=be_beside)
+    thread.start()
+    result = context.wait()
+    thread.join()
+    assert result is not None
+    assert result.failures[0].exitcode == -signal.SIGKILL
+    assert codes == [-signal.SIGTERM] * TIMES
+
+
+def test_a_child_that_the_main_thread_terminates_at_once_ends() -> None:
+    context = start_processes("x", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
+    try:
+        for _ in range(TIMES):
+            child = multiprocessing.get_context("fork").Process(target=functions.wait_for_signal)
+            child.start()
+            child.terminate()
+            child.join(procs.HANG)
+            assert child.exitcode == -signal.SIGTERM
+            child.close()
+    finally:
+        context.close()
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_worker_that_starts_processes_hears_its_signals(method: str) -> None:
+    specs = DefaultLogsSpecs(os.devnull)
+    function = functions.be_signalled_beside_a_context
+    context = start_processes("x", function, {0: ()}, {0: {}}, specs, start_method=method)
+    result = context.wait()
+    assert result is not None
+    assert result.return_values == {0: "raised"}
+
+
+def test_a_wait_ends_beside_a_descriptor_that_is_always_ready() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"x")
+    group = ProcessGroup()
+    try:
+        group.watch(reader, lambda: None)
+        assert not group.wait_until(lambda: False, 0.0)
+        group.poll()
+        group.unwatch(reader)
+    finally:
+        group.close()
+        os.close(reader)
+        os.close(writer)

@@ -1,0 +1,65 @@
+"""What workers leave behind may go on after success, as long as the user says, however they were started."""
+
+import os
+import signal
+
+import pytest
+from helpers import procs
+
+METHODS = pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+
+LEAVE = """
+    import os, subprocess
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    os.write(1, b"LEFT %d %d\\n" % (os.getpid(), child.pid))
+"""
+
+
+@pytest.fixture
+def leave(launch, worker_script, method):
+    def start(*options):
+        launched = launch("--run-path", f"--start-method={method}", *options, worker_script(LEAVE))
+        line = launched.wait_for_line(r"LEFT (\d+) (\d+)")
+        return launched, *(int(pid) for pid in line.groups())
+
+    return start
+
+
+@METHODS
+@pytest.mark.parametrize("linger", ["0", "0.1"])
+def test_it_is_ended_by_name_after_the_time_that_it_has(leave, linger):
+    launched, _, left = leave(f"--linger={linger}")
+    assert launched.wait() == 0
+    assert launched.stderr == f"elasticrs: ended what the workers left behind: {left} (sleep 300)\n"
+    procs.assert_gone([left])
+
+
+@METHODS
+def test_it_may_go_on_for_ever(leave):
+    launched, _, left = leave("--keep-descendants")
+    assert launched.wait() == 0
+    assert launched.stderr == ""
+    (child,) = procs.adopted()
+    assert (child.pid, child.state) == (left, "S")
+    procs.kill_and_reap(child)
+
+
+@METHODS
+def test_a_signal_ends_its_time(leave):
+    launched, worker, left = leave("--linger=1000")
+    procs.assert_gone([worker])
+    assert os.path.exists(f"/proc/{left}")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    assert "SIGTERM received" in launched.stderr
+    procs.assert_gone([left])
+
+
+@METHODS
+def test_the_end_of_the_launcher_ends_it(leave):
+    launched, worker, left = leave("--linger=1000")
+    procs.assert_gone([worker])
+    launched.signal(signal.SIGKILL)
+    assert launched.wait() == -signal.SIGKILL
+    procs.assert_gone([left])
+    procs.reap_adopted()
