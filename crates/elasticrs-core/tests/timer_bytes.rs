@@ -48,11 +48,12 @@ proptest! {
 /// Otherwise the others would prove nothing.
 #[test]
 fn records_reach_the_table() {
-    let lines = |numbers: &[usize]| numbers.iter().map(|number| format!("{}\n", PIECES[*number])).collect::<String>();
+    let lines =
+        |numbers: &[usize]| numbers.iter().map(|number| [PIECES[*number], "\n"].concat()).collect::<Vec<_>>().concat();
     assert_eq!(chain::run(lines(&[0, 3]).as_bytes()), 2);
     assert_eq!(chain::run(lines(&[0, 0, 3, 1]).as_bytes()), 1);
     // What follows half a record is read on its own.
-    assert_eq!(chain::run(lines(&[0]).replace("{", &format!("{}{{", PIECES[4])).as_bytes()), 1);
+    assert_eq!(chain::run(lines(&[0]).replace('{', &format!("{}{{", PIECES[4])).as_bytes()), 1);
 }
 
 #[test]

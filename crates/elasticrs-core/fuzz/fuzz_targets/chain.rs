@@ -9,7 +9,7 @@ use elasticrs_core::timer::table::{Terms, Timers, on_monotonic};
 
 /// Panics when something is wrong. Returns how many timers were live at the end.
 pub fn run(data: &[u8]) -> usize {
-    let (mut lines, mut timers, mut live) = (Lines::default(), Timers::default(), 0_usize);
+    let (mut lines, mut table, mut acquired) = (Lines::default(), Timers::default(), 0_usize);
     let now = Stamp(1 << 40);
     for chunk in data.chunks(29) {
         lines.feed(chunk, |line| {
@@ -19,21 +19,21 @@ pub fn run(data: &[u8]) -> usize {
                 let Ok(Record { pid, scope, request, .. }) = record else { return };
                 assert!(pid > 0 && scope.len() <= MAX_LINE);
                 match request {
-                    Request::Release => live -= usize::from(timers.release(pid, &scope)),
+                    Request::Release => acquired -= usize::from(table.release(pid, &scope)),
                     Request::Acquire { expires, deadline_ns, signal, at } => {
-                        live -= usize::from(timers.release(pid, &scope));
+                        acquired -= usize::from(table.release(pid, &scope));
                         let deadline = deadline_ns.map_or_else(|| on_monotonic(expires, 1.7e9, now), Stamp);
-                        live += usize::from(timers.acquire(pid, &scope, deadline, Terms { expires, signal, at }));
+                        acquired += usize::from(table.acquire(pid, &scope, deadline, Terms { expires, signal, at }));
                     }
                 }
-                assert_eq!(timers.len(), live);
+                assert_eq!(table.len(), acquired);
             });
         });
     }
     let mut expired = 0;
-    while timers.expired(Stamp(u64::MAX)).is_some() {
+    while table.expired(Stamp(u64::MAX)).is_some() {
         expired += 1;
     }
-    assert_eq!(expired, live);
-    live
+    assert_eq!(expired, acquired);
+    acquired
 }
