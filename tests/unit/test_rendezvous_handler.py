@@ -184,39 +184,35 @@ def test_a_call_that_could_not_begin_leaves_nothing_and_may_be_made_again(handle
     assert alone.next_rendezvous().world_size == 1
 
 
-@pytest.mark.parametrize("began", [True, False])
-def test_a_signal_may_meet_the_start_of_a_thread(handlers, monkeypatch, began):
-    (alone,) = handlers(1, nodes=(1, 1))
+@pytest.fixture(params=["begun", "not begun"])
+def interrupted(handlers, monkeypatch, request):
+    """Makes a handler whose first call was interrupted while it started its thread."""
     start = threading.Thread.start
 
-    def interrupted(thread):
-        if began:
+    def start_and_raise(thread):
+        if request.param == "begun":
             start(thread)
         raise Asked
 
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(Asked):
-            alone.next_rendezvous()
+    def make(*nodes):
+        (alone,) = handlers(1, nodes=nodes)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_and_raise)
+            with pytest.raises(Asked):
+                alone.next_rendezvous()
+        return alone
+
+    return make
+
+
+def test_a_signal_may_meet_the_start_of_a_thread(interrupted):
+    alone = interrupted(1, 1)
     assert alone.next_rendezvous().world_size == 1
     assert alone.shutdown()
 
 
-@pytest.mark.parametrize("began", [True, False])
-def test_a_signal_may_meet_the_start_of_a_thread_of_which_no_more_is_asked(handlers, monkeypatch, began):
-    (alone,) = handlers(1)
-    start = threading.Thread.start
-
-    def interrupted(thread):
-        if began:
-            start(thread)
-        raise Asked
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(Asked):
-            alone.next_rendezvous()
-    alone.shutdown()
+def test_a_signal_may_meet_the_start_of_a_thread_of_which_no_more_is_asked(interrupted):
+    interrupted(2, 2).shutdown()
 
 
 @pytest.mark.parametrize(
