@@ -79,21 +79,25 @@ def test_a_child_that_is_terminated_beside_an_agent_ends_alone(
     assert launched.stdout.splitlines() == ["CODES -15", "RESULT {0: None}"]
 
 
+def code_of_a_terminated_child() -> int | None:
+    child = multiprocessing.get_context("fork").Process(target=functions.wait_for_signal)
+    child.start()
+    child.terminate()
+    child.join(procs.HANG)
+    code = child.exitcode
+    child.kill()
+    child.join()
+    child.close()
+    return code
+
+
 def test_a_child_that_is_terminated_while_the_main_thread_waits_ends_alone() -> None:
     context = start_processes("x", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
     codes: list[int | None] = []
 
     def be_beside() -> None:
         try:
-            for _ in range(TIMES):
-                child = multiprocessing.get_context("fork").Process(target=functions.wait_for_signal)
-                child.start()
-                child.terminate()
-                child.join(procs.HANG)
-                codes.append(child.exitcode)
-                child.kill()
-                child.join()
-                child.close()
+            codes.extend(code_of_a_terminated_child() for _ in range(TIMES))
         finally:
             os.kill(context.pids()[0], signal.SIGKILL)
 
@@ -110,12 +114,7 @@ def test_a_child_that_the_main_thread_terminates_at_once_ends() -> None:
     context = start_processes("x", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
     try:
         for _ in range(TIMES):
-            child = multiprocessing.get_context("fork").Process(target=functions.wait_for_signal)
-            child.start()
-            child.terminate()
-            child.join(procs.HANG)
-            assert child.exitcode == -signal.SIGTERM
-            child.close()
+            assert code_of_a_terminated_child() == -signal.SIGTERM
     finally:
         context.close()
 
