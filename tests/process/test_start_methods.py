@@ -201,6 +201,23 @@ if __name__ == "__mp_main__":
 
 
 @pytest.mark.parametrize("method", ["forkserver"])
+def test_a_fork_server_that_imports_ends_with_its_program(host):
+    launched = host(
+        "launch(work, 1)",
+        """
+if __name__ == "__mp_main__":
+    os.write(1, f"IMPORTS {os.getpid()}\\n".encode())
+    signal.pause()
+""",
+    )
+    pid = int(launched.wait_for_line(r"IMPORTS (\d+)")[1])
+    launched.signal(signal.SIGKILL)
+    launched.wait()
+    procs.assert_gone([pid])
+    procs.reap_adopted()
+
+
+@pytest.mark.parametrize("method", ["forkserver"])
 def test_a_module_that_cannot_be_imported_is_a_failed_start(host):
     launched = host(
         """

@@ -373,6 +373,10 @@ def main(plan_fd: int) -> None:
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)
+    # Imports may take for ever. It is ignored from then on: workers have to be ended first.
+    _prctl(_PR_SET_PDEATHSIG, IMPORT_NO_MORE)
+    if os.getppid() != arguments[-1]:
+        return
     # As in the workers, where the module may be imported again.
     sys.argv[:] = argv
     current: Any = multiprocessing_process.current_process()
