@@ -218,7 +218,7 @@ class Checks:
         cause = {
             "node": proc.name,
             "rank": group.rank,
-            "time_ns": self.world.clock,
+            "time_ns": self.world.clock_of(proc),
             "induced": group.peer_lost,
         }
         group.failed_at = cause

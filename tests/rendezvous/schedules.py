@@ -14,7 +14,7 @@ class ScheduleError(AssertionError):
     """A schedule breaks a rule; says which, and how to see it again."""
 
 
-def play(seed):
+def play(seed, **how):
     """One random schedule; the world as it ended."""
     rng = random.Random(seed)
 
@@ -23,7 +23,7 @@ def play(seed):
 
     world = None
     try:
-        world = World(pick, rng.random)
+        world = World(pick, rng.random, **how)
         world.run(rng.choice(LENGTHS))
     except ViolationError as violation:
         raise ScheduleError(f"seed {seed}: {violation.args}\n{tail(world)}") from violation

@@ -5,6 +5,8 @@ A schedule is a list of choices. In the first part faults happen; then everythin
 fails any more, and what the job has come to is judged.
 """
 
+import zlib
+
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Member, Phase, step
 from elasticrs.rendezvous.elastic.member_settings import MemberSettings
@@ -26,6 +28,10 @@ STATIC = 0.1, 0.3
 """Where the number drawn for the last kind makes ranks be given by hand: some of them are flaky, too."""
 
 FIXED_PORT = 29500
+
+EPOCH = 10**18
+CLOCK_STEPS = 20
+"""How many lines of the log pass between two steps of a clock."""
 
 
 class Group:
@@ -83,9 +89,10 @@ class Proc:
 class World:
     """Everything, and the choices that can be made."""
 
-    def __init__(self, pick, random):
+    def __init__(self, pick, random, *, clocks_agree=False):
         """``pick(weights)`` chooses an index; ``random()`` is a number below 1 for the set-up."""
         self.pick, self.random = pick, random
+        self.clocks_agree = clocks_agree
         most = 1 + int(random() * 4)
         least = 1 + int(random() * most)
         self.config = {
@@ -142,9 +149,17 @@ class World:
 
     def deliver(self, proc, event):
         self.log.append((proc.name, event))
-        _, actions = step(proc.member, event, self.clock)
+        _, actions = step(proc.member, event, self.clock_of(proc))
         for action in actions:
             self.act(proc, action)
+
+    def clock_of(self, proc):
+        """Each node has one of its own, which is off by up to an hour, and is set now and then."""
+        if self.clocks_agree:
+            return EPOCH + self.clock
+        # No number is drawn for it, so that the schedule is the same with any clocks.
+        wrong_by = zlib.crc32(f"{proc.name} {len(self.log) // CLOCK_STEPS}".encode()) * 1000
+        return EPOCH + self.clock + wrong_by
 
     def act(self, proc, action):
         self.log.append((proc.name, "->", action))
