@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 
 import pytest
 from helpers import procs
@@ -42,6 +43,28 @@ def test_it_may_go_on_for_ever(leave):
     (child,) = procs.adopted()
     assert (child.pid, child.state) == (left, "S")
     procs.kill_and_reap(child)
+
+
+FORKS = """
+    import os, signal
+    if (child := os.fork()) == 0:
+        os.setsid()
+        signal.pause()
+    os.write(1, b"LEFT %d\\n" % child)
+"""
+
+
+@METHODS
+def test_one_that_has_all_descriptors_of_its_worker_is_not_waited_for(launch, worker_script, method):
+    options = ("--run-path", f"--start-method={method}", "--keep-descendants", "--redirects=2")
+    launched = launch(*options, worker_script(FORKS), stdin=subprocess.DEVNULL)
+    left = int(launched.wait_for_line(r"LEFT (\d+)")[1])
+    try:
+        assert procs.wait_gone(launched.pid)
+        assert os.path.exists(f"/proc/{left}")
+    finally:
+        procs.kill_adopted(keep=[launched.pid])
+    assert launched.wait() == 0
 
 
 @METHODS

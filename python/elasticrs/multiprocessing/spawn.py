@@ -16,6 +16,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import select
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn
 from multiprocessing.context import set_spawning_popen
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 20
 _PIPE_CAPACITY = 65536
+_TRACKER_TIME = 1.0
 
 
 class FunctionWorkers(Workers):
@@ -170,9 +172,23 @@ class ScriptWorkers(FunctionWorkers):
 
 
 def stop_tracker() -> None:
-    """End multiprocessing's own helper, if there is one; in a process that is ours alone."""
+    """End multiprocessing's own helper, if there is one; in a process that is ours alone.
+
+    It ends when nobody has its pipe any more. A descendant of a worker that was left alone may have it: the
+    helper ends with that one, then, and is not waited for.
+    """
     tracker: Any = resource_tracker._resource_tracker
-    tracker._stop()
+    pid, fd = tracker._pid, tracker._fd
+    if pid is None or fd is None:
+        return
+    tracker._pid = tracker._fd = None
+    os.close(fd)
+    pidfd = os.pidfd_open(pid)
+    try:
+        if select.select([pidfd], [], [], _TRACKER_TIME)[0]:
+            os.waitpid(pid, 0)
+    finally:
+        os.close(pidfd)
 
 
 class ReturnPipe:
