@@ -12,6 +12,9 @@ METHODS = pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 LEAVE = """
     import os, subprocess
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    # `vfork` returns a moment before the new program has its name.
+    while not open(f"/proc/{child.pid}/cmdline").read():
+        os.sched_yield()
     os.write(1, b"LEFT %d %d\\n" % (os.getpid(), child.pid))
 """
 
