@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from elasticrs import _core
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.multiprocessing import keeper
-from elasticrs.multiprocessing.spawn import FunctionWorkers, stop_tracker
+from elasticrs.multiprocessing.spawn import FunctionWorkers, RunScripts
 from elasticrs.multiprocessing.starting import KEPT
 from elasticrs.workers import Leftovers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.logs import LogPaths
@@ -189,8 +189,8 @@ class KeptWorkers(FunctionWorkers):
         return self._kept
 
 
-class KeptScriptWorkers(KeptWorkers):
-    """Workers that run a script by :func:`run_script_path`, in a process that is ours alone.
+class KeptScriptWorkers(RunScripts, KeptWorkers):
+    """Those that run a script, in a process that is ours alone.
 
     Args:
         setup: what all kinds need.
@@ -200,19 +200,6 @@ class KeptScriptWorkers(KeptWorkers):
 
     def __init__(self, setup: WorkerSetup, script: Sequence[str], start_method: str) -> None:
         super().__init__(setup, run_script_path, script, start_method)
-
-    def close(self) -> None:
-        """Stop multiprocessing's own helper as well: it would outlive the launcher by some time."""
-        super().close()
-        stop_tracker()
-
-    def silent_ranks(self) -> Collection[int]:
-        """None: see below."""
-        return ()
-
-    def return_values(self) -> dict[int, object]:
-        """Scripts return nothing, and may end by ``os._exit(0)``."""
-        return dict.fromkeys(range(self._setup.job.nproc))
 
 
 class _Functions:

@@ -146,16 +146,10 @@ class FunctionWorkers(Workers):
         return {rank: pickle.loads(data) for rank, data in self._values.items()}
 
 
-class ScriptWorkers(FunctionWorkers):
-    """Workers that run a script by :func:`run_script_path`, in a process that is ours alone.
-
-    Args:
-        setup: what all kinds need.
-        script: its path, and its arguments.
+class RunScripts(FunctionWorkers):
+    """What all workers have in common that run a script by :func:`run_script_path`, in a process that is ours
+    alone, however they are started.
     """
-
-    def __init__(self, setup: WorkerSetup, script: Sequence[str]) -> None:
-        super().__init__(setup, run_script_path, script)
 
     def close(self) -> None:
         """Stop multiprocessing's own helper as well: it would outlive the launcher by some time."""
@@ -169,6 +163,18 @@ class ScriptWorkers(FunctionWorkers):
     def return_values(self) -> dict[int, object]:
         """Scripts return nothing, and may end by ``os._exit(0)``."""
         return dict.fromkeys(range(self._setup.job.nproc))
+
+
+class ScriptWorkers(RunScripts):
+    """Those by ``spawn``.
+
+    Args:
+        setup: what all kinds need.
+        script: its path, and its arguments.
+    """
+
+    def __init__(self, setup: WorkerSetup, script: Sequence[str]) -> None:
+        super().__init__(setup, run_script_path, script)
 
 
 def stop_tracker() -> None:

@@ -11,13 +11,9 @@ def read_proc_state(pid: int) -> str | None:
     Args:
         pid: of the process.
     """
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name of the program, in brackets before it, may hold anything.
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0] if fields else None
+    from elasticrs.agent.sleepers import read_state
+
+    return read_state(pid) or None
 
 
 def is_uninterruptible_state(state: str | None) -> bool:
