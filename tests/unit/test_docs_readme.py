@@ -1,4 +1,4 @@
-"""The first page names what there is: every option; its Python can be read, and its links lead somewhere."""
+"""The first page's Python can be read and its links lead somewhere; the page of options names every option."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,15 @@ from elasticrs.launcher.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+OPTIONS_PAGE = (ROOT / "docs/options.md").read_text(encoding="utf-8")
 SHORT = {"module": "-m", "redirects": "-r", "tee": "-t"}
 """What the page calls them."""
 
 
 def cells(number):
     """The texts of one column of the tables of options."""
-    part = PAGE.split("\n### Flags\n")[1].split("\n### ")[0]
-    rows = [re.split(r"(?<!\\)\|", line[1:-1]) for line in part.splitlines() if line.startswith("|")]
+    lines = OPTIONS_PAGE.splitlines()
+    rows = [re.split(r"(?<!\\)\|", line[1:-1]) for line in lines if line.startswith("|")]
     return "\n".join(row[number] for row in rows)
 
 
