@@ -1,4 +1,4 @@
-"""What the pages say exists: options, headings and files that links lead to, Python that compiles and its imports."""
+"""What the pages name exists: options, what links lead to, and the imports of their Python, which compiles."""
 
 import re
 from pathlib import Path
@@ -35,14 +35,14 @@ def test_every_option_is_named_and_no_other():
     }
 
 
-@pytest.mark.parametrize(
-    ("page", "snippet"),
-    [
-        (page, each)
-        for page, text in PAGES.items()
-        for each in re.findall("```python\n(.*?)```", text, re.DOTALL)
-    ],
-)
+SNIPPETS = [
+    (page, snippet)
+    for page, text in PAGES.items()
+    for snippet in re.findall("```python\n(.*?)```", text, re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
 def test_python_compiles_and_its_imports_exist(page, snippet):
     compile(snippet, page, "exec")
     for line in snippet.splitlines():
