@@ -1,4 +1,4 @@
-"""What the pages name exists: options, what links lead to, and the imports of their Python, which compiles."""
+"""What the pages name exists: options, what links lead to, the imports of their Python, which compiles."""
 
 import re
 from pathlib import Path
