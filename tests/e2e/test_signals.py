@@ -79,28 +79,47 @@ def test_a_second_interrupt_kills_at_once(running):
     assert launched.wait() == 1
 
 
+SAVES = """
+    import os, select, signal
+
+    def save(signum, frame):
+        os.write(1, b"SAVING\\n")
+        select.select([], [], [], 0.3)
+        os.write(1, b"SAVED\\n")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    os.write(1, f"READY {os.getpid()}\\n".encode())
+    while True:
+        signal.pause()
+"""
+
+
 @pytest.mark.beyond_torchrun
-def test_a_signal_that_is_delivered_twice_is_one_request(running):
-    source = """
-        import os, select, signal
-
-        def checkpoint(signum, frame):
-            select.select([], [], [], 0.3)
-            os.write(1, b"SAVED\\n")
-            os._exit(0)
-
-        signal.signal(signal.SIGTERM, checkpoint)
-        os.write(1, f"READY {os.getpid()}\\n".encode())
-        while True:
-            signal.pause()
-    """
-    launched, _ = running(source)
-    # As a wrapper that passes it on does, next to a `timeout` that signals the whole group.
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_that_come_together_are_one_request(running, second):
+    launched, _ = running(SAVES)
+    # A wrapper that passes it on, next to a `timeout` that signals the whole group; systemd's SendSIGHUP; a
+    # terminal that closes, next to a scheduler.
     launched.signal(signal.SIGTERM)
     launched.wait_for_line("SIGTERM received", "stderr")
-    launched.signal(signal.SIGTERM)
+    launched.signal(second)
     assert launched.wait() == 1
     launched.wait_for_lines("SAVED", N)
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize(
+    ("second", "saves"), [(signal.SIGHUP, True), (signal.SIGTERM, False), (signal.SIGQUIT, False)]
+)
+def test_a_later_signal_shortens_the_grace_only_if_a_person_asks_again(running, second, saves):
+    launched, _ = running(SAVES.replace("0.3)", "3000)" if not saves else "0.5)"))
+    launched.signal(signal.SIGTERM)
+    launched.wait_for_lines("SAVING", N)
+    launched.read_for(0.15)
+    launched.signal(second)
+    assert launched.wait() == 1
+    assert launched.stdout.count("SAVED") == (N if saves else 0)
 
 
 @pytest.mark.beyond_torchrun

@@ -10,7 +10,7 @@ from helpers import procs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.signals import without_what_was_taken_back
+from elasticrs.agent.signals import ECHO, StopRequests, without_what_was_taken_back
 
 PRELUDE = """
 import ctypes, os, select, signal, sys, threading
@@ -263,6 +263,29 @@ def test_signals(case):
     run(PRELUDE + "\n".join(line[8:] for line in CASES[case].splitlines()))
 
 
+TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+
+
+@pytest.mark.parametrize(
+    ("came", "new"),
+    [
+        ([(TERM, 0), (HUP, 0), (TERM, 0.09), (INT, 0.09)], [TERM]),
+        ([(TERM, 0), (HUP, ECHO), (HUP, 9)], [TERM]),
+        ([(TERM, 0), (TERM, ECHO)], [TERM, TERM]),
+        ([(TERM, 0), (HUP, 0), (TERM, 5)], [TERM, TERM]),
+        ([(INT, 0), (INT, 1), (INT, 1.01)], [INT, INT, INT]),
+        ([(TERM, 0), (QUIT, 1)], [TERM, QUIT]),
+        # LSF asks like this.
+        ([(INT, 0), (TERM, 10)], [INT]),
+        ([(INT, 0), (TERM, 10), (TERM, 20)], [INT, TERM]),
+        ([(HUP, 0), (HUP, 1)], [HUP]),
+    ],
+)
+def test_what_asks_again(came, new):
+    requests = StopRequests()
+    assert [signum for signum, now in came if requests.is_new(signum, 1000 + now)] == new
+
+
 SIGNALLED_WHILE_FORKING = """
 import os, select, signal, threading
 def send():
@@ -295,3 +318,22 @@ assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 @pytest.mark.parametrize("fork", ["fork()", "threading.Thread(target=fork).start()"])
 def test_a_signal_during_a_fork_is_raised_and_is_not_the_childs(fork):
     run(SIGNALLED_WHILE_FORKING.replace("{fork}", fork))
+
+
+TWO_AT_ONCE = """
+import signal
+from elasticrs.agent.server.raised_signals import raised_signals
+class Stopped(Exception):
+    pass
+with raised_signals([signal.SIGTERM, signal.SIGHUP], lambda *_: Stopped(), lambda _: False):
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except Stopped:
+        signal.raise_signal(signal.SIGHUP)
+    else:
+        raise AssertionError("the first was not raised")
+"""
+
+
+def test_of_signals_that_come_together_one_is_raised():
+    run(TWO_AT_ONCE)

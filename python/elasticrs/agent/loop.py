@@ -21,6 +21,7 @@ from elasticrs.agent.console import Console
 from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
+from elasticrs.agent.signals import StopRequests
 from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
-
-ECHO = 0.1
-"""Seconds within which the same signal again is the same request: a wrapper that passes signals on, next to a
-terminal or a ``timeout`` that signals the whole group, delivers each of them twice."""
 
 DRAIN_TIMEOUT = 10.0
 """Seconds that a slow console gets at the end; the files have everything in any case."""
@@ -122,7 +119,7 @@ class Agent:
         self._failure_ns: int | None = None
         self._begun: _core.GroupStarted | None = None
         self._over: _core.GroupEnded | None = None
-        self._asked: dict[int, float] = {}
+        self._requests = StopRequests()
         self._sleepers: Sleepers | None = None
         self._unfit: str | None = None
         if job.uninterruptible_state_timeout > 0:
@@ -362,15 +359,8 @@ class Agent:
         for signum in self._signals.take():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
                 suspend(supervisor, self._signals)
-            elif not self._is_echo(signum):
+            elif self._requests.is_new(signum, time.monotonic()):
                 self._events.append(machine.SignalReceived(signum))
-
-    def _is_echo(self, signum: int) -> bool:
-        now = time.monotonic()
-        if now - self._asked.get(signum, -ECHO) < ECHO:
-            return True
-        self._asked[signum] = now
-        return False
 
     def _on_fd(self, supervisor: _core.Supervisor, event: _core.FdReady) -> None:
         if self._signals is not None and event.fd == self._signals.fd:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from elasticrs.agent.signals import StopRequests
 from elasticrs.forks import is_undone, undo_in_children
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ def raised_signals(
     error: Callable[[str, signal.Signals], Exception],
     interrupt: Callable[[Exception], bool],
 ) -> Iterator[None]:
-    """Raise an error in the main thread when one of these signals comes, and put everything back after that.
+    """Raise an error in the main thread when one of these signals asks to stop, and put everything back after
+    that. What is no new request (:class:`.StopRequests`) raises nothing.
 
     Elsewhere than in the main thread nothing is installed, and a warning says so. Children made by ``fork``
     have what was there before.
@@ -38,7 +41,11 @@ def raised_signals(
         yield
         return
 
+    requests = StopRequests()
+
     def raise_error(signum: int, _frame: FrameType | None) -> None:
+        if not requests.is_new(signum, time.monotonic()):
+            return
         sigval = signal.Signals(signum)
         raised = error(f"stopped by {sigval.name}", sigval)
         if not interrupt(raised):
