@@ -201,7 +201,7 @@ def _check_limits(launch: Launch) -> None:
 
 def _print_help(what: str) -> int:
     from elasticrs import __version__
-    from elasticrs.launcher.options import help_text
+    from elasticrs.launcher.help import help_text
 
     if what == "help":
         text = help_text("elasticrun")

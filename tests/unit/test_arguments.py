@@ -1,6 +1,7 @@
 """The command line: grammar, defaults from the environment, and one clear line for every mistake."""
 
 import argparse
+import re
 import signal
 import sys
 
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from elasticrs.config import UsageError
 from elasticrs.launcher.arguments import HelpRequested, parse, resolve
-from elasticrs.launcher.options import OPTIONS, help_text
+from elasticrs.launcher.help import WIDTH, help_text
+from elasticrs.launcher.options import OPTIONS, OURS
 from elasticrs.rendezvous.elastic.settings import KEYS
 
 ENV = {"PATH": "/usr/bin:/bin"}
@@ -289,12 +291,44 @@ def test_help_is_asked_for(argv):
         parse(argv, {})
 
 
-def test_help_names_every_option():
+def test_help_names_every_option_and_setting_once():
+    heads = [
+        re.match(r"[* ] (?:-\w, )?(--[\w-]+|[a-z]\w+)(?: |$)", line) for line in help_text("x").splitlines()
+    ]
+    names = sorted(match[1] for match in heads if match)
+    settings = [key.name for key in KEYS if key.is_stored]
+    assert names == sorted([*(option.flag for option in OPTIONS), "--help", "--version", *settings])
+
+
+def test_help_fits_a_terminal_and_breaks_lines_between_words():
     text = help_text("elasticrun")
-    assert all(option.flag in text for option in OPTIONS)
-    assert all(key.name in text for key in KEYS)
-    assert "  join_timeout                until at least MIN nodes have met (default 600)" in text
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= WIDTH == 80
+    flat = " ".join(text.split())
+    for entry in (*OPTIONS, *(key for key in KEYS if key.is_stored)):
+        assert entry.help in flat, entry.name
+    assert "join_timeout seconds to wait until MIN nodes have joined (default 600)" in flat
+
+
+def test_help_marks_what_torchrun_does_not_have():
+    marked = set(re.findall(r"(?m)^\* (--[\w-]+)", help_text("x")))
+    assert marked == {option.flag for option in OPTIONS if option.group == OURS}
+
+
+def test_the_examples_of_help_are_commands(script):
+    text = help_text("elasticrun").replace("\\\n", "")
+    examples = re.findall(r"(?m)^  elasticrun (.*)$", text)
+    assert len(examples) == 3
+    for example in examples:
+        assert parse(example.split(), {}).training_script == "train.py"
+
+
+def test_help_says_what_torchs_settings_do():
+    flat = " ".join(help_text("x").split())
+    idle = flat.split("Torch's timeout is the join_timeout of static")[1]
+    assert all(key.name in flat for key in KEYS)
+    without_effect = idle.split("Torch's ")[1].split(" are accepted")[0]
+    assert "store_type" not in without_effect
+    assert "timeout" not in without_effect.replace("_timeout", "")
 
 
 def _reference():

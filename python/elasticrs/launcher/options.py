@@ -7,8 +7,6 @@ one.
 
 from __future__ import annotations
 
-import os
-
 from elasticrs import config
 from elasticrs.logs import parse_streams
 
@@ -16,7 +14,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OURS = "Options that torchrun does not have"
+OURS = "elasticrs"
+"""The group of options that torchrun does not have."""
+
 SHELLS = ("bash", "zsh", "tcsh")
 
 
@@ -30,7 +30,7 @@ class Option:
         help: for ``--help``.
         short: a letter.
         metavar: what stands for the value in ``--help``.
-        group: heading in ``--help``.
+        group: :data:`OURS` for an option that torchrun does not have.
         has_variable: whether ``PET_<NAME>`` sets it.
     """
 
@@ -45,7 +45,7 @@ class Option:
         *,
         short: str | None = None,
         metavar: str = "VALUE",
-        group: str = "Options",
+        group: str = "torchrun",
         has_variable: bool = True,
     ) -> None:
         self.name = name
@@ -199,7 +199,7 @@ def _drain(text: str) -> str:
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("nnodes", (1, 1), _nodes, "number of nodes, or the range (default 1)", metavar="N|MIN:MAX"),
+    Option("nnodes", (1, 1), _nodes, "number of nodes, or a range MIN:MAX (default 1)", metavar="N|MIN:MAX"),
     Option(
         "nproc-per-node",
         1,
@@ -207,79 +207,136 @@ OPTIONS: tuple[Option, ...] = (
         "workers on this node: a number, cpu, gpu, xpu or auto (default 1)",
         metavar="N",
     ),
-    Option("standalone", False, None, "one node, with a fresh address and a random id"),
-    Option("rdzv-backend", "static", str, "c10d (or elasticrs), static, or of a package", metavar="NAME"),
+    Option("standalone", False, None, "run on this node alone, with a free port and a random job id"),
+    Option(
+        "rdzv-backend",
+        "static",
+        str,
+        "how nodes meet: c10d (also called elasticrs), static (the default), or one from a package",
+        metavar="NAME",
+    ),
     Option(
         "rdzv-endpoint",
         "",
         str,
-        "HOST[:PORT] of the node that hosts the rendezvous, the same on all nodes",
+        "HOST[:PORT] of the node that hosts the rendezvous store (port 29400); the same on all nodes",
         metavar="ENDPOINT",
     ),
-    Option("rdzv-id", "none", str, "name of the job", metavar="ID"),
-    Option("rdzv-conf", {}, _pairs, "further settings of the rendezvous", metavar="KEY=VALUE,…"),
+    Option("rdzv-id", "none", str, "name of the job, the same on all nodes", metavar="ID"),
+    Option("rdzv-conf", {}, _pairs, "rendezvous settings, listed below", metavar="KEY=VALUE,…"),
     Option(
-        "max-restarts", 0, _count, "restarts of the workers before the job fails (default 0)", metavar="N"
+        "max-restarts",
+        0,
+        _count,
+        "how many times the workers are restarted before the job fails (default 0)",
+        metavar="N",
     ),
     Option(
         "monitor-interval",
         config.DEFAULT_MONITOR_INTERVAL,
         _interval,
-        "for agents of users that poll; ours reacts at once",
+        "for a rendezvous backend or agent class that polls; ours react at once (default 0.1)",
         metavar="SECONDS",
     ),
     Option(
-        "start-method", "spawn", _start_method, "of --run-path: spawn, fork or forkserver", metavar="METHOD"
+        "start-method",
+        "spawn",
+        _start_method,
+        "with --run-path, how workers are started: spawn (the default), fork or forkserver",
+        metavar="METHOD",
     ),
     Option(
         "event-log-handler",
         "null",
         str,
-        "where events go: null, console, file:PATH or an entry point in elasticrs.event_handlers",
+        "where events go: null (default), console, file:PATH, an entry point in elasticrs.event_handlers",
         metavar="NAME",
     ),
     Option(
-        "role", "default", str, "role of the workers, in their environment and in log lines", metavar="NAME"
+        "role",
+        "default",
+        str,
+        'role of the workers, in their environment and in log lines (default "default")',
+        metavar="NAME",
     ),
     Option("module", False, None, "the script is a module, as in python -m", short="m"),
     Option("no-python", False, None, "the script is a program: run it without Python"),
-    Option("run-path", False, None, "run the script by runpy.run_path in a worker that is a function"),
+    Option("run-path", False, None, "run the script with runpy.run_path in a function worker"),
     Option(
-        "log-dir", None, str, "folder for log files; each run makes one of its own in it", metavar="FOLDER"
+        "log-dir",
+        None,
+        str,
+        "folder for log files; each run creates a folder of its own in it (default: a temporary one)",
+        metavar="FOLDER",
     ),
     Option(
         "redirects",
         0,
         parse_streams,
-        "into files: 1 stdout, 2 stderr, 3 both, or by local rank 0:1,1:3",
+        "write to files instead of the console: 1 stdout, 2 stderr, 3 both; by local rank: 0:1,1:3",
         short="r",
         metavar="STREAMS",
     ),
-    Option("tee", 0, parse_streams, "into files and to the console, same form", short="t", metavar="STREAMS"),
-    Option("local-ranks-filter", None, _ranks, "only these local ranks show on the console", metavar="RANKS"),
+    Option(
+        "tee",
+        0,
+        parse_streams,
+        "write to files and show on the console, each line with its rank; same values",
+        short="t",
+        metavar="STREAMS",
+    ),
+    Option(
+        "local-ranks-filter",
+        None,
+        _ranks,
+        "show only these local ranks on the console, such as 0,3",
+        metavar="RANKS",
+    ),
     Option(
         "log-line-prefix-template",
         None,
         str,
-        "before tee'd lines; macros ${role_name} ${local_rank} ${rank} ${hostname}",
+        "prefix of --tee lines; may use ${role_name}, ${local_rank}, ${rank}, ${hostname}",
         metavar="TEXT",
     ),
     Option(
         "duplicate-stdout-filters",
         (),
         _texts,
-        "copy tee'd lines that contain one of these to filtered_stdout.log; two commas are one",
+        "copy --tee lines that contain one of these texts to filtered_stdout.log; write ,, for a comma",
         metavar="TEXT,…",
     ),
-    Option("duplicate-stderr-filters", (), _texts, "the same for stderr", metavar="TEXT,…"),
     Option(
-        "node-rank", 0, _count, "rank of this node (static), or its place in the order (c10d)", metavar="N"
+        "duplicate-stderr-filters",
+        (),
+        _texts,
+        "the same for stderr and filtered_stderr.log",
+        metavar="TEXT,…",
     ),
-    Option("master-addr", "127.0.0.1", str, "address of rank 0, for the static rendezvous", metavar="HOST"),
     Option(
-        "master-port", None, _port, "port of rank 0 (default: a fresh one for every attempt)", metavar="PORT"
+        "node-rank",
+        0,
+        _count,
+        "rank of this node (static), or its place in the order of nodes (c10d); default 0",
+        metavar="N",
     ),
-    Option("local-addr", None, str, "address of this node", metavar="HOST"),
+    Option(
+        "master-addr", "127.0.0.1", str, "address of node rank 0, for the static rendezvous", metavar="HOST"
+    ),
+    Option(
+        "master-port",
+        None,
+        _port,
+        "port on node rank 0 (default: 29500 for several nodes, a free one on one node)",
+        metavar="PORT",
+    ),
+    Option(
+        "local-addr",
+        None,
+        str,
+        "address at which other nodes reach this one (default: found by itself)",
+        metavar="HOST",
+    ),
     Option(
         "logs-specs",
         None,
@@ -300,27 +357,27 @@ OPTIONS: tuple[Option, ...] = (
         "signals-to-handle",
         config.DEFAULT_SIGNALS,
         config.parse_signals,
-        "signals on which the workers are stopped and the launcher exits",
+        "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
         metavar="NAMES",
     ),
     Option(
         "shutdown-timeout",
         None,
         config.seconds,
-        "seconds between the signal and SIGKILL (default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)",
+        "seconds between the stop signal and SIGKILL (default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)",
         metavar="SECONDS",
     ),
     Option(
         "virtual-local-rank",
         False,
         None,
-        "each worker has LOCAL_RANK=0 and sees one GPU, its own, as device 0",
+        "each worker sees LOCAL_RANK=0 and only its own GPU, as device 0",
     ),
     Option(
         "print-completion",
         None,
         _shell,
-        "print a completion script for bash, zsh or tcsh and exit (needs shtab)",
+        "print a completion script for bash, zsh or tcsh, and exit (needs shtab)",
         metavar="SHELL",
         has_variable=False,
     ),
@@ -328,7 +385,7 @@ OPTIONS: tuple[Option, ...] = (
         "exit-barrier-timeout",
         None,
         config.seconds,
-        "seconds to wait for other nodes at the end",
+        "how long a finished node waits for the others (TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT or 300)",
         metavar="SECONDS",
         group=OURS,
     ),
@@ -336,7 +393,7 @@ OPTIONS: tuple[Option, ...] = (
         "linger",
         config.DEFAULT_LINGER,
         config.seconds,
-        "seconds that processes left by successful workers may go on (default 5)",
+        "after success, seconds that processes left behind by workers may go on (default 5)",
         metavar="SECONDS",
         group=OURS,
     ),
@@ -344,7 +401,7 @@ OPTIONS: tuple[Option, ...] = (
         "drain",
         None,
         _drain,
-        "what a signal to this agent ends: node (the others go on; the default) or job",
+        "what a signal to this agent ends: node (the default; the others go on) or the whole job",
         metavar="node|job",
         group=OURS,
     ),
@@ -352,7 +409,7 @@ OPTIONS: tuple[Option, ...] = (
         "hang-timeout",
         None,
         _hang_timeout,
-        "a rank without a heartbeat for so long has failed; auto[:LEAST]: learned from its steps",
+        "a rank without a heartbeat for this long has failed; auto[:LEAST] learns the limit from steps",
         metavar="SECONDS|auto",
         group=OURS,
     ),
@@ -360,7 +417,7 @@ OPTIONS: tuple[Option, ...] = (
         "hang-startup-timeout",
         None,
         _interval,
-        "the same from the start of the workers to the first heartbeat (default: any time)",
+        "the same, from the start of the workers to the first heartbeat (default: no limit)",
         metavar="SECONDS",
         group=OURS,
     ),
@@ -368,14 +425,14 @@ OPTIONS: tuple[Option, ...] = (
         "use-env",
         False,
         None,
-        "accepted, and always so: for command lines of torch.distributed.launch",
+        "accepted for command lines of torch.distributed.launch; always on",
         group=OURS,
     ),
     Option(
         "health-check-port",
         None,
         _health_port,
-        "serve /healthz, /readyz, /metrics, /status (default: TORCHELASTIC_HEALTH_CHECK_PORT)",
+        "port for /healthz, /readyz, /metrics, /status (default: TORCHELASTIC_HEALTH_CHECK_PORT)",
         metavar="PORT",
         group=OURS,
     ),
@@ -383,7 +440,7 @@ OPTIONS: tuple[Option, ...] = (
         "health-check-host",
         None,
         str,
-        "where it listens (default: ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)",
+        "address that the health check server listens on (default: ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)",
         metavar="HOST",
         group=OURS,
     ),
@@ -391,70 +448,22 @@ OPTIONS: tuple[Option, ...] = (
         "health-check-timeout",
         config.DEFAULT_HEALTH_TIMEOUT,
         config.seconds,
-        "seconds without progress after which /healthz says 503 (default 60)",
+        "seconds without progress after which /healthz answers 503 (default 60)",
         metavar="SECONDS",
         group=OURS,
     ),
-    Option("keep-descendants", False, None, "leave processes alone that successful workers left", group=OURS),
+    Option(
+        "keep-descendants",
+        False,
+        None,
+        "after success, leave processes that workers left behind alone",
+        group=OURS,
+    ),
     Option(
         "capture-stderr",
         False,
         None,
-        "stderr of all workers to a file as well, so that a failure report has its last lines",
+        "write stderr of all workers to files as well, so that the failure report shows the last lines",
         group=OURS,
     ),
 )
-
-
-def help_text(program: str) -> str:
-    """What ``--help`` prints.
-
-    Args:
-        program: how the launcher was called.
-    """
-    width = 30
-    lines = [f"usage: {program} [options] script [arguments of the script]", ""]
-    lines += [
-        "Starts the workers of a distributed PyTorch job, watches them, and restarts them when one fails."
-    ]
-    groups = dict.fromkeys(option.group for option in OPTIONS)
-    for group in groups:
-        lines += ["", group + ":"]
-        if group != OURS:
-            lines.append("  -h, --help".ljust(width) + "this text")
-            lines.append("  --version".ljust(width) + "the version")
-        for option in OPTIONS:
-            if option.group == group:
-                lines += _help_lines(option, width)
-    lines += ["", "Settings for --rdzv-conf (in seconds, unless it says something else):"]
-    lines += _settings_lines(width)
-    lines += [
-        "",
-        "Underscores may stand for dashes, and a name may be shortened while it is clear.",
-        "PET_<NAME> in the environment gives the default of every option, such as PET_MAX_RESTARTS=3.",
-    ]
-    return os.linesep.join(lines) + os.linesep
-
-
-def _settings_lines(width: int) -> list[str]:
-    from elasticrs.rendezvous.elastic.settings import KEYS
-
-    shown = [key for key in KEYS if key.is_stored]
-    accepted = ", ".join(key.name for key in KEYS if not key.is_stored)
-    lines = [f"  {key.name}".ljust(width) + key.help + _default(key.default) for key in shown]
-    return [*lines, f"  Torch's {accepted} are accepted and have no effect."]
-
-
-def _default(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return ""
-    return f" (default {value:g})" if isinstance(value, float) else f" (default {value})"
-
-
-def _help_lines(option: Option, width: int) -> list[str]:
-    head = f"  -{option.short}, {option.flag}" if option.short else f"  {option.flag}"
-    if not option.is_flag:
-        head += f" {option.metavar}"
-    if len(head) + 2 > width:
-        return [head, " " * width + option.help]
-    return [head.ljust(width) + option.help]

@@ -1,0 +1,149 @@
+"""The text of ``--help``, from the tables of options and settings; imports nothing that costs time."""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs.launcher.options import OPTIONS, OURS
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elasticrs.launcher.options import Option
+
+WIDTH = 80
+_COLUMN = 28
+
+_EXAMPLES = (
+    (
+        "one node, a worker for each GPU, up to three restarts",
+        "--nproc-per-node gpu --max-restarts 3 train.py",
+    ),
+    (
+        "output of each rank in files, and on the console",
+        "--nproc-per-node 4 --log-dir logs --tee 3 train.py",
+    ),
+    (
+        "two to four nodes; the same command on each",
+        "--nnodes 2:4 --nproc-per-node gpu --rdzv-backend c10d \\\n"
+        "      --rdzv-id job1 --rdzv-endpoint node1:29400 train.py --epochs 10",
+    ),
+)
+
+_SECTIONS = {
+    "Workers": (
+        "nproc-per-node max-restarts module no-python run-path start-method role numa-binding "
+        "virtual-local-rank"
+    ),
+    "Nodes": (
+        "nnodes standalone rdzv-backend rdzv-endpoint rdzv-id rdzv-conf node-rank master-addr master-port "
+        "local-addr drain exit-barrier-timeout"
+    ),
+    "Output": (
+        "log-dir redirects tee capture-stderr local-ranks-filter log-line-prefix-template "
+        "duplicate-stdout-filters duplicate-stderr-filters logs-specs"
+    ),
+    "Stops and hangs": (
+        "signals-to-handle shutdown-timeout linger keep-descendants hang-timeout hang-startup-timeout"
+    ),
+    "Monitoring": (
+        "health-check-port health-check-host health-check-timeout event-log-handler monitor-interval"
+    ),
+}
+_REST = "Other"
+"""Where options stand that no section names."""
+
+
+def help_text(program: str) -> str:
+    """What ``--help`` prints, at most :data:`WIDTH` columns wide.
+
+    Args:
+        program: how the launcher was called.
+    """
+    lines = [
+        f"usage: {program} [options] script [arguments of the script]",
+        "",
+        *_wrapped("Start the workers of a distributed PyTorch job, watch them, and restart all of them "
+                  "when one fails.", ""),
+        "",
+        "Examples:",
+    ]  # fmt: skip
+    for meaning, command in _EXAMPLES:
+        lines += [f"  # {meaning}", *f"  {program} {command}".split("\n")]
+    for title, options in _by_section().items():
+        lines += ["", f"{title}:"]
+        if title == _REST:
+            lines += [*_row("  -h, --help", "show this text"), *_row("  --version", "show the version")]
+        for option in options:
+            lines += _row(_head(option), option.help)
+    lines += ["", *_settings()]
+    lines += [
+        "",
+        *_wrapped(
+            "Options marked * are not in torchrun. Underscores may stand for dashes, and a name may be "
+            "shortened while it is clear. PET_<NAME> in the environment sets the default of an option, such "
+            "as PET_MAX_RESTARTS=3. Times are in seconds and may have fractions.",
+            "",
+        ),
+    ]
+    return os.linesep.join(lines) + os.linesep
+
+
+def _by_section() -> dict[str, list[Option]]:
+    section_of = {name: title for title, names in _SECTIONS.items() for name in names.split()}
+    order = list(section_of)
+    found: dict[str, list[Option]] = {title: [] for title in (*_SECTIONS, _REST)}
+    for option in sorted(
+        OPTIONS, key=lambda option: order.index(option.name) if option.name in order else -1
+    ):
+        found[section_of.get(option.name, _REST)].append(option)
+    return found
+
+
+def _head(option: Option) -> str:
+    mark = "*" if option.group == OURS else " "
+    names = f"-{option.short}, {option.flag}" if option.short else option.flag
+    return f"{mark} {names}" if option.is_flag else f"{mark} {names} {option.metavar}"
+
+
+def _settings() -> Iterator[str]:
+    from elasticrs.rendezvous.elastic.settings import KEYS
+
+    yield "Settings for --rdzv-conf KEY=VALUE,…:"
+    for key in KEYS:
+        if key.is_stored:
+            yield from _row(f"  {key.name}", key.help + _default(key.default))
+    yield from _wrapped(
+        "Torch's timeout is the join_timeout of static; its store_type is tcp, or file with c10d: nodes then "
+        "meet in the file that --rdzv-endpoint names. Torch's heartbeat_timeout, read_timeout and "
+        "cas_backoff_max_seconds are accepted and have no effect.",
+        "",
+    )
+
+
+def _default(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return ""
+    return f" (default {value:g})" if isinstance(value, float) else f" (default {value})"
+
+
+def _row(head: str, text: str) -> Iterator[str]:
+    indent = " " * _COLUMN
+    lines = _wrapped(text, indent)
+    if len(head) + 2 > _COLUMN:
+        yield head
+    else:
+        yield head.ljust(_COLUMN) + next(lines)[_COLUMN:]
+    yield from lines
+
+
+def _wrapped(text: str, indent: str) -> Iterator[str]:
+    """Lines of whole words. ``textwrap`` does the same, and imports ``re``, which costs milliseconds."""
+    line = indent
+    for word in text.split():
+        if len(line) + 1 + len(word) > WIDTH and line != indent:
+            yield line
+            line = indent
+        line += word if line == indent else f" {word}"
+    yield line
