@@ -18,7 +18,7 @@ _SUBMODULES = (
 
 
 def lazy_submodule(package: str, name: str, names: tuple[str, ...]) -> object:
-    """What the ``__getattr__`` of a package says to a name that is none of its own.
+    """The ``__getattr__`` of a package: import a submodule when its name is first used.
 
     Torch's packages import their modules, so that a program may write ``elastic.multiprocessing.errors``
     after an import of the package alone. Ours are imported when that is written.

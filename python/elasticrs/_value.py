@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Value:
-    """Compares, hashes and prints by its slots; a subclass lists them and sets them once in ``__init__``."""
+    """Compares, hashes and prints by its slots, which a subclass lists and sets once in ``__init__``."""
 
     __slots__: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Times of several nodes made comparable: all are told on the wall clock of the store."""
+"""Makes times of several nodes comparable: all are given on the wall clock of the store."""
 
 from __future__ import annotations
 

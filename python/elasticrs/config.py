@@ -1,4 +1,4 @@
-"""What a job is made of, with every default in one place.
+"""The settings of a job, with every default in one place.
 
 These are the internal, slotted forms that the command line works on; the public dataclasses of
 :mod:`elasticrs.launcher.api` and :mod:`elasticrs.agent.server` convert to them.
@@ -125,7 +125,7 @@ class JobConfig:
 
 
 class LogSettings(Value):
-    """Which streams of which workers go where.
+    """Where the output streams of the workers go.
 
     Args:
         log_dir: base directory; ``None`` for a temporary one, the null device for no files at all.
@@ -175,7 +175,7 @@ class LogSettings(Value):
 
 
 class ObserveSettings(Value):
-    """Who is told about a job.
+    """Where the events, metrics and health of a job go.
 
     Args:
         event_log_handler: destination of events; see ``docs/events.md``.
@@ -217,12 +217,12 @@ class ObserveSettings(Value):
 
     @property
     def is_off(self) -> bool:
-        """Whether nobody is."""
+        """True if there is nothing to report to."""
         return self.event_log_handler == "null" and not self.has_metrics and self.health_port is None
 
 
 class HandlerSettings(Value):
-    """What a rendezvous handler that polls is made from, and its agent.
+    """Settings of a rendezvous handler that is polled, and of its agent.
 
     Args:
         backend: its name.
@@ -277,7 +277,7 @@ def random_run_id() -> str:
 
 
 def parse_signals(names: str) -> tuple[int, ...]:
-    """Signal numbers of a list of names.
+    """Parse a list of signal names into signal numbers.
 
     Args:
         names: separated by commas, such as ``SIGTERM,SIGUSR1``.
@@ -353,7 +353,7 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
 
 
 def check_hang_timeouts(timeout: float | str | None, startup: float | None) -> None:
-    """Look at the limits of heartbeats that a program has given.
+    """Check the heartbeat limits that a program has given.
 
     Args:
         timeout: seconds, ``"auto"`` or ``"auto:SECONDS"``.

@@ -1,4 +1,4 @@
-"""A worker's own server for questions from outside: its stacks, its flight recorder.
+"""A worker's own server: its stacks and its flight recorder, on request.
 
 The server is torch's (HTTP on a Unix socket; ``GET /handler/``, ``POST /handler/ping``). Torch is imported
 only where the server is asked for, by ``TORCH_WORKER_SERVER_SOCKET``, which no agent sets by itself.
@@ -26,7 +26,7 @@ TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 
 
 def worker_main() -> _WorkerMain:
-    """Around the main function of a worker: serve questions while it runs, and record how it fails.
+    """Wrap the main function of a worker: answer requests while it runs, and record how it fails.
 
     ``@worker_main()`` before a function, or ``with worker_main():``. Different from torch, an exception of
     the function is recorded (there it is that of making the context manager).

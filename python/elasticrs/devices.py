@@ -65,12 +65,12 @@ class UnknownDeviceError(CountError):
 
 
 def cpu_count() -> int:
-    """CPUs that this process may use, as torchrun counts them: those of its affinity."""
+    """Number of CPUs in the affinity of this process, as torchrun counts them."""
     return len(os.sched_getaffinity(0))
 
 
 def worker_count(word: str, environ: Mapping[str, str]) -> Count:
-    """How many workers ``--nproc-per-node WORD`` is, by torchrun's rules.
+    """Number of workers that ``--nproc-per-node WORD`` means, by torchrun's rules.
 
     Args:
         word: ``cpu``, ``gpu`` (CUDA devices), ``auto`` (whatever accelerator there is, else CPUs), ``xpu``,
@@ -106,7 +106,7 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
 
 
 def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> bool:
-    """Whether devices are divided (MIG): then their number says nothing of what CUDA shows, which is one
+    """True if devices are divided (MIG). Their number then differs from what CUDA shows, which is one
     slice to a process, however many ``CUDA_VISIBLE_DEVICES`` names.
 
     Args:
@@ -165,7 +165,7 @@ def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str
 
 
 def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA) -> list[int]:
-    """The devices that the variable names, by their index."""
+    """Return the devices that the variable names, by index."""
     text = environ.get(name)
     if text is None:
         return list(range(len(uuids)))
@@ -220,7 +220,7 @@ def _uuid(path: str) -> str:
 
 
 def _kfd_gpus(sysfs: str) -> list[Gpu]:
-    """AMD's, in the order of the nodes of its compute driver, which is ROCm's."""
+    """AMD's GPUs, in the order of the nodes of the compute driver, which is also ROCm's order."""
     folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
     try:
         nodes = sorted(filter(str.isdecimal, os.listdir(folder)), key=int)

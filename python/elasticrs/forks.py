@@ -27,7 +27,7 @@ _masks: dict[int, set[int]] = {}
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """From now on children of this process begin with this call.
+    """Make children of this process begin with this call from now on.
 
     Args:
         undo: puts back what was there before; in the child's main thread.
@@ -37,7 +37,7 @@ def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None
 
 
 def is_undone(undo: Callable[[], None]) -> None:
-    """There is nothing more to undo; the other half of :func:`undo_in_children`. Idempotent."""
+    """Take back :func:`undo_in_children`: there is nothing left to undo. Idempotent."""
     _installed[:] = [each for each in _installed if each[0] != undo]
 
 

@@ -61,7 +61,7 @@ class LogPaths(Value):
         self.are_new = are_new
 
     def only_written(self) -> list[tuple[int, int, str]]:
-        """The files that get one stream each and that nobody follows: local rank, descriptor and path."""
+        """The files with one stream each that the agent does not follow: local rank, descriptor and path."""
         # Of a file that several streams share nobody knows whose the bytes are.
         owners: dict[str, list[tuple[int, int, str]]] = {}
         for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
@@ -111,13 +111,13 @@ class RunLogs:
         return layout(self._settings, directory, self._nproc)
 
     def remove_if_empty(self) -> None:
-        """Remove a temporary directory that holds no file: nobody asked for it, nothing is in it."""
+        """Remove the temporary directory if it holds no file."""
         if self.directory and self._is_temporary:
             remove_if_empty(os.path.dirname(self.directory))
 
 
 def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
-    """The files of one attempt; touches nothing.
+    """Compute the files of one attempt; touches nothing.
 
     Args:
         settings: what goes where.

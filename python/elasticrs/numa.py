@@ -94,7 +94,7 @@ def cpus_by_local_rank(
 
 
 class _Machine:
-    """What sysfs says of the machine.
+    """The machine as sysfs describes it.
 
     Args:
         sysfs: where it is.
@@ -112,7 +112,7 @@ class _Machine:
         return [other for other, node in enumerate(self.node_of) if node == self.node_of[gpu]]
 
     def cpus_of_node(self, node: int) -> set[int]:
-        """Those that may be used."""
+        """Return the CPUs of a node that may be used."""
         return _numbers(self._read("devices/system/node", f"node{node}", "cpulist")) & self._allowed
 
     def nodes_of_socket(self, node: int) -> list[int]:

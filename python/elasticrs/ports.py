@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
-    """Whether the workers' store is the agent's to host, where no port is given: ``False`` with
+    """True if the agent hosts the workers' store when no port is given: ``False`` with
     ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, as in torch.
 
     Args:

@@ -1,4 +1,4 @@
-"""Who gets which rank: pure, the same on every node, as in torch.
+"""Assigns ranks: pure, with the same result on every node, as in torch.
 
 Global ranks follow the order of group ranks; role ranks follow it among the nodes of the same role.
 """

@@ -62,7 +62,7 @@ def worker_env(
 
 
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What a worker gets that shall see one GPU, and be local rank 0 to itself.
+    """The variables of a worker that sees one GPU and has local rank 0.
 
     As in torch a ``HIP_VISIBLE_DEVICES`` that is not empty goes first, and is then set as well.
 

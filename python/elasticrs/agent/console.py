@@ -39,11 +39,11 @@ class Console:
 
     @property
     def waiting(self) -> int:
-        """How many pieces were not taken yet."""
+        """Number of pieces that are not written yet."""
         return 0 if self._is_gone else len(self._lines)
 
     def say(self, text: str) -> None:
-        """One line, with our name before it.
+        """Queue one line, with our name in front.
 
         Args:
             text: without a newline; longer ones are cut to what a pipe takes in one piece.
@@ -101,7 +101,7 @@ class Console:
 
 
 def _encode(text: str) -> bytes:
-    """In the file system's encoding: names of files appear as they are. What it cannot say is escaped."""
+    """Encode with the file system's encoding, so that file names are unchanged; escape the rest."""
     try:
         return os.fsencode(text)
     except UnicodeEncodeError:

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class MetricData(NamedTuple):
-    """One number.
+    """One value of a metric.
 
     Attributes:
         timestamp: seconds since 1970.
@@ -64,15 +64,15 @@ class MetricsConfig:
 
 
 class MetricHandler(ABC):
-    """Takes numbers to where they are kept."""
+    """Stores or forwards metric values."""
 
     @abstractmethod
     def emit(self, metric_data: MetricData) -> None:
-        """Take one."""
+        """Handle one value."""
 
 
 class ConsoleMetricHandler(MetricHandler):
-    """Prints a line for each."""
+    """Prints a line for each value."""
 
     def emit(self, metric_data: MetricData) -> None:
         """Print it as torch does: ``[time][group]: name=value``."""
@@ -81,10 +81,10 @@ class ConsoleMetricHandler(MetricHandler):
 
 
 class NullMetricHandler(MetricHandler):
-    """Takes none."""
+    """Drops all values."""
 
     def emit(self, metric_data: MetricData) -> None:
-        """Drop it."""
+        """Drop the value."""
 
 
 class MetricStream:
@@ -100,7 +100,7 @@ class MetricStream:
         self.handler = handler
 
     def add_value(self, metric_name: str, metric_value: float) -> None:
-        """One more number.
+        """Add one value.
 
         Args:
             metric_name: its name in the group.
@@ -131,7 +131,7 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 
 
 def set_sink(sink: Callable[[str, str, float], None] | None) -> None:
-    """Have every number of this process as well. Not in torch.
+    """Pass every value of this process to a second receiver. Not in torch.
 
     Args:
         sink: called with group, name and value; ``None`` ends it.
@@ -201,7 +201,7 @@ def profile(group: str | None = None) -> Callable[[F], F]:
 
 
 def put_metric(metric_name: str, metric_value: float, metric_group: str = "torchelastic") -> None:
-    """Publish a number.
+    """Publish a value.
 
     Args:
         metric_name: its name in the group.
@@ -228,7 +228,7 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> 
 
 
 def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
-    """Whole milliseconds since then.
+    """Return whole milliseconds since a moment.
 
     Args:
         start_time_in_seconds: since 1970.

@@ -40,7 +40,7 @@ _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Whether an error is of this kind: ours, or torch's of the same name, which handlers of packages raise.
+    """True if an error is of this kind: ours, or torch's of the same name, which handlers of packages raise.
 
     Args:
         error: what was raised.
@@ -105,12 +105,12 @@ class RendezvousInfo:
 
     @property
     def store(self) -> Any:
-        """Shared by the nodes."""
+        """The store that the nodes share."""
         return self._store
 
     @property
     def rank(self) -> int:
-        """Of this node."""
+        """Rank of this node."""
         return self._rank
 
     @property
@@ -133,7 +133,7 @@ class RendezvousHandler(ABC):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers may use a store that an agent serves; otherwise rank 0 hosts one."""
+        """True if workers may use a store that an agent serves; otherwise rank 0 hosts one."""
         return False
 
     @abstractmethod
@@ -149,7 +149,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def is_closed(self) -> bool:
-        """Whether the job has ended; may lag behind."""
+        """True if the job has ended; may lag behind."""
 
     @abstractmethod
     def set_closed(self) -> None:
@@ -287,11 +287,11 @@ class RendezvousHandlerRegistry:
             )
 
     def is_registered(self, backend: str) -> bool:
-        """Whether somebody has added a backend of this name."""
+        """True if a backend of this name is registered."""
         return backend in self._registry
 
     def names(self) -> list[str]:
-        """Of all backends. Not in torch."""
+        """Names of all backends. Not in torch."""
         return list(self._registry)
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:

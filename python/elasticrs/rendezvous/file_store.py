@@ -56,7 +56,7 @@ class FileStore:
 
     @property
     def path(self) -> str:
-        """Of the file."""
+        """Path of the file."""
         return self._path
 
     @property
@@ -108,7 +108,7 @@ class FileStore:
         self._wait(keys, self._timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys are there."""
+        """Return true if all these keys exist."""
         with self._locked():
             return self._read().keys() >= set(keys)
 
@@ -136,7 +136,7 @@ class FileStore:
             return old if found is None else found
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key; return true if it existed."""
         with self._locked():
             values = self._read()
             if values.pop(key, None) is None:
@@ -149,7 +149,7 @@ class FileStore:
         meet(self, key, world_size, timeout)
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return the number of keys."""
         with self._locked():
             return len(self._read())
 
@@ -228,7 +228,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 class TemporaryFileStore(FileStore):
-    """One in a folder of its own, for a single process: both go with this object, or with the interpreter."""
+    """A store for one process, in a temporary folder that is removed with this object or the interpreter."""
 
     def __init__(self) -> None:
         folder = tempfile.mkdtemp(prefix="elasticrs-rdzv-")

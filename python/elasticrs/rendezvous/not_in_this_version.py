@@ -1,4 +1,4 @@
-"""What is behind torch's names for etcd: importing them works, using them says what to use."""
+"""Stands behind torch's names for etcd: they can be imported, and using one says what to use instead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 def missing(name: str) -> NoReturn:
-    """Refuse something.
+    """Raise the error for something that is not supported.
 
     Raises:
         ValueError: always; says what to use.
@@ -18,7 +18,7 @@ def missing(name: str) -> NoReturn:
 
 
 class Missing:
-    """A class that cannot be made.
+    """A class that cannot be instantiated.
 
     Raises:
         ValueError: from the constructor.

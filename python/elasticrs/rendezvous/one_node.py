@@ -46,4 +46,4 @@ class OneNodePlanner:
         return Plan(ranks, self._job.master_addr, reserved.number, reserved)
 
     def close(self) -> None:
-        """No further attempt follows: nobody has to be told."""
+        """No further attempt follows; there are no other nodes to tell."""

@@ -1,4 +1,4 @@
-"""The store of a node by itself: what the nodes of a round share, where there is one."""
+"""The rendezvous store of a job on one node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HOST = "127.0.0.1"
 
 
 class OwnStore:
-    """Served by this process from its first use on: most agents of one node never look at it.
+    """A store that this process serves from its first use on; most agents of one node never use it.
 
     Args:
         run_id: the name of the job.
@@ -38,7 +38,7 @@ class OwnStore:
         return self._store.with_prefix(f"torch.rendezvous.{self._run_id}.{round}/")
 
     def close(self) -> None:
-        """End it, with all that it has given out. Idempotent."""
+        """Close the store and all objects that it has given out. Idempotent."""
         if self._store is not None:
             self._store.close()
         if self._server is not None:

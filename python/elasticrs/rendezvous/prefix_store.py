@@ -1,4 +1,4 @@
-"""A store whose keys have a prefix, whatever the store is."""
+"""A prefix for the keys of any store."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class PrefixStore:
         return timeout
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Change that of the store."""
+        """Change the timeout of the store."""
         self._store.set_timeout(timeout)
 
     def has_extended_api(self) -> bool:
-        """Whether the store has :meth:`append`, :meth:`multi_get` and :meth:`multi_set`."""
+        """True if the store has :meth:`append`, :meth:`multi_get` and :meth:`multi_set`."""
         return bool(self._store.has_extended_api())
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -119,7 +119,7 @@ class PrefixStore:
         return bool(self._store.delete_key(self._prefix + key))
 
     def num_keys(self) -> int:
-        """How many keys the store has, those of others as well; as torch."""
+        """Return the number of keys in the whole store, as torch does."""
         return int(self._store.num_keys())
 
     def _keys(self, keys: Sequence[str]) -> list[str]:

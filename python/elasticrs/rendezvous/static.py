@@ -1,4 +1,4 @@
-"""The handler for one node, which meets nobody."""
+"""The rendezvous handler for one node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small things that handlers need, with torch's names: endpoints, settings in text, a timer."""
+"""Helpers for handlers, with torch's names: endpoints, settings in text, a timer."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _PeriodicTimer:
 
     @property
     def name(self) -> str | None:
-        """Of the thread."""
+        """Name of the thread."""
         return self._name
 
     def set_name(self, name: str) -> None:
@@ -149,7 +149,7 @@ class _PeriodicTimer:
         self._name = name
 
     def start(self) -> None:
-        """Begin; the first call comes after one interval.
+        """Start the thread; the first call comes after one interval.
 
         Raises:
             RuntimeError: it runs already.
@@ -170,7 +170,7 @@ class _PeriodicTimer:
         thread.start()
 
     def cancel(self) -> None:
-        """End it; a call that runs is waited for."""
+        """Stop the thread, after waiting for a call that runs."""
         if self._finalizer is not None:
             self._finalizer()
 

@@ -1,4 +1,4 @@
-"""The store in which agents meet, for users: an object as torch's ``Store``, and a server of its own.
+"""The rendezvous store for users: an object like torch's ``Store``, and a server.
 
 ``python -m elasticrs.store`` serves; :func:`connect` makes a :class:`Store` on it.
 """

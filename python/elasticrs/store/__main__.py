@@ -1,4 +1,4 @@
-"""``python -m elasticrs.store``: a store of its own, off the training nodes.
+"""``python -m elasticrs.store``: the rendezvous store as a separate process, off the training nodes.
 
 Prints one line with its address when it serves. SIGTERM, SIGINT and SIGHUP end it in order, with one line and
 exit code 0. What does not fit is one line on stderr, and exit code 2.
@@ -51,7 +51,7 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
 
 
 def _serve(server: _core.CoordinationServer, stop: socket.socket) -> signal.Signals:
-    """Until a signal comes; which one."""
+    """Serve until a signal comes; return the signal."""
     poll = select.poll()
     poll.register(stop, select.POLLIN)
     poll.register(server.fd, select.POLLIN)
@@ -71,13 +71,13 @@ def _say(line: str) -> None:
 
 
 def _signals() -> list[signal.Signals]:
-    """Those that end it; ``nohup`` has SIGHUP ignored."""
+    """The signals that end the server; under ``nohup`` SIGHUP is ignored."""
     stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if stays else [signal.SIGHUP])]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; the exit code."""
+    """Serve until a signal comes; return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not 0 <= args.port <= 65535:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def meet(store: Any, key: str, world_size: int, timeout: datetime.timedelta | None) -> None:
-    """Wait until so many have called this with the same key.
+    """Wait until a number of callers have called this with the same key.
 
     Args:
         store: as torch's: ``add``, ``set``, ``wait`` and ``timeout``.

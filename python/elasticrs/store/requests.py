@@ -25,7 +25,7 @@ class LostError(Exception):
 
 
 class Requests:
-    """Asks and waits. Whoever waits first takes the events for the others; there is no thread of its own.
+    """Sends requests and waits. The first caller that waits takes the events for all; no thread is started.
 
     1. Each reply goes to the call that asked.
     2. A change of a key that is being waited for is counted before anybody looks at the key again.
@@ -43,7 +43,7 @@ class Requests:
         self._puts: dict[str, int] = {}
 
     def connect(self) -> None:
-        """Wait for the beginning of the session.
+        """Wait until the session has begun.
 
         Raises:
             LostError: there is none.
@@ -145,7 +145,7 @@ class Requests:
         return True
 
     def _take(self, timeout: float | None) -> None:
-        """Wait for events, without the lock, and hand them out."""
+        """Wait for events without holding the lock, and pass them to their callers."""
         self._is_taking = True
         self._news.release()
         try:
@@ -169,7 +169,7 @@ class Requests:
 
 
 class LaterRequests:
-    """As :class:`Requests`, over a client that is made when somebody asks for something first.
+    """Like :class:`Requests`, with a client that is made at the first request.
 
     Args:
         make: the client; whatever it raises is raised by what was asked.

@@ -1,4 +1,4 @@
-"""A blocking store as torch's: the same names and meanings, without torch."""
+"""A blocking store like torch's: the same names and meanings, without torch."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Store:
         prefix: str = "",
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     ) -> Store:
-        """An object that connects when it is used first.
+        """Return an object that connects when it is first used.
 
         Args:
             make: the client.
@@ -132,7 +132,7 @@ class Store:
         self._timeout = timeout
 
     def has_extended_api(self) -> bool:
-        """Whether :meth:`append`, :meth:`multi_get` and :meth:`multi_set` work; true."""
+        """True: :meth:`append`, :meth:`multi_get` and :meth:`multi_set` work."""
         return True
 
     def clone(self) -> Store:
@@ -190,7 +190,7 @@ class Store:
         self._wait(lambda: self.check(keys), keys, self._timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys are there."""
+        """Return true if all these keys exist."""
         return self._txn([("exists", self._key(key)) for key in keys]).ok
 
     def add(self, key: str, amount: int) -> int:
@@ -239,7 +239,7 @@ class Store:
         self._change(key, lambda queue: queue + len(item).to_bytes(_LENGTH, "big") + item)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue; of several that wait, one gets it.
+        """Take the first value of a queue; if several wait, one of them gets it.
 
         Args:
             key: of the queue.
@@ -262,7 +262,7 @@ class Store:
         return taken[0]
 
     def queue_len(self, key: str) -> int:
-        """How many values a queue has.
+        """Return the number of values in a queue.
 
         Raises:
             ValueError: this is no queue.
@@ -271,7 +271,7 @@ class Store:
         return len(_items(found.value)) if found else 0
 
     def barrier(self, key: str, world_size: int, timeout: datetime.timedelta | None = None) -> None:
-        """Wait until so many have called this.
+        """Wait until a number of callers have called this.
 
         Args:
             key: of this barrier; may be used again when all have passed.
@@ -284,11 +284,11 @@ class Store:
         meet(self, key, world_size, timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key; return true if it existed."""
         return self._txn(then=[("delete", self._key(key))]).results[0] == 1
 
     def num_keys(self) -> int:
-        """How many keys there are under the prefix."""
+        """Return the number of keys under the prefix."""
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
@@ -359,7 +359,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _items(queue: bytes) -> list[bytes]:
-    """What a queue has: values, each behind its length."""
+    """Return the values of a queue, each stored behind its length."""
     items: list[bytes] = []
     at = 0
     while at < len(queue):

@@ -13,7 +13,7 @@ __all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]
 
 
 def get_env_variable_or_raise(env_name: str) -> str:
-    """The value of an environment variable.
+    """Return the value of an environment variable.
 
     Raises:
         ValueError: it is not set.
@@ -32,7 +32,7 @@ def get_socket_with_port() -> socket.socket:
 
 
 class macros:  # noqa: N801 -- torch's name
-    """What stands for something else in the arguments of workers."""
+    """Macros in the arguments of workers."""
 
     local_rank = "${local_rank}"
 

@@ -1,4 +1,4 @@
-"""What a process is doing, as the kernel says."""
+"""The state of a process, from the kernel."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def read_proc_state(pid: int) -> str | None:
 
 
 def is_uninterruptible_state(state: str | None) -> bool:
-    """Whether a process in this state cannot be killed before the kernel lets it go on."""
+    """Return true if a process in this state cannot be killed until the kernel lets it continue."""
     return state is not None and state.startswith("D")

@@ -1,4 +1,4 @@
-"""What nodes do together over a store, any that has torch's methods: torch's, ours, or a user's.
+"""Collective operations over a store with torch's methods: torch's, ours, or a user's.
 
 The calls that the store sees, and their order, are torch's, so that agents of both can do these things
 together.
@@ -29,7 +29,7 @@ _ANYTHING = "<val_ignored>"
 
 @contextmanager
 def store_timeout(store: Any, timeout: float) -> Iterator[None]:
-    """Give a store another timeout for a while.
+    """Give a store another timeout within a ``with`` block.
 
     Different from torch: the former one comes back after an exception, too.
 
@@ -71,7 +71,7 @@ def synchronize(
     key_prefix: str,
     timeout: float = 300,
 ) -> list[bytes]:
-    """Tell everybody something, and hear what the others tell.
+    """Share a value with all ranks, and return the values of all.
 
     Args:
         store: shared by all.
@@ -98,7 +98,7 @@ def barrier(
     rank_tracing_decoder: Callable[[int], str] | None = None,
     trace_timeout: float = 10,
 ) -> None:
-    """Wait until everybody has come.
+    """Wait until all ranks have called this.
 
     Args:
         store: shared by all.
@@ -134,7 +134,7 @@ def barrier(
 
 
 def _barrier_nonblocking(store: Any, world_size: int, key_prefix: str) -> str:
-    """Be counted; the key that comes with the last one."""
+    """Count this rank; return the key that the last rank sets."""
     last_member = key_prefix + _LAST_MEMBER_CHECKIN
     if store.add(key_prefix + _NUM_MEMBERS, 1) == world_size:
         store.set(last_member, _ANYTHING)

@@ -52,7 +52,7 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class View:
-    """What a node goes by.
+    """What a node bases its decision on.
 
     Args:
         node: itself.
@@ -72,7 +72,7 @@ class View:
 
 
 class Sightings:
-    """When this node has seen what, on its own monotonic clock."""
+    """When this node saw changes, on its own monotonic clock."""
 
     def __init__(self) -> None:
         self._beats: dict[Node, tuple[int, float]] = {}
@@ -84,7 +84,7 @@ class Sightings:
         return None if self._last_call is None else self._last_call[1]
 
     def look(self, state: State, asked: float, answered: float, patience: float) -> list[Node]:
-        """Take in a state; who in it is dead.
+        """Record a state, and return the nodes in it that are dead.
 
         Args:
             state: as read.
@@ -112,14 +112,14 @@ class Sightings:
 
 
 def leave(view: View, deadline: float) -> Action:
-    """To be in no round."""
+    """Decide the next action of a node that leaves."""
     if view.state.place_of(view.node) is not Place.PARTICIPANT:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if view.now > deadline else Action.LEAVE
 
 
 def join(view: View, deadline: float) -> Action:
-    """To be in a complete round."""
+    """Decide the next action of a node that joins a round."""
     state, settings = view.state, view.settings
     place = state.place_of(view.node)
     has_room = len(state.at(Place.PARTICIPANT)) < settings.max_nodes
@@ -144,14 +144,14 @@ def join(view: View, deadline: float) -> Action:
 
 
 def close(view: View, deadline: float) -> Action:
-    """To have the rendezvous closed."""
+    """Decide the next action of a node that closes the rendezvous."""
     if view.state.closed is not None:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if view.now > deadline else Action.CLOSE
 
 
 def keep_alive(view: View, deadline: float) -> Action:
-    """To give a sign of life, if it is time for one."""
+    """Decide whether to give a sign of life now."""
     if not view.is_beat_due or view.node not in view.state.nodes:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if view.now > deadline else Action.KEEP_ALIVE
@@ -168,7 +168,7 @@ def _is_last_call_over(view: View) -> bool:
 
 
 def seconds_of_last_call(settings: RendezvousSettings) -> float:
-    """How long a last call lasts."""
+    """Return how long a last call lasts, in seconds."""
     return settings.timeout.last_call.total_seconds()
 
 
@@ -178,7 +178,7 @@ def patience(settings: RendezvousSettings) -> float:
 
 
 def ended(state: State, node: Node, number: int) -> bool:
-    """Whether a round is over for a node that was in it.
+    """True if a round is over for a node that was in it.
 
     Args:
         state: as last read, without the dead.
@@ -189,7 +189,7 @@ def ended(state: State, node: Node, number: int) -> bool:
 
 
 def waiting(state: State, settings: RendezvousSettings) -> int:
-    """How many nodes wait that there is room for."""
+    """Return the number of waiting nodes that there is room for."""
     room = settings.max_nodes - len(state.at(Place.PARTICIPANT))
     return min(len(state.at(Place.WAITING)), max(room, 0))
 
@@ -198,7 +198,7 @@ def waiting(state: State, settings: RendezvousSettings) -> int:
 
 
 def apply(action: Action, state: State, node: Node, beat: int, settings: RendezvousSettings) -> State:
-    """The state that a node wants there to be.
+    """Return the state after an action of a node.
 
     Args:
         action: one that changes it, but for :attr:`Action.CLOSE`, see :func:`closed`.

@@ -99,7 +99,7 @@ class Recorder:
         self.tell(f"{_EXECUTOR}.{method}", f"node {self._node} {deed} (round {state.round})", node_state)
 
     def lost(self, nodes: Iterable[Node]) -> None:
-        """Nodes are taken for dead."""
+        """Nodes were found dead."""
         names = ", ".join(map(str, nodes))
         if names:
             self.tell("_BackendRendezvousStateHolder.sync", f"no sign of life of {names}: counted out")

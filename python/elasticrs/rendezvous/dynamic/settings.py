@@ -71,7 +71,7 @@ class RendezvousTimeout:
 
 @dataclass(repr=False, eq=False, frozen=True)
 class RendezvousSettings:
-    """What a rendezvous is to be.
+    """The settings of a rendezvous.
 
     Args:
         run_id: the name of the job.

@@ -1,4 +1,4 @@
-"""What the nodes of a rendezvous share, and how it is written down.
+"""The state that the nodes of a rendezvous share, and its encoding.
 
 JSON with a version, of bounded size: whoever can write to the back end can confuse the nodes, but run no
 code in them. It holds no time of day, as clocks of different hosts differ: a node counts its signs of life,
@@ -40,7 +40,7 @@ class Node(NamedTuple):
 
 
 class Place(Enum):
-    """Where a node stands."""
+    """The part that a node has in the round."""
 
     PARTICIPANT = "participant"
     WAITING = "waiting"
@@ -86,25 +86,25 @@ class State:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the nodes of the round have been told their ranks."""
+        """True if the nodes of the round have their ranks."""
         return self.size > 0
 
     @property
     def is_intact(self) -> bool:
-        """Whether all of them are still in it."""
+        """True if all of its nodes are still in it."""
         return self.is_complete and len(self.at(Place.PARTICIPANT)) == self.size
 
     def at(self, place: Place) -> list[Node]:
-        """The nodes that stand there."""
+        """The nodes with this part."""
         return [node for node, standing in self.nodes.items() if standing.place is place]
 
     def place_of(self, node: Node) -> Place | None:
-        """Where a node stands, if anywhere."""
+        """The part of a node; ``None`` if it has none."""
         standing = self.nodes.get(node)
         return None if standing is None else standing.place
 
     def with_node(self, node: Node, standing: Standing) -> State:
-        """The state with another standing of a node."""
+        """The state with another standing for a node."""
         return replace(self, nodes={**self.nodes, node: standing})
 
 
@@ -116,7 +116,7 @@ def natural_order(node: Node) -> tuple[list[tuple[int, int, str]], int, int]:
 
 
 def encode(state: State) -> bytes:
-    """Write down a state.
+    """Encode a state.
 
     Raises:
         RendezvousStateError: it is too large.
@@ -140,7 +140,7 @@ def encode(state: State) -> bytes:
 
 
 def decode(data: bytes) -> State:
-    """Read a state that somebody has written down.
+    """Decode a state.
 
     Raises:
         RendezvousStateError: it is none of ours, of another version, or damaged.

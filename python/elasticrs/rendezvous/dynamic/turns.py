@@ -68,12 +68,12 @@ class SharedState:
         self._lost: list[Node] = []
 
     def take_lost(self) -> list[Node]:
-        """Those that were first taken for dead since the last call."""
+        """Return the nodes that were newly found dead since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
     def read(self) -> bool:
-        """Look at the state; whether it has changed.
+        """Read the state; return true if it has changed.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
@@ -110,18 +110,18 @@ class SharedState:
         return bool(is_set)
 
     def view(self) -> View:
-        """What this node goes by, now."""
+        """Return what this node bases its next decision on."""
         now, every = self.clock(), self.settings.keep_alive_interval.total_seconds()
         is_due = self._beat_at is None or now - self._beat_at >= every
         return View(self.node, self.state, now, is_due, self._sightings.last_call_since, self.settings)
 
     def next_beat(self) -> int:
-        """A number that no sign of life of this node has had."""
+        """Return a number for the next sign of life that none before had."""
         self._beat += 1
         return self._beat
 
     def seconds_to_beat(self) -> float:
-        """Until the next sign of life is due."""
+        """Return the seconds until the next sign of life is due."""
         if self._beat_at is None:
             return 0.0
         return self._beat_at + self.settings.keep_alive_interval.total_seconds() - self.clock()
@@ -140,7 +140,7 @@ class SharedState:
 
 
 class Operation:
-    """Turns until this node has what it wants.
+    """Repeats turns until this node has what it wants.
 
     Args:
         shared: the state.
@@ -171,7 +171,7 @@ class Operation:
         self._pause = SHORTEST_PAUSE
 
     def turn(self) -> float | None:
-        """Seconds to wait before the next turn; ``None``: done.
+        """Take a turn; return the seconds to wait before the next one, ``None`` when done.
 
         Raises:
             RendezvousClosedError: it is closed; says why.
