@@ -160,7 +160,7 @@ def get_rdzv_endpoint(args: Any) -> str:
 
 
 def get_use_env(args: Any) -> bool:
-    """Whether workers find their local rank in the environment alone, as they do unless ``args.use_env`` says
+    """Return true if workers find their local rank in the environment alone, unless ``args.use_env`` says
     otherwise.
     """
     return bool(getattr(args, _OLD_LAUNCHERS, True))

@@ -1,4 +1,4 @@
-"""Jobs of the command line whose nodes meet through a handler that polls.
+"""Jobs of the command line whose rendezvous handler is polled.
 
 That is one of a package (``--rdzv-backend`` with the name of an entry point, or one that a program has
 registered), and ``c10d`` with ``store_type=file``. The agent is torch's loop over our workers: see
@@ -204,7 +204,7 @@ def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
 
 
 def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettings) -> TypeGuard[OSError]:
-    """Whether the user's path can never do, which is no failure of the file system."""
+    """True if the user's path can never work, as opposed to a failure of the file system."""
     is_given = settings.backend == C10D and is_in_file(settings.config) and settings.endpoint.strip()
     return bool(is_given) and isinstance(error, OSError) and error.errno in _MISTAKES
 

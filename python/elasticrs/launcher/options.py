@@ -59,12 +59,12 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """Its name as an attribute."""
+        """The name of its attribute."""
         return self.name.replace("-", "_")
 
     @property
     def is_flag(self) -> bool:
-        """Whether it stands without a value."""
+        """True if the option takes no value."""
         return self.convert is None
 
     @property

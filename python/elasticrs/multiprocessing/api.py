@@ -277,7 +277,7 @@ class RunProcsResult:
     stderrs: dict[int, str] = field(default_factory=dict)
 
     def is_failed(self) -> bool:
-        """Whether a process failed."""
+        """True if a process failed."""
         return len(self.failures) > 0
 
 
@@ -471,7 +471,7 @@ class PContext(ABC):
 
     @abstractmethod
     def _poll(self) -> RunProcsResult | None:
-        """Look: the result when all have succeeded or one has failed, ``None`` while they run."""
+        """Return the result when all have succeeded or one has failed, ``None`` while they run."""
 
     @abstractmethod
     def pids(self) -> dict[int, int]:

@@ -72,7 +72,7 @@ def interrupt(error: BaseException) -> bool:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Keep what :func:`interrupt` is given until the end, or until this thread waits for a group."""
+    """Hold back what :func:`interrupt` is given until the block ends or this thread waits for a group."""
     is_main = threading.current_thread() is threading.main_thread()
     holds = _holds
     if is_main:
@@ -162,7 +162,7 @@ class ProcessGroup:
     def adopt(
         self, pids: dict[int, int], statuses: Sequence[int], streams: Sequence[_core.LogStream] = ()
     ) -> None:
-        """Take processes that another one has started, and that wait to begin.
+        """Adopt processes that another process has started and that wait to begin.
 
         Args:
             pids: by local rank.
@@ -201,7 +201,7 @@ class ProcessGroup:
     # --- waiting ---
 
     def poll(self) -> None:
-        """Take in what has happened; never waits for more."""
+        """Record what has happened; never waits."""
         self.wait_until(lambda: self.end is not None, 0.0)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -284,7 +284,7 @@ class ProcessGroup:
             self._trouble.append(event.message)
 
     def take_trouble(self) -> list[str]:
-        """Lines for the user since the last call."""
+        """Return the lines for the user since the last call."""
         taken, self._trouble = self._trouble, []
         return taken
 

@@ -195,7 +195,7 @@ def _be_worker(
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
-    """Tell the statuses of workers; returns what the program said."""
+    """Report the exit statuses of workers; return what the program said."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(parent_pidfd, select.POLLIN)

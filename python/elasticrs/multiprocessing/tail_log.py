@@ -172,7 +172,7 @@ class TailLog:
         self._stopped = True
 
     def stopped(self) -> bool:
-        """Whether :meth:`stop` has returned."""
+        """True once :meth:`stop` has returned."""
         return self._stopped
 
     def _follow(self, dst: TextIO) -> None:

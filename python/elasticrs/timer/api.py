@@ -51,11 +51,11 @@ class TimerRequest:
 
 
 class TimerClient(ABC):
-    """The worker's side: tells a server."""
+    """The worker's side, which sends requests to a server."""
 
     @abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Start the timer of this name, in place of an earlier one.
+        """Start a timer, replacing an earlier one of the same name.
 
         Args:
             scope_id: its name.
@@ -76,7 +76,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def size(self) -> int:
-        """How many there are now; it shrinks by :meth:`get` alone."""
+        """Return the number of waiting requests; only :meth:`get` takes any."""
 
     @abstractmethod
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
@@ -115,7 +115,7 @@ class TimerServer(ABC):
 
     @abstractmethod
     def clear_timers(self, worker_ids: set[Any]) -> None:
-        """End all timers of these workers.
+        """Remove all timers of these workers.
 
         Args:
             worker_ids: who.
@@ -226,7 +226,7 @@ os.register_at_fork(after_in_child=_forget_live)
 
 
 class expires:  # noqa: N801 -- torch's name
-    """A block, or a function, that has to end in time: ``with expires(after=60): …``, ``@expires(after=60)``.
+    """A block or function that must end in time: ``with expires(after=60): …``, ``@expires(after=60)``.
 
     When it does not, the server may end this worker. Blocks can be nested, may be entered again (a
     recursive function, several threads), and let exceptions pass. Of several blocks with the same scope the

@@ -95,7 +95,7 @@ class FileTimerServer:
         self._log_event("watchdog stopped", None)
 
     def run_once(self) -> None:
-        """Carry out what is in the FIFO already, and end."""
+        """Carry out the requests that are in the FIFO now, and return."""
         if self._fd >= 0:
             self._run_once = True
             self._end()
@@ -119,7 +119,7 @@ class FileTimerServer:
 
     @staticmethod
     def is_process_running(pid: int) -> bool:
-        """Whether there is a process with this pid that this one may signal.
+        """Return true if there is a process with this pid that this one may signal.
 
         Args:
             pid: any number above 0.
@@ -131,7 +131,7 @@ class FileTimerServer:
         return True
 
     def get_last_progress_time(self) -> int:
-        """When the thread last went round, in whole seconds since 1970."""
+        """Return when the thread last ran its loop, in whole seconds since 1970."""
         return self._last_progress_time
 
     # --- the thread ---
@@ -189,7 +189,7 @@ class FileTimerServer:
                 return
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        """Signal a descendant; whether that was done."""
+        """Signal a descendant; return true if that was done."""
         pidfd = self._bind(worker_pid)
         if pidfd is None:
             _logger().warning("pid %s has ended, or is no descendant of this process", worker_pid)
@@ -279,7 +279,7 @@ class FileTimerServer:
             heapq.heapify(self._deadlines)
 
     def clear_timers(self, worker_pids: set[int]) -> None:
-        """End all timers of these processes, and of those that have ended.
+        """Remove all timers of these processes, and of those that have ended.
 
         Args:
             worker_pids: who.

@@ -43,7 +43,7 @@ def in_order(failures: Mapping[int, ProcessFailure]) -> list[int]:
 
 
 def victims(failures: Mapping[int, ProcessFailure]) -> list[int]:
-    """The global ranks of those that ended because we stopped them."""
+    """Return the global ranks of the workers that we stopped."""
     unprompted = (f.seen_ns for f in failures.values() if f.sent_signal is None and f.seen_ns is not None)
     first = min(unprompted, default=0)
     signalled = (rank for rank, failure in failures.items() if failure.sent_signal is not None)

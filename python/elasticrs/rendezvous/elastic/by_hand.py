@@ -49,7 +49,7 @@ def claim(member: Member, node_rank: int) -> Claim:
 
 
 def refused(member: Member, entry: Any) -> None:
-    """T1 was refused, as somebody has the node rank: to be tried again on a new connection.
+    """T1 was refused because another node has the node rank; try again on a new connection.
 
     Args:
         member: this agent.
@@ -94,12 +94,12 @@ def timeout(member: Member) -> None:
 
 
 def may_be_lent(member: Member, kind: str) -> bool:
-    """Whether what answers at the port of the store may be the workers of a round."""
+    """True if what answers at the port of the store may be the workers of a round."""
     return kind == "not_ours" and member.settings.master_port is not None
 
 
 def why_lost(member: Member, event: Any) -> str:
-    """Why there is no connection, in words; the user is told once that something else answers."""
+    """Say why there is no connection; the user is told once that something else answers."""
     message: str = event.message
     if not may_be_lent(member, event.kind):
         return message
@@ -121,7 +121,7 @@ def shown(view: View) -> list[str]:
 
 
 def missing(view: View, size: int) -> str:
-    """The node ranks that nobody has."""
+    """Return the node ranks that no node has."""
     here = {view.nodes[each].hint for each in view.candidates}
     ranks = [str(rank) for rank in range(size) if rank not in here]
     return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

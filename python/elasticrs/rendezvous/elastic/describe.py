@@ -34,7 +34,7 @@ _STATIC_JOIN_TIMEOUT = 900.0
 
 
 class Words:
-    """What the user knows things by, for errors.
+    """The names that the user knows settings by, for errors.
 
     Args:
         backend: the option for the back end.
@@ -67,7 +67,7 @@ PYTHON = Words(
 
 
 def is_in_file(config: Mapping[str, object]) -> bool:
-    """Whether the settings of ``c10d`` ask for a file instead of the elastic rendezvous.
+    """True if the settings of ``c10d`` ask for a file instead of the elastic rendezvous.
 
     Args:
         config: settings by key.
@@ -76,7 +76,7 @@ def is_in_file(config: Mapping[str, object]) -> bool:
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """What a name of a back end stands for.
+    """Return what the name of a back end stands for.
 
     Args:
         backend: the name.

@@ -28,12 +28,12 @@ FIRST_NEWS, LATER_NEWS = 5.0, 30.0
 
 
 def slow_members(view: View) -> set[str]:
-    """Members that may still have workers of the last round, and are waited for."""
+    """Return the members that may still have workers of the last round; the leader waits for them."""
     return view.slow
 
 
 def decide(member: Member, lead: Lead, view: View) -> None:
-    """What to do while no round runs."""
+    """Decide what to do while no round runs."""
     settings, head = member.settings, view.head
     is_settled = not slow_members(view) or has_passed(member, lead, "settle", settings.settle)
     if head is not None and not is_settled:
@@ -69,7 +69,7 @@ def _tell_of_waiting(member: Member, lead: Lead, view: View) -> None:
 
 
 def _judged(member: Member, lead: Lead, view: View, head: Head) -> verdict.Verdict:
-    """The verdict on the ended round, found again only when something has changed that it rests on.
+    """Return the verdict on the ended round; judged again only when its inputs have changed.
 
     Nodes that come one by one to replace many lost ones do not change it, and finding it looks at every
     member. Until the next round, members only stop and go: each of the first three sets only grows, or only
@@ -83,7 +83,7 @@ def _judged(member: Member, lead: Lead, view: View, head: Head) -> verdict.Verdi
 
 
 def _is_time(member: Member, lead: Lead, view: View) -> bool:
-    """Whether enough candidates are there, and long enough."""
+    """True if enough candidates are there, and have been for long enough."""
     settings, count = member.settings, len(view.candidates)
     if count >= settings.max_nodes:
         return True
@@ -162,7 +162,7 @@ def _form(member: Member, lead: Lead, view: View, ended: Head | None, alive: lis
 
 
 def _members(view: View, settings: MemberSettings) -> list[str]:
-    """Who takes part, by group rank."""
+    """Return the members of the next round, by group rank."""
     of_agent = {agent_of(each): each for each in view.candidates}
     offered = []
     for agent, each in of_agent.items():

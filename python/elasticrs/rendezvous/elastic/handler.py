@@ -197,7 +197,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_home(self) -> bool:
-        """Give the others the time to read how the last run has ended."""
+        """Give the other nodes time to read how the last run ended."""
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         while self.home.sessions() and time.monotonic() < deadline:
             time.sleep(_FAREWELL_TICK)

@@ -44,7 +44,7 @@ FORGET_EARLIER = 64
 
 
 def begin(member: Member) -> None:
-    """Start to join."""
+    """Begin to join."""
     if member.phase is not Phase.NEW:
         return
     member.begun = member.now
@@ -69,7 +69,7 @@ def retry(member: Member) -> None:
 
 
 def connection_lost(member: Member, event: Any) -> None:
-    """There is no connection, or no longer."""
+    """Connecting failed, or the connection is lost."""
     if member.phase in (Phase.NEW, Phase.EXIT, Phase.FENCED):
         return
     is_final = event.kind in FINAL and not by_hand.may_be_lent(member, event.kind)
@@ -81,7 +81,7 @@ def connection_lost(member: Member, event: Any) -> None:
 
 
 def lose(member: Member, why: str) -> None:
-    """Without its connection an agent is fenced: nothing of a round may be left before it registers again."""
+    """Fence an agent that lost its connection: its workers must be gone before it registers again."""
     was_registered = member.registered
     if was_registered:
         member.arm("store_lost", member.settings.store_lost_timeout)
@@ -101,7 +101,7 @@ def lose(member: Member, why: str) -> None:
 
 
 def may_rejoin(member: Member) -> bool:
-    """Whether nothing of a round is left here."""
+    """True if nothing of a round is left here."""
     return member.held is None
 
 
@@ -158,7 +158,7 @@ def connect_timeout(member: Member) -> None:
 
 
 def connect_news(member: Member) -> None:
-    """The user may want to know why nothing happens."""
+    """Tell the user why nothing happens."""
     if member.was_registered or member.phase is not Phase.CONNECTING or member.lost is None:
         return
     settings = member.settings
@@ -185,7 +185,7 @@ def store_hosted(member: Member, event: Any) -> None:
 
 
 def connected(member: Member, event: Any) -> None:
-    """There is a connection: is the job ours?"""
+    """Connected: check that the job is ours."""
     if member.phase is not Phase.CONNECTING or member.connected:
         return
     member.connected = True
@@ -212,7 +212,7 @@ def check_job(member: Member) -> None:
 
 
 def job_record(member: Member) -> dict[str, Any]:
-    """What is the same for all nodes of a job."""
+    """Return what is the same for all nodes of a job."""
     settings = member.settings
     return {
         "uuid": f"{settings.agent}.{member.incarnation}",
@@ -224,7 +224,7 @@ def job_record(member: Member) -> dict[str, Any]:
 
 
 def agreed(settings: MemberSettings) -> dict[str, Any]:
-    """Settings that have to be equal on all nodes."""
+    """Return the settings that must be equal on all nodes."""
     return {
         "protocol": PROTOCOL,
         "backend": settings.backend,
@@ -238,7 +238,7 @@ def agreed(settings: MemberSettings) -> dict[str, Any]:
 
 
 def mismatch(settings: MemberSettings, shown: str, job: dict[str, Any]) -> str | None:
-    """What differs from the job that another node has started; ``None``: nothing that matters.
+    """Say what differs from the job that another node started; ``None`` if nothing important does.
 
     Args:
         settings: of this node.
@@ -354,7 +354,7 @@ def register(member: Member) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[tuple[Any, ...]]:
-    """Deletions of what a lost connection may have left; its lease would end later."""
+    """Return deletions of what a lost connection may have left; its lease would end later."""
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.settings.agent}/{each}" for each in earlier]
     return [("delete", key(name)) for name in names for key in (member.keys.node, member.keys.slot)]
@@ -423,7 +423,7 @@ def _predecessor_seen(member: Member, reply: Any) -> None:
 
 
 def predecessor_gone(member: Member) -> None:
-    """Ask who is before this registration now."""
+    """The registration before this one is gone; ask which one precedes it now."""
     if member.predecessor is None:
         return
     member.do(Unwatch(member.predecessor, exact=True))

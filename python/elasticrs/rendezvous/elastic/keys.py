@@ -40,15 +40,15 @@ class Keys:
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """What a member leaves when it goes on purpose; no lease, as the next leader has to know, too."""
+        """What a member writes when it leaves on purpose; without a lease: the next leader needs it too."""
         return self.farewells + member
 
     def rank(self, node_rank: int) -> str:
-        """Who has a node rank that was given by hand, on its lease."""
+        """Holder of a node rank that was given by hand, on its lease."""
         return f"{self.ranks}{node_rank}"
 
     def done(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
-        """What a member leaves when its workers have finished."""
+        """What a member writes when its workers have finished."""
         return f"{self.dones}{round}/{group_rank}"
 
 

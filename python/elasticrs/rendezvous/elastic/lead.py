@@ -68,12 +68,12 @@ class Lead:
 
 
 def is_settled(lead: Lead) -> bool:
-    """Whether the leader has seen what it wrote itself."""
+    """True if the leader has seen its own last write."""
     return lead.view is not None and lead.view.revision >= lead.wait_for
 
 
 def forget_timers(member: Member, lead: Lead) -> None:
-    """Those of the head before."""
+    """Forget the timers of the head before."""
     for name, fired in lead.timers.items():
         if not fired:
             member.do(Disarm(name))
@@ -81,7 +81,7 @@ def forget_timers(member: Member, lead: Lead) -> None:
 
 
 def has_passed(member: Member, lead: Lead, name: str, seconds: float) -> bool:
-    """Whether a time has passed since this was first asked for the present head.
+    """Return true if a time has passed since this was first asked for the present head.
 
     Args:
         member: the leader.
@@ -97,14 +97,14 @@ def has_passed(member: Member, lead: Lead, name: str, seconds: float) -> bool:
 
 
 def forget(member: Member, lead: Lead, name: str) -> None:
-    """What a timer was set for is no longer so."""
+    """Forget a timer whose reason is gone."""
     timer = f"{name}/{lead.view.round if lead.view else 0}"
     if timer in lead.timers and not lead.timers.pop(timer):
         member.do(Disarm(timer))
 
 
 def guards(member: Member, view: View) -> list[tuple[Any, ...]]:
-    """What every write of the leader rests on."""
+    """Return the conditions of every write of the leader."""
     return [
         ("create", member.keys.node(member.member), member.create_revision),
         ("mod", member.keys.head, view.head_revision),

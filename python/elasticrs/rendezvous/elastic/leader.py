@@ -38,7 +38,7 @@ def _snapshot(member: Member, reply: Any) -> None:
 
 
 def changed(member: Member, event: Any) -> None:
-    """One revision of the store."""
+    """Handle one revision of the store."""
     lead = member.lead
     if lead is None:
         return
@@ -84,7 +84,7 @@ def _written(member: Member, reply: Any) -> None:
 
 
 def decide(member: Member) -> None:
-    """What the view calls for; at most one write."""
+    """Do what the view calls for: at most one write."""
     lead = member.lead
     if (
         lead is None
@@ -111,12 +111,12 @@ def decide(member: Member) -> None:
 
 
 def missing_ranks(view: View) -> set[int]:
-    """Members that are gone and had not finished."""
+    """Return the members that are gone and had not finished."""
     return view.missing
 
 
 def may_grow(member: Member, view: View, head: Head) -> bool:
-    """Whether a waiting node is a reason to end the round."""
+    """True if a waiting node is a reason to end the round."""
     is_wanted = head.size < member.settings.max_nodes and bool(view.waiting)
     return member.settings.scale_up and is_wanted and not view.done
 

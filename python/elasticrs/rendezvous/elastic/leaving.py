@@ -33,7 +33,7 @@ def leave(member: Member, event: Any) -> None:
 
 
 def leave_with(member: Member, outcome: Outcome) -> None:
-    """Go with this outcome: end the round that this node takes part in, stop the workers, say farewell."""
+    """Leave with this outcome: end this node's round, stop the workers, write the farewell."""
     member.outcome = outcome
     if not member.registered:
         if member.held is None:
@@ -90,7 +90,7 @@ def _farewell_known(member: Member, _: Any) -> None:
 
 
 def go_on(member: Member) -> None:
-    """Exit, when workers are gone and the store knows, or does not answer."""
+    """Exit once the workers are gone and the store knows, or does not answer."""
     if member.held is not None or member.phase is Phase.EXIT:
         return
     if member.closing is not None and member.give_up:

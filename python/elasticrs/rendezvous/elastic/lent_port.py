@@ -53,7 +53,7 @@ class LentPort:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether somebody else must have taken it."""
+        """True if another program must have taken the port."""
         return self._deadline is not None and now() >= self._deadline
 
     @property

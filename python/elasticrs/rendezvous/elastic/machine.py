@@ -32,7 +32,7 @@ __all__ = ["Member", "Phase", "step"]
 
 
 def step(member: Member, event: Any, now: int = 0) -> tuple[Member, list[Action]]:
-    """What follows from an event.
+    """Return what follows from an event.
 
     Args:
         member: where this agent stands; it is changed and given back, do not use it otherwise.
@@ -94,7 +94,7 @@ def _store_port_failed(member: Member, event: Any) -> None:
 
 
 def _nothing(member: Member, event: Any) -> None:
-    """Nothing follows."""
+    """Ignore an event."""
 
 
 _HANDLERS: dict[str, Callable[[Member, Any], None]] = {

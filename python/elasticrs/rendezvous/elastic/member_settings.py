@@ -163,6 +163,6 @@ class MemberSettings(Value):
         return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
 
     def replaced(self, **changes: object) -> MemberSettings:
-        """The same, but for these."""
+        """Return a copy with some settings replaced."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         return MemberSettings(**(fields | changes))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def take_slot(member: Member, entry: Any) -> None:
-    """The leader has something for this member."""
+    """Take in what the leader wrote for this member."""
     if entry.value is None or entry.mod_revision <= member.slot_revision:
         return
     member.slot_revision = entry.mod_revision
@@ -37,7 +37,7 @@ def take_slot(member: Member, entry: Any) -> None:
 
 
 def take_head(member: Member, entry: Any) -> None:
-    """The state of the job has changed."""
+    """Take in a new state of the job."""
     if entry.value is None or entry.mod_revision <= member.head_revision:
         return
     head = Head.decode(entry.value)
@@ -102,7 +102,7 @@ def _stop(member: Member, why: str, hung: Cause | None = None) -> None:
 
 
 def _is_mine(member: Member) -> bool:
-    """Whether the round that runs has a place for this member."""
+    """True if this member is part of the running round."""
     head, slot = member.head, member.slot
     if head is None or slot is None or head.state != "RUNNING":
         return False
@@ -126,7 +126,7 @@ def look(member: Member) -> None:
 
 
 def is_leaving(member: Member) -> bool:
-    """Whether this agent takes part in nothing any more."""
+    """True if this agent takes part in no further round."""
     return member.outcome is not None or member.closing is not None
 
 
@@ -191,7 +191,7 @@ def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
 
 
 def own_registration(member: Member) -> list[tuple[Any, ...]]:
-    """What a member's word rests on."""
+    """Return the condition of what a member writes: its own registration."""
     return [("exists", member.keys.node(member.member))]
 
 
@@ -252,7 +252,7 @@ def group_ended(member: Member, event: Any) -> None:
 
 
 def _stuck(member: Member, event: Any) -> None:
-    """The node is not fit for another round; the others go on without it."""
+    """Leave: this node is not fit for another round, and the others go on without it."""
     if member.phase is Phase.RUN:
         _report_failure(member, event.cause)
     text = f"{event.stuck}; this node is not fit for another round"
@@ -261,7 +261,7 @@ def _stuck(member: Member, event: Any) -> None:
 
 
 def workers_gone(member: Member) -> None:
-    """What follows when there are no workers any more that were to be stopped."""
+    """Decide what follows once the workers that were being stopped are gone."""
     number, member.held, member.stopping = member.held, None, False
     assert number is not None
     if member.phase is Phase.FENCED:
@@ -297,7 +297,7 @@ def say_idle(member: Member, number: int) -> None:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """The own failure in that round, unless what is recorded came first."""
+    """Return this node's failure in that round, unless the recorded one came first."""
     if member.own_round != number or member.own_cause is None or member.head is None:
         return None
     # The head of a round that runs tells of the round before.
@@ -315,7 +315,7 @@ def _idle_known(member: Member, reply: Any) -> None:
 
 
 def outcome_of(member: Member, head: Head) -> Outcome:
-    """What a closed job means for this agent."""
+    """Return what a closed job means for this agent."""
     if member.outcome is not None and member.outcome.kind == "stuck":
         return member.outcome
     if head.outcome == "succeeded":
@@ -330,7 +330,7 @@ def outcome_of(member: Member, head: Head) -> Outcome:
 
 
 def give_up(member: Member) -> None:
-    """No round was formed in all the time that it may take, and no leader has said so."""
+    """Give up: no round was formed within the time-out, and no leader has said so."""
     if member.phase is Phase.IDLE and not (member.head is not None and member.head.state == "RUNNING"):
         seconds = member.settings.patience
         member.exit(Outcome("timeout", f"no round was formed within {seconds:g} s, and no leader says why"))

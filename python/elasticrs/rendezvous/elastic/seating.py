@@ -1,4 +1,4 @@
-"""Who sits where: group ranks, stable for those who stay.
+"""Assigns group ranks, which stay the same for nodes that stay.
 
 The first round is sorted by order hint, then by the natural order of names, then by agent. Later, whoever was
 there keeps its place, newcomers in that same order fill the holes, holes that stay open are closed, and the
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Candidate(Value):
-    """An agent that could take part.
+    """An agent that can take part.
 
     Args:
         agent: which.
@@ -44,7 +44,7 @@ def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def seat(previous: Sequence[str], candidates: Iterable[Candidate], size: int) -> list[str]:
-    """The agents of the next round, by group rank.
+    """Return the agents of the next round, by group rank.
 
     Args:
         previous: the agents of the last round, by group rank.

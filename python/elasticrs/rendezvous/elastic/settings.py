@@ -304,7 +304,7 @@ class Settings(Value):
             self.settle = grace + self.ttl + _SETTLE_MARGIN
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
-        """The same for an agent whose times were not known when these were read.
+        """Return a copy for an agent whose times were not known when these were read.
 
         Args:
             grace: seconds that workers may take to stop on this node.
@@ -331,7 +331,7 @@ class Settings(Value):
 
 
 class Rendezvous(Value):
-    """With whom, and where, the agent of this node meets the others.
+    """Which nodes the agent of this node meets, and where.
 
     Args:
         backend: ``c10d`` (also for ``elasticrs``, its honest name) or ``static``.
@@ -381,7 +381,7 @@ class Rendezvous(Value):
         self.local_addr = local_addr
 
     def with_settings(self, settings: Settings) -> Rendezvous:
-        """The same place and nodes with other settings."""
+        """Return a copy with other settings."""
         return Rendezvous(
             self.backend,
             self.host,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """Where an agent stands."""
+    """The phase of an agent."""
 
     NEW = "new"
     CONNECTING = "connecting"
@@ -217,7 +217,7 @@ class Member:
         return tag
 
     def answer(self, reply: Any) -> None:
-        """Hand a reply to whoever asked; replies of an earlier connection find nobody."""
+        """Pass a reply to the request's callback; replies of an earlier connection have none."""
         answered = self._answers.pop(reply.tag, None)
         if answered is not None:
             answered(self, reply)
@@ -233,7 +233,7 @@ class Member:
     # --- common steps ---
 
     def runs(self, number: int) -> bool:
-        """Whether the head says that this round runs."""
+        """True if the head says that this round runs."""
         return self.head is not None and self.head.state == "RUNNING" and self.head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
@@ -261,7 +261,7 @@ class Member:
         self.do(Stop(self.held, why, fenced, hung))
 
     def forget_connection(self) -> None:
-        """Nothing of the old connection counts any more: requests, registration, leadership."""
+        """Forget everything of the old connection: requests, registration, leadership."""
         self.connected = self.registered = False
         self.member, self.job_revision = "", 0
         self._answers.clear()
@@ -274,7 +274,7 @@ class Member:
         self.head, self.head_revision = None, 0
 
     def fence(self, why: str) -> None:
-        """The agent may have been counted as gone: no workers may be left before it registers again."""
+        """Stop the workers before registering again: the others may have counted this agent as gone."""
         from elasticrs.rendezvous.elastic import joining
 
         self.do(Disconnect())

@@ -32,7 +32,7 @@ class Timers:
         self._deadlines.pop(name, None)
 
     def take_due(self) -> list[str]:
-        """The names whose time has passed, the earliest first; they are forgotten."""
+        """Remove and return the names whose time has passed, the earliest first."""
         moment = now()
         due = sorted((at, name) for name, at in self._deadlines.items() if at <= moment)
         for _, name in due:

@@ -25,7 +25,7 @@ MAX_SETUPS = 3
 
 
 class Verdict(Value):
-    """What follows from the end of a round.
+    """What the end of a round leads to.
 
     Args:
         charge: restarts to take from the budget: 0 or 1.
@@ -44,7 +44,7 @@ class Verdict(Value):
 
 
 def is_explained(view: View) -> bool:
-    """Whether the loss of a member can explain the failure of others.
+    """True if the loss of a member can explain the failure of others.
 
     One that had finished explains nothing, unless the round's worker store went with it.
     """
@@ -53,7 +53,7 @@ def is_explained(view: View) -> bool:
 
 
 def is_charged(view: View, head: Head) -> bool:
-    """Whether the end of the round is taken from the budget."""
+    """True if the end of the round uses a restart."""
     return kind_of(head) == "failure" and not is_explained(view)
 
 
@@ -63,7 +63,7 @@ def witnesses(view: View) -> list[str]:
 
 
 def kind_of(head: Head) -> str:
-    """How the round ended."""
+    """Return how the round ended."""
     kind: str = (head.end or {}).get("kind", "")
     return kind
 

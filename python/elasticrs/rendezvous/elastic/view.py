@@ -98,7 +98,7 @@ class View:
         return list(self._tables)
 
     def apply(self, revision: int, changes: Iterable[Any]) -> None:
-        """Take over one revision."""
+        """Apply one revision of the store."""
         before = self.round, self.head.form if self.head else ""
         touched = [member for change in changes for member in self._take(change)]
         self.revision = revision
@@ -109,7 +109,7 @@ class View:
             self._refresh(member)
 
     def holds(self, member: str) -> bool:
-        """Whether a member may still have workers: its last slot counted, and it has not said that it is
+        """True if a member may still have workers: its last slot counted, and it has not said that it is
         idle.
 
         Its own slot decides, not the last table: a member that was left out of a round as too slow still has
