@@ -15,6 +15,10 @@ importable there. What it promises:
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WRITER = os.path.join(os.path.dirname(_HERE), "error_file.py")
 
@@ -32,6 +36,74 @@ def _step_aside() -> None:
         os.environ["PYTHONPATH"] = ""
 
 
+def undisturbed(write: "Callable[[], None]") -> None:
+    """Call ``write``; Python handlers of signals that come meanwhile run when it has returned.
+
+    Handlers run in the main thread between any two instructions, and may raise: torch's for SIGCHLD does when
+    a data loader has died. A mask does not keep them away: the kernel gives the signal to another thread, and
+    the interpreter still runs the handler in the main one. So each is replaced by one that notes the signal.
+
+    Args:
+        write: is only called if this is not the main thread.
+
+    Raises:
+        BaseException: what ``write`` or a handler has raised.
+    """
+    from _signal import getsignal, raise_signal, signal, valid_signals  # type: ignore[import-not-found]
+
+    threading = sys.modules.get("threading")
+    if threading is not None and threading.current_thread() is not threading.main_thread():
+        write()
+        return
+    came: set[int] = set()
+    handlers: dict[int, Callable[..., object]] = {}
+
+    def note(signum: int, _frame: object) -> None:
+        came.add(signum)
+
+    def hold() -> None:
+        for signum in valid_signals():
+            handler = getsignal(signum)
+            if callable(handler) and handler is not note:
+                handlers[signum] = handler
+                signal(signum, note)
+
+    def release() -> None:
+        for signum, handler in handlers.items():
+            if getsignal(signum) is note:
+                signal(signum, handler)
+
+    def deliver() -> None:
+        try:
+            if came:
+                raise_signal(came.pop())
+        finally:
+            if came:
+                deliver()
+
+    raised = _despite_handlers(hold)
+    try:
+        write()
+    finally:
+        raised = _despite_handlers(release) or raised
+        deliver()
+    if raised is not None:
+        raise raised
+
+
+def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
+    """Begin again when the handler of a signal has raised in the middle; return what the last one raised."""
+    raised = None
+    for _ in range(100):
+        try:
+            action()
+        except BaseException as error:  # noqa: PERF203 -- rarely more than one turn
+            raised = error
+        else:
+            break
+    return raised
+
+
 def _install(path: str) -> None:
     import atexit
     import faulthandler
@@ -41,9 +113,11 @@ def _install(path: str) -> None:
     recorded: BaseException | None = None
 
     def record(error: BaseException) -> None:
+        if os.getpid() == pid and not isinstance(error, KeyboardInterrupt):
+            undisturbed(lambda: write(error))
+
+    def write(error: BaseException) -> None:
         nonlocal recorded
-        if os.getpid() != pid or isinstance(error, KeyboardInterrupt):
-            return
         recorded = error
         try:
             with open(_WRITER, "rb") as file:
@@ -56,8 +130,10 @@ def _install(path: str) -> None:
                 sys.stderr.write("elasticrs: cannot write %s: %r\n" % (path, problem))  # noqa: UP031
 
     def excepthook(kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
-        record(error)
-        previous(kind, error, traceback)  # type: ignore[arg-type]
+        try:
+            record(error)
+        finally:  # A handler of a signal may have raised.
+            previous(kind, error, traceback)  # type: ignore[arg-type]
 
     def at_exit() -> None:
         # The interpreter keeps what it handed to `sys.excepthook`, even if the hook there is no longer ours.
@@ -78,7 +154,7 @@ def _install(path: str) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(descriptor)
     # On this signal the worker tells where it is; the agent sends it when a rank hangs. See `stacks.py`.
-    from _signal import SIG_DFL, SIGRTMIN, getsignal  # type: ignore[import-not-found]
+    from _signal import SIG_DFL, SIGRTMIN, getsignal
 
     if getsignal(SIGRTMIN + 12) == SIG_DFL:
         faulthandler.register(SIGRTMIN + 12, descriptor, all_threads=True)
@@ -103,4 +179,6 @@ def _start() -> None:
             _install(path)
 
 
-_start()
+# `@record` imports the file under another name, for the function above.
+if __name__ == "sitecustomize":
+    _start()

@@ -63,6 +63,8 @@ class ErrorHandler:
             faulthandler.enable(all_threads=True)
         except Exception as error:  # A missing stderr, or one without a descriptor.
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
+        # `record_exception` needs the first: loading it then could be interrupted.
+        from elasticrs._worker.hook import sitecustomize  # noqa: F401
         from elasticrs._worker.stacks import answer_with_stacks
 
         answer_with_stacks()
@@ -77,9 +79,9 @@ class ErrorHandler:
             _debug("recording an exception of %s", self._fn_name)
         path = self._get_error_file_path()
         if path:
-            from elasticrs._worker.error_file import error_document, write_whole
+            from elasticrs._worker.hook.sitecustomize import undisturbed
 
-            write_whole(path, error_document(e, "record"))
+            undisturbed(lambda: _write(path, e))
 
     def record_success(self) -> None:
         """Called after the function has returned; logs at level DEBUG."""
@@ -135,9 +137,10 @@ class ErrorHandler:
 
     def _write_error_file(self, file_path: str, error_msg: str) -> None:
         from elasticrs._worker.error_file import write_whole
+        from elasticrs._worker.hook.sitecustomize import undisturbed
 
         try:
-            write_whole(file_path, error_msg)
+            undisturbed(lambda: write_whole(file_path, error_msg))
         except OSError as error:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
@@ -160,6 +163,12 @@ class ErrorHandler:
             os.remove(my_error_file)
         except OSError as error:  # Bind-mounted, for one: then it is written in place.
             _logger().info("%s stays: %s", my_error_file, error)
+
+
+def _write(path: str, error: BaseException) -> None:
+    from elasticrs._worker.error_file import error_document, write_whole
+
+    write_whole(path, error_document(error, "record"))
 
 
 def _warn(text: str) -> None:
