@@ -80,11 +80,11 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
-    from elasticrs.agent.console import Console
+    from elasticrs.agent.console import Console, prefix_of
     from elasticrs.logs import RunLogs
     from elasticrs.workers import CommandWorkers, WorkerSetup, directory_logs
 
-    console = Console()
+    console = Console(prefix=prefix_of(launch.job.rendezvous is not None or launch.handler is not None))
     if signals is None:
         console.say("not in the main thread: signals are not handled")
     else:

@@ -60,6 +60,13 @@ class LogPaths(Value):
         self.filtered_stderr = filtered_stderr
         self.are_new = are_new
 
+    @property
+    def run_folder(self) -> str:
+        """The folder of all attempts of the run; empty where the layout is the user's own."""
+        error_file = next(iter(self.error_files.values()), "") if self.are_new else ""
+        # <run>/attempt_N/<local rank>/error.json
+        return os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
+
     def only_written(self) -> list[tuple[int, int, str]]:
         """The files with one stream each that the agent does not follow: local rank, descriptor and path."""
         # Of a file that several streams share nobody knows whose the bytes are.

@@ -46,7 +46,7 @@ def test_who_is_told_to_end_before_there_are_workers_says_so(launch):
     host, other = sorted(agents, key=lambda agent: not agents_monkey.listens(agent.pid, port))
     other.signal(signal.SIGTERM)
     assert other.wait() == 1
-    assert other.stderr.endswith("elasticrs: SIGTERM received: this node leaves the job\n")
+    assert other.stderr.endswith(f":{other.pid}]: SIGTERM received: this node leaves the job\n")
     host.signal(signal.SIGTERM)
     assert host.wait() == 1
     assert "SIGTERM received: this node hosts the rendezvous store, so the job ends" in host.stderr

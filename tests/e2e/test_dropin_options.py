@@ -68,7 +68,7 @@ def test_a_path_is_run_as_the_main_program_of_a_function(launch, worker_script, 
 def test_a_path_may_end_as_scripts_do(launch, worker_script, end):
     launched = launch("--run-path", worker_script(f"import os, sys\n{end}"))
     assert launched.wait() == 0, launched.stderr
-    assert launched.stderr == ""
+    assert "Traceback" not in launched.stderr
 
 
 @METHODS

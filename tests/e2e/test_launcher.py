@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -122,9 +123,8 @@ def test_a_killed_worker_is_restarted_with_a_fresh_port(launch, worker_script):
     """)
     job = launch("--nproc-per-node=2", "--max-restarts=3", script)
     assert job.wait() == 0
-    assert "rank 1 (pid " in job.stderr
-    assert ") died by SIGKILL; 1 sibling stopped; restarting (2 of 3 restarts left)" in job.stderr
-    job.wait_for_line(r"attempt 1 runs, \d+\.\d ms after the failure was seen", "stderr")
+    job.wait_for_line(r"rank 1 \(pid \d+\) died by SIGKILL; 1 other .*restarting\D* 2 of 3\b", "stderr")
+    job.wait_for_line(r"attempt 1 .*\d+\.\d ms after the failure was seen", "stderr")
     assert len({match[0] for match in job.wait_for_lines(r"^PORT \d+$", 3)}) == 2
 
 
@@ -250,7 +250,7 @@ def test_the_death_of_the_nursery_costs_one_restart(launch, worker_script):
     assert job.wait() == 1
     assert_gone(second)
     assert "nursery died by SIGKILL" in job.stderr
-    assert "restarting (0 of 1 restarts left)" in job.stderr
+    assert re.search(r"restarting\D* 0 of 1\b", job.stderr)
 
 
 def test_a_console_that_nobody_reads_holds_up_no_restart(launch, worker_script, tmp_path):
@@ -290,7 +290,7 @@ def test_a_console_that_nobody_reads_at_the_end_costs_no_success(launch, worker_
     assert procs.wait_readable(job.pidfd, 30)
     assert job.wait() == 0
     (log,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
-    assert job.stderr == f"elasticrs: the console did not take everything in 0.2 s; see {log}\n"
+    assert f"the console did not take everything in 0.2 s; see {log}\n" in job.stderr
 
 
 def test_sigkill_of_the_launcher_leaves_nothing(launch, worker_script):

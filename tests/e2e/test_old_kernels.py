@@ -47,7 +47,7 @@ def test_a_restart_without(launch, worker_script, features):
     os.close(writer)
     # Three standard descriptors, and the one that reads the list.
     launched.wait_for_lines("attempt 1 4", 3, "stdout")
-    assert "exited with code 7; 2 siblings stopped" in launched.stderr
+    assert "exited with code 7; 2 others stopped" in launched.stderr
 
 
 @pytest.mark.beyond_torchrun

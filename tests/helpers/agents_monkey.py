@@ -426,7 +426,7 @@ class Game:
                     self.complain(f"{agent.name} ended with 0, but not so its workers {bad_ends}")
             elif code == 1:
                 # A signal may come before anything has begun.
-                if not agent.is_asked and not re.search(r"^elasticrs: |FAILED", text, re.MULTILINE):
+                if not agent.is_asked and not re.search(r"^elasticrs\[|FAILED", text, re.MULTILINE):
                     self.complain(f"{agent.name} failed without a word")
                 found = re.search(
                     r"rank +: (\d+) .*?pid: (\d+)\)", text.rpartition("Root Cause")[2], re.DOTALL

@@ -1,6 +1,7 @@
 """Functions as workers, inside a host program with children, threads and signal handlers of its own."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -117,7 +118,7 @@ print(json.dumps(list(launch(work, restarts=2).values())))
 """,
     )
     assert seen == [["1", "2"]] * 3
-    assert "exited with code 3; 2 siblings stopped; restarting (1 of 2 restarts left)" in stderr
+    assert re.search(r"exited with code 3; 2 \D*restarting\D* 1 of 2\b", stderr)
 
 
 def test_the_exception_of_a_function_is_reported(tmp_path):
@@ -174,7 +175,7 @@ except ChildFailedError as error:
     )
     text = "exited with code 0 before the function returned"
     assert failures == {"1": [0, text], "2": [0, text]}
-    assert f"{text}; restarting (0 of 1 restarts left)" in stderr
+    assert re.search(text + r"; restarting\D* 0 of 1\b", stderr)
 
 
 def test_a_silent_end_is_made_good_by_a_restart_and_observed(tmp_path):

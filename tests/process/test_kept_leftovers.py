@@ -34,7 +34,7 @@ def leave(launch, worker_script, method):
 def test_it_is_ended_by_name_after_the_time_that_it_has(leave, linger):
     launched, _, left = leave(f"--linger={linger}")
     assert launched.wait() == 0
-    assert launched.stderr == f"elasticrs: ended what the workers left behind: {left} (sleep 300)\n"
+    assert f": {left} (sleep 300)\n" in launched.stderr
     procs.assert_gone([left])
 
 
@@ -42,7 +42,7 @@ def test_it_is_ended_by_name_after_the_time_that_it_has(leave, linger):
 def test_it_may_go_on_for_ever(leave):
     launched, _, left = leave("--keep-descendants")
     assert launched.wait() == 0
-    assert launched.stderr == ""
+    assert "sleep 300" not in launched.stderr
     (child,) = procs.adopted()
     assert (child.pid, child.state) == (left, "S")
     procs.kill_and_reap(child)

@@ -200,7 +200,7 @@ def test_draining_one_node_ends_the_round_at_once_and_the_others_go_on():
     assert b.outcome == m.Outcome("left", "SIGTERM")
     assert (cluster.head.state, cluster.head.size, cluster.head.losses) == ("RUNNING", 1, 0)
     assert [stop.why for stop in a.all(m.Stop)] == ["node b left (SIGTERM)"]
-    assert a.texts[-1].startswith("round 2 starts with 1 node (not charged")
+    assert a.texts[-1].startswith("round 2 starts with 1 node (no restart charged")
 
 
 def test_a_drained_node_is_not_lost_whoever_leads():

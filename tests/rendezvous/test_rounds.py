@@ -91,7 +91,7 @@ def test_the_error_of_a_traceback_is_told_with_the_next_round():
     starts = "round 2 starts with 2 nodes (restart 1 of 1)"
     for agent in (a, b):
         assert agent.all(m.Stop)[0].why == failure
-        assert agent.texts == [f"{failure}: ValueError: boom; {starts}"]
+        assert agent.texts == [f"rank 1 (pid 7) on node b: ValueError: boom; {starts}"]
 
 
 def test_who_told_of_its_own_failure_hears_of_the_first_one():

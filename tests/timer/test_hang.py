@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_is_found_and_the_group_restarts(launch, worker_script
     assert launched.wait() == 0, launched.stderr
     assert launched.stdout.count("DONE\n") == 3
     line = r"rank 1 \(pid \d+\): hung: no heartbeat for [\d.]+ s \(limit 1 s[^)]*\); stopped at step 1,204.*"
-    found = re.search(line + r"1 step behind them.*restarting \(0 of 1 restarts left\)", launched.stderr)
+    found = re.search(line + r"1 step behind them.*restarting\D* 0 of 1\b", launched.stderr)
     assert found, launched.stderr
     assert "ranks 0, 2 in wait_for_peers (worker.py:" in found[0]
     where = "it is stopped by a signal" if how == "stopped" else "it is in <module> (worker.py:"

@@ -44,7 +44,7 @@ def test_a_hung_rank_of_torchs_client_is_restarted_and_the_agent_lives(launch, w
     assert launched.wait() == 0, launched.stderr
     assert launched.stdout.count("DONE\n") >= 2
     line = r"rank 1 \(pid \d+\): timer expired: scope 'epoch', deadline [\d:]{8}\.\d{3}, 1 other timer live"
-    assert re.search(line + r"(; 1 sibling stopped)?; restarting \(0 of 1 restarts left\)", launched.stderr)
+    assert re.search(line + r"(; 1 other stopped)?; restarting\D* 0 of 1\b", launched.stderr)
 
 
 def test_our_client_says_where_it_was(launch, worker_script):

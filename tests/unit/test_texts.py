@@ -1,12 +1,17 @@
 """What the agent tells the user."""
 
+import re
+
 import pytest
 
 from elasticrs.agent.texts import (
+    MAX_COMMAND,
+    duration,
     how_it_ended,
     how_the_nursery_ended,
     milliseconds,
     restart_line,
+    short,
     signal_name,
     stop_line,
 )
@@ -31,10 +36,23 @@ def test_a_nursery_that_the_agent_killed_did_not_just_die():
 
 
 def test_a_restart_says_what_it_costs():
-    line = restart_line("rank 2 (pid 42) died by SIGKILL", 3, 1, 3)
-    assert line == "rank 2 (pid 42) died by SIGKILL; 3 siblings stopped; restarting (1 of 3 restarts left)"
-    assert restart_line("x", 1, 0, 1) == "x; 1 sibling stopped; restarting (0 of 1 restarts left)"
-    assert restart_line("x", 0, 0, 1) == "x; restarting (0 of 1 restarts left)"
+    line = restart_line("rank 2 (pid 42) died by SIGKILL", 3, 1, 4, "now")
+    assert re.search(r"^rank 2 \(pid 42\) died by SIGKILL; 3 others .*restarting, 1 of 4 .*now", line)
+    assert "1 other stopped" in restart_line("x", 1, 0, 1, "now")
+    assert "stopped" not in restart_line("x", 0, 0, 1, "now")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.9, "59.9 s"), (61, "1 min 1 s"), (3600 * 27 + 60 * 5, "27 h 5 min")],
+)
+def test_a_long_span_is_for_people(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_command_line_is_cut():
+    assert short("x" * MAX_COMMAND) == "x" * MAX_COMMAND
+    assert short("x" * 5000) == "x" * (MAX_COMMAND - 1) + "…"
 
 
 def test_a_stop_says_how_long_it_may_take():

@@ -21,17 +21,28 @@ _PIPE_BUF = 4096  # what poll's POLLOUT promises for a pipe, and what is written
 _KEPT = 1000
 
 
+def prefix_of(is_one_of_several: bool) -> str:
+    """The prefix of an agent's lines; of several, which may share a console, with its node and its pid.
+
+    Args:
+        is_one_of_several: the job may have other agents.
+    """
+    return PREFIX.replace(":", f"[{os.uname().nodename}:{os.getpid()}]:") if is_one_of_several else PREFIX
+
+
 class Console:
     """A queue of lines before a descriptor.
 
     Args:
         fd: of the console.
+        prefix: of each line.
     """
 
-    __slots__ = ("_fd", "_is_gone", "_lines", "_poll")
+    __slots__ = ("_fd", "_is_gone", "_lines", "_poll", "_prefix")
 
-    def __init__(self, fd: int = 2) -> None:
+    def __init__(self, fd: int = 2, prefix: str = PREFIX) -> None:
         self._fd = fd
+        self._prefix = prefix
         self._lines: list[bytes] = []
         self._is_gone = False
         self._poll = select.poll()
@@ -48,7 +59,7 @@ class Console:
         Args:
             text: without a newline; longer ones are cut to what a pipe takes in one piece.
         """
-        line = _encode(PREFIX + " ".join(text.splitlines()))
+        line = _encode(self._prefix + " ".join(text.splitlines()))
         if len(self._lines) < _KEPT:
             self._lines.append(line[: _PIPE_BUF - 1] + b"\n")
         self.flush()

@@ -18,10 +18,11 @@ from elasticrs.agent import state as machine
 from elasticrs.agent import texts
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.console import Console
-from elasticrs.agent.evidence import oom_kills, probably_oom, read_counters
+from elasticrs.agent.evidence import oom_kills, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.signals import StopRequests
+from elasticrs.agent.story import Story
 from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
@@ -112,11 +113,11 @@ class Agent:
         self._signals = signals
         self._owns_process = owns_process
         self._console = console or Console()
-        self._observers = Observers(observers, self._console.say)
         self._events: deque[machine.Event] = deque()
         self._actions: deque[machine.Action] = deque()
         self._result = JobResult()
-        self._failure_ns: int | None = None
+        story = Story(job, self._result, self._console.say, owns_process=owns_process)
+        self._observers = Observers((story, *observers), self._console.say)
         self._begun: _core.GroupStarted | None = None
         self._over: _core.GroupEnded | None = None
         self._requests = StopRequests()
@@ -250,8 +251,6 @@ class Agent:
             attempt = self._result.attempts[-1]
             attempt.oom_kills_after = read_counters(attempt.oom_kills)
             self._decisions.release_plan()
-        elif isinstance(action, machine.AnnounceRestart):
-            self._announce(action)
         elif isinstance(action, machine.ReportFailure):
             self._result.message = action.message
         elif isinstance(action, machine.CloseRendezvous):
@@ -280,41 +279,15 @@ class Agent:
             group = self._workers.prepare(supervisor, attempt)
             self._observers.prepared(attempt)
             supervisor.start(group)
+            self._observers.started()
         except BaseException as error:
+            self._observers.started()
             self._workers.ended(supervisor, attempt)
             if not isinstance(error, (OSError, _core.SupervisorError)):
                 raise
             transient = isinstance(error, OSError) and error.errno in _TRANSIENT
             self._result.message = f"the workers could not be started: {error}"
             self._events.append(machine.StartFailed(self._result.message, transient))
-
-    def _announce(self, action: machine.AnnounceRestart) -> None:
-        attempt = self._result.attempts[-1]
-        self._failure_ns = attempt.stamps.get("failure_seen", attempt.stamps.get("ended"))
-        cause = self._cause(attempt)
-        if not action.charged:
-            self._console.say(
-                f"port {attempt.plan.master_port} was taken; trying another one (no restart charged)"
-            )
-            return
-        self._console.say(
-            texts.restart_line(cause, attempt.signalled, action.restarts_left, self._job.max_restarts)
-        )
-
-    def _cause(self, attempt: Attempt) -> str:
-        failed = attempt.failed_exits()
-        if attempt.first_failure is not None and failed:
-            first = failed[0]
-            who = self._who(first.local_rank, first.pid)
-            if first.local_rank in attempt.expired:
-                return f"{who}: {attempt.why_expired(first.local_rank)}"
-            cause = f"{who} {attempt.how_it_ended(first)}"
-            counters = attempt.oom_kills, attempt.oom_kills_after
-            is_oom = probably_oom(first.exitcode, first.sent_signal, *counters)
-            return f"{cause} (probably the kernel's OOM killer)" if is_oom else cause
-        if "started" in attempt.stamps:
-            return f"nursery {texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)}"
-        return self._result.message or "the workers could not be started"
 
     def _finish(self, action: machine.Exit) -> None:
         self._decisions.release_plan()
@@ -394,13 +367,9 @@ class Agent:
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self._result.attempts[-1]
         # A group that begins empty gets its workers later.
-        attempt.stamps["started"] = started_ns = event.started_ns if event.pids else time.monotonic_ns()
+        attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         attempt.oom_kills = oom_kills(attempt.pids)
         self._events.append(machine.Started())
-        if self._failure_ns is not None:
-            span = texts.milliseconds(started_ns - self._failure_ns)
-            self._console.say(f"attempt {attempt.name} runs, {span} after the failure was seen")
-            self._failure_ns = None
         self._observers.seen(event, self._result)
 
     def _on_start_failed(self, supervisor: _core.Supervisor, event: _core.StartFailed) -> None:
@@ -496,7 +465,7 @@ class Agent:
 
     def _name_descendants(self, verb: str, left: Sequence[tuple[int, str]], more: int = 0) -> None:
         if left:
-            names = ", ".join(f"{pid} ({command})" for pid, command in left)
+            names = ", ".join(f"{pid} ({texts.short(command)})" for pid, command in left)
             names += f" and {more} more" if more else ""
             self._console.say(f"{verb} what the workers left behind: {names}")
 

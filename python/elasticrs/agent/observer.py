@@ -44,6 +44,9 @@ class Observer:
             attempt: with its files.
         """
 
+    def started(self) -> None:
+        """The workers of an attempt are being started, or could not be: from here on nothing is delayed."""
+
     def seen(self, event: object, result: JobResult) -> None:
         """An event of the core was taken in.
 
@@ -93,6 +96,10 @@ class Observers:
     def prepared(self, attempt: Attempt) -> None:
         """See :class:`Observer`."""
         self._tell(lambda observer: observer.prepared(attempt))
+
+    def started(self) -> None:
+        """See :class:`Observer`."""
+        self._tell(lambda observer: observer.started())
 
     def seen(self, event: object, result: JobResult) -> None:
         """See :class:`Observer`."""

@@ -9,11 +9,13 @@ import os
 
 from elasticrs import _core
 from elasticrs.agent import texts
-from elasticrs.agent.evidence import oom_note
+from elasticrs.agent.console import prefix_of
+from elasticrs.agent.evidence import oom_note, probably_oom
 from elasticrs.logs import hang_file
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
-from elasticrs.multiprocessing.errors.root_cause import victims
+from elasticrs.multiprocessing.errors.report import traceback_text
+from elasticrs.multiprocessing.errors.root_cause import root_cause, victims
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,6 +38,29 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
         attempt.plan.ranks[worker.local_rank].global_rank: _failure(attempt, worker)
         for worker in attempt.failed_exits()
     }
+
+
+def first_of(attempt: Attempt) -> str:
+    """Which worker failed first, and why, in one line.
+
+    Args:
+        attempt: that failed, with a worker that has.
+    """
+    failed = failures(attempt)
+    rank = root_cause(failed)
+    failure = failed[rank]
+    who = f"rank {rank} (pid {failure.pid})"
+    worker = attempt.exits[failure.local_rank]
+    why = attempt.why_expired(failure.local_rank)
+    if why is not None:
+        return f"{who}: {why}"
+    if failure.error_file != NOT_AVAILABLE and not failure.signal_number():
+        from elasticrs.agent.headline import headline
+
+        return f"{who}: {headline(traceback_text(failure)) or attempt.how_it_ended(worker)}"
+    is_oom = probably_oom(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
+    oom = " (probably by the kernel's OOM killer)" if is_oom else ""
+    return f"{who} {attempt.how_it_ended(worker)}{oom}"
 
 
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
@@ -100,7 +125,7 @@ def print_report(job: JobConfig, result: JobResult, write: Callable[[str], None]
     """
     error = child_failed_error(job, result)
     if result.message is not None:
-        write(texts.PREFIX + result.message + os.linesep)
+        write(prefix_of(job.rendezvous is not None) + result.message + os.linesep)
     if error is None:
         return
     write(error.format_msg() + os.linesep)

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 PREFIX = "elasticrs: "
 
+MAX_COMMAND = 60
+"""Characters shown of a command line."""
+
 
 def signal_name(signum: int) -> str:
     """``"SIGTERM"`` for 15; ``"SIG40"`` where the signal has no name of its own."""
@@ -50,17 +53,18 @@ def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
-def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int) -> str:
+def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int, when: str) -> str:
     """Why the workers start again, and how often they still may.
 
     Args:
         cause: what happened.
-        stopped: siblings that were stopped for it.
+        stopped: other ranks that were stopped for it.
         restarts_left: after this one.
         max_restarts: in all.
+        when: it happened.
     """
-    siblings = f"; {stopped} sibling{'s' if stopped != 1 else ''} stopped" if stopped else ""
-    return f"{cause}{siblings}; restarting ({restarts_left} of {max_restarts} restarts left)"
+    others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
+    return f"{cause}{others}; restarting, {restarts_left} of {max_restarts} left ({when})"
 
 
 def stop_line(asked: int | None, signum: int, grace: float) -> str:
@@ -108,6 +112,19 @@ def not_restarted(why: str) -> str:
 def milliseconds(span_ns: int) -> str:
     """A span for people."""
     return f"{span_ns / 1e6:.1f} ms"
+
+
+def duration(seconds: float) -> str:
+    """A long span for people: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def short(command: str) -> str:
+    """A command line that does not fill the screen."""
+    return command if len(command) <= MAX_COMMAND else command[: MAX_COMMAND - 1] + "…"
 
 
 def timer_expired(timer: TimerExpired) -> str:

@@ -17,7 +17,7 @@ from elasticrs import config as defaults
 from elasticrs._worker import hook_environment
 from elasticrs.agent import texts
 from elasticrs.agent.attempt import Plan
-from elasticrs.agent.console import Console
+from elasticrs.agent.console import Console, prefix_of
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent, JobResult
 from elasticrs.agent.observing import make_observers, make_observers_of_hooks
@@ -230,7 +230,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         signals = catch_signals(self._signals)
         if signals is None:
             warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=5)
-        console = Console()
+        console = Console(prefix=prefix_of(job.rendezvous is not None))
         server = self._server_of_the_loop()
         decisions = self._decisions(job, console)
         try:

@@ -38,8 +38,7 @@ def end_of(head: Head) -> str:
     end = head.end or {}
     kind = end.get("kind")
     if kind == "failure":
-        error = None if blame_of(head.cause) else error_of(head.cause)
-        return failure_of(head.cause, end.get("node")) + (f": {error}" if error else "")
+        return failure_of(head.cause, end.get("node"))
     if kind == "setup":
         return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
     if kind == "lost":
@@ -65,16 +64,23 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None) -> str:
     if blame_of(cause) is not None:
         # What ended it was our signal.
         return f"rank {told['rank']}{pid} {where}: {_last_line(cause) or 'hung'}"
-    how = how_it_ended(told["exitcode"]) if "exitcode" in told else "failed"
     if told.get("message") == SILENT:
-        how = SILENT
+        return f"rank {told['rank']}{pid} {where} {SILENT}"
+    error = _error_of(told)
+    if error is not None:
+        return f"rank {told['rank']}{pid} {where}: {error}"
+    how = how_it_ended(told["exitcode"]) if "exitcode" in told else "failed"
     return f"rank {told['rank']}{pid} {where} {how}"
 
 
-def error_of(cause: Mapping[str, Any] | None) -> str | None:
-    """The line that says most of a worker's traceback; without one its end says all."""
-    is_more = len(_lines(cause)) > 1
-    return _last_line(cause) if is_more else None
+def _error_of(cause: Mapping[str, Any]) -> str | None:
+    """The exception of a worker that ended by itself, when its traceback has been told."""
+    exitcode = cause.get("exitcode")
+    if len(_lines(cause)) < 2 or not isinstance(exitcode, int) or exitcode < 0:
+        return None
+    from elasticrs.agent.headline import headline
+
+    return headline(str(cause["message"]))
 
 
 def _last_line(cause: Mapping[str, Any] | None) -> str | None:
@@ -98,7 +104,7 @@ def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:
     cost = (
         f"restart {head.used} of {max_restarts}"
         if charged
-        else f"not charged, {head.used} of {max_restarts} used"
+        else f"no restart charged, {head.used} of {max_restarts} used"
     )
     starts = f"round {head.round} starts with {nodes(head.size)} ({cost})"
     why = end_of(head)

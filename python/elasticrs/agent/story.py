@@ -1,0 +1,177 @@
+"""How a job goes, told to the user: where its logs are, failures, restarts, its end. One line each.
+
+An observer of the loop: it decides nothing. What costs time, such as reading a traceback, comes after the
+next workers have been started.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from elasticrs import _core
+from elasticrs.agent import texts
+from elasticrs.agent.observer import Observer
+from elasticrs.agent.state import AnnounceRestart, Phase
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from elasticrs.agent.attempt import Attempt, Plan
+    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.state import Action
+    from elasticrs.config import JobConfig
+
+_QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
+
+
+def is_talkative(level: str) -> bool:
+    """True if lines about a job that goes well are wanted too, as they are without a ``LOGLEVEL``.
+
+    Args:
+        level: the variable, as :mod:`logging` reads it: a name or a number.
+    """
+    if level.isdecimal():
+        return int(level) <= 20
+    return level.upper() not in _QUIET
+
+
+class Story(Observer):
+    """Tells the user how the job goes.
+
+    Args:
+        job: the job.
+        result: of the loop, which fills it in.
+        say: tells the user a line.
+        owns_process: the process is the launcher, not a program that uses it: it may speak of success.
+    """
+
+    def __init__(
+        self, job: JobConfig, result: JobResult, say: Callable[[str], None], *, owns_process: bool
+    ) -> None:
+        self._job = job
+        self._result = result
+        self._say = say
+        self._tells_all = owns_process and is_talkative(os.environ.get("LOGLEVEL", ""))
+        self._begun_ns = time.monotonic_ns()
+        self._failed: tuple[Attempt, AnnounceRestart] | None = None
+        self._failed_ns: int | None = None
+
+    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the attempt has it
+        """A restart is told when its workers have been started."""
+        if isinstance(action, AnnounceRestart):
+            self._failed = self._result.attempts[-1], action
+
+    def prepared(self, attempt: Attempt) -> None:
+        """Where output goes, once."""
+        folder = attempt.paths.run_folder if attempt.paths is not None else ""
+        if attempt is self._result.attempts[0] and self._tells_all and folder and any(_outputs(attempt)):
+            self._say(f"logs in {folder}")
+
+    def started(self) -> None:
+        """The restart that was announced; told now, as nothing is delayed any more."""
+        if self._failed is None:
+            return
+        (attempt, action), self._failed = self._failed, None
+        if not action.charged:
+            self._say(f"port {attempt.plan.master_port} was taken; trying another one (no restart charged)")
+            return
+        seen_ns = attempt.stamps.get("failure_seen", attempt.stamps.get("ended"))
+        self._failed_ns = seen_ns
+        self._say(
+            texts.restart_line(
+                self._cause(attempt),
+                attempt.signalled,
+                action.restarts_left,
+                self._job.max_restarts,
+                time.strftime("%Y-%m-%d %H:%M:%S"),
+            )
+        )
+
+    def seen(self, event: object, result: JobResult) -> None:
+        """A worker has failed first, or the workers run again."""
+        if not result.attempts:
+            return
+        attempt = result.attempts[-1]
+        if isinstance(event, _core.WorkerExited):
+            # With several nodes the rendezvous says it, on all of them.
+            is_first = event.local_rank == attempt.first_failure and self._job.rendezvous is None
+            if is_first and attempt.signalled:
+                self._tell_first(attempt, event)
+        elif isinstance(event, _core.GroupStarted) and self._failed_ns is not None:
+            span = texts.milliseconds(attempt.stamps["started"] - self._failed_ns)
+            self._failed_ns = None
+            self._say(f"attempt {attempt.name} is running, {span} after the failure was seen")
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:
+        """How long it took, what it cost, and where the logs are."""
+        self.started()
+        if error is not None or not result.attempts:
+            return
+        took = texts.duration((time.monotonic_ns() - self._begun_ns) / 1e9)
+        used = result.attempts[-1].restarts
+        if result.phase is Phase.SUCCEEDED:
+            if self._tells_all:
+                share = productive_ns(result.attempts) / max(1, time.monotonic_ns() - self._begun_ns)
+                restarts = f"{used} restart{'s' if used != 1 else ''}"
+                self._say(f"succeeded after {took}; {restarts}, goodput {share * 100:.1f} %")
+            return
+        how = "stopped" if result.phase is Phase.STOPPED else "failed"
+        if result.signum is not None:
+            how = f"stopped by {texts.signal_name(result.signum)}"
+        folder = folder_with_files(result.attempts)
+        logs = f"; logs in {folder}" if folder else ""
+        self._say(f"{how} after {took}; {used} of {self._job.max_restarts} restarts used{logs}")
+
+    def _tell_first(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        who = f"rank {attempt.plan.ranks[worker.local_rank].global_rank} (pid {worker.pid})"
+        how = "has hung" if worker.local_rank in attempt.expired else attempt.how_it_ended(worker)
+        others = "the other rank" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks"
+        self._say(f"{who} {how}; stopping {others}: errors that follow here are a consequence")
+
+    def _cause(self, attempt: Attempt) -> str:
+        failed = attempt.failed_exits()
+        if attempt.first_failure is None or not failed:
+            if "started" in attempt.stamps:
+                how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+                return f"the nursery {how}"
+            return self._result.message or "the workers could not be started"
+        from elasticrs.agent.report import first_of
+
+        return first_of(attempt)
+
+
+def productive_ns(attempts: Iterable[Attempt]) -> int:
+    """For how long workers ran of which none had failed or hung, in nanoseconds.
+
+    Args:
+        attempts: that have ended.
+    """
+    total = 0
+    for attempt in attempts:
+        started = attempt.stamps.get("started")
+        end = attempt.stamps.get("failure_seen", attempt.stamps.get("ended"))
+        silent = [event.since_ns for event in attempt.expired.values() if isinstance(event, _core.WorkerHung)]
+        if started is not None and end is not None:
+            total += max(0, min([end, *silent]) - started)
+    return total
+
+
+def folder_with_files(attempts: Sequence[Attempt]) -> str | None:
+    """The folder of a run's logs, if any file is there.
+
+    Args:
+        attempts: of the run.
+    """
+    paths = attempts[-1].paths
+    run = paths.run_folder if paths is not None else ""
+    return run if run and any(files for _, _, files in os.walk(run)) else None
+
+
+def _outputs(attempt: Attempt) -> Iterable[str]:
+    paths = attempt.paths
+    if paths is not None:
+        for path in (*paths.stdouts.values(), *paths.stderrs.values()):
+            if path and path != os.devnull:
+                yield path

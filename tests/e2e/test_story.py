@@ -1,0 +1,144 @@
+"""What the launcher says of a job: where logs are, failures, restarts, the end. Facts, not sentences."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers.launcher import clean_environment
+
+pytestmark = pytest.mark.beyond_torchrun
+
+RAISES = """
+    import os, signal
+    if os.environ["RANK"] == "1":
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] < "2":
+            def load():
+                raise FileNotFoundError("data.bin")
+            load()
+    elif os.environ["TORCHELASTIC_RESTART_COUNT"] < "2":
+        signal.pause()
+"""
+
+
+def logs_folder(stderr):
+    (folder,) = {match[1] for match in re.finditer(r"logs in (\S+)$", stderr, re.MULTILINE)}
+    return folder
+
+
+def test_a_restart_names_rank_exception_place_and_what_is_left(launch, worker_script):
+    job = launch("--nproc-per-node=3", "--max-restarts=3", worker_script(RAISES))
+    assert job.wait() == 0
+    lines = re.findall(
+        r"rank 1 \(pid \d+\): FileNotFoundError: data\.bin \(worker\.py:(\d+)\);"
+        r" 2 others .*restarting\D*(\d) of 3",
+        job.stderr,
+    )
+    assert [left for _, left in lines] == ["2", "1"]
+    source = worker_script(RAISES).read_text().splitlines()
+    assert {source[int(line) - 1].strip() for line, _ in lines} == {'raise FileNotFoundError("data.bin")'}
+    assert re.search(r"restarting.*\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", job.stderr)
+    (end,) = re.findall(r"elasticrs: succeeded after [\d.]+ s.*", job.stderr)
+    assert re.search(r"\b2 restarts\b.*goodput [\d.]+ %", end)
+    assert job.stdout == ""
+
+
+def test_what_stopped_ranks_print_comes_behind_a_line_that_says_so(launch, worker_script):
+    script = worker_script("""
+        import os, signal, sys
+        def stopped(*_):
+            raise RuntimeError("stopped in the middle")
+        signal.signal(signal.SIGTERM, stopped)
+        if os.environ["RANK"] == "2":
+            os._exit(3)
+        signal.pause()
+    """)
+    job = launch("--nproc-per-node=3", script)
+    assert job.wait() == 1
+    before, _, after = job.stderr.partition("RuntimeError: stopped in the middle")
+    assert re.search(r"rank 2 \(pid \d+\) exited with code 3.*stopping the other 2 ranks", before)
+    assert "RuntimeError: stopped in the middle" in after
+
+
+def test_the_folder_of_logs_is_named_at_the_start_and_after_a_failure(launch, worker_script, tmp_path):
+    env = {"TMPDIR": str(tmp_path)}
+    job = launch("-r", "3", worker_script("raise ValueError"), env=env)
+    assert job.wait() == 1
+    assert job.stderr.count("logs in ") == 2
+    folder = logs_folder(job.stderr)
+    assert folder.startswith(f"{tmp_path}/elasticrs_")
+    assert os.path.isfile(f"{folder}/attempt_0/0/stderr.log")
+    assert re.search(r"elasticrs: failed after [\d.]+ s\D*0 of 0 ", job.stderr)
+
+
+def test_a_folder_without_files_is_neither_named_nor_kept(launch, worker_script, tmp_path):
+    job = launch(worker_script("import os; os._exit(3)"), env={"TMPDIR": str(tmp_path)})
+    assert job.wait() == 1
+    assert "logs in" not in job.stderr
+    assert list(tmp_path.glob("elasticrs_*")) == []
+
+
+def test_a_stop_ends_with_how_long_it_ran(launch, worker_script):
+    job = launch(worker_script("import os, signal; os.write(1, b'READY\\n'); signal.pause()"))
+    job.wait_for_line("READY")
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
+    assert re.search(r"elasticrs: stopped by SIGTERM after [\d.]+ s", job.stderr)
+
+
+@pytest.mark.parametrize(
+    ("level", "is_quiet"), [("WARNING", True), ("40", True), ("INFO", False), ("", False)]
+)
+def test_a_job_that_goes_well_can_be_silent(launch, worker_script, level, is_quiet):
+    job = launch("-r", "3", worker_script("pass"), env={"LOGLEVEL": level})
+    assert job.wait() == 0
+    assert (job.stderr == "") == is_quiet
+
+
+def test_a_program_that_launches_speaks_of_success_itself(worker_script, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from elasticrs.launcher.api import LaunchConfig, elastic_launch\n"
+        "config = LaunchConfig(1, 1, 1, rdzv_backend='c10d', rdzv_endpoint='localhost:0')\n"
+        f"elastic_launch(config, {sys.executable!r})({str(worker_script('pass'))!r})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, program],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_agents_of_one_host_are_told_apart(launch, worker_script):
+    from helpers import ports
+
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
+    arguments = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=j", endpoint, "--max-restarts=3")
+    agents = [launch(*arguments, worker_script(RAISES)) for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [0, 0]
+    for agent in agents:
+        prefixes = set(re.findall(r"^elasticrs\S*", agent.stderr, re.MULTILINE))
+        assert prefixes == {f"elasticrs[{os.uname().nodename}:{agent.pid}]:"}
+        assert re.search(
+            r"rank 1 .*: FileNotFoundError: data\.bin \(worker\.py:\d+\);.*restart 1 of 3", agent.stderr
+        )
+
+
+def test_command_lines_of_what_is_left_are_cut(launch, worker_script):
+    job = launch(
+        "--linger=0.05",
+        worker_script("""
+        import subprocess, sys
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", "x" * 2000])
+    """),
+    )
+    assert job.wait() == 0
+    (line,) = [line for line in job.stderr.splitlines() if "left behind" in line]
+    assert len(line) < 200
+    assert "signal.pause" in line or "…" in line

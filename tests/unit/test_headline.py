@@ -1,0 +1,55 @@
+"""A traceback in one line: the exception, and where the user's code was."""
+
+import pytest
+
+from elasticrs.agent.headline import headline
+
+LIBRARY = """Traceback (most recent call last):
+  File "/data/me/train.py", line 41, in <module>
+    main()
+  File "/data/me/data/load.py", line 7, in load
+    return torch.load(path)
+  File "/venv/lib/python3.11/site-packages/torch/serialization.py", line 1500, in load
+    with open(path, "rb") as file:
+FileNotFoundError: [Errno 2] No such file or directory: 'a.pt'
+"""
+
+
+def test_the_place_is_in_the_code_of_the_user():
+    assert headline(LIBRARY) == "FileNotFoundError: [Errno 2] No such file or directory: 'a.pt' (load.py:7)"
+
+
+def test_a_place_in_a_library_is_better_than_none():
+    only = LIBRARY.replace("/data/me", "/usr/lib/python3/dist-packages")
+    assert headline(only).endswith("(serialization.py:1500)")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        # What was raised while another exception was handled is what ended the worker.
+        (LIBRARY + "\nDuring handling of the above exception, another exception occurred:\n\n"
+         'Traceback (most recent call last):\n  File "x.py", line 3, in f\n    g()\nValueError: b\n',
+         "ValueError: b (x.py:3)"),
+        # The first line of a message of several; load_state_dict writes such ones.
+        ('Traceback (most recent call last):\n  File "x.py", line 3, in f\n    g()\n'
+         "RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): a\nand more\n",
+         "RuntimeError: Error(s) in loading state_dict for Net: (x.py:3)"),
+        ('Traceback (most recent call last):\n  File "x.py", line 3\n    f(\n     ^\n'
+         'SyntaxError: \'(\' was never closed\n',
+         "SyntaxError: '(' was never closed (x.py:3)"),
+        # The end of a long one, as it comes from another node.
+        ('…in old\n    call()\n  File "x.py", line 3, in f\n    g()\nKeyError: 1\n', "KeyError: 1 (x.py:3)"),
+        ("RuntimeError: no traceback\n", "RuntimeError: no traceback"),
+        ("first\nlast\n", "last"),
+        ("ValueError: \x1b[31mred\x07\n", "ValueError: ?[31mred?"),
+        ("", None),
+        ("\n", None),
+    ],
+)  # fmt: skip
+def test_what_is_said(text, line):
+    assert headline(text) == line
+
+
+def test_a_long_message_is_cut():
+    assert len(headline("ValueError: " + "x" * 5000)) < 400
