@@ -45,17 +45,23 @@ def test_a_restart_names_rank_exception_place_and_what_is_left(launch, worker_sc
     assert job.stdout == ""
 
 
-def test_what_stopped_ranks_print_comes_behind_a_line_that_says_so(launch, worker_script):
+def test_what_stopped_ranks_print_comes_behind_a_line_that_says_so(launch, worker_script, tmp_path):
+    go = tmp_path / "go"
+    os.mkfifo(go)
     script = worker_script("""
         import os, signal, sys
         def stopped(*_):
             raise RuntimeError("stopped in the middle")
         signal.signal(signal.SIGTERM, stopped)
         if os.environ["RANK"] == "2":
+            open(sys.argv[1]).read()
             os._exit(3)
+        os.write(1, b"READY\\n")
         signal.pause()
     """)
-    job = launch("--nproc-per-node=3", script)
+    job = launch("--nproc-per-node=3", script, go)
+    job.wait_for_lines("READY", 2)
+    go.write_text("go")
     assert job.wait() == 1
     before, _, after = job.stderr.partition("RuntimeError: stopped in the middle")
     assert re.search(r"rank 2 \(pid \d+\) exited with code 3.*stopping the other 2 ranks", before)
