@@ -934,7 +934,7 @@ class CoordinationClient:
             then: what to do when all hold: ``("put", key, value, leased)``, ``("delete", key)``,
                 ``("delete_prefix", prefix)``, ``("get", key)``, ``("range", prefix, limit)`` (limit 0: all),
                 ``("predecessor", prefix, key)``: of the keys under ``prefix`` the one with the highest create
-                revision below that of ``key``. A leased key is deleted when the session of its last put ends.
+                revision below that of ``key``. A leased key ends with the session that leased it last.
             otherwise: what to do when one does not hold. Default: nothing.
 
         Raises:

@@ -85,8 +85,6 @@ class Store:
                 self.entries[op[1]] = entry
                 if op[3]:
                     self.leases[op[1]] = conn
-                else:
-                    self.leases.pop(op[1], None)
                 changes.append(entry)
                 results.append(1)
             elif kind in ("delete", "delete_prefix"):

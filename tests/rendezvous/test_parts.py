@@ -147,7 +147,17 @@ def test_a_cause_is_bounded(cause):
     assert bounded.get("time_ns") == cause.get("time_ns") or not isinstance(cause["time_ns"], int)
 
 
-@given(causes, texts, texts, texts)
+as_written = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(("node", "message", "odd"), texts),
+        **dict.fromkeys(("time_ns", "rank"), st.integers(0, 2**53 - 1)),
+        "lines": st.lists(texts, max_size=5),
+    },
+)
+
+
+@given(as_written, texts, texts, texts)
 def test_a_head_is_bounded_and_comes_back(cause, reason, message, name):
     head = Head(
         "CLOSED",

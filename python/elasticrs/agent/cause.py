@@ -198,13 +198,13 @@ def remote_failure(cause: dict[str, Any], clock: Clock) -> ProcessFailure:
         cause: with a ``rank``.
         clock: of the store.
     """
-    exitcode = cause.get("exitcode")
+    exitcode, time_ns = cause.get("exitcode"), cause.get("time_ns")
     return ProcessFailure(
-        int(cause["local_rank"]),
-        int(cause["pid"]),
-        1 if exitcode is None else int(exitcode),
+        cause.get("local_rank", -1),
+        cause.get("pid", -1),
+        1 if exitcode is None else exitcode,
         "",
-        seen_ns=clock.to_monotonic(int(cause["time_ns"])),
+        seen_ns=None if time_ns is None else clock.to_monotonic(time_ns),
         cause=str(cause["message"]) if cause.get("message") else None,
         note=f"on node {cause.get('node')}; {_comparable(cause.get('error_ns'), clock.error_ns)}",
         stderr_tail=[str(line) for line in cause.get("lines", ())],

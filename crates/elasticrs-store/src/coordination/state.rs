@@ -2,7 +2,7 @@
 //!
 //! - **STATE-1** a transaction is applied whole, at one revision, or not at all;
 //! - **STATE-2** the revision rises by one with each transaction or end of sessions that changes a key, and by nothing else;
-//! - **STATE-3** a leased key is there only while the session that put it last is;
+//! - **STATE-3** a leased key is there only while the session that leased it last is;
 //! - **STATE-4** what is stored, history included, never exceeds the limit;
 //! - **STATE-5** a transaction goes through a bounded number of keys, beside those that it changes or tells.
 
@@ -234,10 +234,13 @@ impl State {
         let mod_revision = self.revision + 1;
         let mut create_revision = mod_revision;
         let mut key = Arc::clone(key);
+        let mut lease = lease;
         if let Some((known, stored)) = self.entries.remove_entry(&key) {
             create_revision = stored.create_revision;
             self.entry_bytes -= cost(&known, &stored.value);
             self.unlease(&known, stored.lease);
+            // Whoever writes over a leased key does not make it outlive its owner.
+            lease = lease.or(stored.lease);
             key = known;
         } else {
             self.by_creation.insert((create_revision, Arc::clone(&key)));

@@ -54,7 +54,7 @@ pub enum Compare {
 /// A step of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Op {
-    /// Makes or overwrites a key; a leased one ends with the session that put it last.
+    /// Makes or overwrites a key; a leased one ends with the session that leased it last.
     Put {
         /// Its name.
         key: Arc<str>,

@@ -11,8 +11,9 @@
 from __future__ import annotations
 
 from elasticrs._value import Value
+from elasticrs.rendezvous.elastic.checked import DamagedError
 from elasticrs.rendezvous.elastic.messages import Announce, Disconnect, Outcome
-from elasticrs.rendezvous.elastic.records import decode, encode
+from elasticrs.rendezvous.elastic.records import damage, encode, holder_of
 from elasticrs.rendezvous.elastic.state import Phase
 
 TYPE_CHECKING = False
@@ -57,7 +58,7 @@ def refused(member: Member, entry: Any) -> None:
     """
     member.claim = None
     if entry is not None:
-        agent, _, shown = decode(entry.value)
+        agent, shown = _holder(entry)
         if agent == member.settings.agent:
             member.claim = entry.value
         else:
@@ -66,6 +67,15 @@ def refused(member: Member, entry: Any) -> None:
             member.rank_holder = shown
     member.do(Disconnect())
     member.forget_connection()
+
+
+def _holder(entry: Any) -> tuple[str | None, str]:
+    """Who has a node rank: the agent, and what to tell the user."""
+    try:
+        return holder_of(entry.value)
+    except DamagedError as error:
+        # Whoever has it may be alive.
+        return None, f"one that is not known ({damage(entry.key, error)})"
 
 
 def registered(member: Member) -> None:

@@ -332,8 +332,8 @@ def drop_stale(events: list[Any], head: str) -> list[Any]:
 
 def _ends_the_job(event: Any, head: str) -> bool:
     changes = getattr(event, "changes", ())
-    last = next((change.value for change in reversed(changes) if change.key == head), None)
-    return last is not None and Head.decode(last).state == "CLOSED"
+    last = next((change for change in reversed(changes) if change.key == head), None)
+    return last is not None and last.value is not None and Head.read(last).state == "CLOSED"
 
 
 _EFFECTS: dict[type, Callable[[Driver, Any], Iterable[Event]]] = {

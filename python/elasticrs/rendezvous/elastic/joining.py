@@ -8,7 +8,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from elasticrs.rendezvous.elastic import by_hand, leader, rounds
+from elasticrs.rendezvous.elastic.checked import DamagedError
+from elasticrs.rendezvous.elastic.keys import is_member
 from elasticrs.rendezvous.elastic.messages import (
     Announce,
     BindStore,
@@ -18,7 +22,7 @@ from elasticrs.rendezvous.elastic.messages import (
     Unwatch,
     Watch,
 )
-from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, decode, encode
+from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, damage, encode, job_of
 from elasticrs.rendezvous.elastic.state import Phase
 from elasticrs.rendezvous.elastic.texts import closed_line, utc
 
@@ -273,7 +277,7 @@ def _job_known(member: Member, reply: Any) -> None:
         register(member)
         return
     job, head, nodes = reply.results
-    difference = mismatch(member.settings, member.node().shown, decode(job.value))
+    difference = _difference(member, job)
     if member.settings.fresh and not nodes and (head is not None or difference is not None):
         _start_anew(member, job, 0 if head is None else head.mod_revision)
         return
@@ -282,6 +286,13 @@ def _job_known(member: Member, reply: Any) -> None:
         member.exit(Outcome("refused", difference))
     elif not _is_closed(member, head):
         register(member)
+
+
+def _difference(member: Member, job: Any) -> str | None:
+    try:
+        return mismatch(member.settings, member.node().shown, job_of(job.value))
+    except DamagedError as error:
+        return f"{damage(job.key, error)}; another job needs another id"
 
 
 def _start_anew(member: Member, job: Any, head_revision: int) -> None:
@@ -303,7 +314,7 @@ def _started_anew(member: Member, reply: Any) -> None:
 def _is_closed(member: Member, entry: Any) -> bool:
     if entry is None:
         return False
-    head = Head.decode(entry.value)
+    head = Head.read(entry)
     if head.state != "CLOSED":
         return False
     if member.has_seen_round:
@@ -413,6 +424,11 @@ def follow(member: Member, predecessor: Any) -> None:
         member.predecessor = None
         leader.begin(member)
         return
+    name = predecessor.key[len(member.keys.nodes) :]
+    if not is_member(name):
+        # Another program's: nobody would ever end it.
+        _ask_for_predecessor(member, predecessor)
+        return
     member.predecessor = predecessor.key
     member.do(Watch(member.ask(_predecessor_seen), predecessor.key, exact=True, snapshot=True))
 
@@ -428,13 +444,23 @@ def predecessor_gone(member: Member) -> None:
         return
     member.do(Unwatch(member.predecessor, exact=True))
     member.predecessor = None
+    _ask_for_predecessor(member)
+
+
+def _ask_for_predecessor(member: Member, of: Any = None) -> None:
+    """Ask who is before this registration, or before an entry that is none."""
     own = member.keys.node(member.member)
     compares = [("create", own, member.create_revision)]
-    member.txn(compares, [("predecessor", member.keys.nodes, own)], _predecessor_known)
+    if of is not None:
+        compares.append(("create", of.key, of.create_revision))
+    before = ("predecessor", member.keys.nodes, own if of is None else of.key)
+    member.txn(compares, [before], partial(_predecessor_known, is_own=of is None))
 
 
-def _predecessor_known(member: Member, reply: Any) -> None:
+def _predecessor_known(member: Member, reply: Any, *, is_own: bool) -> None:
     if reply.ok:
         follow(member, reply.results[0])
+    elif not is_own:
+        _ask_for_predecessor(member)
     else:
         member.fence("the store has no registration of this node any more")

@@ -5,6 +5,8 @@ A **member** is ``<agent>/<incarnation>``: one registration of one agent process
 
 from __future__ import annotations
 
+_MAX_DIGITS = 15
+
 
 class Keys:
     """The names for one run.
@@ -60,3 +62,15 @@ def agent_of(member: str) -> str:
 def incarnation_of(member: str) -> int:
     """Which registration of its agent a member is."""
     return int(member.rpartition("/")[2])
+
+
+def is_member(name: str) -> bool:
+    """True if a part of a key names a member; other programs may write anything."""
+    agent, _, incarnation = name.rpartition("/")
+    return bool(agent) and number_of(incarnation) is not None
+
+
+def number_of(text: str) -> int | None:
+    """The number that a part of a key stands for; ``None``: it is not one, as it is written here."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    return int(text) if is_number and (text[0] != "0" or text == "0") else None

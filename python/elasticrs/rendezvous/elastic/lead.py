@@ -34,6 +34,7 @@ class Lead:
         count: proposals made.
         judged: the last verdict on an ended round, after what it rests on.
         told: how many nodes the user was last told of.
+        told_damaged: how many damaged records the user was told of.
         on_answer: what takes the answer to a write.
     """
 
@@ -48,6 +49,7 @@ class Lead:
         "stalled",
         "timers",
         "told",
+        "told_damaged",
         "view",
         "wait_for",
     )
@@ -64,6 +66,7 @@ class Lead:
         self.of_head = -1
         self.count = 0
         self.told = -1
+        self.told_damaged = 0
         self.judged: tuple[Any, Verdict] | None = None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from elasticrs.rendezvous.elastic import formation
 from elasticrs.rendezvous.elastic import lead as leads
 from elasticrs.rendezvous.elastic.lead import Lead, answered, forget, forget_timers, guards, has_passed, write
-from elasticrs.rendezvous.elastic.messages import Watch
+from elasticrs.rendezvous.elastic.messages import Announce, Watch
 from elasticrs.rendezvous.elastic.view import View
 
 TYPE_CHECKING = False
@@ -55,6 +55,10 @@ def _check_registration(member: Member, lead: Lead) -> None:
     if lead.view is not None and member.member not in lead.view.nodes:
         member.fence("the store has no registration of this node any more")
         return
+    if lead.view is not None and len(lead.view.damaged) > lead.told_damaged:
+        for text in list(lead.view.damaged.values())[lead.told_damaged :]:
+            member.do(Announce(f"{text}; it is ignored"))
+        lead.told_damaged = len(lead.view.damaged)
     decide(member)
 
 
@@ -101,6 +105,11 @@ def decide(member: Member) -> None:
     if view.head_revision != lead.of_head:
         forget_timers(member, lead)
         lead.of_head = view.head_revision
+    if view.head is not None and view.head.state != "CLOSED" and len(view.seats) != view.head.size:
+        # Nobody can tell any more who is gone, or has finished.
+        table = f"the table {member.keys.table(view.head.form)} of round {view.head.round} is damaged"
+        leads.close(member, lead, view, view.head.next(reason=table), (), "failed")
+        return
     if view.head is None or view.head.state == "ENDED":
         formation.decide(member, lead, view)
     elif view.head.state == "RUNNING":

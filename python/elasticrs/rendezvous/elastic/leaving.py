@@ -140,8 +140,8 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 def _aborted(member: Member, reply: Any) -> None:
     entry = reply.results[-1]
-    if reply.ok or (entry is not None and Head.decode(entry.value).state == "CLOSED"):
+    head = None if entry is None else Head.read(entry)
+    if reply.ok or (head is not None and head.state == "CLOSED"):
         rounds.take_head(member, entry)
         return
-    head = None if entry is None else Head.decode(entry.value)
     _abort_from(member, head, 0 if entry is None else entry.mod_revision)

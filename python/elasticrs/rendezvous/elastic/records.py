@@ -1,6 +1,8 @@
 """Values of the keys: JSON, compact, bounded.
 
 - **RECORD-1** a head takes at most :data:`MAX_HEAD` bytes, whatever was reported: it is pushed to everybody.
+- **RECORD-2** whatever bytes a key holds, reading them gives a record whose fields have the right types and
+  ranges, or raises :class:`~.checked.DamagedError`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,10 @@ from __future__ import annotations
 import json
 
 from elasticrs._value import Value
+from elasticrs.rendezvous.elastic import checked
 from elasticrs.rendezvous.elastic.addresses import is_loopback
+from elasticrs.rendezvous.elastic.checked import DamagedError, decode
+from elasticrs.rendezvous.elastic.keys import is_member
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,13 +55,9 @@ def encode(record: object) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode("ascii")
 
 
-def decode(value: bytes) -> Any:
-    """The record of some bytes.
-
-    Raises:
-        ValueError: they are none of ours.
-    """
-    return json.loads(value)
+def damage(key: str, error: DamagedError) -> str:
+    """What is wrong with a record, for the user."""
+    return f"the record {key} in the rendezvous store is damaged: {error}"
 
 
 def cut(text: str, limit: int) -> str:
@@ -211,8 +212,13 @@ class Node(Value):
 
     @staticmethod
     def decode(value: bytes) -> Node:
-        """The node of some bytes."""
-        return Node(**decode(value))
+        """The node of some bytes.
+
+        Raises:
+            DamagedError: they are no registration.
+        """
+        fields = checked.fields(decode(value), _NODE, _NODE_REQUIRED)
+        return Node(**{**fields, "cause": checked.cause(fields.get("cause"))})
 
     @property
     def shown(self) -> str:
@@ -314,10 +320,26 @@ class Head(Value):
 
     @staticmethod
     def decode(value: bytes) -> Head:
-        """The head of some bytes."""
-        fields = decode(value)
-        fields["master"] = tuple(fields["master"])
-        return Head(**fields)
+        """The head of some bytes.
+
+        Raises:
+            DamagedError: they are no head.
+        """
+        if len(value) > MAX_HEAD:
+            raise DamagedError(f"it has {len(value)} bytes")
+        fields = checked.fields(decode(value), _HEAD, ("state", "round"))
+        fields["cause"] = checked.cause(fields.get("cause"))
+        if fields.get("end") is not None:
+            fields["end"] = checked.fields(fields["end"], _END, ("kind",))
+        return Head(**{**fields, "master": tuple(fields.get("master", ("", 0)))})
+
+    @staticmethod
+    def read(entry: Any) -> Head:
+        """The head of a key; a damaged one is the end of the job, and says which key it is."""
+        try:
+            return Head.decode(entry.value)
+        except DamagedError as error:
+            return Head("CLOSED", 0, outcome="failed", reason=damage(entry.key, error))
 
 
 class Seat(Value):
@@ -377,5 +399,108 @@ class Slot(Value):
 
     @staticmethod
     def decode(value: bytes) -> Slot:
-        """The slot of some bytes."""
-        return Slot(*decode(value))
+        """The slot of some bytes.
+
+        Raises:
+            DamagedError: they are no slot.
+        """
+        return Slot(*checked.row(decode(value), _SLOT))
+
+    def fits(self, head: Head, nproc: int) -> bool:
+        """True if that many workers at these ranks are part of the head's round."""
+        return (
+            all(head.master)
+            and self.group_rank < head.size <= head.world_size
+            and self.first_rank + nproc <= head.world_size
+            and self.first_role_rank + nproc <= self.role_world_size <= head.world_size
+        )
+
+
+def table_of(value: bytes) -> list[Seat]:
+    """The seats of a part of a round's table.
+
+    Raises:
+        DamagedError: they are none.
+    """
+    rows = decode(value)
+    if not isinstance(rows, list):
+        raise DamagedError("not a list")
+    seats = [Seat(*checked.row(row, _SEAT)) for row in rows]
+    if not all(is_member(seat.member) for seat in seats):
+        raise DamagedError("a seat without a member")
+    return seats
+
+
+def holder_of(value: bytes) -> tuple[str, str]:
+    """Who has a node rank: the agent, and its node for the user.
+
+    Raises:
+        DamagedError: the bytes do not tell.
+    """
+    agent, _, shown = checked.row(decode(value), (checked.TEXT,) * 3)
+    return agent, shown
+
+
+def job_of(value: bytes) -> dict[str, Any]:
+    """The job's record. Which settings it has depends on the release that wrote it.
+
+    Raises:
+        DamagedError: the bytes are none.
+    """
+    job = decode(value)
+    plain = (str, int, bool, type(None))
+    if not isinstance(job, dict) or not all(isinstance(each, plain) for each in job.values()):
+        raise DamagedError("not the settings of a job")
+    return job
+
+
+def check_done(value: bytes) -> None:
+    """Raise :class:`DamagedError` unless a member has written this when its workers had finished."""
+    if not isinstance(decode(value), dict):
+        raise DamagedError("not the summary of a node")
+
+
+_COUNT, _TEXT, _PORT, _FLAG = checked.COUNT, checked.TEXT, checked.PORT, checked.FLAG
+_NAME, _ADDRESS = checked.NAME, checked.ADDRESS
+_NODE_REQUIRED = ("name", "host", "address", "role", "nproc", "port", "idle")
+_NODE = {
+    "name": _NAME,
+    "host": _NAME,
+    "address": _ADDRESS,
+    "role": _TEXT,
+    "nproc": checked.POSITIVE,
+    "port": _PORT,
+    "idle": _COUNT,
+    "local_addr": _ADDRESS,
+    "fallback_addr": _ADDRESS,
+    "hint": checked.INT,
+    "cause": checked.ANY,
+}
+_HEAD = {
+    "state": checked.one_of("RUNNING", "ENDED", "CLOSED"),
+    "round": _COUNT,
+    "form": _NAME,
+    "used": _COUNT,
+    "size": _COUNT,
+    "world_size": _COUNT,
+    "master": checked.row_of(_ADDRESS, _PORT),
+    "end": checked.ANY,
+    "cause": checked.ANY,
+    "losses": _COUNT,
+    "short_losses": _COUNT,
+    "setups": _COUNT,
+    "outcome": checked.one_of("succeeded", "failed", "timeout", "aborted"),
+    "reason": _TEXT,
+    "time_ns": checked.TIME,
+}
+_END = {
+    "kind": checked.one_of("failure", "lost", "left", "scale", "setup"),
+    "node": _TEXT,
+    "message": _TEXT,
+    "group_rank": checked.WHOLE,
+    "member": _TEXT,
+    "fatal": _FLAG,
+    "charged": _FLAG,
+}
+_SLOT = (_COUNT, _NAME, _COUNT, _COUNT, _COUNT, _COUNT)
+_SEAT = (_NAME, _NAME, _ADDRESS)

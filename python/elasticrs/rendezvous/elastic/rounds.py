@@ -11,8 +11,17 @@ from __future__ import annotations
 
 from elasticrs.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import joining, leaving
+from elasticrs.rendezvous.elastic.checked import DamagedError
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
-from elasticrs.rendezvous.elastic.records import Head, Slot, bound_cause, encode, may_be_first, silence_of
+from elasticrs.rendezvous.elastic.records import (
+    Head,
+    Slot,
+    bound_cause,
+    damage,
+    encode,
+    may_be_first,
+    silence_of,
+)
 from elasticrs.rendezvous.elastic.state import Phase
 from elasticrs.rendezvous.elastic.texts import end_of, failure_of, round_line
 
@@ -32,15 +41,28 @@ def take_slot(member: Member, entry: Any) -> None:
     if entry.value is None or entry.mod_revision <= member.slot_revision:
         return
     member.slot_revision = entry.mod_revision
-    member.slot = Slot.decode(entry.value)
+    try:
+        member.slot = Slot.decode(entry.value)
+    except DamagedError as error:
+        _slot_damaged(member, error)
+        return
     look(member)
+
+
+def _slot_damaged(member: Member, error: DamagedError) -> None:
+    """Without its ranks for the next round an agent registers again; one in a round has them already."""
+    text = damage(member.keys.slot(member.member), error)
+    if member.phase in (Phase.IDLE, Phase.CONNECTING):
+        member.fence(text)
+    else:
+        member.do(Announce(f"{text}; it is ignored"))
 
 
 def take_head(member: Member, entry: Any) -> None:
     """Take in a new state of the job."""
     if entry.value is None or entry.mod_revision <= member.head_revision:
         return
-    head = Head.decode(entry.value)
+    head = Head.read(entry)
     is_news = member.head is not None
     member.head, member.head_revision = head, entry.mod_revision
     if head.round:
@@ -118,8 +140,10 @@ def look(member: Member) -> None:
     if member.held is not None or member.idle >= member.slot.round or member.slot.round > member.head.round:
         return
     if _is_mine(member):
-        if member.phase is Phase.IDLE:
+        if member.phase is Phase.IDLE and member.slot.fits(member.head, member.settings.nproc):
             _start(member, member.head, member.slot)
+        elif member.phase is Phase.IDLE:
+            _slot_damaged(member, DamagedError("its ranks are beyond those of the round"))
     elif member.head.state != "CLOSED":
         member.phase = Phase.IDLE
         idle(member, member.slot.round)

@@ -3,12 +3,15 @@
 - **VIEW-1** it holds every key of the job as of :attr:`View.revision`.
 - **VIEW-2** the derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) equal their definitions; only
   a new round recomputes them from everything.
+- **VIEW-3** a damaged record changes nothing that was known, and never makes a member with workers look idle,
+  finished or gone.
 """
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic.keys import agent_of, incarnation_of
-from elasticrs.rendezvous.elastic.records import Head, Node, Seat, Slot, decode
+from elasticrs.rendezvous.elastic.checked import DamagedError
+from elasticrs.rendezvous.elastic.keys import agent_of, incarnation_of, is_member, number_of
+from elasticrs.rendezvous.elastic.records import Head, Node, Slot, check_done, damage, table_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,6 +19,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.rendezvous.elastic.keys import Keys
+    from elasticrs.rendezvous.elastic.records import Seat
+
+MAX_DAMAGED = 8
+"""Damaged keys that the user is told of."""
+
+UNREADABLE = Node("?", "", "", "", 0, 0)
+"""In place of a registration that was damaged before it was read: of a node that may have workers."""
 
 
 class View:
@@ -26,7 +36,7 @@ class View:
         head, head_revision: the state of the job (``None``, 0: none yet).
         nodes: the registrations, by member.
         joined: create revisions of the registrations.
-        slots: the round that each member was last given a slot for.
+        slots: the round that each member was last given a slot for; ``None``: it cannot be read.
         seats: the members of the head's round, by group rank.
         rank_of: their group ranks, by member.
         done: group ranks whose workers have finished.
@@ -37,6 +47,7 @@ class View:
         waiting: candidates that are no members.
         causes: members that tell of a failure of their own.
         farewells: members that said that they leave.
+        damaged: keys whose record could not be read, and what to tell the user of it.
     """
 
     __slots__ = (
@@ -47,6 +58,7 @@ class View:
         "absent",
         "candidates",
         "causes",
+        "damaged",
         "done",
         "farewells",
         "head",
@@ -72,7 +84,7 @@ class View:
         self.head_revision = 0
         self.nodes: dict[str, Node] = {}
         self.joined: dict[str, int] = {}
-        self.slots: dict[str, int] = {}
+        self.slots: dict[str, int | None] = {}
         self.seats: list[Seat] = []
         self.rank_of: dict[str, int] = {}
         self.done: set[int] = set()
@@ -83,6 +95,7 @@ class View:
         self.waiting: set[str] = set()
         self.farewells: set[str] = set()
         self.causes: set[str] = set()
+        self.damaged: dict[str, str] = {}
         for entry in entries:
             self._take(entry)
         self._new_round()
@@ -116,6 +129,8 @@ class View:
         the workers of the round before.
         """
         given = self.slots.get(member, 0)
+        if given is None:
+            given = self.round
         return 0 < given <= self.round and self.nodes[member].idle < given
 
     # --- taking over keys ---
@@ -123,26 +138,43 @@ class View:
     def _take(self, entry: Any) -> Iterable[str]:
         """Take over one key; returns the members whose standing may have changed."""
         kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
-        if kind == "nodes":
+        if kind == "nodes" and is_member(name):
             return self._take_node(name, entry)
         if kind == "slot":
-            if entry.value is None:
-                self.slots.pop(name, None)
-            else:
-                self.slots[name] = Slot.decode(entry.value).round
+            self._take_slot(name, entry)
             return (name,)
         if kind == "head":
-            self.head = None if entry.value is None else Head.decode(entry.value)
+            self.head = None if entry.value is None else Head.read(entry)
             self.head_revision = entry.mod_revision
         elif kind == "table":
-            form, _, index = name.rpartition("/")
-            self._take_table(form, int(index), entry.value)
+            self._take_table(name, entry)
         elif kind == "done":
-            self._take_done(name, entry.value)
+            self._take_done(name, entry)
         elif kind == "left":
             (self.farewells.discard if entry.value is None else self.farewells.add)(name)
             return (name,)
         return ()
+
+    def _note(self, entry: Any, error: DamagedError) -> None:
+        if len(self.damaged) < MAX_DAMAGED:
+            self.damaged.setdefault(entry.key, damage(entry.key, error))
+
+    def _take_slot(self, member: str, entry: Any) -> None:
+        if entry.value is None:
+            self.slots.pop(member, None)
+            return
+        try:
+            self.slots[member] = Slot.decode(entry.value).round
+        except DamagedError as error:
+            self._note(entry, error)
+            self.slots[member] = None
+
+    def _node(self, member: str, entry: Any) -> Node:
+        try:
+            return Node.decode(entry.value)
+        except DamagedError as error:
+            self._note(entry, error)
+            return self.nodes.get(member, UNREADABLE)
 
     def _take_node(self, member: str, entry: Any) -> Iterable[str]:
         siblings = self._agents.setdefault(agent_of(member), [])
@@ -156,7 +188,7 @@ class View:
             if not siblings:
                 del self._agents[agent_of(member)]
         else:
-            self.nodes[member] = node = Node.decode(entry.value)
+            self.nodes[member] = node = self._node(member, entry)
             (self.causes.discard if node.cause is None else self.causes.add)(member)
             self.joined[member] = entry.create_revision
             if incarnation not in siblings:
@@ -165,22 +197,38 @@ class View:
             return [f"{agent_of(member)}/{each}" for each in {*siblings, incarnation}]
         return (member,)
 
-    def _take_table(self, form: str, index: int, value: bytes | None) -> None:
+    def _take_table(self, name: str, entry: Any) -> None:
+        form, _, part = name.rpartition("/")
+        index = number_of(part)
+        if index is None:
+            return
         chunks = self._tables.setdefault(form, {})
-        if value is None:
+        if entry.value is None:
             chunks.pop(index, None)
             if not chunks:
                 del self._tables[form]
-        else:
-            chunks[index] = [Seat(*line) for line in decode(value)]
+        elif index not in chunks:
+            # It is written once: what comes later is not the leader's.
+            try:
+                chunks[index] = table_of(entry.value)
+            except DamagedError as error:
+                self._note(entry, error)
 
-    def _take_done(self, name: str, value: bytes | None) -> None:
+    def _take_done(self, name: str, entry: Any) -> None:
         number, _, rank = name.partition("/")
-        key = int(number), int(rank)
-        (self._dones.discard if value is None else self._dones.add)(key)
-        if key[0] != self.round:
+        key = number_of(number), number_of(rank)
+        if key[0] is None or key[1] is None:
             return
-        if value is not None:
+        if entry.value is not None and key not in self._dones:
+            try:
+                check_done(entry.value)
+            except DamagedError as error:
+                self._note(entry, error)
+                return
+        (self._dones.discard if entry.value is None else self._dones.add)((key[0], key[1]))
+        if key[0] != self.round or key[1] >= len(self.seats):
+            return
+        if entry.value is not None:
             self.done.add(key[1])
             self.missing.discard(key[1])
         else:
@@ -194,7 +242,7 @@ class View:
         chunks = self._tables.get(form, {})
         self.seats = [seat for index in sorted(chunks) for seat in chunks[index]]
         self.rank_of = {seat.member: rank for rank, seat in enumerate(self.seats)}
-        self.done = {rank for round_, rank in self._dones if round_ == number}
+        self.done = {rank for round_, rank in self._dones if round_ == number and rank < len(self.seats)}
         for derived in (self.absent, self.missing, self.slow, self.candidates, self.waiting):
             derived.clear()
         for member in (*self.nodes, *self.rank_of):
@@ -218,6 +266,7 @@ class View:
             (self.slow.add if holds else self.slow.discard)(member)
         siblings = self._agents[agent_of(member)]
         latest = len(siblings) == 1 or max(siblings) == incarnation_of(member)
-        fit = not holds and latest and member not in self.farewells
+        is_known = self.nodes[member] is not UNREADABLE
+        fit = not holds and latest and is_known and member not in self.farewells
         (self.candidates.add if fit else self.candidates.discard)(member)
         (self.waiting.add if fit and rank is None else self.waiting.discard)(member)

@@ -61,8 +61,8 @@ impl Naive {
             Op::Put { key, value, leased } => {
                 let create_revision = self.find(key).map_or(self.revision + 1, |found| found.2);
                 let mod_revision = self.revision + 1;
+                let lease = leased.then_some(session).or(self.find(key).and_then(|found| found.4));
                 self.keys.retain(|other| other.0 != **key);
-                let lease = leased.then_some(session);
                 self.keys.push((key.to_string(), value.to_vec(), create_revision, mod_revision, lease));
                 self.keys.sort();
                 changes.push(Change {
@@ -314,15 +314,15 @@ fn sessions_that_end_together_end_in_one_revision() {
 }
 
 #[test]
-fn a_put_by_another_session_takes_the_lease_over() {
+fn a_leased_put_takes_the_lease_over_and_another_one_leaves_it() {
     let mut state = with_sessions(1 << 20);
     let put = |leased| Txn { then: vec![Op::Put { key: "k".into(), value: [].into(), leased }], ..Txn::default() };
     state.txn(1, &put(true)).unwrap();
     state.txn(2, &put(true)).unwrap();
     assert_eq!(state.end_sessions(&[1]), None);
     state.txn(3, &put(false)).unwrap();
-    assert_eq!(state.end_sessions(&[2, 3]), None);
-    assert_eq!(state.revision(), 3);
+    assert_eq!(state.end_sessions(&[3]), None);
+    assert_eq!(&*state.end_sessions(&[2]).unwrap().changes[0].key, "k");
 }
 
 #[test]

@@ -1,0 +1,165 @@
+"""JSON that another process wrote: read, and checked field by field, before anything is decided from it.
+
+Pure. A check takes a value and returns whether it may stand there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import Any, TypeAlias
+
+    Check: TypeAlias = Callable[[Any], bool]
+
+MOST = 2**53 - 1
+"""The largest rank, round or count: no JSON loses a digit of it."""
+
+LATEST = 2**63 - 1
+"""The last time, in ns."""
+
+MAX_NAME = 1024
+"""Characters of a name or an address, so that a table of 99 nodes fits into one write."""
+
+_SHOWN = 40
+"""Characters of a wrong value in a message."""
+
+
+class DamagedError(ValueError):
+    """A record that none of ours has written; the text says what is wrong with it."""
+
+
+def decode(value: bytes) -> Any:
+    """The JSON of some bytes.
+
+    Raises:
+        DamagedError: they are none, or hold a number that JSON does not have.
+    """
+    try:
+        return json.loads(value, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"not JSON ({type(error).__name__})") from error
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _is_whole(low: int | None, high: int | None) -> Check:
+    return lambda value: (
+        type(value) is int and (low is None or low <= value) and (high is None or value <= high)
+    )
+
+
+def one_of(*values: str) -> Check:
+    """A check for one of a few words."""
+    return lambda value: isinstance(value, str) and value in values
+
+
+def row_of(*checks: Check) -> Check:
+    """A check for a list with one value for each of these."""
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) == len(checks)
+        and all(check(each) for check, each in zip(checks, value, strict=True))
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_NAME
+
+
+def _is_address(value: Any) -> bool:
+    # It is put into the environment of processes, which takes neither NUL nor half of a surrogate pair.
+    return _is_name(value) and value.isprintable()
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_there(_: Any) -> bool:
+    return True
+
+
+WHOLE = _is_whole(-MOST, MOST)
+INT = _is_whole(None, None)
+COUNT = _is_whole(0, MOST)
+POSITIVE = _is_whole(1, MOST)
+PORT = _is_whole(0, 65535)
+TIME = _is_whole(0, LATEST)
+TEXT, NAME, ADDRESS, FLAG, ANY = _is_text, _is_name, _is_address, _is_flag, _is_there
+
+
+def _is_span(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MOST
+
+
+_CAUSE: dict[str, Check] = {
+    **dict.fromkeys(("node", "host", "message", "frame", "ground"), TEXT),
+    **dict.fromkeys(("group_rank", "signal", "step"), WHOLE),
+    **dict.fromkeys(("round", "rank", "local_rank", "pid"), COUNT),
+    **dict.fromkeys(("time_ns", "error_ns"), TIME),
+    "exitcode": lambda value: value is None or WHOLE(value),
+    "silence": _is_span,
+    "lines": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+}
+
+
+def fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
+    """The fields of an object, without those that are null.
+
+    Args:
+        record: as it was read.
+        checks: of the fields that there may be.
+        required: those that must be there.
+
+    Raises:
+        DamagedError: it is no object, or has other fields, or a value is wrong.
+    """
+    if not isinstance(record, dict):
+        raise DamagedError(f"{_shown(record)} is not an object")
+    found = {name: value for name, value in record.items() if value is not None}
+    for name, value in found.items():
+        if name not in checks or not checks[name](value):
+            raise DamagedError(f"{_shown(name)} is {_shown(value)}")
+    missing = [name for name in required if name not in found]
+    if missing:
+        raise DamagedError(f"it has no {missing[0]}")
+    return found
+
+
+def row(record: Any, checks: Sequence[Check]) -> list[Any]:
+    """A list with one value for each check.
+
+    Raises:
+        DamagedError: it is another one.
+    """
+    if not row_of(*checks)(record):
+        raise DamagedError(f"{_shown(record)} is not such a list")
+    found: list[Any] = record
+    return found
+
+
+def cause(record: Any) -> dict[str, Any] | None:
+    """What may be told of a failure: nothing is decided from it but which is told first, so that what is
+    wrong with it is left out. Fields that are not known here are nobody's business.
+
+    Args:
+        record: as it was read.
+    """
+    if not isinstance(record, dict):
+        return None
+    return {name: value for name, value in record.items() if name not in _CAUSE or _CAUSE[name](value)}
+
+
+def _shown(value: Any) -> str:
+    text = f"{type(value).__name__}" if isinstance(value, (dict, list)) else ascii(value)[: _SHOWN + 1]
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

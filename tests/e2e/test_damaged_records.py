@@ -1,0 +1,127 @@
+"""Another program writes over the keys of a job that runs:
+it goes on, or ends with a line that names it."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+from helpers import ports
+from helpers.coordination import Client
+from helpers.nodes import RANKS, Worker
+
+pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
+
+PREFIX = "/elasticrs/job/"
+FAIL, SUCCEED = signal.SIGUSR2, signal.SIGUSR1
+
+
+class Nodes:
+    """A job of two agents on this machine, the first of which hosts the store, and a stranger in it."""
+
+    def __init__(self, launch):
+        self.port = ports.free()
+        self.options = (
+            *("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job", RANKS),
+        )
+        self.agents = [launch(*self.options)]
+        self.stranger = None
+        self.agents += [launch(*self.options)]
+
+    def workers(self, attempt):
+        """Those of an attempt, once both have told of themselves."""
+        found = []
+        for agent in self.agents:
+            line = agent.wait_for_line(rf"READY (.* restart={attempt} .*)$", "stdout")
+            found.append(Worker.parse(line[1]))
+        assert sorted(each.rank for each in found) == [0, 1]
+        return found
+
+    def damage(self, kind, value):
+        """Write over all keys of a kind, as they stand now; returns their names."""
+        if self.stranger is None:
+            self.stranger = Client(self.port, run_id="job", stall_timeout=None).connected()
+        reply = self.stranger.txn(then=[("range", PREFIX, 0)])
+        keys = [entry.key for entry in reply.results[0] if entry.key[len(PREFIX) :].split("/")[0] == kind]
+        assert keys, [entry.key for entry in reply.results[0]]
+        for key in keys:
+            self.stranger.put(key, value)
+        return keys
+
+    def ended(self):
+        # The host of the store waits for all that are connected.
+        self.close()
+        codes = [agent.wait() for agent in self.agents]
+        for agent in self.agents:
+            assert "Traceback" not in agent.stderr, agent.stderr
+            assert "Traceback" not in agent.stdout
+        return codes
+
+    def close(self):
+        if self.stranger is not None:
+            self.stranger.close()
+            self.stranger = None
+
+
+@pytest.fixture
+def nodes(launch):
+    made = Nodes(launch)
+    yield made
+    made.close()
+
+
+def tell(workers, signum):
+    for worker in workers:
+        os.kill(worker.pid, signum)
+
+
+@pytest.mark.parametrize("value", [b"\xff\x00", b'{"round": 1e308}', b"[" * 10_000])
+def test_a_job_whose_records_are_damaged_restarts_and_succeeds(nodes, value):
+    first = nodes.workers(0)
+    for kind in ("slot", "nodes", "table", "job"):
+        nodes.damage(kind, value)
+    tell(first[:1], FAIL)
+    second = nodes.workers(1)
+    for kind in ("slot", "nodes", "table", "job"):
+        nodes.damage(kind, value)
+    tell(second, SUCCEED)
+    assert nodes.ended() == [0, 0]
+    assert any(f"{PREFIX}slot/" in agent.stderr for agent in nodes.agents)
+
+
+def running_at(round_):
+    head = {"state": "RUNNING", "round": round_, "form": "1.1", "used": 0, "size": 2, "world_size": 2}
+    return json.dumps({**head, "master": ["127.0.0.1", 29500]}).encode()
+
+
+@pytest.mark.parametrize("value", [b"\xff", b"[]", running_at(1e308), running_at(10**400)])
+def test_a_damaged_head_ends_the_job_with_its_name(nodes, value):
+    nodes.workers(0)
+    (key,) = nodes.damage("head", value)
+    assert nodes.ended() == [1, 1]
+    for agent in nodes.agents:
+        assert re.search(f"elasticrs: .*{key}", agent.stderr)
+
+
+def test_a_damaged_end_of_a_node_is_still_its_end(nodes):
+    workers = nodes.workers(0)
+    nodes.damage("slot", b"null")
+    nodes.stranger.watch(PREFIX + "done/")
+    tell(workers[1:], SUCCEED)
+    assert nodes.stranger.changes()[0][0] == f"{PREFIX}done/1/1"
+    nodes.damage("done", b"\xff")
+    tell(workers[:1], SUCCEED)
+    assert nodes.ended() == [0, 0]
+
+
+def test_a_job_that_never_formed_is_refused_by_its_damaged_record(launch, nodes):
+    nodes.workers(0)
+    (key,) = nodes.damage("job", b'["what"]')
+    late = launch(*nodes.options)
+    assert late.wait() == 1
+    assert key in late.stderr
+    assert "Traceback" not in late.stderr
+    tell(nodes.workers(0), SUCCEED)
+    assert nodes.ended() == [0, 0]
