@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from elasticrs.logs import LogPaths
     from elasticrs.workers import Workers, WorkerSetup
 
+    AttemptLogs = Callable[[str, dict[int, dict[str, str]]], LogPaths]
+
 _PATIENCE = 10.0
 """Seconds that a stderr which takes nothing holds up the end."""
 
@@ -81,18 +83,17 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
     from elasticrs.agent.console import Console, prefix_of
-    from elasticrs.logs import RunLogs
-    from elasticrs.workers import CommandWorkers, WorkerSetup, directory_logs
+    from elasticrs.workers import CommandWorkers, WorkerSetup
 
     console = Console(prefix=prefix_of(launch.job.rendezvous is not None or launch.handler is not None))
     if signals is None:
         console.say("not in the main thread: signals are not handled")
     else:
         signals.catch(launch.job.signals, pauses=True)
-    logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc) if launch.logs.specs is None else None
+    logs, remove_if_empty = _logs(launch)
     setup = WorkerSetup(
         launch.job,
-        _logs_of_specs(launch) if logs is None else directory_logs(logs),
+        logs,
         launch.logs.prefix_template,
         _environment(launch),
         ignored_signals(),
@@ -110,8 +111,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     else:
         code = _run_agent(launch, workers, console, signals)
     try:
-        if logs is not None:
-            logs.remove_if_empty()
+        remove_if_empty()
     except OSError as error:
         console.say(f"a log folder could not be removed: {error.strerror}")
     return code
@@ -141,10 +141,19 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     return result.exit_code
 
 
-def _logs_of_specs(launch: Launch) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
+def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
+    """What makes the files of an attempt, and what removes a temporary folder without files at the end."""
+    if launch.logs.specs is None:
+        from elasticrs.logs import RunLogs
+        from elasticrs.workers import directory_logs
+
+        logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
+        return directory_logs(logs), logs.remove_if_empty
     from elasticrs.multiprocessing.plugins import attempt_logs, make_logs_specs
 
-    return attempt_logs(make_logs_specs(launch.logs, launch.job.nproc))
+    specs = make_logs_specs(launch.logs, launch.job.nproc)
+    # A class of the user's own keeps what it makes.
+    return attempt_logs(specs), getattr(specs, "_remove_if_empty", lambda: None)
 
 
 def _script_workers(setup: WorkerSetup, launch: Launch) -> Workers:

@@ -103,10 +103,11 @@ def test_help_and_version_go_to_stdout(launch):
     assert version.stdout.startswith("elasticrs ")
 
 
-def test_nothing_is_left_in_the_temporary_directory(launch, worker_script, tmp_path):
+@pytest.mark.parametrize("options", [(), ("--logs-specs=default",)])
+def test_nothing_is_left_in_the_temporary_directory(launch, worker_script, tmp_path, options):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    job = launch("--nproc-per-node=2", worker_script("pass"), env={"TMPDIR": str(temporary)})
+    job = launch("--nproc-per-node=2", *options, worker_script("pass"), env={"TMPDIR": str(temporary)})
     assert job.wait() == 0
     assert os.listdir(temporary) == []
 

@@ -107,10 +107,16 @@ def test_a_sigkill_that_we_did_not_send_and_a_rise_are_the_evidence(
 
 def test_the_notes_say_what_was_counted() -> None:
     note = evidence.oom_note(-9, None, QUIET, STRUCK)
-    assert note == "probably the kernel's OOM killer (oom_kill rose by 1 in /cg/memory.events)"
+    assert note is not None
+    assert "oom_kill rose by 1 in /cg/memory.events" in note
+    for advice in ("memory limit", "batch", "data loader"):
+        assert advice in note
+    machine = evidence.oom_note(-9, None, {evidence.VMSTAT: 1}, {evidence.VMSTAT: 2})
+    assert machine is not None
+    assert "memory limit" not in machine
     other = evidence.oom_note(1, None, QUIET, STRUCK)
     assert other is not None
-    assert other.endswith("perhaps a child of the worker")
+    assert "perhaps a child of the worker" in other
     assert evidence.oom_note(-9, None, QUIET, QUIET) is None
 
 

@@ -119,6 +119,40 @@ def test_failures_stand_in_the_order_of_their_ends() -> None:
     ]
 
 
+def raised(directory: Path, rank: int, raised_ns: int, ended_ns: int) -> ProcessFailure:
+    """A worker that recorded an exception, and ended later."""
+    path = recorded(directory, str(rank), f"Traceback (most recent call last):\nE: {rank}\n")
+    data = json.loads(Path(path).read_text())
+    data["elasticrs"] = {"monotonic_ns": raised_ns, "pid": 100 + rank}
+    Path(path).write_text(json.dumps(data))
+    return ProcessFailure(rank, 100 + rank, 1, path, seen_ns=ended_ns)
+
+
+def test_order_and_times_are_those_of_the_exceptions_where_ends_came_otherwise(tmp_path: Path) -> None:
+    failures = {
+        0: raised(tmp_path, 0, NOW + 5 * MS, NOW + 20 * MS),
+        1: raised(tmp_path, 1, NOW, NOW + 40 * MS),
+        2: raised(tmp_path, 2, NOW + 9 * MS, NOW + 10 * MS),
+    }
+    text = str(ChildFailedError("train.py", failures))
+    assert re.findall(r"^  rank      : (\d)", text, re.MULTILINE) == ["0", "2", "1"]
+    assert re.findall(r"\[(\d)\]:", text) == ["1", "2", "0"]
+    times = re.findall(r"time      : (\S+)(?: \((\S+) ms after)?", text)
+    assert [later for _, later in times] == ["5.000", "9.000", ""]
+    seconds = [float(when.rpartition(":")[2]) for when, _ in times]
+    assert (seconds[0] - seconds[2]) % 60 == pytest.approx(0.005, abs=0.0021)
+    assert "Root Cause (first observed failure):" in text
+
+
+def test_a_root_cause_that_was_not_observed_first_is_not_called_so() -> None:
+    failures = {rank: ProcessFailure(rank, rank, 1, "", seen_ns=NOW + rank * MS) for rank in range(2)}
+    failures[1].is_first = True
+    text = str(ChildFailedError("train.py", failures))
+    assert "first observed" not in text
+    assert re.search(r"^Root Cause .*:\n\[1\]:", text, re.MULTILINE)
+    assert re.search(r"rank      : 0.*Root Cause.*rank      : 1", text, re.DOTALL)
+
+
 def test_what_is_known_about_the_cause_follows_torchs_lines(tmp_path: Path) -> None:
     callstack = "Traceback (most recent call last):\n  File x\nValueError: cause\n"
     cause = ProcessFailure(
@@ -158,7 +192,17 @@ def test_the_stack_of_a_crash_follows_its_signal(tmp_path: Path) -> None:
 
 def test_an_exit_without_an_exception_is_called_that() -> None:
     text = str(ChildFailedError("train.sh", {0: ProcessFailure(0, 100, 137, "", seen_ns=NOW)}))
-    assert "exit code 137 (a shell's word for SIGKILL), and no exception was recorded (sys.exit" in text
+    assert "exit code 137 (a shell's word for SIGKILL), and no exception was recorded" in text
+    for likely in ("sys.exit", "os._exit", "HYDRA_FULL_ERROR=1", "--capture-stderr"):
+        assert likely in text
+
+
+def test_whose_stderr_is_kept_is_not_told_to_keep_it() -> None:
+    logs = {"stderr": "/logs/0/stderr.log"}
+    failure = ProcessFailure(0, 100, 1, "", seen_ns=NOW, log_paths=logs, stderr_tail=["ValueError: x"])
+    text = str(ChildFailedError("train.py", {0: failure}))
+    assert "HYDRA_FULL_ERROR=1" in text
+    assert "--capture-stderr" not in text
 
 
 def test_a_cause_outside_of_the_worker_is_given() -> None:

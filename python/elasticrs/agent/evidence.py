@@ -20,6 +20,12 @@ VMSTAT = "/proc/vmstat"
 
 _SIGKILL = 9
 
+_ADVICE = (
+    "raise the memory limit of its control group, or use less: smaller batches, fewer data loader workers",
+    "the machine had no memory left: use less, with smaller batches or fewer data loader workers",
+)
+"""What to do: about the limit of a control group, and about a machine that is full."""
+
 
 # --- memory cgroups ---
 
@@ -161,5 +167,8 @@ def oom_note(
     path, count = rise
     counted = f"oom_kill rose by {count} in {path}"
     if probably_oom(exitcode, sent_signal, before, after):
-        return f"probably the kernel's OOM killer ({counted})"
-    return f"the kernel's OOM killer struck during this attempt ({counted}): perhaps a child of the worker"
+        return f"probably the kernel's OOM killer ({counted}); {_ADVICE[path == VMSTAT]}"
+    return (
+        f"the kernel's OOM killer struck during this attempt ({counted}), perhaps a child of the worker;"
+        f" {_ADVICE[path == VMSTAT]}"
+    )

@@ -12,7 +12,7 @@ import time
 
 from elasticrs.multiprocessing.errors.exits import describe_exit, signal_name
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
-from elasticrs.multiprocessing.errors.root_cause import in_order, root_cause, victims
+from elasticrs.multiprocessing.errors.root_cause import failed_ns, in_order, root_cause, victims
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str
     width = min(_WIDTH, max(len(line) for line in body.split("\n")))
     line, thin = border * width, section * width
     parts = ["", line, title, thin, "Failures:", *(others or ["  <NO_OTHER_FAILURES>"]), *stopped_lines]
-    return "\n".join([*parts, thin, "Root Cause (first observed failure):", root_entry, line])
+    how = "first observed failure" if failed[0] == root else "agreed on by all nodes"
+    return "\n".join([*parts, thin, f"Root Cause ({how}):", root_entry, line])
 
 
 # --- one failure ---
@@ -90,11 +91,13 @@ def _entry(
 def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
     if failure.seen_ns is None:
         return failure.timestamp_isoformat()
-    seconds, rest = divmod(failure.wall_ns, 1_000_000_000)
+    # By the times that put them in order.
+    failed, first = failed_ns(failure) or failure.seen_ns, failed_ns(root)
+    seconds, rest = divmod(failure.wall_ns - failure.seen_ns + failed, 1_000_000_000)
     text = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(seconds)) + f".{rest // 1_000_000:03}"
-    if failure is root or root.seen_ns is None:
+    if failure is root or first is None:
         return text
-    later = (failure.seen_ns - root.seen_ns) / 1_000_000
+    later = (failed - first) / 1_000_000
     return f"{text} ({abs(later):.3f} ms {'after' if later >= 0 else 'before'} the root cause)"
 
 
@@ -115,15 +118,20 @@ def traceback_text(failure: ProcessFailure) -> str:
         callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
         message = str(callstack or message.get("message", NOT_AVAILABLE)).rstrip()
     elif failure.error_file == NOT_AVAILABLE and failure.seen_ns is not None and not failure.signal_number():
-        message = failure.cause or (
-            f"{describe_exit(failure.exitcode)}, and no exception was recorded"
-            " (sys.exit, os._exit, a program other than Python)"
-        )
+        message = failure.cause or _silent(failure)
     if failure.signal_number():
         message = _enriched(message, failure)
     if failure.stack:
         message = f"{message}\n{failure.stack}"
     return message
+
+
+def _silent(failure: ProcessFailure) -> str:
+    keep = "" if "stderr" in failure.log_paths else "; --capture-stderr shows its last lines here"
+    return (
+        f"{describe_exit(failure.exitcode)}, and no exception was recorded: sys.exit, os._exit, a program"
+        f" other than Python, or a framework that catches exceptions (Hydra: set HYDRA_FULL_ERROR=1){keep}"
+    )
 
 
 def _enriched(message: str, failure: ProcessFailure) -> str:
