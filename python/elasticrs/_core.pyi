@@ -284,7 +284,8 @@ class Descendant:
     @property
     def pid(self) -> int: ...
     @property
-    def command(self) -> str: ...
+    def command(self) -> str:
+        """The kernel's short name of its program, at most 15 bytes; empty when it was gone."""
 
 @final
 class Fenced:

@@ -5,13 +5,11 @@ import re
 import pytest
 
 from elasticrs.agent.texts import (
-    MAX_COMMAND,
     duration,
     how_it_ended,
     how_the_nursery_ended,
     milliseconds,
     restart_line,
-    short,
     signal_name,
     stop_line,
 )
@@ -48,11 +46,6 @@ def test_a_restart_says_what_it_costs():
 )
 def test_a_long_span_is_for_people(seconds, text):
     assert duration(seconds) == text
-
-
-def test_a_command_line_is_cut():
-    assert short("x" * MAX_COMMAND) == "x" * MAX_COMMAND
-    assert short("x" * 5000) == "x" * (MAX_COMMAND - 1) + "…"
 
 
 def test_a_stop_says_how_long_it_may_take():

@@ -7,9 +7,14 @@ use std::str::FromStr;
 /// The field that tells a process from a later one with the same pid: when it began, in ticks after the machine's start.
 pub const START_TIME: usize = 22;
 
-/// What was read, behind the name.
+/// What was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stat(String);
+pub struct Stat {
+    /// The kernel's short name, at most 15 bytes.
+    pub name: String,
+    /// Behind the name.
+    fields: String,
+}
 
 impl Stat {
     /// `None` when there is no such process any more.
@@ -25,13 +30,15 @@ impl Stat {
     /// `None`: it is something else.
     pub fn parse(stat: &[u8]) -> Option<Self> {
         // The name stands in parentheses and may hold any byte, parentheses included.
+        let name = stat.iter().position(|&byte| byte == b'(')? + 1;
         let end = stat.iter().rposition(|&byte| byte == b')')?;
-        Some(Self(str::from_utf8(stat.get(end + 2..)?).ok()?.to_owned()))
+        let name = String::from_utf8_lossy(stat.get(name..end)?).into_owned();
+        Some(Self { name, fields: str::from_utf8(stat.get(end + 2..)?).ok()?.to_owned() })
     }
 
     /// A field by its number in proc(5): 3, the state, is the first.
     pub fn field<T: FromStr>(&self, number: usize) -> Option<T> {
-        self.0.split_ascii_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
+        self.fields.split_ascii_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
     }
 }
 
@@ -43,6 +50,7 @@ mod tests {
     fn names_with_parentheses_and_blanks_do_not_confuse() {
         let stat = Stat::parse(b"42 (a) R 7 (b) S 41 40 39 0 -1\n").unwrap();
         assert_eq!((stat.field(3), stat.field(4), stat.field(8)), (Some('S'), Some(41), Some(-1)));
+        assert_eq!(stat.name, "a) R 7 (b");
         assert_eq!((stat.field::<u32>(8), stat.field::<i32>(9), stat.field::<i32>(2)), (None, None, None));
         assert_eq!([&b"42 (a"[..], b"42 (a)", b"", b"42 (a) \xff"].map(Stat::parse), [None, None, None, None]);
     }

@@ -10,6 +10,8 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+pub mod hung_file;
+
 /// No test waits longer than this for anything.
 pub const HANG_GUARD: Duration = Duration::from_secs(10);
 

@@ -123,6 +123,11 @@ fn run() -> Result<ExitCode, Problem> {
             pause_for_ever();
         }
         "daemonise" => forking::daemonise(&request, false)?,
+        "hang-in-map" => {
+            let path = request.next()?;
+            request.ready()?;
+            elasticrs_testkit::hung_file::hang_in_map(path.as_ref())?;
+        }
         "exempt" => forking::daemonise(&request, true)?,
         "fork-bomb" => forking::bomb(&request)?,
         "chain" => forking::chain(&request)?,

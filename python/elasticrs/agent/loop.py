@@ -465,7 +465,7 @@ class Agent:
 
     def _name_descendants(self, verb: str, left: Sequence[tuple[int, str]], more: int = 0) -> None:
         if left:
-            names = ", ".join(f"{pid} ({texts.short(command)})" for pid, command in left)
+            names = ", ".join(f"{pid} ({command})" for pid, command in left)
             names += f" and {more} more" if more else ""
             self._console.say(f"{verb} what the workers left behind: {names}")
 

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 
 PREFIX = "elasticrs: "
 
-MAX_COMMAND = 60
-"""Characters shown of a command line."""
-
 
 def signal_name(signum: int) -> str:
     """``"SIGTERM"`` for 15; ``"SIG40"`` where the signal has no name of its own."""
@@ -120,11 +117,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def short(command: str) -> str:
-    """A command line that does not fill the screen."""
-    return command if len(command) <= MAX_COMMAND else command[: MAX_COMMAND - 1] + "…"
 
 
 def timer_expired(timer: TimerExpired) -> str:

@@ -45,7 +45,6 @@ GO = b"g"
 
 _WORD = struct.Struct("d")
 _NAMED = 16
-_COMMAND_LENGTH = 200
 
 _TERM_GRACE = 1.0
 _GIVE_UP = 10.0
@@ -253,7 +252,7 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
 
 def _tell_names(pids: Sequence[int], control: int) -> None:
     """Pid and name of what is ended, one in a line, then how many more."""
-    lines = [f"{pid} {_command_of(pid)}\n" for pid in pids[:_NAMED]]
+    lines = [f"{pid} {_name_of(pid)}\n" for pid in pids[:_NAMED]]
     lines.append(f"{len(pids) - len(lines)}\n")
     try:
         os.write(control, "".join(lines).encode())
@@ -261,12 +260,10 @@ def _tell_names(pids: Sequence[int], control: int) -> None:
         return  # Nobody wants to know.
 
 
-def _command_of(pid: int) -> str:
-    """Its command line for people, as the core shows one: the kernel's short name when it has none."""
-    text = ""
-    for name in ("cmdline", "comm"):
-        with open(f"/proc/{pid}/{name}", encoding="utf-8", errors="replace") as file:
-            text = text or file.read(_COMMAND_LENGTH).removesuffix("\0" if name == "cmdline" else "\n")
+def _name_of(pid: int) -> str:
+    """The kernel's short name of it, as the core tells one: a command line may take for ever to read."""
+    with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+        text = file.read().removesuffix("\n")
     return "".join(character if character.isprintable() else " " for character in text)
 
 

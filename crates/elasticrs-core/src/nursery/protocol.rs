@@ -168,7 +168,7 @@ pub enum Reply {
 pub struct Descendant {
     /// Its pid.
     pub pid: i32,
-    /// Its command line, arguments joined by blanks, at most 200 bytes; the kernel's short name when it has none.
+    /// The kernel's short name of its program, at most 15 bytes; empty when it was gone.
     pub command: String,
 }
 

@@ -32,7 +32,7 @@ pub struct Outcome {
 /// One look at the processes that may have to go.
 #[derive(Debug, Default)]
 struct Look {
-    alive: Vec<i32>,
+    alive: BTreeSet<i32>,
     /// Somebody vanished while we looked, and may have left children that were not seen.
     unsure: bool,
 }
@@ -105,11 +105,11 @@ impl Look {
     }
 
     fn kill(&mut self, pid: i32, target: &Target, ended: &mut Tally) {
-        self.alive.push(pid);
-        if ended.seen.insert(pid) {
-            ended.ended.add(pid);
-        }
         target.signal(Signal::SIGKILL);
+        self.alive.insert(pid);
+        if ended.seen.insert(pid) {
+            ended.ended.add(target);
+        }
     }
 }
 
@@ -128,9 +128,11 @@ fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcom
         let known = tally.seen.len();
         let look = look(&mut tally);
         empty = if look.alive.is_empty() && !look.unsure { empty + 1 } else { 0 };
-        let stuck = if start.elapsed() >= give_up { look.alive } else { Vec::new() };
-        if empty == 2 || start.elapsed() >= give_up {
-            return Outcome { ended: tally.ended, stuck: stuck.into_iter().map(tree::describe).collect() };
+        let has_given_up = start.elapsed() >= give_up;
+        if empty == 2 || has_given_up {
+            let stuck: Vec<i32> = if has_given_up { look.alive.into_iter().collect() } else { Vec::new() };
+            let ended = tally.ended.without(&stuck);
+            return Outcome { ended, stuck: stuck.into_iter().map(tree::describe).collect() };
         }
         // Whoever forks faster than we look must be looked at again at once; nobody tells us when the others end.
         if empty == 0 && tally.seen.len() == known {

@@ -15,8 +15,6 @@ use crate::stat::Stat;
 use crate::sys::features::Features;
 use crate::sys::pidfd;
 
-const COMMAND_LENGTH: usize = 200;
-
 /// A process below the root of a listing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Listed {
@@ -40,7 +38,10 @@ pub struct Status {
 impl Status {
     /// `None` when there is no such process any more.
     pub fn of(pid: i32) -> Option<Self> {
-        let stat = Stat::of(pid)?;
+        Self::in_stat(&Stat::of(pid)?)
+    }
+
+    fn in_stat(stat: &Stat) -> Option<Self> {
         Some(Self { state: stat.field(3)?, parent: stat.field(4)?, session: stat.field(6)? })
     }
 
@@ -132,6 +133,7 @@ pub struct Target {
     pidfd: Option<OwnedFd>,
     /// Read after the descriptor was opened.
     pub status: Status,
+    stat: Stat,
 }
 
 impl Target {
@@ -139,16 +141,21 @@ impl Target {
     pub fn open(me: i32, listed: Listed) -> Option<Self> {
         let pid = listed.pid;
         let pidfd = if listed.parent == me { None } else { Some(pidfd::open(pid).ok()?) };
-        let status = Status::of(pid)?;
+        let target = Self::behind(pid, pidfd)?;
+        let parent = target.status.parent;
         // A process that got the pid after the listing has another parent: the listed one is still there, or its
         // children are ours.
-        (status.parent == listed.parent || status.parent == me).then_some(Self { pid, pidfd, status })
+        (parent == listed.parent || parent == me).then_some(target)
     }
 
     /// Any process; the caller checks, after this, that it is the one that it means.
     pub fn open_any(pid: i32) -> Option<Self> {
-        let pidfd = Some(pidfd::open(pid).ok()?);
-        Some(Self { pid, pidfd, status: Status::of(pid)? })
+        Self::behind(pid, Some(pidfd::open(pid).ok()?))
+    }
+
+    fn behind(pid: i32, pidfd: Option<OwnedFd>) -> Option<Self> {
+        let stat = Stat::of(pid)?;
+        Some(Self { pid, pidfd, status: Status::in_stat(&stat)?, stat })
     }
 
     /// Sends a signal; a process that has ended meanwhile is passed over.
@@ -162,20 +169,12 @@ impl Target {
     }
 }
 
-/// A descendant with its command line, for people.
+/// A process as people are told of it.
+///
+/// By the kernel's short name: the command line is in the process's own memory, and whoever reads it waits for as long as
+/// the process changes that, for ever when it hangs there.
 pub fn describe(pid: i32) -> Descendant {
-    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let mut command = line.strip_suffix(b"\0").unwrap_or(&line).to_vec();
-    command.truncate(COMMAND_LENGTH);
-    for byte in &mut command {
-        if *byte == 0 {
-            *byte = b' ';
-        }
-    }
-    if command.is_empty() {
-        command = fs::read(format!("/proc/{pid}/comm")).unwrap_or_default().trim_ascii_end().to_vec();
-    }
-    Descendant { pid, command: String::from_utf8_lossy(&command).into_owned() }
+    Descendant { pid, command: Stat::of(pid).map(|stat| stat.name).unwrap_or_default() }
 }
 
 /// Those that had to be signalled: the first few by name, the rest as a number.
@@ -183,20 +182,32 @@ pub fn describe(pid: i32) -> Descendant {
 pub struct Ended {
     /// The first 64.
     pub named: Vec<Descendant>,
-    /// How many more.
-    pub more: u32,
+    others: BTreeSet<i32>,
 }
 
 impl Ended {
     const NAMED: usize = 64;
 
-    /// To be called before the process is signalled: afterwards it has no command line.
-    pub fn add(&mut self, pid: i32) {
+    /// One more.
+    pub fn add(&mut self, target: &Target) {
         if self.named.len() < Self::NAMED {
-            self.named.push(describe(pid));
+            self.named.push(Descendant { pid: target.pid, command: target.stat.name.clone() });
         } else {
-            self.more += 1;
+            self.others.insert(target.pid);
         }
+    }
+
+    /// Without those that did not end.
+    #[must_use]
+    pub fn without(mut self, stuck: &[i32]) -> Self {
+        self.named.retain(|ended| !stuck.contains(&ended.pid));
+        self.others.retain(|pid| !stuck.contains(pid));
+        self
+    }
+
+    /// How many more.
+    pub fn more(&self) -> u32 {
+        u32::try_from(self.others.len()).unwrap_or(u32::MAX)
     }
 }
 
@@ -218,7 +229,7 @@ mod tests {
         assert!(all_by_parent()[&me].contains(&pid));
         let session = nix::unistd::getsid(None).unwrap().as_raw();
         assert!(Status::of(pid).is_some_and(|status| (status.parent, status.session) == (me, session)));
-        assert_eq!(describe(pid).command, "cat -u");
+        assert_eq!(describe(pid).command, "cat");
         Target::open(me, Listed { pid, parent: me }).unwrap().signal(Signal::SIGKILL);
         child.wait().unwrap();
         assert_eq!(Status::of(pid), None);

@@ -120,5 +120,5 @@ pub(super) fn sweep_after_loss(
     } else {
         sweep::kill_by_token(token, give_up)
     };
-    Swept { ended: ended.named, more: ended.more, stuck, spared: Vec::new() }
+    Swept { more: ended.more(), ended: ended.named, stuck, spared: Vec::new() }
 }

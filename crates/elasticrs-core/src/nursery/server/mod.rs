@@ -263,8 +263,9 @@ impl Nursery {
                     // Going up again is always permitted.
                     let _ = priority::set_nice(nice);
                 }
-                match sweep.into_answer() {
-                    (Some(number), Ended { named: ended, more }) => {
+                match sweep.into_answer(&stuck) {
+                    (Some(number), ended) => {
+                        let (more, ended) = (ended.more(), ended.named);
                         self.tell(&Reply::Swept { number, ended, more, stuck, spared }, Vec::new());
                     }
                     (None, ended) => self.untold = ended,

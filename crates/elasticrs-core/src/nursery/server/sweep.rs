@@ -100,8 +100,10 @@ impl Sweep {
         until.min(self.pause)
     }
 
-    pub(super) fn into_answer(self) -> (Option<u32>, Ended) {
-        (self.number, self.ended)
+    /// The number of the request, and who has ended; `stuck` have not.
+    pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Ended) {
+        let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
+        (self.number, self.ended.without(&stuck))
     }
 
     pub(super) fn step(&mut self, nursery: &Nursery, has_children: bool) -> Verdict {
@@ -159,9 +161,6 @@ impl Sweep {
     fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
         let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
         let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
-        if is_new && !was_named && !nursery.workers.contains(&pid) && !nursery.orphaned {
-            self.ended.add(pid);
-        }
         if signal == Signal::SIGKILL {
             // Every time: the pid may be another process by now, and a second SIGKILL does no harm.
             target.signal(signal);
@@ -169,6 +168,9 @@ impl Sweep {
             target.signal(signal);
             // A stopped process does not see the signal before it goes on.
             target.signal(Signal::SIGCONT);
+        }
+        if is_new && !was_named && !nursery.workers.contains(&pid) && !nursery.orphaned {
+            self.ended.add(target);
         }
         is_new
     }

@@ -1,0 +1,151 @@
+//! A file of a file system that does not answer, as on a network that is gone: whoever maps it hangs in the kernel.
+//!
+//! The file system is served by the test (FUSE). It answers all but the first request for content, and with that one the
+//! only page stays locked. The command `hang-in-map` reads the file in a thread, and then maps it: the kernel waits for
+//! the page there, cannot be interrupted, and holds the lock of the process's memory meanwhile.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::thread::{self, JoinHandle};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+
+const LOOKUP: u32 = 1;
+const FORGET: u32 = 2;
+const GETATTR: u32 = 3;
+const OPEN: u32 = 14;
+const READ: u32 = 15;
+const INIT: u32 = 26;
+const INTERRUPT: u32 = 36;
+const BATCH_FORGET: u32 = 42;
+
+const HEADER: usize = 40;
+/// Without the page cache, which the kernel then empties for each mapping, but not for this opening.
+const UNCACHED: u32 = 1 | 2;
+const NOT_THERE: i32 = -libc::ENOSYS;
+const A_YEAR: u64 = 31_536_000;
+
+/// The file, for as long as this is not dropped; then whoever hangs goes on, with an error.
+#[derive(Debug)]
+pub struct HungFile {
+    folder: PathBuf,
+    server: Option<JoinHandle<()>>,
+}
+
+impl HungFile {
+    /// Seen by this thread, and by processes that it starts from now on; `None` where this thread may not mount.
+    ///
+    /// # Panics
+    /// When it may, and it does not work.
+    pub fn new(folder: &Path) -> Option<Self> {
+        unshare(CloneFlags::CLONE_NEWNS).ok()?;
+        let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+        mount(None::<&str>, "/", None::<&str>, private, None::<&str>).expect("mounts of our own");
+        let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").ok()?;
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", device.as_raw_fd());
+        mount(Some("hung"), folder, Some("fuse"), MsFlags::empty(), Some(options.as_str())).expect("a mounted FUSE");
+        let server = Some(thread::spawn(move || serve(device)));
+        Some(Self { folder: folder.to_owned(), server })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> PathBuf {
+        self.folder.join("file")
+    }
+}
+
+impl Drop for HungFile {
+    fn drop(&mut self) {
+        // With force, the kernel answers all that is open by an error, and the server sees the end.
+        umount2(&self.folder, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH).expect("it is mounted");
+        self.server.take().map(JoinHandle::join).transpose().expect("a server that ended");
+    }
+}
+
+/// Hangs for ever: the file is opened a second time without the page cache, for which a mapping has to empty that.
+///
+/// # Errors
+/// It did not hang.
+pub fn hang_in_map(path: &Path) -> std::io::Result<()> {
+    let mut cached = File::open(path)?;
+    thread::spawn(move || cached.read(&mut [0; 1]));
+    // Answered when the other thread waits for the content.
+    let uncached = File::open(path)?;
+    let length = std::num::NonZeroUsize::MIN;
+    let (prot, flags) = (nix::sys::mman::ProtFlags::PROT_READ, nix::sys::mman::MapFlags::MAP_PRIVATE);
+    // SAFETY: a new mapping, at an address of the kernel's choice, that nobody looks at.
+    unsafe { nix::sys::mman::mmap(None, length, prot, flags, uncached, 0) }?;
+    Ok(())
+}
+
+/// Until the file system is unmounted.
+fn serve(mut device: File) {
+    let mut request = vec![0; 1 << 17];
+    let (mut opened, mut is_read, mut waits) = (0, false, None);
+    while let Ok(length @ HEADER..) = device.read(&mut request) {
+        let request = &request[..length];
+        let opcode = u32::from_ne_bytes(request[4..8].try_into().expect("four bytes"));
+        let unique = u64::from_ne_bytes(request[8..16].try_into().expect("eight bytes"));
+        let node = u64::from_ne_bytes(request[16..24].try_into().expect("eight bytes"));
+        let mut answer = |unique, body: &[u8]| reply(&mut device, unique, 0, body);
+        match opcode {
+            // Version 7.31, and nothing that is optional: 64 bytes.
+            INIT => answer(unique, &words(&[7, 31, 0, 0, 0, 4096, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0])),
+            LOOKUP => answer(unique, &[longs(&[2, 0, A_YEAR, A_YEAR, 0]), attributes(2)].concat()),
+            GETATTR => answer(unique, &[longs(&[A_YEAR, 0]), attributes(node)].concat()),
+            OPEN if opened == 0 => {
+                opened = 1;
+                answer(unique, &longs(&[0, 0]));
+            }
+            OPEN if !is_read => waits = Some(unique),
+            OPEN => answer(unique, &[longs(&[0]), words(&[UNCACHED, 0])].concat()),
+            READ => {
+                is_read = true;
+                if let Some(unique) = waits.take() {
+                    answer(unique, &[longs(&[0]), words(&[UNCACHED, 0])].concat());
+                }
+            }
+            FORGET | BATCH_FORGET | INTERRUPT => {}
+            _ => reply(&mut device, unique, NOT_THERE, &[]),
+        }
+    }
+}
+
+fn reply(device: &mut File, unique: u64, error: i32, body: &[u8]) {
+    let length = u32::try_from(16 + body.len()).expect("a short one");
+    let header = [length.to_ne_bytes(), error.to_ne_bytes()].concat();
+    // Whoever asked may have been killed meanwhile.
+    let _ = device.write_all(&[header, longs(&[unique]), body.to_vec()].concat());
+}
+
+/// The root is node 1.
+fn attributes(node: u64) -> Vec<u8> {
+    let mode = if node == 1 { libc::S_IFDIR | 0o755 } else { libc::S_IFREG | 0o644 };
+    [longs(&[node, 4096, 8, 0, 0, 0]), words(&[0, 0, 0, mode, 1, 0, 0, 0, 4096, 0])].concat()
+}
+
+fn longs(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+fn words(numbers: &[u32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+/// Waits until a process hangs in [`hang_in_map`].
+///
+/// # Panics
+/// When it has ended, or does not get there.
+pub fn wait_until_it_hangs(pid: i32) {
+    let start = std::time::Instant::now();
+    let read = |name| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+    let maps = format!("{} ", libc::SYS_mmap);
+    while super::state(pid) != Some('D') || !read("syscall").starts_with(&maps) {
+        assert!(super::is_running(pid) && start.elapsed() < super::HANG_GUARD, "{pid} does not hang");
+        thread::yield_now();
+    }
+}
