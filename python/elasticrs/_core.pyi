@@ -69,6 +69,8 @@ class GroupSpec:
     Args:
         processes: local ranks ``0..n-1`` in order.
         on_failure: carried out in Rust the moment the first worker fails.
+        stop_scope: whom the signals of any stop reach before SIGKILL: ``"worker"``, and the rest of its
+            process group when it has ended, or ``"group"``. Default: ``"group"``.
         linger: seconds that descendants may go on when all workers have exited 0, before SIGTERM, one second,
             SIGKILL; ``None`` leaves them alone. Failed and stopped groups are swept at once. Default: 5.
         start_deadline: seconds within which all must run.
@@ -80,6 +82,7 @@ class GroupSpec:
         processes: Sequence[ProcessSpec],
         *,
         on_failure: StopPolicy,
+        stop_scope: str = "group",
         linger: float | None = ...,
         start_deadline: float = 30.0,
         keep_ignored: Sequence[int] = ...,
@@ -480,7 +483,7 @@ class Supervisor:
             hung_frame: where its main thread stands, as in :class:`RankSeen`.
         """
     def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
-        """Send a signal to the process groups of these workers, or of all."""
+        """Send a signal to these workers, or to all: to whom of each, ``stop_scope`` of the group says."""
     def suspend(self) -> None:
         """SIGSTOP to all groups; deadlines stand still until :meth:`resume`."""
     def resume(self) -> None: ...

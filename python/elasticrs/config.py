@@ -7,6 +7,7 @@ These are the internal, slotted forms that the command line works on; the public
 from __future__ import annotations
 
 import os
+import sys
 
 from elasticrs._value import Value
 
@@ -25,6 +26,7 @@ DEFAULT_MASTER_PORT = 29500
 DEFAULT_HEALTH_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
 UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+STOP_SCOPES = ("worker", "group")
 START_METHODS = ("spawn", "fork", "forkserver")
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
@@ -50,6 +52,8 @@ class JobConfig:
         max_restarts: restarts that may be charged.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
+        stop_scope: whom the first signal reaches: ``"worker"``, and the rest of its process group when it has
+            ended, or ``"group"``.
         linger: seconds that descendants of successful workers may go on; ``None`` leaves them alone.
         master_addr: where rank 0 hosts the store.
         master_port: its port; ``None`` for a fresh one in every attempt.
@@ -80,6 +84,7 @@ class JobConfig:
         "shutdown_timeout",
         "signals",
         "start_deadline",
+        "stop_scope",
         "uninterruptible_state_timeout",
         "virtual_local_rank",
     )
@@ -94,6 +99,7 @@ class JobConfig:
         max_restarts: int = 0,
         shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
         signals: Sequence[int] = (),
+        stop_scope: str = "worker",
         linger: float | None = DEFAULT_LINGER,
         master_addr: str = "localhost",
         master_port: int | None = None,
@@ -112,6 +118,7 @@ class JobConfig:
         self.max_restarts = max_restarts
         self.shutdown_timeout = shutdown_timeout
         self.signals = tuple(signals)
+        self.stop_scope = stop_scope
         self.linger = linger
         self.master_addr = master_addr
         self.master_port = master_port
@@ -350,6 +357,28 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
         return seconds(text)
     except ValueError as error:
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
+
+
+def stop_scope_of(scope: str | None, entrypoint: object) -> str:
+    """Whom the first signal of a stop reaches.
+
+    Args:
+        scope: what a program has asked for; ``None`` for what suits the workers.
+        entrypoint: a function, or a program's name.
+
+    Returns:
+        One of :data:`STOP_SCOPES`. By default ``"worker"`` for functions and for Python, whose helpers serve
+        a worker while it saves, ``"group"`` for other programs, such as shells, which pass nothing on.
+
+    Raises:
+        ValueError: another scope.
+    """
+    if scope is None:
+        is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
+        return "worker" if is_python else "group"
+    if scope not in STOP_SCOPES:
+        raise ValueError(f"stop_scope must be 'worker' or 'group', got {scope!r}")
+    return scope
 
 
 def check_hang_timeouts(timeout: float | str | None, startup: float | None) -> None:

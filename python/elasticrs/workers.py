@@ -182,6 +182,7 @@ class Workers(ABC):
         group = _core.GroupSpec(
             processes,
             on_failure=_core.StopPolicy(signal.SIGTERM, job.shutdown_timeout),
+            stop_scope=job.stop_scope,
             linger=job.linger,
             start_deadline=job.start_deadline,
             keep_ignored=self._setup.keep_ignored,

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 
 import pytest
@@ -442,3 +443,24 @@ def test_who_replaces_the_health_check_has_the_whole_of_it(handler, tmp_path, mo
     assert len(asked) == 1
     assert asked[0]
     assert agent._health_check_server is None
+
+
+@pytest.mark.parametrize(
+    ("program", "asked", "found"),
+    [
+        (entrypoint, None, "worker"),
+        (sys.executable, None, "worker"),
+        ("/bin/sh", None, "group"),
+        ("/bin/sh", "worker", "worker"),
+        (entrypoint, "group", "group"),
+    ],
+)
+def test_whom_a_stop_reaches(handler, tmp_path, program, asked, found):
+    how = spec(handler, entrypoint=program)
+    agent = LocalElasticAgent(how, DefaultLogsSpecs(str(tmp_path)), stop_scope=asked)
+    assert agent._job().stop_scope == found
+
+
+def test_a_stop_that_reaches_somebody_else_is_refused():
+    with pytest.raises(ValueError, match="stop_scope must be 'worker' or 'group', got 'all'"):
+        LaunchConfig(1, 1, 1, stop_scope="all")

@@ -81,7 +81,7 @@ def test_a_flags_variable_is_a_number(text, value):
     "option", [option for option in OPTIONS if option.has_variable], ids=lambda o: o.name
 )
 def test_every_option_has_its_variable(option):
-    texts = ["1", "2", "bad", "SIGTERM", "fork", "node", "k=v"]
+    texts = ["1", "2", "bad", "SIGTERM", "fork", "node", "k=v", "worker"]
     found = [value for text in texts if (value := _default_by(option, text)) is not option]
     assert found
     assert any(value != option.default for value in found)
@@ -93,6 +93,22 @@ def _default_by(option, text):
         return getattr(parse(["x"], {option.variable: text}), option.dest)
     except UsageError:
         return option
+
+
+@pytest.mark.parametrize(
+    ("options", "scope"),
+    [
+        ([], "worker"),
+        (["-m"], "worker"),
+        (["--run-path"], "worker"),
+        (["--no-python"], "group"),
+        (["--no-python", "--stop-scope", "worker"], "worker"),
+        (["--stop-scope=group"], "group"),
+    ],
+)
+def test_whom_a_stop_reaches(options, scope, script):
+    program = "true" if "--no-python" in options else script
+    assert launch(*options, program).job.stop_scope == scope
 
 
 @pytest.mark.parametrize("name", ["LOGS_SPECS", "NUMA_BINDING", "PRINT_COMPLETION"])
@@ -171,6 +187,7 @@ def test_ranks_of_two_digits_can_be_named():
         (["-t", "4", "x"], {}, "-t: got '4', expected 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N"),  # noqa: E501
         (["--local-ranks-filter=a", "x"], {}, "--local-ranks-filter: got 'a', expected local ranks separated by commas, such as 0,3"),  # noqa: E501
         (["--shutdown-timeout=-1", "x"], {}, "--shutdown-timeout: got '-1', expected seconds, 0 or more"),
+        (["--stop-scope=all", "x"], {}, "--stop-scope: got 'all', expected worker or group"),
         (["--hang-timeout=0", "x"], {}, "--hang-timeout: got '0', expected seconds, more than 0, auto or auto:SECONDS"),  # noqa: E501
         (["--hang-timeout=soon", "x"], {}, "--hang-timeout: got 'soon', expected seconds, more than 0, auto or auto:SECONDS"),  # noqa: E501
         (["--hang-startup-timeout=0", "x"], {}, "--hang-startup-timeout: got '0', expected seconds, more than 0"),  # noqa: E501

@@ -66,7 +66,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
         "rdzv_id": "job", "rdzv_conf": "timeout=7", "node_rank": 1, "tee": "3", "redirects": "0:1",
         "max_restarts": 5, "shutdown_timeout": "4", "duplicate_stdout_filters": ["a,b"],
         "numa_binding": "node", "signals_to_handle": "SIGUSR1", "capture_stderr": False,
-        "hang_timeout": "auto:3", "hang_startup_timeout": 7,
+        "hang_timeout": "auto:3", "hang_startup_timeout": 7, "stop_scope": "group",
     }  # fmt: skip
     made, command, arguments = config_from_args(namespace(**given))
     assert (made.min_nodes, made.max_nodes, made.nproc_per_node, made.run_id) == (2, 3, 2, "job")
@@ -74,7 +74,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
     assert made.rdzv_configs == {"timeout": "7", "order_hint": 1}
     assert (made.max_restarts, made.shutdown_timeout, made.signals_to_handle) == (5, 4, "SIGUSR1")
     assert made.duplicate_stdout_filters == ["a,b"]
-    assert (made.hang_timeout, made.hang_startup_timeout) == ("auto:3", 7)
+    assert (made.hang_timeout, made.hang_startup_timeout, made.stop_scope) == ("auto:3", 7, "group")
     assert made.numa_options.affinity_mode.value == "node"
     assert (made.logs_specs._tee, made.logs_specs._redirects) == (Std.ALL, {0: Std.OUT})
     assert (command, arguments) == (sys.executable, ["-u", "train.py", "--x"])

@@ -15,7 +15,7 @@ use std::time::Duration;
 use elasticrs_core::clock::boot_now;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, Stdio, StopPolicy};
+use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, Stdio, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 
@@ -41,6 +41,7 @@ fn group(commands: &[String]) -> GroupSpec {
         processes: (0..).zip(commands).map(process).collect(),
         descriptors: Vec::new(),
         on_failure: StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) },
+        stop_scope: StopScope::Group,
         on_success: Descendants::Linger(Duration::ZERO),
         start_deadline: Duration::from_secs(30),
         keep_ignored: Vec::new(),

@@ -90,6 +90,15 @@ pub struct StopPolicy {
     pub grace: Duration,
 }
 
+/// Whom the signals of a stop reach before SIGKILL, which reaches every process group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StopScope {
+    /// The worker alone, and the rest of its process group when it has ended: its helpers serve it while it saves.
+    Worker,
+    /// Its process group at once: for a program that passes nothing on.
+    Group,
+}
+
 /// What happens to descendants that are still there when every worker has exited 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Descendants {
@@ -108,6 +117,8 @@ pub struct GroupSpec {
     pub descriptors: Vec<OwnedFd>,
     /// Executed in Rust when the first worker fails.
     pub on_failure: StopPolicy,
+    /// Of that stop and of every other.
+    pub stop_scope: StopScope,
     /// Applied when all have exited 0; failed and stopped groups are swept at once.
     pub on_success: Descendants,
     /// Starting all of them must not take longer: exec on a dead network file system blocks for ever.

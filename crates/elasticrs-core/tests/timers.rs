@@ -13,7 +13,7 @@ use common::{Lines, image, pipe, process, with_stdout, worker};
 use elasticrs_core::clock::Stamp;
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, StopPolicy};
+use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Outcome, Supervisor, SupervisorError, TimerExpired};
@@ -45,11 +45,12 @@ impl Job {
         let ranked = (0..).zip(processes(&path)).map(|(local_rank, process)| ProcessSpec { local_rank, ..process });
         let processes: Vec<_> = ranked.map(with_stdout).collect();
         let count = processes.len();
-        let on_failure = StopPolicy { signal: Signal::TERM, grace: HANG };
+        let (on_failure, stop_scope) = (StopPolicy { signal: Signal::TERM, grace: HANG }, StopScope::Group);
         let (on_success, start_deadline) = (Descendants::Linger(Duration::ZERO), HANG);
         let descriptors = vec![writer];
+        let keep_ignored = Vec::new();
         let group =
-            GroupSpec { processes, descriptors, on_failure, on_success, start_deadline, keep_ignored: Vec::new() };
+            GroupSpec { processes, descriptors, on_failure, stop_scope, on_success, start_deadline, keep_ignored };
         supervisor.start(group).unwrap();
         let mut job = Self { supervisor, path, fifo, pids: Vec::new(), lines: Lines::new(reader) };
         let Event::GroupStarted { pids, .. } = job.event() else { panic!("it starts") };

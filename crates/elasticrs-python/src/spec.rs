@@ -142,6 +142,7 @@ impl StopPolicy {
 pub struct GroupSpec {
     processes: Vec<Py<ProcessSpec>>,
     on_failure: core::StopPolicy,
+    stop_scope: core::StopScope,
     on_success: core::Descendants,
     start_deadline: Duration,
     keep_ignored: Vec<Signal>,
@@ -150,10 +151,11 @@ pub struct GroupSpec {
 #[pymethods]
 impl GroupSpec {
     #[new]
-    #[pyo3(signature = (processes, *, on_failure, linger=Some(5.0), start_deadline=30.0, keep_ignored=Vec::new()))]
+    #[pyo3(signature = (processes, *, on_failure, stop_scope="group", linger=Some(5.0), start_deadline=30.0, keep_ignored=Vec::new()))]
     fn new(
         processes: Vec<Py<ProcessSpec>>,
         on_failure: &StopPolicy,
+        stop_scope: &str,
         linger: Option<f64>,
         start_deadline: f64,
         keep_ignored: Vec<i32>,
@@ -169,6 +171,13 @@ impl GroupSpec {
         Ok(Self {
             processes,
             on_failure: on_failure.inner,
+            stop_scope: match stop_scope {
+                "worker" => core::StopScope::Worker,
+                "group" => core::StopScope::Group,
+                other => {
+                    return Err(PyValueError::new_err(format!("stop_scope must be worker or group, got {other:?}")));
+                }
+            },
             on_success: linger.map_or(core::Descendants::Keep, core::Descendants::Linger),
             start_deadline: duration(start_deadline, "start_deadline")?,
             keep_ignored: keep_ignored.into_iter().map(signal).collect::<PyResult<_>>()?,
@@ -195,6 +204,7 @@ impl GroupSpec {
             processes,
             descriptors,
             on_failure: self.on_failure,
+            stop_scope: self.stop_scope,
             on_success: self.on_success,
             start_deadline: self.start_deadline,
             keep_ignored: self.keep_ignored.clone(),

@@ -62,6 +62,9 @@ class LaunchConfig:
         shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
         exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs``,
             ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
+        stop_scope: whom a stop signals first: ``"worker"``, and the rest of its process group when it has
+            ended, or ``"group"``; ``None``: the worker for functions and Python, else the group.
+            Not in torch, nor are the next ones.
         hang_timeout: seconds without a heartbeat after which a rank has failed; ``"auto"``: learned from its
             steps; ``"auto:SECONDS"``: and never less (60); ``None``: nobody is watched. Not in torch, nor is
             the next one.
@@ -95,6 +98,7 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     exit_barrier_timeout: float | None = None
+    stop_scope: str | None = None
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
 
@@ -113,6 +117,7 @@ class LaunchConfig:
             raise ValueError(f"exit_barrier_timeout must be non-negative, got {self.exit_barrier_timeout}")
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
+        defaults.stop_scope_of(self.stop_scope, None)
         defaults.check_hang_timeouts(self.hang_timeout, self.hang_startup_timeout)
 
 
@@ -202,6 +207,7 @@ def launch_agent(
         shutdown_timeout=config.shutdown_timeout,
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
+        stop_scope=config.stop_scope,
     )
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):

@@ -160,6 +160,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         max_restarts=args.max_restarts,
         shutdown_timeout=grace,
         signals=args.signals_to_handle,
+        stop_scope=args.stop_scope or ("group" if args.no_python else "worker"),
         linger=None if args.keep_descendants else args.linger,
         master_addr=meeting.master_addr,
         master_port=meeting.master_port,

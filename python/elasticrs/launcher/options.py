@@ -192,6 +192,12 @@ def _hang_timeout(text: str) -> float | str:
     return text
 
 
+def _stop_scope(text: str) -> str:
+    if text not in config.STOP_SCOPES:
+        raise ValueError("worker or group")
+    return text
+
+
 def _drain(text: str) -> str:
     if text not in ("node", "job"):
         raise ValueError("node or job")
@@ -395,6 +401,15 @@ OPTIONS: tuple[Option, ...] = (
         config.seconds,
         "after success, seconds that processes left behind by workers may go on (default 5)",
         metavar="SECONDS",
+        group=OURS,
+    ),
+    Option(
+        "stop-scope",
+        None,
+        _stop_scope,
+        "whom a stop signals first: the worker, and the rest of its process group when it has ended, or the "
+        "whole group (default worker, group with --no-python)",
+        metavar="worker|group",
         group=OURS,
     ),
     Option(

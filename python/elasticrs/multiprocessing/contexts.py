@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrs import _core
 from elasticrs._worker import hook_environment
 from elasticrs.agent.texts import SILENT
+from elasticrs.config import stop_scope_of
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
@@ -203,7 +204,7 @@ class SubprocessContext(_SupervisedContext):
             )
             for rank, command in commands.items()
         ]
-        self._group = ProcessGroup()
+        self._group = ProcessGroup(stop_scope=stop_scope_of(None, self.entrypoint))
         self._group.start(specs, self._streams)
         self.subprocess_handlers = {
             rank: SubprocessHandler.of_group(self._group, rank, command) for rank, command in commands.items()

@@ -99,6 +99,8 @@ class ProcessGroup:
 
     Args:
         grace: seconds between SIGTERM and SIGKILL for the others when one fails.
+        stop_scope: whom signals reach before SIGKILL: ``"worker"``, and the rest of its process group when it
+            has ended, or ``"group"``.
 
     Attributes:
         pids: by local rank.
@@ -111,8 +113,9 @@ class ProcessGroup:
         OSError: descriptors ran out.
     """
 
-    def __init__(self, grace: float = 30.0) -> None:
+    def __init__(self, grace: float = 30.0, *, stop_scope: str = "group") -> None:
         self._grace = grace
+        self._stop_scope = stop_scope
         self._turn = threading.Condition()
         self._waiter: int | None = None
         self._on_fd: dict[int, Callable[[], None]] = {}
@@ -153,7 +156,7 @@ class ProcessGroup:
         if streams:
             supervisor.follow(streams)
         policy = _core.StopPolicy(15, self._grace)
-        supervisor.start(_core.GroupSpec(specs, on_failure=policy))
+        supervisor.start(_core.GroupSpec(specs, on_failure=policy, stop_scope=self._stop_scope))
         self.wait_until(lambda: self._is_started or self._failure is not None or self.end is not None)
         if self._failure is not None:
             text = f"the processes could not be started: {self._failure.message}"
@@ -291,7 +294,7 @@ class ProcessGroup:
     # --- ending ---
 
     def signal(self, signum: int, local_rank: int) -> None:
-        """Send a signal to the process group of one process; nothing when it has ended."""
+        """Send a signal to one process, or to its process group; nothing when it has ended."""
         if self._supervisor is not None and self.end is None:
             self._supervisor.signal(signum, [local_rank])
 
@@ -384,7 +387,7 @@ class SupervisedProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal to its process group; nothing when it has ended."""
+        """Send a signal to it, or to its process group; nothing when it has ended."""
         if self.poll() is None:
             self._group.signal(int(sig), self._local_rank)
 

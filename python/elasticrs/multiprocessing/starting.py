@@ -119,7 +119,7 @@ class Spawn(FunctionStart):
         try:
             self._open_pipes()
             specs = [self._spec(rank) for rank in range(self._context.nprocs)]
-            self._group = ProcessGroup()
+            self._group = ProcessGroup(stop_scope="worker")
             self._group.start(specs, streams)
         except BaseException:
             if self._group is not None:
@@ -196,7 +196,7 @@ class Kept(FunctionStart):
         try:
             self.launch()
             pids = self._wait_for_pids()
-            self._group = ProcessGroup()
+            self._group = ProcessGroup(stop_scope="worker")
             self._group.adopt(pids, self._statuses, streams)
             self._read_pipes(self._group)
             self.let_begin()

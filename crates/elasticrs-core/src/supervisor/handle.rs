@@ -272,7 +272,7 @@ impl Supervisor {
         self.tell(Command::Stop(policy, Some(elsewhere)))
     }
 
-    /// Sends a signal to the groups of these workers, or of all.
+    /// Sends a signal to these workers, or to all; to whom of each, [`GroupSpec::stop_scope`] says.
     ///
     /// # Errors
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].

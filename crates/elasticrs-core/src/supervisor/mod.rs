@@ -12,7 +12,9 @@
 //! - **SUP-4** after a stop began, SIGKILL follows at the deadline for whatever has not ended;
 //! - **SUP-5** the end of a group is told once, after its descendants were swept, however the group ended;
 //! - **SUP-6** no pid is signalled by number after its exit;
-//! - **SUP-7** a group that is fenced ends as stopped, with SIGKILL as the signal sent, and is never counted as failed.
+//! - **SUP-7** a group that is fenced ends as stopped, with SIGKILL as the signal sent, and is never counted as failed;
+//! - **SUP-8** before SIGKILL, what a worker has in its group is signalled when the worker has ended, and with
+//!   [`crate::spec::StopScope::Worker`] not earlier.
 
 mod deadlines;
 mod event;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::event::{NurseryEnd, Outcome, StartFailure};
 use super::state::{Group, Input};
 use crate::nursery::protocol::{Request, Stage};
-use crate::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy};
+use crate::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy, StopScope};
 
 /// One request for each worker, with the descriptors that go with it.
 pub(super) fn spawn_requests(spec: &GroupSpec) -> io::Result<Vec<(Request, Vec<OwnedFd>)>> {
@@ -31,6 +31,7 @@ enum Answer {
 pub(super) struct Starting {
     answers: Vec<Answer>,
     on_failure: StopPolicy,
+    stop_scope: StopScope,
     on_success: Descendants,
     deadline: Duration,
     failure: Option<StartFailure>,
@@ -45,6 +46,7 @@ impl Starting {
         Self {
             answers: spec.processes.iter().map(|_| Answer::Awaited).collect(),
             on_failure: spec.on_failure,
+            stop_scope: spec.stop_scope,
             on_success: spec.on_success,
             deadline: spec.start_deadline,
             failure: None,
@@ -119,7 +121,7 @@ impl Starting {
         let members: Vec<_> = self.answers.into_iter().filter_map(spawned).collect();
         let pids: Vec<i32> = members.iter().map(|(pid, _)| *pid).collect();
         let early = self.early.into_iter().chain(self.stop.map(Input::Stop)).collect();
-        (Group::new(&pids, self.on_failure, self.on_success), members, early)
+        (Group::new(&pids, self.on_failure, self.stop_scope, self.on_success), members, early)
     }
 
     fn answer(&mut self, local_rank: u32, answer: Answer) {

@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use self::member::{Member, Pause, to_group};
 pub use super::deadlines::Timer;
 use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired, WorkerHung};
 use crate::clock::Stamp;
 use crate::exit::{Usage, WorkerExit};
 use crate::signal::Signal;
-use crate::spec::{Descendants, StopPolicy};
+use crate::spec::{Descendants, StopPolicy, StopScope};
 
 /// A worker that is stopped for this long is told of.
 pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);
@@ -81,10 +82,12 @@ pub enum Input {
 /// What is to be done, in this order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Send a signal to the process group of the worker with this pid.
+    /// Send a signal to a worker, or to its process group.
     Signal {
-        /// The group's leader, dead or alive.
+        /// The worker, which leads the group, dead or alive.
         pid: i32,
+        /// Which of both.
+        to: StopScope,
         /// What to send.
         signal: Signal,
     },
@@ -156,33 +159,16 @@ enum Phase {
     Ended,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Pause {
-    Running,
-    /// Stopped, and not told yet.
-    Noticed(i32),
-    Told,
-}
-
-#[derive(Debug)]
-struct Member {
-    local_rank: u32,
-    pid: i32,
-    adopted: bool,
-    ended: bool,
-    /// Its exit is not told yet.
-    dead: bool,
-    sent: Option<Signal>,
-    pause: Pause,
-}
-
 /// One group, from its start to its end.
 #[derive(Debug)]
 pub struct Group {
     members: Vec<Member>,
     on_failure: StopPolicy,
+    stop_scope: StopScope,
     on_success: Descendants,
     phase: Phase,
+    /// The signal of the present stop.
+    stop_signal: Option<Signal>,
     /// Decided by the first thing that ends the group; success until then.
     outcome: Outcome,
     nursery: Option<NurseryEnd>,
@@ -191,13 +177,15 @@ pub struct Group {
 
 impl Group {
     /// A group whose workers, by local rank, have these pids.
-    pub fn new(pids: &[i32], on_failure: StopPolicy, on_success: Descendants) -> Self {
+    pub fn new(pids: &[i32], on_failure: StopPolicy, stop_scope: StopScope, on_success: Descendants) -> Self {
         let members = (0..).zip(pids).map(|(local_rank, &pid)| Member::new(local_rank, pid, false)).collect();
         Self {
             members,
             on_failure,
+            stop_scope,
             on_success,
             phase: Phase::Running,
+            stop_signal: None,
             outcome: Outcome::Succeeded,
             nursery: None,
             suspended: false,
@@ -288,7 +276,19 @@ impl Group {
             effects.push(Effect::TellFailure { local_rank, seen, siblings });
         }
         effects.push(Effect::Tell(Event::WorkerExited { local_rank, pid, exit, sent, seen, usage }));
+        self.stop_rest_of(pid, effects);
         self.sweep_when_all_have_ended(effects);
+    }
+
+    /// What an ended worker has left in its group serves nobody any more. After the last one the sweep ends it.
+    fn stop_rest_of(&mut self, pid: i32, effects: &mut Vec<Effect>) {
+        let Some(signal) = self.stop_signal.filter(|_| self.phase == Phase::Stopping) else { return };
+        if self.members.iter().all(|m| m.ended) {
+            return;
+        }
+        if let Some(member) = self.members.iter_mut().find(|m| m.pid == pid && !m.group_has_got(signal)) {
+            effects.push(member.send(signal, StopScope::Group));
+        }
     }
 
     fn on_paused(&mut self, pid: i32, signal: i32, effects: &mut Vec<Effect>) {
@@ -300,7 +300,7 @@ impl Group {
             // Stopped by us; all go on together.
         } else if stopping {
             // The stop signal may have been sent before this; a stopped process never sees it.
-            effects.push(Effect::Signal { pid, signal: Signal::CONT });
+            effects.push(to_group(pid, Signal::CONT));
         } else if member.pause == Pause::Running {
             member.pause = Pause::Noticed(signal);
             effects.push(Effect::Arm(Timer::Paused(member.local_rank), PAUSE_IS_TOLD_AFTER));
@@ -339,10 +339,8 @@ impl Group {
     fn on_signal(&mut self, signal: Signal, ranks: Option<&[u32]>, effects: &mut Vec<Effect>) {
         for member in self.members.iter_mut().filter(|m| !m.ended) {
             if ranks.is_none_or(|ranks| ranks.contains(&member.local_rank)) {
-                if member.runs() {
-                    member.sent = Some(signal);
-                }
-                effects.push(Effect::Signal { pid: member.pid, signal });
+                let to = if signal == Signal::KILL { StopScope::Group } else { self.stop_scope };
+                effects.push(member.send(signal, to));
             }
         }
     }
@@ -351,14 +349,14 @@ impl Group {
         if !self.suspended {
             self.suspended = true;
             effects.push(Effect::Freeze);
-            effects.extend(self.living().map(|pid| Effect::Signal { pid, signal: Signal::STOP }));
+            effects.extend(self.living().map(|pid| to_group(pid, Signal::STOP)));
         }
     }
 
     fn on_resume(&mut self, effects: &mut Vec<Effect>) {
         if self.suspended {
             self.suspended = false;
-            effects.extend(self.living().map(|pid| Effect::Signal { pid, signal: Signal::CONT }));
+            effects.extend(self.living().map(|pid| to_group(pid, Signal::CONT)));
             effects.push(Effect::Thaw);
         }
     }
@@ -446,8 +444,7 @@ impl Group {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
         let worker = member.pid;
-        member.sent = Some(Signal::KILL);
-        effects.push(Effect::Signal { pid: worker, signal: Signal::KILL });
+        effects.push(member.send(Signal::KILL, StopScope::Group));
         let siblings = self.fail(worker, Some(worker), effects);
         effects.push(Effect::Tell(Event::WorkerHung(hung)));
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
@@ -467,12 +464,12 @@ impl Group {
             Phase::Running => {}
             // It came too late to be a member of a running group.
             Phase::Stopping | Phase::Killing | Phase::Sweeping { .. } | Phase::Ended => {
-                effects.push(Effect::Signal { pid, signal: Signal::KILL });
+                effects.push(to_group(pid, Signal::KILL));
             }
         }
     }
 
-    /// Signals every group, those of ended leaders included: what a dead worker started holds the device as well.
+    /// Signals every worker, and the groups of those that have ended: what a dead worker started holds the device as well.
     /// `but`: it has got a signal of its own, and until the deadline that is all.
     fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
         self.on_resume(effects);
@@ -482,28 +479,23 @@ impl Group {
         // Members that live come first: they are what everybody waits for.
         for ended in [false, true] {
             for member in self.members.iter_mut().filter(|m| m.ended == ended && Some(m.pid) != but) {
-                if member.runs() {
-                    member.sent = Some(policy.signal);
-                }
-                effects.push(Effect::Signal { pid: member.pid, signal: policy.signal });
+                let to = if member.runs() { self.stop_scope } else { StopScope::Group };
+                effects.push(member.send(policy.signal, to));
             }
         }
         for member in self.members.iter().filter(|m| !m.ended && (m.adopted || m.pause != Pause::Running)) {
-            effects.push(Effect::Signal { pid: member.pid, signal: Signal::CONT });
+            effects.push(to_group(member.pid, Signal::CONT));
         }
         effects.push(match self.phase {
             Phase::Stopping => Effect::Hasten(Timer::Kill, policy.grace),
             _ => Effect::Arm(Timer::Kill, policy.grace),
         });
-        self.phase = Phase::Stopping;
+        (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));
     }
 
     fn kill(&mut self, effects: &mut Vec<Effect>) {
         for member in &mut self.members {
-            if member.runs() {
-                member.sent = Some(Signal::KILL);
-            }
-            effects.push(Effect::Signal { pid: member.pid, signal: Signal::KILL });
+            effects.push(member.send(Signal::KILL, StopScope::Group));
         }
         self.phase = Phase::Killing;
         effects.push(Effect::Disarm(Timer::Kill));
@@ -551,16 +543,6 @@ impl Group {
     }
 }
 
-impl Member {
-    fn new(local_rank: u32, pid: i32, adopted: bool) -> Self {
-        Self { local_rank, pid, adopted, ended: false, dead: false, sent: None, pause: Pause::Running }
-    }
-
-    /// As far as is known.
-    fn runs(&self) -> bool {
-        !self.ended && !self.dead
-    }
-}
-
+mod member;
 #[cfg(test)]
 mod tests;

@@ -13,7 +13,7 @@ use tokio::task::{JoinError, JoinHandle, JoinSet, LocalSet};
 use super::deadlines::{Deadlines, Timer, after};
 use super::event::{Event, NurseryEnd, StartFailure, Swept};
 use super::evidence::Found;
-use super::handle::{Adopted, Command, Config, Reply, Shared, SupervisorError};
+use super::handle::{Command, Config, Reply, Shared, SupervisorError};
 use super::nursery_io::{FromNursery, Nursery};
 use super::start::{Starting, spawn_requests};
 use super::state::{Effect, End, Group, Input};
@@ -26,12 +26,12 @@ use crate::panics;
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
-use crate::sys::pidfd;
 use crate::timer::hang::Elsewhere;
 
 mod check;
 mod guard;
 mod hang;
+mod members;
 mod watchdog;
 
 use check::CHECK_INTERVAL;
@@ -364,26 +364,6 @@ impl Task {
 
     // --- running ----------------------------------------------------------------------------------------------
 
-    fn adopt(&mut self, adopted: Adopted) -> Result<(), SupervisorError> {
-        let Adopted { local_rank, pid, pidfd, status, page } = adopted;
-        let Current::Running(running) = &mut self.current else { return Err(SupervisorError::Idle) };
-        let is_watched = page.is_some();
-        if let Some(page) = page {
-            self.hangs.take_page(local_rank, page).map_err(|source| SupervisorError::Page { local_rank, source })?;
-            self.shared.counters.heartbeats.set(self.hangs.pages());
-        }
-        let pidfd = Arc::new(pidfd);
-        let leads_a_group =
-            nix::unistd::getpgid(Some(nix::unistd::Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid);
-        running.members.push(Member { pid, pidfd: Arc::clone(&pidfd), adopted: true, leads_a_group });
-        self.watched.spawn(watch::until_exit(pid, pidfd, status));
-        self.input(Input::Adopted { local_rank, pid });
-        if is_watched {
-            self.begin_watch();
-        }
-        Ok(())
-    }
-
     fn stop(&mut self, policy: StopPolicy, elsewhere: Option<Elsewhere>) {
         match &mut self.current {
             Current::Idle => {}
@@ -481,7 +461,7 @@ impl Task {
     fn carry_out(&mut self, effect: Effect) {
         let now = Instant::now();
         match effect {
-            Effect::Signal { pid, signal } => self.signal(pid, signal),
+            Effect::Signal { pid, to, signal } => self.signal(pid, to, signal),
             Effect::SignalProcess { pid, signal } => {
                 if let Some(watchdog) = &self.watchdog {
                     watchdog.signal(pid, signal);
@@ -511,23 +491,6 @@ impl Task {
             Effect::Tell(event) => self.shared.queue.push(event),
             Effect::TellEnd(end) => self.tell_end(end),
         }
-    }
-
-    fn signal(&mut self, pid: i32, signal: Signal) {
-        let Current::Running(running) = &self.current else { return };
-        let Some(member) = running.members.iter().find(|m| m.pid == pid) else { return };
-        // ESRCH: the group is gone, which is fine. Any other refusal (a set-uid worker) shows as a worker that does not
-        // end, which is reported by name.
-        let _ = if !member.leads_a_group {
-            pidfd::send_signal(&member.pidfd, signal.number())
-        } else if self.features.pidfd_group_signal {
-            pidfd::send_group_signal(&member.pidfd, signal.number())
-        } else if let Some(nursery) = &mut self.nursery {
-            nursery.send(&Request::SignalGroup { pid, signal: signal.number() }, Vec::new());
-            Ok(())
-        } else {
-            pidfd::send_signal(&member.pidfd, signal.number())
-        };
     }
 
     fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {

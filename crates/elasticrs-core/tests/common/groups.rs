@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy};
+use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_testkit::assert_no_children;
@@ -27,6 +27,7 @@ pub fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
         processes: ranked.collect(),
         descriptors: Vec::new(),
         on_failure: TERM,
+        stop_scope: StopScope::Group,
         on_success: Descendants::Linger(Duration::ZERO),
         start_deadline: HANG,
         keep_ignored: Vec::new(),

@@ -109,6 +109,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             fails; from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`` when ``None``; not looked at when 0 or
             negative.
         signals_to_handle: names; from ``TORCHELASTIC_SIGNALS_TO_HANDLE``, or the usual four, when ``None``.
+        stop_scope: see :class:`elasticrs.launcher.LaunchConfig`.
 
     Raises:
         ValueError: what this release does not support, or names that are no signals.
@@ -126,6 +127,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         uninterruptible_state_timeout: float | None = None,
         *,
         signals_to_handle: str | None = None,
+        stop_scope: str | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
         if start_method not in defaults.START_METHODS:
@@ -138,6 +140,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         except ValueError as error:
             raise ValueError(f"signals_to_handle: expected {error}") from None
         self._signal_names = names or defaults.DEFAULT_SIGNALS
+        self._stop_scope = defaults.stop_scope_of(stop_scope, spec.entrypoint)
         self._start_method = start_method
         self._rdzv_handler = spec.rdzv_handler
         self._logs_specs = logs_specs
@@ -292,6 +295,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             max_restarts=spec.max_restarts,
             shutdown_timeout=self._shutdown_timeout,
             signals=self._signals,
+            stop_scope=self._stop_scope,
             rendezvous=rendezvous,
             cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
             virtual_local_rank=spec.virtual_local_rank,

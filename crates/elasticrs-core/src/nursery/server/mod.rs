@@ -2,11 +2,12 @@
 //!
 //! One loop over the agent's socket, the agent's pidfd and SIGCHLD; see the invariants in [`super`].
 
+mod groups;
 mod guard;
 mod spawn;
 mod sweep;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -63,6 +64,8 @@ struct Nursery {
     workers: BTreeSet<i32>,
     /// The sessions of all workers since the last sweep, those that have ended included.
     sessions: BTreeSet<i32>,
+    /// What is still to be sent to the groups of workers that have ended.
+    left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
     /// What a sweep has ended that nobody had asked for: told with the next answer.
     untold: Ended,
@@ -110,6 +113,7 @@ impl Nursery {
             oom_score_adj: lower_oom_score(),
             workers: BTreeSet::new(),
             sessions: BTreeSet::new(),
+            left_groups: BTreeMap::new(),
             sweep: None,
             untold: Ended::default(),
             held: None,
@@ -203,7 +207,10 @@ impl Nursery {
                         return Served::Leave;
                     }
                 }
-                Ok(None) => break,
+                Ok(None) => {
+                    self.signal_left_groups();
+                    break;
+                }
                 Err(_) => {
                     self.lose_agent();
                     return Served::GoOn;
@@ -219,12 +226,7 @@ impl Nursery {
     fn serve_request(&mut self, request: Request, fds: Vec<OwnedFd>) -> Served {
         match request {
             Request::Spawn { process, keep_ignored } => self.spawn(&process, &keep_ignored, &fds),
-            Request::SignalGroup { pid, signal } => {
-                // The group may be gone, or have changed its user: the agent sees who does not end.
-                if self.workers.contains(&pid) {
-                    let _ = signals::kill_group(pid, signal);
-                }
-            }
+            Request::SignalGroup { pid, signal } => self.signal_group(pid, signal),
             Request::Sweep { number, linger_ms, grace_ms, give_up_ms } => {
                 let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
                 self.begin_sweep(Deadlines::new(Instant::now(), linger, grace, give_up), Some(number));

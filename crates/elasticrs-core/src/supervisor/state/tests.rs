@@ -12,7 +12,7 @@ const FAILED: WorkerExit = WorkerExit::Exited { code: 1 };
 const DONE: WorkerExit = WorkerExit::Exited { code: 0 };
 
 fn group(on_success: Descendants) -> Group {
-    Group::new(&PIDS, TERM_30, on_success)
+    Group::new(&PIDS, TERM_30, StopScope::Group, on_success)
 }
 
 fn lingering() -> Group {
@@ -31,7 +31,7 @@ fn signals(effects: &[Effect]) -> Vec<(i32, Signal)> {
     effects
         .iter()
         .filter_map(|e| match e {
-            Effect::Signal { pid, signal } => Some((*pid, *signal)),
+            Effect::Signal { pid, signal, .. } => Some((*pid, *signal)),
             _ => None,
         })
         .collect()
@@ -274,11 +274,67 @@ fn who_is_dead_when_a_signal_is_sent_died_by_itself() {
 
 #[test]
 fn a_worker_adopted_into_a_stopping_group_is_killed() {
-    let mut group = Group::new(&[], TERM_30, Descendants::Keep);
+    let mut group = Group::new(&[], TERM_30, StopScope::Group, Descendants::Keep);
     let _ = group.on_input(Input::Adopted { local_rank: 0, pid: 50 });
     let _ = group.on_input(exited(50, FAILED));
     let effects = group.on_input(Input::Adopted { local_rank: 1, pid: 51 });
     assert_eq!(signals(&effects), [(51, Signal::KILL)]);
+}
+
+fn saving() -> Group {
+    Group::new(&PIDS, TERM_30, StopScope::Worker, Descendants::Linger(Duration::from_secs(5)))
+}
+
+fn to_worker(pid: i32, signal: Signal) -> Effect {
+    Effect::Signal { pid, to: StopScope::Worker, signal }
+}
+
+fn only_signals(effects: Vec<Effect>) -> Vec<Effect> {
+    effects.into_iter().filter(|e| matches!(e, Effect::Signal { .. })).collect()
+}
+
+#[test]
+fn the_rest_of_a_workers_group_is_stopped_when_the_worker_has_ended() {
+    let mut group = saving();
+    let _ = group.on_input(exited(103, DONE));
+    let effects = only_signals(group.on_input(Input::Stop(TERM_30)));
+    let living = [100, 101, 102].map(|pid| to_worker(pid, Signal::TERM));
+    assert_eq!(effects, [&living[..], &[to_group(103, Signal::TERM)]].concat(), "nobody needs what 103 has left");
+    assert_eq!(only_signals(group.on_input(exited(101, DONE))), [to_group(101, Signal::TERM)]);
+    let effects = group.on_input(Input::Expired(Timer::Kill));
+    assert_eq!(only_signals(effects), PIDS.map(|pid| to_group(pid, Signal::KILL)), "SUP-4");
+    assert_eq!(only_signals(group.on_input(exited(100, FAILED))), [], "SIGKILL was for all");
+}
+
+#[test]
+fn after_the_last_worker_the_sweep_ends_the_rest() {
+    let mut group = saving();
+    let _ = group.on_input(exited(101, FAILED));
+    let _ = group.on_input(exited(100, DONE));
+    let _ = group.on_input(exited(102, DONE));
+    let effects = group.on_input(exited(103, DONE));
+    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep { .. })));
+    assert_eq!(only_signals(effects), []);
+}
+
+#[test]
+fn a_failed_workers_group_is_stopped_with_its_siblings() {
+    let mut group = saving();
+    let _ = group.on_input(Input::Dead(vec![102]));
+    let effects = only_signals(group.on_input(exited(101, FAILED)));
+    let (worker, group_of) = (|pid| to_worker(pid, Signal::TERM), |pid| to_group(pid, Signal::TERM));
+    assert_eq!(effects, [worker(100), group_of(102), worker(103), group_of(101)]);
+    assert_eq!(only_signals(group.on_input(exited(102, FAILED))), [], "its group has got it");
+}
+
+#[test]
+fn a_signal_of_somebodys_goes_where_a_stop_would_go() {
+    let usr1 = Signal::new(10).expect("it exists");
+    for (mut group, to) in [(saving(), StopScope::Worker), (lingering(), StopScope::Group)] {
+        let effects = group.on_input(Input::Signal(usr1, Some(vec![2])));
+        assert_eq!(effects, [Effect::Signal { pid: 102, to, signal: usr1 }]);
+        assert_eq!(group.on_input(Input::Signal(Signal::KILL, Some(vec![2]))), [to_group(102, Signal::KILL)]);
+    }
 }
 
 fn expired(local_rank: u32, pid: i32, signal: Option<Signal>) -> Input {
@@ -335,7 +391,7 @@ fn who_may_hang_is_told_while_nothing_else_ends_the_group() {
 fn a_hung_worker_is_killed_at_once_and_its_siblings_are_stopped() {
     let mut group = lingering();
     let effects = group.on_input(hung(2));
-    assert_eq!(effects[0], Effect::Signal { pid: 102, signal: Signal::KILL });
+    assert_eq!(effects[0], to_group(102, Signal::KILL));
     assert_eq!(signals(&effects)[1..], [100, 101, 103].map(|pid| (pid, Signal::TERM)));
     let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
     let [Effect::Tell(Event::WorkerHung(_)), Effect::TellFailure { local_rank: 2, siblings: 3, .. }] = told[..] else {
@@ -405,6 +461,9 @@ struct Seen {
     armed: BTreeSet<Timer>,
     owed_sweeps: u32,
     is_frozen: bool,
+    /// Workers that have ended, told or not, and those whose whole group got the signal of a stop.
+    gone: BTreeSet<i32>,
+    stopped_groups: BTreeSet<i32>,
 }
 
 impl Seen {
@@ -412,7 +471,8 @@ impl Seen {
         for effect in effects {
             prop_assert!(self.ends.is_empty(), "SUP-5: {effect:?} after the end");
             match effect {
-                Effect::Tell(Event::WorkerExited { local_rank, exit, .. }) => {
+                Effect::Tell(Event::WorkerExited { local_rank, pid, exit, .. }) => {
+                    self.gone.insert(*pid);
                     prop_assert!(self.exits.insert(*local_rank), "SUP-2: rank {local_rank} told twice");
                     self.any_failed_exit |= !exit.is_success();
                 }
@@ -435,7 +495,25 @@ impl Seen {
                 Effect::Signal { signal: Signal::CONT, .. } => {
                     prop_assert!(!self.is_frozen || effects.contains(&Effect::Thaw), "nobody goes on alone");
                 }
+                Effect::Signal { pid, to: StopScope::Group, signal: Signal::TERM | Signal::KILL } => {
+                    self.stopped_groups.insert(*pid);
+                }
                 Effect::Signal { .. } | Effect::SignalProcess { .. } | Effect::Tell(_) => {}
+            }
+        }
+        if self.armed.contains(&Timer::Kill) {
+            let ended = self.exits.iter().map(|rank| PIDS[*rank as usize]);
+            let left: Vec<_> = ended.filter(|pid| !self.stopped_groups.contains(pid)).collect();
+            prop_assert_eq!(left, Vec::<i32>::new(), "SUP-8: nobody ends what they have left");
+        }
+        Ok(())
+    }
+
+    /// What a worker needs while it saves is left alone.
+    fn check_scope(&self, effects: &[Effect]) -> Result<(), TestCaseError> {
+        for effect in effects {
+            if let Effect::Signal { pid, to: StopScope::Group, signal: Signal::TERM } = effect {
+                prop_assert!(self.gone.contains(pid), "SUP-8: {effect:?}, and it runs");
             }
         }
         Ok(())
@@ -447,8 +525,11 @@ proptest! {
 
     /// Whatever happened before: once the kernel has told all exits, and each sweep is answered, the group ends, once.
     #[test]
-    fn every_history_can_be_brought_to_its_end(history in prop::collection::vec(any_input(), 0..40)) {
-        let mut group = lingering();
+    fn every_history_can_be_brought_to_its_end(
+        history in prop::collection::vec(any_input(), 0..40),
+        spares_helpers in any::<bool>(),
+    ) {
+        let mut group = if spares_helpers { saving() } else { lingering() };
         let mut seen = Seen::default();
         for input in history {
             if input == swept() && seen.owed_sweeps == 0 {
@@ -457,7 +538,14 @@ proptest! {
             if let Input::Expired(timer) = &input && !seen.armed.remove(timer) {
                 continue;
             }
-            seen.take(&group.on_input(input))?;
+            if let Input::Dead(pids) = &input {
+                seen.gone.extend(pids.iter().filter(|pid| PIDS.contains(pid)));
+            }
+            let effects = group.on_input(input);
+            seen.take(&effects)?;
+            if spares_helpers {
+                seen.check_scope(&effects)?;
+            }
         }
         let stopping = seen.armed.contains(&Timer::Kill);
         if stopping && seen.ends.is_empty() {

@@ -387,7 +387,7 @@ mod tests {
     use super::super::Member;
     use super::*;
     use crate::signal::Signal;
-    use crate::spec::{Descendants, StopPolicy};
+    use crate::spec::{Descendants, StopPolicy, StopScope};
     use crate::supervisor::state::Group;
     use crate::sys::pidfd;
     use crate::timer::hang::Missed;
@@ -396,7 +396,7 @@ mod tests {
     fn members_without_a_page_are_not_seen() {
         let own = std::process::id().cast_signed();
         let policy = StopPolicy { signal: Signal::TERM, grace: Duration::ZERO };
-        let mut group = Group::new(&[own], policy, Descendants::Keep);
+        let mut group = Group::new(&[own], policy, StopScope::Group, Descendants::Keep);
         let _ = group.on_input(Input::Adopted { local_rank: 1, pid: 1 });
         let members = [(own, false), (1, true)].map(|(pid, adopted)| {
             let pidfd = Arc::new(pidfd::open(pid).expect("it lives"));

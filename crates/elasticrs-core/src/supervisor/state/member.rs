@@ -1,0 +1,68 @@
+//! A worker, as the state of its group sees it.
+
+use super::Effect;
+use crate::signal::Signal;
+use crate::spec::StopScope;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Pause {
+    Running,
+    /// Stopped, and not told yet.
+    Noticed(i32),
+    Told,
+}
+
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) local_rank: u32,
+    pub(super) pid: i32,
+    pub(super) adopted: bool,
+    pub(super) ended: bool,
+    /// Its exit is not told yet.
+    pub(super) dead: bool,
+    pub(super) sent: Option<Signal>,
+    /// The last signal that was sent to its whole group.
+    group_sent: Option<Signal>,
+    pub(super) pause: Pause,
+}
+
+impl Member {
+    pub(super) fn new(local_rank: u32, pid: i32, adopted: bool) -> Self {
+        Self {
+            local_rank,
+            pid,
+            adopted,
+            ended: false,
+            dead: false,
+            sent: None,
+            group_sent: None,
+            pause: Pause::Running,
+        }
+    }
+
+    /// Signals it or its group, and keeps that in mind for its end.
+    pub(super) fn send(&mut self, signal: Signal, to: StopScope) -> Effect {
+        if self.runs() {
+            self.sent = Some(signal);
+        }
+        if to == StopScope::Group {
+            self.group_sent = Some(signal);
+        }
+        Effect::Signal { pid: self.pid, to, signal }
+    }
+
+    /// True if its whole group was sent this signal, or SIGKILL, last.
+    pub(super) fn group_has_got(&self, signal: Signal) -> bool {
+        self.group_sent.is_some_and(|sent| sent == signal || sent == Signal::KILL)
+    }
+
+    /// As far as is known.
+    pub(super) fn runs(&self) -> bool {
+        !self.ended && !self.dead
+    }
+}
+
+/// Signals the whole group, for a reason that is none of its end.
+pub(super) fn to_group(pid: i32, signal: Signal) -> Effect {
+    Effect::Signal { pid, to: StopScope::Group, signal }
+}

@@ -1,0 +1,53 @@
+//! How the members of the group are taken in, and how signals reach them.
+
+use std::sync::Arc;
+
+use nix::unistd::{Pid, getpgid};
+
+use super::{Current, Member, Task};
+use crate::nursery::protocol::Request;
+use crate::signal::Signal;
+use crate::spec::StopScope;
+use crate::supervisor::handle::{Adopted, SupervisorError};
+use crate::supervisor::state::Input;
+use crate::supervisor::watch;
+use crate::sys::pidfd;
+
+impl Task {
+    pub(super) fn adopt(&mut self, adopted: Adopted) -> Result<(), SupervisorError> {
+        let Adopted { local_rank, pid, pidfd, status, page } = adopted;
+        let Current::Running(running) = &mut self.current else { return Err(SupervisorError::Idle) };
+        let is_watched = page.is_some();
+        if let Some(page) = page {
+            self.hangs.take_page(local_rank, page).map_err(|source| SupervisorError::Page { local_rank, source })?;
+            self.shared.counters.heartbeats.set(self.hangs.pages());
+        }
+        let pidfd = Arc::new(pidfd);
+        let leads_a_group = getpgid(Some(Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid);
+        running.members.push(Member { pid, pidfd: Arc::clone(&pidfd), adopted: true, leads_a_group });
+        self.watched.spawn(watch::until_exit(pid, pidfd, status));
+        self.input(Input::Adopted { local_rank, pid });
+        if is_watched {
+            self.begin_watch();
+        }
+        Ok(())
+    }
+
+    pub(super) fn signal(&mut self, pid: i32, to: StopScope, signal: Signal) {
+        let Current::Running(running) = &self.current else { return };
+        let Some(member) = running.members.iter().find(|m| m.pid == pid) else { return };
+        // ESRCH: it is gone, which is fine. Any other refusal (a set-uid worker) shows as a worker that does not end, which
+        // is reported by name.
+        let _ = if to == StopScope::Worker || !member.leads_a_group {
+            pidfd::send_signal(&member.pidfd, signal.number())
+        } else if self.features.pidfd_group_signal {
+            pidfd::send_group_signal(&member.pidfd, signal.number())
+        } else if let (false, Some(nursery)) = (member.adopted, &mut self.nursery) {
+            nursery.send(&Request::SignalGroup { pid, signal: signal.number() }, Vec::new());
+            Ok(())
+        } else {
+            // The nursery knows its own workers only. What an adopted one leaves is ended by its keeper.
+            pidfd::send_signal(&member.pidfd, signal.number())
+        };
+    }
+}

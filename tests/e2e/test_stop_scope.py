@@ -1,0 +1,165 @@
+"""Whom the first signal of a stop reaches: helpers of a worker serve it while it saves."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.beyond_torchrun
+
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target"))
+BEFORE_6_9 = (TARGET / "debug" / "testkit-worker", "old-kernel", "group_signal")
+
+HELPER = """
+import os, signal, sys
+def stop(signum, frame):
+    os.write(2, f"HELPER {sys.argv[1]} {signal.Signals(signum).name}\\n".encode())
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+os.write(1, b"up\\n")
+for line in sys.stdin.buffer:
+    os.write(1, line)
+# It outlives the worker. A signal right before a wait without an end would not be seen.
+while True:
+    signal.sigtimedwait([], 0.1)
+"""
+WORKER = f"""
+    import os, signal, subprocess, sys
+
+    rank, last_waits_for = os.environ["RANK"], sys.argv[1]
+    command = [sys.executable, "-S", "-c", {HELPER!r}, rank]
+    helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    helper.stdout.readline()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    os.write(1, b"READY\\n")
+    if rank == "0" and len(sys.argv) > 2:
+        open(sys.argv[2]).read()
+        os._exit(3)
+    signal.sigwait([signal.SIGTERM])
+    if last_waits_for == "helper":
+        os.write(1, f"HELPER ENDED {{helper.wait()}}\\n".encode())
+        os._exit(0)
+    helper.stdin.write(b"part\\n")
+    helper.stdin.flush()
+    if helper.stdout.readline() == b"part\\n":
+        os.write(1, f"SAVED {{rank}}\\n".encode())
+    if rank == "1":
+        open(last_waits_for).read()
+    os._exit(0)
+"""
+
+
+@pytest.fixture
+def fifos(tmp_path):
+    """Two of them; whoever opens one to read waits until :func:`let_go`."""
+    made = [tmp_path / "one", tmp_path / "other"]
+    for path in made:
+        os.mkfifo(path)
+    return made
+
+
+def let_go(fifo):
+    os.close(os.open(fifo, os.O_WRONLY))
+
+
+@pytest.mark.parametrize(
+    ("options", "prefix"),
+    [
+        ((), ()),
+        ((), BEFORE_6_9),
+        (("--stop-scope", "worker", "--no-python", sys.executable), ()),
+        (("--run-path",), ()),
+        (("--run-path", "--start-method", "fork"), ()),
+        (("--run-path", "--start-method", "forkserver"), ()),
+    ],
+)
+def test_helpers_of_a_worker_are_stopped_when_it_has_ended(launch, worker_script, fifos, options, prefix):
+    fifo, _ = fifos
+    launched = launch("--nproc-per-node", "2", *options, worker_script(WORKER), str(fifo), prefix=prefix)
+    launched.wait_for_lines("READY", 2)
+    launched.signal(signal.SIGTERM)
+    saved = [match[1] for match in launched.wait_for_lines(r"SAVED (\d)", 2)]
+    assert sorted(saved) == ["0", "1"]
+    launched.wait_for_line("HELPER 0 SIGTERM", "stderr")
+    assert "HELPER 1" not in launched.stderr
+    let_go(fifo)
+    assert launched.wait() == 1
+
+
+def test_a_worker_whose_sibling_fails_saves_with_its_helpers(launch, worker_script, fifos):
+    fifo, other = fifos
+    launched = launch("--nproc-per-node", "2", worker_script(WORKER), str(fifo), str(other))
+    launched.wait_for_lines("READY", 2)
+    let_go(other)
+    launched.wait_for_line("SAVED 1")
+    launched.wait_for_line("HELPER 0 SIGTERM", "stderr")
+    assert "HELPER 1" not in launched.stderr
+    let_go(fifo)
+    assert launched.wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "env"),
+    [
+        (("--stop-scope", "group"), {}),
+        ((), {"PET_STOP_SCOPE": "group"}),
+        (("--no-python", sys.executable), {}),
+    ],
+)
+def test_the_whole_group_is_signalled_on_request_and_where_nobody_passes_it_on(
+    launch, worker_script, options, env
+):
+    launched = launch("--nproc-per-node", "2", *options, worker_script(WORKER), "helper", env=env)
+    launched.wait_for_lines("READY", 2)
+    launched.signal(signal.SIGTERM)
+    launched.wait_for_lines("HELPER ENDED 0", 2)
+    assert launched.wait() == 1
+
+
+def test_a_signal_reaches_functions_before_6_9(launch, worker_script, fifos):
+    # Nobody but their keeper may signal their groups there.
+    fifo, _ = fifos
+    options = ("--nproc-per-node", "2", "--run-path", "--start-method", "fork", "--stop-scope", "group")
+    launched = launch(*options, worker_script(WORKER), str(fifo), prefix=BEFORE_6_9)
+    launched.wait_for_lines("READY", 2)
+    launched.signal(signal.SIGTERM)
+    launched.wait_for_lines("SAVED", 2)
+    let_go(fifo)
+    assert launched.wait() == 1
+
+
+LOADS = """
+    import os, select, signal, sys
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return 1 << 30
+
+        def __getitem__(self, index):
+            return torch.tensor(index)
+
+    def save(signum, frame):
+        with open(f"{sys.argv[1]}/saved-{os.environ['RANK']}", "w") as file:
+            for part in range(10):
+                select.select([], [], [], 0.1)
+                file.write(f"{part}\\n")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    for step, _ in enumerate(DataLoader(Numbers(), num_workers=2)):
+        if step == 2:
+            os.write(1, b"TRAINS\\n")
+"""
+
+
+def test_all_ranks_save_while_their_data_loaders_run(launch, worker_script, tmp_path):
+    launched = launch("--nproc-per-node", "2", worker_script(LOADS), str(tmp_path))
+    launched.wait_for_lines("TRAINS", 2)
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    parts = "".join(f"{part}\n" for part in range(10))
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == [parts, parts], launched.stderr
