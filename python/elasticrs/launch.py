@@ -186,9 +186,9 @@ def _observers(launch: Launch, console: Console) -> Sequence[Observer]:
 
 
 def _environment(launch: Launch) -> dict[str, str]:
-    from elasticrs._worker import hook_environment
+    from elasticrs._worker import hook_environment, inherited_environment
 
-    return hook_environment({**os.environ, **launch.variables})
+    return hook_environment({**inherited_environment(), **launch.variables})
 
 
 def _check_limits(launch: Launch) -> None:

@@ -6,7 +6,9 @@ deleted or used again: it is the evidence of what happened.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 
 from elasticrs._value import Value
 from elasticrs.config import DEFAULT_PREFIX_TEMPLATE, LogSettings, UsageError
@@ -110,8 +112,7 @@ class RunLogs:
         directory = ""
         if self.directory:
             directory = os.path.join(self.directory, f"attempt_{name}")
-            # Of a long job it may have been cleaned away meanwhile.
-            os.makedirs(self.directory, 0o700, exist_ok=True)
+            make_again(self.directory, is_temporary=self._is_temporary)
             os.mkdir(directory)
             for local_rank in range(self._nproc):
                 os.mkdir(os.path.join(directory, str(local_rank)))
@@ -260,6 +261,35 @@ def make_private_directory(parent: str, prefix: str) -> str:
         except FileExistsError:
             continue
         return path
+
+
+def make_again(run_directory: str, *, is_temporary: bool) -> None:
+    """Make the directory of a run again, with its parent, if they were cleaned away during a long job.
+
+    Args:
+        run_directory: made by :func:`make_private_directory`.
+        is_temporary: its parent is ours too, in a folder where other users may put things in its place.
+
+    Raises:
+        PermissionError: another user owns what is there.
+        OSError: it cannot be made.
+    """
+    if not is_temporary:
+        os.makedirs(run_directory, 0o700, exist_ok=True)
+        return
+    for path in (os.path.dirname(run_directory), run_directory):
+        _make_or_own(path)
+
+
+def _make_or_own(path: str) -> None:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "the log folder was replaced", path) from None
+        if found.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "the log folder belongs to another user", path) from None
 
 
 def temporary_directory() -> str:

@@ -65,9 +65,10 @@ class WorkerSetup:
         environ: the environment that all workers inherit.
         keep_ignored: signals that stay ignored in the workers.
         filters: tee'd lines of standard output and of standard error that contain one of these are copied.
+        consoles: those of 1 and 2 on which the core shows tee'd lines.
     """
 
-    __slots__ = ("environ", "filters", "job", "keep_ignored", "logs", "prefix_template")
+    __slots__ = ("consoles", "environ", "filters", "job", "keep_ignored", "logs", "prefix_template")
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class WorkerSetup:
         environ: Mapping[str, str],
         keep_ignored: Sequence[int] = (),
         filters: tuple[Sequence[str], Sequence[str]] = ((), ()),
+        consoles: Collection[int] = (1, 2),
     ) -> None:
         self.job = job
         self.logs = logs
@@ -84,6 +86,7 @@ class WorkerSetup:
         self.environ = environ
         self.keep_ignored = keep_ignored
         self.filters = filters
+        self.consoles = consoles
 
 
 class Leftovers:
@@ -277,8 +280,9 @@ class Workers(ABC):
                     rank=attempt.plan.ranks[local_rank].global_rank,
                     hostname=hostname,
                 )
-                prefix = os.fsencode(coloured(text, local_rank) if colour else text)
-                streams.append(_core.LogStream(local_rank, path, 1 if to == 1 else 2, prefix))
+                if to in self._setup.consoles:
+                    prefix = os.fsencode(coloured(text, local_rank) if colour else text)
+                    streams.append(_core.LogStream(local_rank, path, 1 if to == 1 else 2, prefix))
                 if contains:
                     plain = os.fsencode(text)
                     streams.append(_core.LogStream(local_rank, path, copy, plain, contains=contains))

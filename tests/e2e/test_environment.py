@@ -73,6 +73,15 @@ def test_variables_of_the_user_pass_through(shown):
     assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize("how", [(), ("--run-path",), ("--run-path", "--start-method=fork")])
+def test_the_token_of_the_rendezvous_is_not_for_workers(shown, how):
+    (variables,) = shown(
+        ["ELASTICRS_TOKEN", "MY_OWN"], *how, env={"ELASTICRS_TOKEN": "secret", "MY_OWN": "a"}
+    )
+    assert variables == {"RANK": "0", "ELASTICRS_TOKEN": None, "MY_OWN": "a"}
+
+
 @pytest.mark.parametrize(
     ("n", "given", "expected"), [(1, None, None), (2, None, "1"), (2, "3", "3"), (1, "3", "3")]
 )

@@ -60,6 +60,29 @@ def test_the_same_scope_again_keeps_the_earliest_deadline(client):
     assert client.calls[3:] == [("a", None)]
 
 
+def test_a_subclass_of_the_file_client_is_asked(monkeypatch):
+    class Guarded(timer.FileTimerClient):
+        def acquire(self, scope_id, expiration_time):
+            told.append(scope_id)
+            super().acquire(scope_id, expiration_time)
+
+    told, sent = [], []
+    monkeypatch.setattr(timer.FileTimerClient, "_send", lambda _, *request: sent.append(request[0]))
+    with timer.expires(after=5, scope="a", client=Guarded("/nowhere")):
+        pass
+    assert told == ["a"]
+    assert sent == ["a", "a"]
+
+
+def test_a_replaced_acquire_of_the_file_client_is_called(monkeypatch):
+    told = []
+    monkeypatch.setattr(timer.FileTimerClient, "acquire", lambda _, scope_id, __: told.append(scope_id))
+    monkeypatch.setattr(timer.FileTimerClient, "release", lambda *_: None)
+    with timer.expires(after=5, scope="a", client=timer.FileTimerClient("/nowhere")):
+        pass
+    assert told == ["a"]
+
+
 def test_a_function_may_call_itself(client):
     @timer.expires(after=20, scope="f")
     def countdown(n):

@@ -1,6 +1,7 @@
 """The command line: grammar, defaults from the environment, and one clear line for every mistake."""
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -47,6 +48,18 @@ def test_every_spelling_is_read(argv):
 @pytest.mark.parametrize("argv", [["-r3"], ["-r", "3"], ["-r=3"], ["--redirect=3"], ["-mr3"]])
 def test_short_options_take_their_value_in_every_form(argv):
     assert parse([*argv, "x.py"], {}).redirects == 3
+
+
+@pytest.mark.parametrize("text", ["a=1,b=2", "'a=1,b=2'", '"a=1,b=2"', " 'a=1,b=2' "])
+def test_quotes_around_all_of_rdzv_conf_are_taken_off(text):
+    # Lists of arguments in YAML keep them.
+    assert parse([f"--rdzv-conf={text}", "x.py"], {}).rdzv_conf == {"a": "1", "b": "2"}
+
+
+@pytest.mark.parametrize("text", ["'a=1", "a='1'", "'a'='1'"])
+def test_other_quotes_in_rdzv_conf_stay(text):
+    key, _, value = text.partition("=")
+    assert parse([f"--rdzv-conf={text}", "x.py"], {}).rdzv_conf == {key: value}
 
 
 def test_everything_after_the_script_is_the_scripts():
@@ -259,6 +272,14 @@ def test_each_worker_gets_one_thread_when_nobody_chose(script):
     assert len(several.notices) == 1
     assert "OMP_NUM_THREADS" not in launch("--nproc-per-node=2", script, OMP_NUM_THREADS="4").variables
     assert launch(script).notices == []
+
+
+def test_far_more_workers_than_cpus_are_told_of(script, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    quiet = {"OMP_NUM_THREADS": "1"}
+    assert launch("--nproc-per-node=64", script, **quiet).notices == []
+    (notice,) = launch("--nproc-per-node=65", script, **quiet).notices
+    assert re.search(r"--nproc-per-node\b.*\b65\b.*\b2 CPUs", notice)
 
 
 def test_addresses_follow_torchs_rules(script):

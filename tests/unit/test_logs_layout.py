@@ -1,6 +1,8 @@
 """Where output goes, and how console lines begin."""
 
 import os
+import shutil
+import stat
 
 import pytest
 
@@ -15,6 +17,7 @@ from elasticrs.logs import (
     parse_streams,
     wants_colour,
 )
+from elasticrs.multiprocessing import DefaultLogsSpecs
 
 
 def test_nothing_is_redirected_by_default():
@@ -104,6 +107,58 @@ def test_a_temporary_directory_without_files_is_removed(tmp_path, monkeypatch):
         file.write("{}")
     used.remove_if_empty()
     assert os.path.exists(error_file)
+
+
+@pytest.fixture(params=["command line", "log specs"])
+def temporary(request, tmp_path, monkeypatch):
+    """What makes the next attempt in a temporary folder, and the folder of the first one."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    if request.param == "command line":
+        logs = RunLogs(LogSettings(), "job", 1)
+        attempts = iter("01")
+
+        def attempt():
+            logs.attempt(next(attempts))
+    else:
+        specs = DefaultLogsSpecs()
+
+        def attempt():
+            specs.reify({0: {"TORCHELASTIC_RUN_ID": "job"}})
+
+    attempt()
+    (folder,) = tmp_path.iterdir()
+    return attempt, folder
+
+
+def test_a_temporary_directory_that_was_cleaned_away_is_made_again_for_this_user_alone(temporary):
+    attempt, folder = temporary
+    shutil.rmtree(folder)
+    attempt()
+    (run,) = folder.iterdir()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, run)] == [0o700, 0o700]
+    assert list(run.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: gives a folder to another user")
+def test_a_temporary_directory_of_another_user_is_refused(temporary):
+    attempt, folder = temporary
+    shutil.rmtree(folder)
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(PermissionError, match="another user"):
+        attempt()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_link_in_place_of_a_temporary_directory_is_refused(temporary, tmp_path):
+    attempt, folder = temporary
+    shutil.rmtree(folder)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder.symlink_to(elsewhere)
+    with pytest.raises(NotADirectoryError):
+        attempt()
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_directory_of_the_user_stays(tmp_path):

@@ -1,12 +1,20 @@
 """What runs inside a worker without its script asking for it.
 
 ``hook/sitecustomize.py`` records uncaught exceptions, ``error_file.py`` is the writer it shares with
-``@record``. The agent needs only :func:`hook_environment`.
+``@record``. The agent needs only what makes environments.
 """
 
 import os
 
+TOKEN_VARIABLE = "ELASTICRS_TOKEN"
+"""The secret that the agents of a job share, unless a setting of the rendezvous gives one."""
+
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
+
+
+def inherited_environment() -> dict[str, str]:
+    """What workers inherit of this process's environment: all but the token, which only agents need."""
+    return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:

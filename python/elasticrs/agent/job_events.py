@@ -40,13 +40,23 @@ class EventRecorder(Observer):
         destination: of the events.
         entry_point: the base name of the workers' program, or the name of their function.
         rdzv_backend: torch's name for how the nodes meet.
+        tells_end: whether to record the end of the agent.
     """
 
-    def __init__(self, job: JobConfig, destination: str, entry_point: str, rdzv_backend: str) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        destination: str,
+        entry_point: str,
+        rdzv_backend: str,
+        *,
+        tells_end: bool = True,
+    ) -> None:
         self._job = job
         self._destination = destination
         self._entry_point = entry_point
         self._rdzv_backend = rdzv_backend
+        self._tells_end = tells_end
         self._began = self._meeting_since = time.monotonic()
         self._plan: Plan | None = None
         self._restarts = 0
@@ -91,8 +101,9 @@ class EventRecorder(Observer):
             self._record_ends(result)
             reason = self._not_a_worker(result)
         self._record_watching(False)
-        state = "SUCCEEDED" if reason is None else "FAILED"
-        self._record(state, EventSource.AGENT, raw_error=reason)
+        if self._tells_end:
+            state = "SUCCEEDED" if reason is None else "FAILED"
+            self._record(state, EventSource.AGENT, raw_error=reason)
 
     def _record_ends(self, result: JobResult) -> None:
         attempt = result.attempts[-1]

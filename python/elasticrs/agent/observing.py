@@ -19,6 +19,8 @@ def make_observers(
     settings: ObserveSettings,
     say: Callable[[str], None],
     server: HealthCheckServer | None = None,
+    *,
+    tells_end: bool = True,
 ) -> Sequence[Observer]:
     """The observers of a job of the command line, or of one of the launcher's API.
 
@@ -27,6 +29,7 @@ def make_observers(
         settings: what is asked for.
         say: tells the user a line.
         server: of the caller, open already; one is made where the settings ask for it.
+        tells_end: whether the end of the agent is an event of theirs; otherwise it is the caller's.
 
     Raises:
         UsageError: no such destination of events, or one that cannot be opened.
@@ -37,7 +40,10 @@ def make_observers(
         from elasticrs.agent.job_events import EventRecorder
 
         observers.append(
-            EventRecorder(job, settings.event_log_handler, settings.entry_point, settings.rdzv_backend)
+            EventRecorder(
+                *(job, settings.event_log_handler, settings.entry_point, settings.rdzv_backend),
+                tells_end=tells_end,
+            )
         )
     if server is None and settings.health_port is not None:
         server = open_server(settings, say)

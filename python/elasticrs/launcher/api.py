@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
+from elasticrs import events
+from elasticrs.agent.observing import check_destination
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.agent.server.health_check_server import _AliveCallbackProxy
 from elasticrs.metrics import MetricsConfig, initialize_metrics
@@ -26,6 +28,7 @@ from elasticrs.rendezvous.endpoint import parse_endpoint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elasticrs.agent.server import RunResult
     from elasticrs.agent.server.local_elastic_agent import HealthCheckServer
     from elasticrs.rendezvous.api import RendezvousHandler
 
@@ -209,14 +212,17 @@ def launch_agent(
         signals_to_handle=config.signals_to_handle,
         stop_scope=config.stop_scope,
     )
+    # As in torch: agents and contexts that come later, in this program and in its children, go by it.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):
         alive_callback.set_delegate(agent._get_alive_time)
     name = _get_entrypoint_name(entrypoint, args)
     is_signalled = False
+    check_destination(config.event_log_handler)
     try:
         initialize_metrics(MetricsConfig(config.metrics_cfg))
-        result = agent.run()
+        result = run_agent(agent, config.event_log_handler)
         if result.is_failed():
             raise ChildFailedError(name=name, failures=result.failures)
         return result.return_values
@@ -229,6 +235,22 @@ def launch_agent(
             shut_down(spec.rdzv_handler)
         if isinstance(config.logs_specs, DefaultLogsSpecs):
             config.logs_specs._remove_if_empty()
+
+
+def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
+    """Run an agent, and record how that ended: as in torch the last event of a job, by the launcher.
+
+    Args:
+        agent: of this node.
+        destination: of events.
+    """
+    try:
+        result = agent.run()
+    except Exception:
+        events.record(agent.get_event_failed(), destination)
+        raise
+    events.record(agent.get_event_succeeded(), destination)
+    return result
 
 
 def shut_down(handler: RendezvousHandler) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help lists them all"
+_MANY = 32
+"""Workers for each CPU; more are most likely a mistake."""
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
@@ -187,6 +189,9 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     if args.hang_startup_timeout is not None and args.hang_timeout is None:
         raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
     notices += _useless(args)
+    cpus = len(os.sched_getaffinity(0))
+    if nproc > _MANY * cpus:
+        notices.append(f"--nproc-per-node is {nproc}, but this node has only {cpus} CPUs to run workers on")
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _names(args.signals_to_handle)}
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = "1"

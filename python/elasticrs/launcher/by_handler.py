@@ -20,7 +20,7 @@ from elasticrs.agent.observing import check_destination, open_server
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.config import UsageError
-from elasticrs.launcher.api import shut_down
+from elasticrs.launcher.api import run_agent, shut_down
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry
@@ -214,7 +214,7 @@ def _run(
 ) -> int:
     is_signalled = False
     try:
-        return _exit_code(agent.run(), launch.job, write)
+        return _exit_code(run_agent(agent, launch.observe.event_log_handler), launch.job, write)
     except SignalException:
         # Closing would end the job on all nodes, and only this one was asked to stop.
         is_signalled = True

@@ -135,7 +135,11 @@ def _workers(text: str) -> int | str:
 
 def _pairs(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
-    for entry in filter(None, text.strip().split(",")):
+    text = text.strip()
+    if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1] and text[0] not in text[1:-1]:
+        # No shell has taken them off: the arguments came as a list, say in YAML.
+        text = text[1:-1]
+    for entry in filter(None, text.split(",")):
         key, _, value = entry.partition("=")
         if not key.strip() or not value.strip():
             raise ValueError("KEY=VALUE,KEY=VALUE")

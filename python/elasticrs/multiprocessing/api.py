@@ -52,10 +52,13 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+IS_WINDOWS = False
+"""For programs that ask torch's module."""
+
 
 def __getattr__(name: str) -> Any:
     # They need this module themselves.
-    if name in {"MultiprocessContext", "SubprocessContext"}:
+    if name in {"MultiprocessContext", "SubprocessContext", "_wrap"}:
         from elasticrs.multiprocessing import contexts
 
         return getattr(contexts, name)
@@ -238,7 +241,7 @@ class DefaultLogsSpecs(LogsSpecs):
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
             self._run_log_dir = logs.make_private_directory(self.root_log_dir, run_id + "_")
         # An earlier job with the same object may have removed it, empty.
-        os.makedirs(self._run_log_dir, 0o700, exist_ok=True)
+        logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):
             attempt = f"{attempt}_r{env['ELASTICRS_ROUND']}"
@@ -339,6 +342,7 @@ class _CaughtSignals:
             self._users[signum] = self._users.get(signum, 0) + 1
             self._before.setdefault(signum, before)
             caught.append(signum)
+            logger.info("Registered signal handler for %s", name)
         return caught
 
     def release(self, signums: list[int]) -> None:
@@ -389,6 +393,9 @@ class PContext(ABC):
         RuntimeError: ``logs_specs`` gave no file for a local rank.
     """
 
+    # Here too, for mocks that are made from the class.
+    _caught: list[int] = []  # noqa: RUF012 -- each object has its own
+
     def __init__(
         self,
         name: str,
@@ -412,7 +419,7 @@ class PContext(ABC):
         self.stderrs = logs_dest.stderrs
         self.error_files = logs_dest.error_files
         self.nprocs = nprocs
-        self._caught: list[int] = []
+        self._caught = []
         self._tail_logs = [
             TailLog(name, _followed(logs_dest.tee_stdouts), sys.stdout, log_line_prefixes),
             TailLog(name, _followed(logs_dest.tee_stderrs), sys.stderr, log_line_prefixes),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
-from elasticrs._worker import hook_environment
+from elasticrs._worker import hook_environment, inherited_environment
 from elasticrs.agent.texts import SILENT
 from elasticrs.config import stop_scope_of
-from elasticrs.multiprocessing.api import PContext, RunProcsResult, logger
+from elasticrs.multiprocessing.api import PContext, RunProcsResult, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.group import ProcessGroup
+from elasticrs.multiprocessing.tail_log import replaced_streams
 
 if TYPE_CHECKING:
     import signal
@@ -53,11 +53,9 @@ class _SupervisedContext(PContext):
     def _show_by_core(self) -> None:
         """Give the console's part to the core, where ``sys.stdout`` is the descriptor itself."""
         self._streams: list[_core.LogStream] = []
-        for to, stream, tail_log in (
-            (1, sys.stdout, self._tail_logs[0]),
-            (2, sys.stderr, self._tail_logs[1]),
-        ):
-            if _descriptor_of(stream) != to:
+        replaced = replaced_streams()
+        for to, tail_log in ((1, self._tail_logs[0]), (2, self._tail_logs[1])):
+            if to in replaced:
                 continue
             for local_rank, path in tail_log.take_files().items():
                 prefix = os.fsencode(self._prefixes.get(local_rank, f"[{self.name}{local_rank}]:"))
@@ -197,7 +195,7 @@ class SubprocessContext(_SupervisedContext):
             _core.ProcessSpec(
                 rank,
                 command,
-                env=hook_environment({**os.environ, **self.envs[rank]}),
+                env=hook_environment({**inherited_environment(), **self.envs[rank]}),
                 stdout=self.stdouts[rank] or None,
                 stderr=self.stderrs[rank] or None,
                 cpus=None if cpus is None else cpus[rank],
@@ -344,11 +342,34 @@ class MultiprocessContext(_SupervisedContext):
                 self._functions.close()
 
 
-def _descriptor_of(stream: Any) -> int:
-    try:
-        return int(stream.fileno())
-    except (AttributeError, OSError, ValueError):
-        return -1
+def _wrap(
+    local_rank: int,
+    fn: Callable[..., Any],
+    args: dict[int, tuple[Any, ...]],
+    envs: dict[int, dict[str, str]],
+    stdout_redirects: dict[int, str],
+    stderr_redirects: dict[int, str],
+    ret_vals: dict[int, Any],
+    queue_finished_reading_event: Any,
+    numa_options: NumaOptions | None = None,
+) -> None:
+    """Call a function in this process as torch's workers call theirs. For who calls it by torch's name: our
+    workers have no queue.
+    """
+    from elasticrs.multiprocessing.errors import record
+    from elasticrs.multiprocessing.redirects import redirect_stderr, redirect_stdout
+
+    os.environ.update(envs[local_rank])
+    cpus = cpus_of_options(numa_options, len(args))
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus[local_rank])
+    with (
+        get_std_cm(stdout_redirects[local_rank], redirect_stdout),
+        get_std_cm(stderr_redirects[local_rank], redirect_stderr),
+    ):
+        value = record(fn)(*args[local_rank])
+    ret_vals[local_rank].put(value)
+    queue_finished_reading_event.wait()
 
 
 def _last_lines(path: str) -> Sequence[str]:

@@ -17,6 +17,7 @@ from multiprocessing import forkserver, spawn, util
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elasticrs import _core
+from elasticrs._worker import TOKEN_VARIABLE, inherited_environment
 from elasticrs.multiprocessing import keeper
 from elasticrs.multiprocessing.group import ProcessGroup, raise_pending
 from elasticrs.multiprocessing.spawn import PreparedFunction, ReturnPipe, call_and_return
@@ -143,7 +144,7 @@ class Spawn(FunctionStart):
         return _core.ProcessSpec(
             rank,
             prepared.argv,
-            env={**os.environ, **context.envs[rank]},
+            env={**inherited_environment(), **context.envs[rank]},
             stdout=context.stdouts[rank] or None,
             stderr=context.stderrs[rank] or None,
             pass_fds=sorted({*prepared.fds, pipe.writer}),
@@ -443,7 +444,7 @@ class ForkServer(Kept):
                 f"{context.name}:{rank}",
             )
             self._prepared.append(prepared)
-            environment = {**os.environ, **context.envs[rank]}
+            environment = {**inherited_environment(), **context.envs[rank]}
             workers.append(
                 keeper.WorkerPlan(
                     keeper.RunPrepared(environment, prepared.tracker_fd, prepared.pipe_handle),
@@ -506,6 +507,7 @@ class _RunForked:
 
     def __call__(self) -> int:
         """Run it, and return the exit code."""
+        os.environ.pop(TOKEN_VARIABLE, None)
         os.environ.update(self._env)
         heartbeats = sys.modules.get("elasticrs.timer.heartbeats")
         if heartbeats is not None:

@@ -8,6 +8,7 @@ lines only, a newline after the last one, and no wait when the producer has fini
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -206,3 +207,16 @@ class TailLog:
             logger.exception("%s%d: the log %s cannot be shown: %s", self._name, index, path, kind)
             files.pop(index).close()
             return False
+
+
+def replaced_streams() -> dict[int, TextIO]:
+    """``sys.stdout`` by 1 and ``sys.stderr`` by 2, where these are not the descriptors themselves."""
+    found = {1: sys.stdout, 2: sys.stderr}
+    return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}
+
+
+def _descriptor_of(stream: TextIO) -> int:
+    try:
+        return stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return -1

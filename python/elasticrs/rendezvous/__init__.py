@@ -59,7 +59,11 @@ def __getattr__(name: str) -> object:
 
         if name == "rendezvous_handler_registry":
             # Whoever asks it expects to find the handlers in it.
-            from elasticrs.rendezvous import registry  # noqa: F401
+            from elasticrs.rendezvous import registry
 
         return getattr(api, name)
+    if name == "_register_out_of_tree_handlers":
+        from elasticrs.rendezvous import registry
+
+        return registry._register_out_of_tree_handlers
     return lazy_submodule(__name__, name, _SUBMODULES)

@@ -214,12 +214,21 @@ _lock = RLock()
 _live: dict[tuple[int, str], list[float]] = {}
 """By client and scope, when the blocks are due that are being executed, in all threads."""
 
+places: dict[tuple[int, str], str] = {}
+"""By client and scope, file and line of the last of these blocks; not where they are the scope itself."""
+
+
+def _forget(key: tuple[int, str]) -> None:
+    _live.pop(key, None)
+    places.pop(key, None)
+
 
 def _forget_live() -> None:
     # The blocks are the parent's, and so may be the thread that holds the lock.
     global _lock  # noqa: PLW0603 -- a lock cannot be forced open
     _lock = RLock()
     _live.clear()
+    places.clear()
 
 
 os.register_at_fork(after_in_child=_forget_live)
@@ -264,12 +273,14 @@ class expires:  # noqa: N801 -- torch's name
         with _lock:
             due = _live.setdefault(key, [])
             due.append(expiration)
+            if self._at is not None:
+                places[key] = self._at
             try:
-                self._acquire(client, min(due))
+                client.acquire(self._scope, min(due))
             except BaseException:
                 due.remove(expiration)
                 if not due:
-                    _live.pop(key, None)
+                    _forget(key)
                 raise
             self._entered.setdefault(get_ident(), []).append((client, expiration))
 
@@ -286,17 +297,10 @@ class expires:  # noqa: N801 -- torch's name
             if expiration in due:
                 due.remove(expiration)
             if due:
-                self._acquire(client, min(due))
+                client.acquire(self._scope, min(due))
                 return
-            _live.pop(key, None)
+            _forget(key)
             client.release(self._scope)
-
-    def _acquire(self, client: TimerClient, expiration: float) -> None:
-        acquire_at = getattr(client, "acquire_at", None)
-        if acquire_at is None:
-            client.acquire(self._scope, expiration)
-        else:
-            acquire_at(self._scope, expiration, self._at)
 
     def __call__(self, function: F) -> F:
         """Let every call of a function be such a block."""

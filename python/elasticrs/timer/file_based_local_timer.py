@@ -13,7 +13,7 @@ import time
 from _thread import RLock
 from math import isnan
 
-from elasticrs.timer.api import TimerClient, TimerRequest, _logger, started_at
+from elasticrs.timer.api import TimerClient, TimerRequest, _logger, places, started_at
 
 try:
     from _json import encode_basestring_ascii as _quote
@@ -118,16 +118,6 @@ class FileTimerClient(TimerClient):
             RuntimeError: the request is longer than a pipe takes in one piece.
             BrokenPipeError: no server was there to begin with.
         """
-        self.acquire_at(scope_id, expiration_time, None)
-
-    def acquire_at(self, scope_id: str, expiration_time: float, at: str | None) -> None:
-        """As :meth:`acquire`, with a place in the program for the report.
-
-        Args:
-            scope_id: the name of the timer.
-            expiration_time: when it is due, in seconds since 1970.
-            at: file and line.
-        """
         if not abs(expiration_time) <= _FAR:
             if isnan(expiration_time):
                 raise ValueError("a timer's expiration time is not a number")
@@ -137,6 +127,7 @@ class FileTimerClient(TimerClient):
         if self._keeps_open:
             left_ns = int((expiration_time - time.time()) * 1e9)
             extra = f', "deadline_ns": {max(0, time.monotonic_ns() + left_ns)}{self._start_time}'
+            at = places.get((id(self), scope_id))
             if at is not None:
                 extra += f', "at": {_quote(at[:200])}'
         self._send(scope_id, expiration_time, int(self.signal), extra)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs import config as defaults
-from elasticrs._worker import hook_environment
+from elasticrs._worker import hook_environment, inherited_environment
 from elasticrs.agent import texts
 from elasticrs.agent.attempt import Plan
 from elasticrs.agent.console import Console, prefix_of
@@ -29,6 +29,7 @@ from elasticrs.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from elasticrs.agent.server.given_context import GivenContext, start_by
 from elasticrs.agent.server.health_check_server import HealthCheckServer as OurServer
 from elasticrs.agent.server.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- here in torch
@@ -36,17 +37,19 @@ from elasticrs.agent.server.health_check_server import (
 )
 from elasticrs.agent.server.polled_workers import PolledWorkers
 from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.agent.server.replaced_console import ReplacedConsole
 from elasticrs.agent.signals import catch_signals, ignored_signals
 from elasticrs.agent.sleepers import Sleepers
 from elasticrs.agent.state import Phase
 from elasticrs.config import JobConfig, ObserveSettings
-from elasticrs.events import record
 from elasticrs.events.hostname import fq_hostname
 from elasticrs.metrics import prof
+from elasticrs.multiprocessing import start_processes
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.multiprocessing.plugins import attempt_logs
+from elasticrs.multiprocessing.tail_log import replaced_streams
 from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, WorkerRanks, assign
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
@@ -54,10 +57,11 @@ from elasticrs.rendezvous.static import OneNodeRendezvous
 from elasticrs.workers import CommandWorkers, Workers, WorkerSetup, watching_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Protocol
 
     from elasticrs.agent.decisions import Decisions
+    from elasticrs.agent.observer import Observer
     from elasticrs.multiprocessing.api import LogsSpecs
     from elasticrs.multiprocessing.errors import ProcessFailure
     from elasticrs.rendezvous.elastic.messages import Outcome
@@ -86,6 +90,9 @@ TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = defaults.UNINTERRUPTIBLE_STATE_VARIABLE
 
 _log = logging.getLogger("elasticrs.agent")
+
+_OWN_START = start_processes
+"""What starts the workers in torch's loop where programs have put a function of theirs in its place."""
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -153,7 +160,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             else uninterruptible_state_timeout
         )
         self._sleepers = Sleepers(self._uninterruptible_state_timeout)
-        self._pcontext: PolledWorkers | None = None
+        self._pcontext: PolledWorkers | GivenContext | None = None
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run until the workers have succeeded, or failed too often.
@@ -171,7 +178,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 # Measured by who observes the loop.
                 return self._run_and_shut_down(role)
             with raised_signals(self._signals, SignalException, self._interrupt):
-                return self._run_hooks(role)
+                result: RunResult = super().run(role)
+                return result
         finally:
             pcontext, self._pcontext = self._pcontext, None
             if pcontext is not None:
@@ -182,17 +190,6 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _interrupt(self, error: BaseException) -> bool:
         return self._pcontext is not None and self._pcontext.interrupt(error)
 
-    def _run_hooks(self, role: str) -> RunResult:
-        """Where nobody observes; in torch the launcher records how the agent ended."""
-        destination = self._worker_group.spec.event_log_handler
-        try:
-            result: RunResult = super().run(role)
-        except Exception:
-            record(self.get_event_failed(), destination)
-            raise
-        record(self.get_event_succeeded(), destination)
-        return result
-
     @property
     def _waits_for_events(self) -> bool:
         """Whether nobody else has a say: neither a subclass nor a handler of the user's."""
@@ -201,7 +198,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         meets = isinstance(handler, OneNodeRendezvous) or getattr(handler, "rendezvous", None) is not None
         is_ours = type(handler).__module__.partition(".")[0] == __name__.partition(".")[0]
         own = all(getattr(getattr(self, name), "__func__", None) is hook for name, hook in _OWN_HOOKS.items())
-        return own and meets and is_ours
+        return own and meets and is_ours and start_processes is _OWN_START
 
     # --- the loop that waits ---
 
@@ -237,6 +234,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         server = self._server_of_the_loop()
         decisions = self._decisions(job, console)
         try:
+            observers = make_observers(job, self._observe(), console.say, server, tells_end=False)
             agent = Agent(
                 job,
                 self._workers(job),
@@ -244,7 +242,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 signals=signals,
                 owns_process=False,
                 console=console,
-                observers=make_observers(job, self._observe(), console.say, server),
+                observers=self._with_console(observers),
             )
             result = agent.run()
         finally:
@@ -347,13 +345,23 @@ class LocalElasticAgent(SimpleElasticAgent):
         entry_point, backend = spec.get_entrypoint_name(), spec.rdzv_handler.get_backend()
         return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
 
+    def _with_console(self, observers: Sequence[Observer]) -> Sequence[Observer]:
+        """With who shows lines of workers where ``sys.stdout`` or ``sys.stderr`` was replaced."""
+        streams = replaced_streams()
+        if not streams:
+            return observers
+        role = self._worker_group.spec.role
+        return [*observers, ReplacedConsole(streams, role, self._prefix_template())]
+
     def _workers(self, job: JobConfig) -> Workers:
         spec = self._worker_group.spec
-        environ = hook_environment({**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names})
-        template = self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        environ = hook_environment(
+            {**inherited_environment(), "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names}
+        )
         filters = (spec.duplicate_stdout_filters or [], spec.duplicate_stderr_filters or [])
         setup = WorkerSetup(
-            job, attempt_logs(self._logs_specs), template, environ, ignored_signals(), filters
+            *(job, attempt_logs(self._logs_specs), self._prefix_template(), environ),
+            *(ignored_signals(), filters, {1, 2} - replaced_streams().keys()),
         )
         if callable(spec.entrypoint) and self._start_method != "spawn":
             from elasticrs.multiprocessing.kept_workers import KeptWorkers
@@ -365,6 +373,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             return FunctionWorkers(setup, spec.entrypoint, spec.args)
         command = [str(spec.entrypoint), *map(str, spec.args)]
         return CommandWorkers(setup, command)
+
+    def _prefix_template(self) -> str | None:
+        return self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
     def _run_result(self, result: JobResult, outcome: Outcome | None) -> RunResult:
         group = self._worker_group
@@ -395,13 +406,25 @@ class LocalElasticAgent(SimpleElasticAgent):
     @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
+        restarts = spec.max_restarts - self._remaining_restarts
+        if start_processes is not _OWN_START:
+            self._pcontext = start_by(
+                start_processes,
+                spec,
+                _plan_of(worker_group),
+                restarts,
+                logs_specs=self._logs_specs,
+                start_method=self._start_method,
+                prefix_template=self._prefix_template(),
+            )
+            pids: dict[int, Any] = self._pcontext.pids()
+            return pids
         if self._pcontext is None:
             job = self._job()
             console = Console()
             server = self._server_of_ours()
             observers = make_observers_of_hooks(job, self._observe(), console.say, server)
-            self._pcontext = PolledWorkers(job, self._workers(job), console, observers)
-        restarts = spec.max_restarts - self._remaining_restarts
+            self._pcontext = PolledWorkers(job, self._workers(job), console, self._with_console(observers))
         return self._pcontext.start(_plan_of(worker_group), restarts)
 
     @prof
@@ -439,7 +462,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         else:
             self._pcontext.wait_for_news(seconds)
 
-    def _check_sleepers(self, pcontext: PolledWorkers) -> RunResult:
+    def _check_sleepers(self, pcontext: PolledWorkers | GivenContext) -> RunResult:
         overdue = self._sleepers.look(pcontext.pids())
         if not overdue:
             return RunResult(WorkerState.HEALTHY)

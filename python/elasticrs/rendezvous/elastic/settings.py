@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 
 from elasticrs._value import Value
+from elasticrs._worker import TOKEN_VARIABLE
 from elasticrs.config import (
     DEFAULT_EXIT_BARRIER_TIMEOUT,
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29400
 """Of an endpoint without a port, as in torch."""
-
-TOKEN_VARIABLE = "ELASTICRS_TOKEN"
-"""Environment variable with the token, unless a setting gives one."""
 
 _LONGEST = 1e9
 _TRUTH = {

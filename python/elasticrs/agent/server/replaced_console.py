@@ -1,0 +1,73 @@
+"""Lines of workers for a program that has put something else in the place of ``sys.stdout``.
+
+The core writes to descriptors. A notebook, or ``contextlib.redirect_stdout``, wants lines on its own object,
+and torch's agent writes them there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from elasticrs import _core
+from elasticrs.agent.observer import Observer
+from elasticrs.logs import line_prefix
+from elasticrs.multiprocessing.tail_log import TailLog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import TextIO
+
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.agent.loop import JobResult
+
+
+class ReplacedConsole(Observer):
+    """Shows tee'd lines there, while the workers of an attempt run.
+
+    Args:
+        streams: what :func:`~elasticrs.multiprocessing.tail_log.replaced_streams` returned.
+        role: of the workers.
+        template: of the lines' prefixes.
+    """
+
+    def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
+        self._streams = streams
+        self._role = role
+        self._template = template
+        self._tails: list[TailLog] = []
+
+    def prepared(self, attempt: Attempt) -> None:
+        """Follow the files of the attempt."""
+        self._stop()
+        paths = attempt.paths
+        if paths is None:
+            return
+        host = os.uname().nodename.split(".")[0]
+        prefixes = {
+            ranks.local_rank: line_prefix(
+                self._template,
+                role=self._role,
+                local_rank=ranks.local_rank,
+                rank=ranks.global_rank,
+                hostname=host,
+            )
+            for ranks in attempt.plan.ranks
+        }
+        for fd, stream in self._streams.items():
+            tees = paths.tee_stdouts if fd == 1 else paths.tee_stderrs
+            files = {rank: path for rank, path in tees.items() if path != os.devnull}
+            self._tails.append(TailLog(self._role, files, stream, prefixes).start())
+
+    def seen(self, event: object, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
+        """Show what is left when the workers have ended."""
+        if isinstance(event, _core.GroupEnded):
+            self._stop()
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- as above
+        """Show what is left."""
+        self._stop()
+
+    def _stop(self) -> None:
+        while self._tails:
+            self._tails.pop().stop()
