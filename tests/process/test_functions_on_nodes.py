@@ -293,3 +293,55 @@ tell(values=list(values.items()), port=int(ENDPOINT.rpartition(":")[2]))
         [[1, [1, 1, "False", port]]],
         [[0, [0, 0, "False", port]]],
     )
+
+
+RAISING_SPECS = """
+class RaisingSpecs(DefaultLogsSpecs):
+    def reify(self, envs):
+        raise ValueError("no folder for the logs of round " + envs[0]["ELASTICRS_ROUND"])
+
+def work():
+    pass
+"""
+
+PLAIN = """
+class RaisingSpecs(DefaultLogsSpecs):
+    pass
+
+def work(*args):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("functions", "argument", "kind", "said"),
+    [
+        (RAISING_SPECS, "", "ValueError", "no folder for the logs of round 1"),
+        (PLAIN, "threading.Lock()", "PicklingError", "cannot pickle '_thread.lock' object"),
+    ],
+    ids=["logs-specs", "pickle"],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_start_that_the_user_s_code_fails_ends_the_job_everywhere(
+    nodes, functions, argument, kind, said, failing
+):
+    main = f"""
+FAILING = {failing}
+specs = RaisingSpecs() if NODE == FAILING else DefaultLogsSpecs()
+config = LaunchConfig(
+    2, 2, 1, rdzv_endpoint=ENDPOINT, run_id="job", max_restarts=3, start_method="spawn", logs_specs=specs,
+    rdzv_backend="c10d", rdzv_configs={{**CONFIG, "join_timeout": 600}},
+)
+arguments = [{argument}] if NODE == FAILING else []
+try:
+    elastic_launch(config, work)(*arguments)
+    tell(kind="none", text="")
+except Exception as error:
+    tell(kind=type(error).__name__, text=str(error))
+"""
+    ends = told(nodes(functions, main, 0, 1))
+    assert ends[failing]["kind"] == kind
+    assert said in ends[failing]["text"]
+    other = ends[1 - failing]
+    assert other["kind"] not in ("none", kind)
+    assert f"{kind}: {said}" in other["text"]

@@ -32,12 +32,14 @@ class Decisions(ABC):
         first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
         clock: of the store in which the nodes met.
         has_taken_part: whether workers of this node ran in the last round.
+        has_peers: other nodes wait for what becomes of this one.
     """
 
     plan: Plan | None = None
     first_cause: dict[str, Any] | None = None
     clock = Clock()
     has_taken_part = True
+    has_peers = False
 
     @property
     @abstractmethod

@@ -123,6 +123,7 @@ class Agent:
         self._requests = StopRequests()
         self._sleepers: Sleepers | None = None
         self._unfit: str | None = None
+        self._error: Exception | None = None
         if job.uninterruptible_state_timeout > 0:
             from elasticrs.agent.sleepers import Sleepers
 
@@ -167,6 +168,8 @@ class Agent:
             self._workers.close()
             self._decisions.close()
         self._console.flush()
+        if self._error is not None:
+            raise self._error
         if self._result.exit_code == 0 and self._decisions.has_taken_part:
             # Loads what the user's functions made, which may raise: nothing may be left to do then.
             self._result.return_values = self._workers.return_values()
@@ -283,10 +286,13 @@ class Agent:
         except BaseException as error:
             self._observers.started()
             self._workers.ended(supervisor, attempt)
+            transient, why = isinstance(error, OSError) and error.errno in _TRANSIENT, str(error)
             if not isinstance(error, (OSError, _core.SupervisorError)):
-                raise
-            transient = isinstance(error, OSError) and error.errno in _TRANSIENT
-            self._result.message = f"the workers could not be started: {error}"
+                if not (isinstance(error, Exception) and self._decisions.has_peers):
+                    raise
+                # The other nodes hear of it first; then it is the program's.
+                self._error, why = error, f"{type(error).__name__}: {error}"
+            self._result.message = f"{texts.NOT_STARTED}: {why}"
             self._events.append(machine.StartFailed(self._result.message, transient))
 
     def _finish(self, action: machine.Exit) -> None:

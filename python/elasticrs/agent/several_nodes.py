@@ -55,6 +55,8 @@ class SeveralNodes(Decisions):
         outcome: how the job ended for this node; ``None`` while it runs.
     """
 
+    has_peers = True
+
     def __init__(
         self,
         job: JobConfig,
@@ -159,7 +161,8 @@ class SeveralNodes(Decisions):
             return self._tell(messages.GroupStarted())
         if isinstance(event, machine.StartFailed):
             self._group_exists = False
-            return self._over(messages.StartFailed(event.message, event.transient))
+            why = event.message.removeprefix(f"{texts.NOT_STARTED}: ")
+            return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
             # How it ended is told next.
             self._first_failure = event.local_rank

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 PREFIX = "elasticrs: "
 
+NOT_STARTED = "the workers could not be started"
+"""Comes before the reason."""
+
 
 def signal_name(signum: int) -> str:
     """``"SIGTERM"`` for 15; ``"SIG40"`` where the signal has no name of its own."""
