@@ -16,6 +16,7 @@ from elasticrs.rendezvous import (
 from elasticrs.rendezvous.dynamic import decisions
 from elasticrs.rendezvous.dynamic.settings import RendezvousSettings, RendezvousTimeout
 from elasticrs.rendezvous.dynamic.state import MAX_BYTES, Node, Place, Standing, State, decode, encode
+from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, Operation, SharedState
 from elasticrs.rendezvous.dynamic_rendezvous import create_handler
 from elasticrs.rendezvous.file_store import FileStore
 
@@ -80,6 +81,51 @@ def test_a_short_loss_of_the_back_end_is_no_end_of_the_round(make):
         handler.num_nodes_waiting()
     backend.trouble = ["refused"]
     assert not handler.shutdown()
+
+
+class MuteBackend(MemoryBackend):
+    """Says nothing of what it has written, as torch allows."""
+
+    def set_state(self, state, token=None):
+        super().set_state(state, token)
+
+
+def test_a_back_end_that_answers_none_is_asked_what_is_there(make):
+    backend = MuteBackend()
+    handler = make(backend, last_call_timeout=0.1)
+    assert handler.next_rendezvous().rank == 0
+    assert handler.next_rendezvous().rank == 0
+    assert handler.shutdown()
+
+
+def test_a_sign_of_life_without_an_answer_is_given_once(make):
+    backend = MuteBackend()
+    handler = make(backend, last_call_timeout=0.1)
+    handler.next_rendezvous()
+    writes = backend.writes
+    handler._shared._wrote_at -= 1000.0
+    handler._shared._beat_at -= 1000.0
+    handler._keep_alive()
+    handler._keep_alive()
+    assert backend.writes == writes + 1
+    assert handler.shutdown()
+
+
+class ForgetfulBackend(MuteBackend):
+    """Keeps nothing."""
+
+    def set_state(self, *_):
+        self.writes += 1
+
+
+def test_a_back_end_that_keeps_nothing_is_not_asked_without_pause():
+    backend = ForgetfulBackend()
+    settings = RendezvousSettings("job", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
+    shared = SharedState(backend, settings, Node("here", 1, 0))
+    operation = Operation(shared, decisions.join, 600.0)
+    pauses = [operation.turn() for _ in range(40)]
+    assert backend.writes == 20
+    assert sum(pauses) > 10 * LONGEST_PAUSE
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ class RendezvousBackend(ABC):
             token: of the one that it replaces; ``None``: only if there is none yet.
 
         Returns:
-            The state that is there now, its token, and whether it is the new one. ``None``: there is none.
+            The state that is there now, its token, and whether it is the new one. After ``None`` it is read.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.

@@ -64,6 +64,7 @@ class SharedState:
         self._token: Any = None
         self._beat = 0
         self._beat_at: float | None = None
+        self._wrote_at: float | None = None
         self._dead: set[Node] = set()
         self._lost: list[Node] = []
 
@@ -86,18 +87,21 @@ class SharedState:
         data, token = _pair(found)
         return self._take(data, token, asked)
 
-    def write(self, state: State) -> bool:
-        """Replace the state, unless another node has done so since it was read; whether it was replaced.
+    def write(self, state: State) -> bool | None:
+        """Replace the state, unless another node has done so since it was read.
+
+        Returns:
+            Whether it was replaced; ``None``: the back end has not said, and has to be read.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
             RendezvousStateError: the state is too large, or what is there is none of ours.
         """
         data, asked = encode(state), self.clock()
+        self._wrote_at = asked
         answer = self._backend.set_state(data, self._token)
         if answer is None:
-            self._take(None, None, asked)
-            return False
+            return None
         try:
             found, token, is_set = answer
         except (TypeError, ValueError):
@@ -105,8 +109,6 @@ class SharedState:
                 f"the back end answered {answer!r} to set_state, expected (state, token, has_set)"
             ) from None
         self._take(found, token, asked)
-        if is_set and self.node in state.nodes and state.nodes[self.node].beat == self._beat:
-            self._beat_at = asked
         return bool(is_set)
 
     def view(self) -> View:
@@ -130,6 +132,8 @@ class SharedState:
         has_changed = data != self._data
         state = State() if data is None else decode(data)
         answered = self.clock()
+        if self.node in state.nodes and state.nodes[self.node].beat == self._beat:
+            self._beat_at = self._wrote_at
         dead = self._sightings.look(state, asked, answered, decisions.patience(self.settings))
         dead = [node for node in dead if node != self.node]
         self._lost += [node for node in dead if node not in self._dead]
@@ -182,9 +186,12 @@ class Operation:
         shared = self._shared
         if self._wanted is not None:
             wanted, self._wanted = self._wanted, None
+            is_set, backoff = shared.write(wanted), shared.settings.cas_backoff_max_seconds
+            if is_set is None:
+                pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+                return pause
             self._pause = SHORTEST_PAUSE
-            backoff = shared.settings.cas_backoff_max_seconds
-            if not shared.write(wanted) and backoff > 0:
+            if not is_set and backoff > 0:
                 return random.uniform(0, backoff)
         elif shared.read():
             self._pause = SHORTEST_PAUSE
