@@ -23,6 +23,22 @@ bystanders: set[int] = set()
 """Pids of the programs that tests run beside what they test, which end when the tests want it."""
 
 
+HEADLESS = """
+import ctypes, os, threading
+
+def go_on():
+    while open(f"/proc/{os.getpid()}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        os.sched_yield()
+    os.write(1, b"HEADLESS %d\\n" % os.getpid())
+    os.close(1)
+    threading.Event().wait()
+
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+"""A program whose main thread ends; then it says its pid, and another thread goes on for ever."""
+
+
 class Process(NamedTuple):
     """A row of the process table. Pid and start time together are never reused."""
 
@@ -127,8 +143,8 @@ def kill_and_reap(child: Process) -> None:
     """
     pidfd = os.pidfd_open(child.pid)
     try:
-        if child.state != "Z":
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        # A zombie takes it without complaint, and one without its main thread only looks like one.
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         if not wait_readable(pidfd):
             raise TimeoutError(f"does not end after SIGKILL: {child}")
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED)

@@ -115,6 +115,17 @@ RECYCLED = """
 
 
 @pytest.mark.privileged
+def test_a_process_without_its_main_thread_has_not_ended():
+    from elasticrs.timer.api import descends_from_us
+
+    with subprocess.Popen([sys.executable, "-c", procs.HEADLESS], stdout=subprocess.PIPE) as headless:
+        headless.stdout.readline()
+        assert descends_from_us(headless.pid)
+        headless.kill()
+        assert procs.wait_gone(headless.pid)
+        assert not descends_from_us(headless.pid)
+
+
 def test_a_process_that_got_the_pid_of_another_one_is_left_alone():
     done = subprocess.run(
         ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", textwrap.dedent(RECYCLED)],

@@ -61,6 +61,38 @@ fn a_killed_agent_takes_a_fork_bomb_along() {
 }
 
 #[test]
+fn a_killed_agent_takes_processes_without_a_main_thread_along() {
+    let mut agent = Agent::start(2, &["headless"]);
+    agent.process.kill().unwrap();
+    agent.process.wait().unwrap();
+    wait_for_end(agent.nursery);
+    wait::reap(agent.nursery);
+    assert_no_children();
+    assert_eq!(agent.lines.rest(), Vec::<String>::new());
+}
+
+#[test]
+fn the_agents_sweeps_end_processes_without_a_main_thread() {
+    for owns_process in [true, false] {
+        let mut client = Client::start();
+        nix::sys::prctl::set_child_subreaper(owns_process).unwrap();
+        let (worker, lines) = client.spawn_ready(&["headless"]);
+        let headless: i32 = lines.said[0].parse().unwrap();
+        client.kill();
+        wait_for_end(worker.pid);
+        let limit = Duration::from_secs(10);
+        let outcome = if owns_process {
+            sweep_children_of_self(&[], &[worker.pid], limit)
+        } else {
+            kill_by_token(client.nursery.token, limit)
+        };
+        assert!(outcome.ended.named.iter().any(|ended| ended.pid == headless), "{outcome:?}");
+        assert!(outcome.stuck.is_empty(), "{outcome:?}");
+        wait_for_end(headless);
+    }
+}
+
+#[test]
 fn a_killed_agent_takes_stopped_workers_along() {
     let mut agent = Agent::start(2, &["stop-self"]);
     agent.process.kill().unwrap();

@@ -60,6 +60,18 @@ fn sigterm_comes_first_and_is_enough_for_those_that_obey() {
 }
 
 #[test]
+fn a_process_whose_main_thread_has_ended_is_ended_as_any_other() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["headless"]);
+    let headless: i32 = lines.said[0].parse().unwrap();
+    assert_eq!(elasticrs_testkit::state(headless), Some('Z'), "and yet it runs");
+    let swept = client.sweep(0, 0);
+    assert_eq!((swept.pids(), swept.stuck.len()), (vec![headless], 0), "{swept:?}");
+    wait_for_end(headless);
+    assert_eq!(client.exit_of(worker.pid).0, KILLED);
+}
+
+#[test]
 fn stopped_processes_are_ended_too() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["daemonise"]);

@@ -4,6 +4,7 @@
 //! number of forks, and a number of live processes. Whoever meets the time limit says so in a line `LIMIT`, so that a
 //! test can tell "was ended" from "ended by itself".
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -56,30 +57,61 @@ fn forked() -> Result<ForkResult, Problem> {
     Ok(unsafe { fork() }?)
 }
 
-/// `daemonise`: a grandchild in a session of its own, whose pid is told; then waits, as the grandchild does.
-/// `exempt`: the same, with the token reset, as a process does that means to stay.
-pub fn daemonise(request: &Request, reset_token: bool) -> Result<(), Problem> {
+/// What a grandchild of [`daemonise`] is like.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Daemon {
+    /// It waits.
+    Ordinary,
+    /// The token is reset, as by a process that means to stay.
+    Exempt,
+    /// Its main thread has ended, and another one waits.
+    Headless,
+}
+
+/// `daemonise`, `exempt`, `headless`: a grandchild in a session of its own, whose pid is told; then waits.
+pub fn daemonise(request: &Request, daemon: Daemon) -> Result<(), Problem> {
     let (reader, writer) = nix::unistd::pipe()?;
     if let ForkResult::Child = forked()? {
         setsid()?;
         if let ForkResult::Parent { .. } = forked()? {
             std::process::exit(0);
         }
-        if reset_token {
+        if daemon == Daemon::Exempt {
             let (_, hard) = getrlimit(Resource::RLIMIT_RTTIME)?;
             setrlimit(Resource::RLIMIT_RTTIME, hard, hard)?;
         }
         nix::unistd::write(&writer, &getpid().as_raw().to_le_bytes())?;
-        drop((reader, writer));
+        drop(reader);
+        if daemon == Daemon::Headless {
+            end_main_thread(writer);
+        }
+        drop(writer);
         pause_for_ever();
     }
     drop(writer);
     let mut pid = [0; 4];
     nix::unistd::read(&reader, &mut pid)?;
+    // The end of the pipe is when the grandchild is what it is to be.
+    nix::unistd::read(&reader, &mut [0])?;
     nix::sys::wait::wait()?;
     say(&i32::from_le_bytes(pid).to_string())?;
     request.ready()?;
     pause_for_ever();
+}
+
+/// What `pthread_exit` in `main` comes to: the process goes on without its main thread. Drops `until` when that has ended.
+fn end_main_thread(until: OwnedFd) -> ! {
+    let me = getpid().as_raw();
+    std::thread::spawn(move || {
+        while elasticrs_testkit::state(me) != Some('Z') {
+            std::thread::yield_now();
+        }
+        drop(until);
+        pause_for_ever();
+    });
+    // SAFETY: it ends this thread, whose stack holds nothing that anybody else uses.
+    unsafe { libc::syscall(libc::SYS_exit, 0) };
+    unreachable!("it does not return");
 }
 
 /// `tree DEPTH`: two children, each with two, …; all ignore SIGTERM and wait.

@@ -16,6 +16,8 @@ use std::process::ExitCode;
 use nix::sys::signal::{SigHandler, Signal, raise, signal};
 use nix::unistd::pause;
 
+use self::forking::Daemon;
+
 /// What went wrong with a request.
 type Problem = Box<dyn std::error::Error>;
 
@@ -122,13 +124,14 @@ fn run() -> Result<ExitCode, Problem> {
             say("CONTINUED")?;
             pause_for_ever();
         }
-        "daemonise" => forking::daemonise(&request, false)?,
+        "daemonise" => forking::daemonise(&request, Daemon::Ordinary)?,
         "hang-in-map" => {
             let path = request.next()?;
             request.ready()?;
             elasticrs_testkit::hung_file::hang_in_map(path.as_ref())?;
         }
-        "exempt" => forking::daemonise(&request, true)?,
+        "exempt" => forking::daemonise(&request, Daemon::Exempt)?,
+        "headless" => forking::daemonise(&request, Daemon::Headless)?,
         "fork-bomb" => forking::bomb(&request)?,
         "chain" => forking::chain(&request)?,
         "tree" => forking::tree(&mut request)?,

@@ -356,7 +356,8 @@ def descends_from_us(pid: int) -> bool:
             return False
         parent = int(fields[1])
         if parent == own:
-            return fields[0] not in (b"Z", b"X")
+            # A main thread that has ended is shown as a zombie, while others go on.
+            return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent
     return False
 

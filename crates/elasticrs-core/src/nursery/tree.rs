@@ -27,12 +27,14 @@ pub struct Listed {
 /// What `/proc/PID/stat` says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Status {
-    /// One letter: `R`, `S`, `D`, `T`, `Z`, …
+    /// One letter, that of the main thread: `R`, `S`, `D`, `T`, `Z`, …
     pub state: char,
     /// The parent.
     pub parent: i32,
     /// The session.
     pub session: i32,
+    /// How many threads there are, those included that have ended and were not collected.
+    pub threads: i32,
 }
 
 impl Status {
@@ -42,12 +44,13 @@ impl Status {
     }
 
     fn in_stat(stat: &Stat) -> Option<Self> {
-        Some(Self { state: stat.field(3)?, parent: stat.field(4)?, session: stat.field(6)? })
+        Some(Self { state: stat.field(3)?, parent: stat.field(4)?, session: stat.field(6)?, threads: stat.field(20)? })
     }
 
-    /// It has ended, and waits for its parent (or for its own threads) to see it.
+    /// It has ended, and waits for its parent to see it. While there is another thread, only the main one has ended
+    /// (`pthread_exit` in `main`): the process goes on.
     pub fn has_ended(self) -> bool {
-        matches!(self.state, 'Z' | 'X')
+        matches!(self.state, 'Z' | 'X') && self.threads <= 1
     }
 }
 

@@ -228,7 +228,7 @@ fn open(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
 }
 
 fn can_answer(pid: i32) -> bool {
-    Status::of(pid).is_some_and(|status| !matches!(status.state, 'T' | 't' | 'Z' | 'X'))
+    Status::of(pid).is_some_and(|status| !matches!(status.state, 'T' | 't') && !status.has_ended())
 }
 
 fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
