@@ -1,9 +1,14 @@
 """Transactions, watches and leases over loopback."""
 
+import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
-from helpers.coordination import Client, Server, serving
+from helpers import procs
+from helpers.coordination import RUN, Client, Server, serving
 
 from elasticrs import _core
 
@@ -136,3 +141,29 @@ def test_after_unwatch_nothing_comes(client, other):
     client.put("k")
     client.put("end")
     assert other.changes() == [("end", b"")]
+
+
+def test_a_wait_without_a_limit_sees_a_signal_that_another_thread_took(server: Server) -> None:
+    waiting = f"""
+        import signal, sys, threading
+        from elasticrs import _core
+
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+        client = _core.CoordinationClient("127.0.0.1", {server.port}, run_id="{RUN}")
+        assert client.wait(None) and client.take()
+        # The kernel hands it to the thread that does not block it.
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        print("WAITS", flush=True)
+        client.wait(None)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(waiting)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        procs.wait_state(process.pid, "S")
+        process.send_signal(signal.SIGUSR1)
+        try:
+            assert process.wait(procs.HANG) == 7
+        finally:
+            process.kill()

@@ -5,15 +5,20 @@ mod common;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::process::{Child, Stdio};
 
 use common::{Client, Lines, Tree};
 use elasticrs_core::clock::boot_now;
+use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::fence::Fence;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::nursery::protocol::{Reply, Request};
 use elasticrs_core::sys::wait;
 use elasticrs_testkit::{assert_no_children, is_running, pidfd, state, wait_for_end, wait_readable, worker_program};
+use nix::poll::{PollFd, PollFlags, poll};
+use nix::sys::ptrace;
+use nix::unistd::Pid;
 
 /// `examples/guarded-agent.rs`, and the peer of its connection.
 struct Agent {
@@ -165,6 +170,35 @@ fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
         assert_eq!(answered, number);
         assert_eq!(ended.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [daemon]);
     }
+}
+
+#[test]
+fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
+    let fence = Fence::new().unwrap();
+    let mut client = Client::start();
+    client.nursery.link.send(&Request::Fence, fence.descriptors().unwrap()).unwrap();
+    let (_, lines) = client.spawn_ready(&["daemonise"]);
+    let slow = Pid::from_raw(lines.said[0].parse().unwrap());
+    // It stops on its way out until we let it go.
+    ptrace::seize(slow, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
+    fence.set(Some(boot_now()));
+    assert!(matches!(client.next().0, Reply::Fenced { .. }));
+    while state(slow.as_raw()) != Some('t') {
+        std::thread::yield_now();
+    }
+    fence.set(None);
+    client.request_spawn(&common::worker(&["sleep"]), &[], Vec::new());
+    // A nursery that starts it now would say so, and kill it in the next moment.
+    let mut told = [PollFd::new(client.nursery.link.as_fd(), PollFlags::POLLIN)];
+    poll(&mut told, 300_u16).unwrap();
+    ptrace::cont(slow, None).unwrap();
+    wait_for_end(slow.as_raw());
+    wait::reap(slow.as_raw());
+    let worker = client.spawned().unwrap();
+    client.send(&Request::SignalGroup { pid: worker.pid, signal: libc::SIGTERM });
+    let ended_by = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
+    assert_eq!(client.exit_of(worker.pid).0, ended_by);
+    client.sweep(0, 0);
 }
 
 #[test]

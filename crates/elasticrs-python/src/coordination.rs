@@ -19,7 +19,7 @@ use crate::event::object;
 use crate::lease;
 use crate::spec::duration;
 use crate::store_runtime::Home;
-use crate::supervisor::Supervisor;
+use crate::supervisor::{LOOK, Supervisor};
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct CoordinationServer {
@@ -159,9 +159,11 @@ impl CoordinationClient {
         let timeout = timeout.map(|seconds| duration(seconds.max(0.0), "timeout")).transpose()?;
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            match py.detach(|| self.inner.events().wait(left)) {
-                Ok(found) => return Ok(found),
+            let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
+            match py.detach(|| self.inner.events().wait(Some(left.min(LOOK)))) {
+                Ok(true) => return Ok(true),
+                Ok(false) if left <= LOOK || self.inner.events().has_nothing_to_come() => return Ok(false),
+                Ok(false) => py.check_signals()?,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => py.check_signals()?,
                 Err(error) => return Err(os_error(&error, "wait for the store")),
             }

@@ -21,7 +21,7 @@ use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
 /// How long a wait may last without a look at Python's signals. One that comes between the last look and the system call
 /// that waits, or that the kernel hands to another thread, interrupts nothing. As long as the agent's own safety tick, so
 /// that it costs the agent no wake-up.
-const LOOK: Duration = Duration::from_secs(5);
+pub(crate) const LOOK: Duration = Duration::from_secs(5);
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct Supervisor {

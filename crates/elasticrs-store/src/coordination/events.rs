@@ -205,7 +205,8 @@ impl Events {
         }
     }
 
-    fn has_nothing_to_come(&self) -> bool {
+    /// Everything was taken, and the session is over.
+    pub fn has_nothing_to_come(&self) -> bool {
         let state = self.lock();
         state.is_over && state.events.is_empty()
     }

@@ -67,6 +67,8 @@ struct Nursery {
     /// What is still to be sent to the groups of workers that have ended.
     left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
+    /// A start that came while a sweep runs, which would end the worker. What comes after it is not read meanwhile.
+    postponed: Option<(Request, Vec<OwnedFd>)>,
     /// What a sweep has ended that nobody had asked for: told with the next answer.
     untold: Ended,
     /// What is kept open for the agent.
@@ -115,6 +117,7 @@ impl Nursery {
             sessions: BTreeSet::new(),
             left_groups: BTreeMap::new(),
             sweep: None,
+            postponed: None,
             untold: Ended::default(),
             held: None,
             fence: None,
@@ -140,7 +143,7 @@ impl Nursery {
             if ready.agent_gone {
                 self.lose_agent();
             }
-            if ready.socket && !self.orphaned && self.serve_requests() == Served::Leave {
+            if (ready.socket || self.postponed.is_some()) && !self.orphaned && self.serve_requests() == Served::Leave {
                 return Ok(());
             }
             if self.step_sweep() == Served::Leave {
@@ -150,8 +153,13 @@ impl Nursery {
     }
 
     fn wait(&self) -> io::Result<Ready> {
-        let timeout = self.sweep.as_ref().map(|sweep| TimeSpec::from(sweep.wait(Instant::now())));
-        let mut wanted = PollFlags::POLLIN;
+        let timeout = match &self.sweep {
+            Some(sweep) => Some(sweep.wait(Instant::now())),
+            None => self.postponed.as_ref().map(|_| Duration::ZERO),
+        };
+        let timeout = timeout.map(TimeSpec::from);
+        let mut wanted = PollFlags::empty();
+        wanted.set(PollFlags::POLLIN, self.postponed.is_none());
         wanted.set(PollFlags::POLLOUT, self.link.has_unsent());
         let timer = self.fence.as_ref().map_or(self.child_signals.as_fd(), Fence::timer);
         let mut polled = [
@@ -170,8 +178,11 @@ impl Nursery {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
+        // While nothing is read, nobody comes to the end of what was sent.
+        let has_hung_up =
+            self.postponed.is_some() && polled[2].revents().is_some_and(|e| e.contains(PollFlags::POLLHUP));
         let [child, agent_gone, socket, fence] = polled.map(|fd| fd.any().unwrap_or(true));
-        Ok(Ready { child, agent_gone, socket, fence })
+        Ok(Ready { child, agent_gone: agent_gone || has_hung_up, socket, fence })
     }
 
     /// Collects whatever has happened to children; says whether there are any left.
@@ -201,7 +212,15 @@ impl Nursery {
 
     fn serve_requests(&mut self) -> Served {
         loop {
-            match self.link.receive() {
+            let received = match self.postponed.take() {
+                None => self.link.receive(),
+                postponed => Ok(postponed),
+            };
+            match received {
+                Ok(Some(start @ (Request::Spawn { .. }, _))) if self.sweep.is_some() => {
+                    self.postponed = Some(start);
+                    break;
+                }
                 Ok(Some((request, fds))) => {
                     if self.serve_request(request, fds) == Served::Leave {
                         return Served::Leave;
