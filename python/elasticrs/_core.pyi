@@ -484,6 +484,11 @@ class Supervisor:
         """
     def signal(self, signum: int, local_ranks: Sequence[int] | None = None) -> None:
         """Send a signal to these workers, or to all: to whom of each, ``stop_scope`` of the group says."""
+    def forward(self, signum: int) -> None:
+        """Pass a signal on that this process was sent: to whom of each worker, ``stop_scope`` says. Nothing
+        follows from it, and nothing is sent while workers are being started.
+        """
+
     def suspend(self) -> None:
         """SIGSTOP to all groups; deadlines stand still until :meth:`resume`."""
     def resume(self) -> None: ...

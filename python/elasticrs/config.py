@@ -52,6 +52,7 @@ class JobConfig:
         max_restarts: restarts that may be charged.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
+        forwarded: signals that the agent passes on to the workers; nothing else follows from them.
         stop_scope: whom the first signal reaches: ``"worker"``, and the rest of its process group when it has
             ended, or ``"group"``.
         linger: seconds that descendants of successful workers may go on; ``None`` leaves them alone.
@@ -70,6 +71,7 @@ class JobConfig:
 
     __slots__ = (
         "cpus",
+        "forwarded",
         "hang_startup_timeout",
         "hang_timeout",
         "linger",
@@ -99,6 +101,7 @@ class JobConfig:
         max_restarts: int = 0,
         shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
         signals: Sequence[int] = (),
+        forwarded: Sequence[int] = (),
         stop_scope: str = "worker",
         linger: float | None = DEFAULT_LINGER,
         master_addr: str = "localhost",
@@ -118,6 +121,7 @@ class JobConfig:
         self.max_restarts = max_restarts
         self.shutdown_timeout = shutdown_timeout
         self.signals = tuple(signals)
+        self.forwarded = tuple(forwarded)
         self.stop_scope = stop_scope
         self.linger = linger
         self.master_addr = master_addr
@@ -307,6 +311,69 @@ def _signal_numbers(names: str, known: Mapping[str, int]) -> Iterator[int]:
         if name not in known:
             raise ValueError(f"names of signals such as SIGTERM,SIGUSR1 (not {name})")
         yield int(known[name])
+
+
+_NOT_FORWARDED = frozenset(
+    ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGTSTP", "SIGCONT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+)
+"""Those that cannot be caught, have a meaning of their own for the agent, or are of its own mistakes."""
+
+
+def parse_forwarded(names: str) -> tuple[int, ...]:
+    """Parse a list of names of signals that are passed on to the workers.
+
+    Args:
+        names: separated by commas, with or without ``SIG``, such as ``USR1,USR2``; empty for none.
+
+    Raises:
+        ValueError: with what is expected.
+    """
+    import signal
+
+    known = signal.Signals.__members__
+    found = ["SIG" + name.strip().upper().removeprefix("SIG") for name in names.split(",") if name.strip()]
+    for name in found:
+        if name not in known or name in _NOT_FORWARDED:
+            raise ValueError(f"names of signals that can be passed on, such as USR1,USR2 (not {name})")
+    return tuple(int(known[name]) for name in found)
+
+
+def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
+    """The signals that are passed on.
+
+    Args:
+        given: what was asked for; ``None`` for SIGUSR1 and SIGUSR2, as far as they do not stop the job.
+        handled: those that stop it.
+
+    Raises:
+        ValueError: one does both.
+    """
+    import signal
+
+    if given is None:
+        return tuple(signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if signum not in handled)
+    both = [signal.Signals(signum).name for signum in given if signum in handled]
+    if both:
+        raise ValueError(f"signals that do not stop the job (not {','.join(both)})")
+    return tuple(given)
+
+
+def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
+    """The signals that a program wants passed on.
+
+    Args:
+        names: see :func:`parse_forwarded`; ``None`` when it has not said.
+        handled: those that stop the job.
+
+    Raises:
+        ValueError: with what it got and what is expected.
+    """
+    if names is None:
+        return None
+    try:
+        return forwarded_signals(parse_forwarded(names), handled)
+    except ValueError as error:
+        raise ValueError(f"signals_to_forward: got {names!r}, expected {error}") from None
 
 
 def health_port(text: str) -> int:

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 _PATIENCE = 10.0
 """Seconds that a stderr which takes nothing holds up the end."""
 
-_FIRST_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FIRST_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
 
 
 def __getattr__(name: str) -> object:
@@ -89,7 +92,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     if signals is None:
         console.say("not in the main thread: signals are not handled")
     else:
-        signals.catch(launch.job.signals, pauses=True)
+        signals.catch((*launch.job.signals, *launch.job.forwarded), pauses=True)
     logs, remove_if_empty = _logs(launch)
     setup = WorkerSetup(
         launch.job,
@@ -106,7 +109,12 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         from elasticrs.launcher.by_handler import run_by_handler
 
         code = run_by_handler(
-            launch, launch.handler, workers, console, signals, lambda text: _write(console, text, signals)
+            launch,
+            launch.handler,
+            workers,
+            console,
+            signals,
+            lambda text: _write(console, text, signals, launch.job.forwarded),
         )
     else:
         code = _run_agent(launch, workers, console, signals)
@@ -137,7 +145,7 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     if result.exit_code != 0 and result.signum is None:
         from elasticrs.agent.report import print_report
 
-        print_report(launch.job, result, lambda text: _write(console, text, signals))
+        print_report(launch.job, result, lambda text: _write(console, text, signals, launch.job.forwarded))
     return result.exit_code
 
 
@@ -240,8 +248,8 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _write(console: Console, text: str, signals: SignalPipe | None) -> None:
-    """A report that nobody reads keeps nobody: a signal ends it, but for Control-Z."""
+def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequence[int]) -> None:
+    """A report that nobody reads keeps nobody: a signal ends it, but for Control-Z and ``others``."""
     if signals is None:
         return console.write(text, _PATIENCE)
     pipe = signals
@@ -250,7 +258,7 @@ def _write(console: Console, text: str, signals: SignalPipe | None) -> None:
         taken = pipe.take()
         if signal.SIGTSTP in taken:
             pipe.stop_this_process()
-        return any(signum != signal.SIGTSTP for signum in taken)
+        return any(signum not in {signal.SIGTSTP, *others} for signum in taken)
 
     return console.write(text, _PATIENCE, pipe.fd, is_asked_to_stop)
 

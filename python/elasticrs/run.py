@@ -207,6 +207,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
         event_log_handler=values.event_log_handler,
         numa_options=_numa_options(values.numa_binding),
         signals_to_handle=values.signals_to_handle,
+        signals_to_forward=values.signals_to_forward,
         stop_scope=values.stop_scope,
         duplicate_stdout_filters=list(values.duplicate_stdout_filters) or None,
         duplicate_stderr_filters=list(values.duplicate_stderr_filters) or None,
@@ -337,6 +338,7 @@ def _values(args: Any) -> Namespace:
         found[option.dest] = value
     # The launcher's API takes names.
     found["signals_to_handle"] = getattr(args, "signals_to_handle", None) or defaults.DEFAULT_SIGNALS
+    found["signals_to_forward"] = getattr(args, "signals_to_forward", None)
     script = getattr(args, "training_script", "")
     arguments = list(getattr(args, "training_script_args", None) or ())
     return Namespace(**found, training_script=script, training_script_args=arguments)

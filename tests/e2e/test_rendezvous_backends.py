@@ -151,6 +151,20 @@ def test_a_signal_ends_workers_and_waiting(backend, worker_script, trouble):
 
 
 @pytest.mark.beyond_torchrun
+def test_a_request_for_a_checkpoint_is_passed_on(backend, worker_script):
+    source = """
+        import os, signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        os.write(1, b"RUNS\\n")
+        signal.sigwait([signal.SIGUSR1])
+    """
+    launched = backend(worker_script(source))
+    launched.wait_for_line("RUNS")
+    launched.signal(signal.SIGUSR1)
+    assert launched.wait() == 0, launched.stderr
+
+
+@pytest.mark.beyond_torchrun
 def test_control_z_stops_the_workers_too(backend, worker_script):
     launched = backend(worker_script(PAUSE))
     pid = int(launched.wait_for_line(r"RUNS (\d+)")[1])

@@ -140,11 +140,62 @@ def _catches(pid, signum):
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGUSR1])
 def test_workers_do_not_outlive_a_launcher_that_is_killed(running, signum):
-    launched, pids = running(STUBBORN)
+    launched, pids = running(STUBBORN, "--signals-to-forward=")
     launched.signal(signum)
     assert launched.wait() == -signum
     procs.reap_adopted()
     procs.assert_gone(pids)
+
+
+PASSES_ON = """
+    import os, signal
+
+    signals = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    os.write(1, f"READY {os.getpid()}\\n".encode())
+    while (taken := signal.Signals(signal.sigwait(signals))) != signal.SIGTERM:
+        os.write(1, f"GOT {taken.name}\\n".encode())
+"""
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize("how", [(), ("--run-path", "--start-method", "fork")])
+def test_a_request_for_a_checkpoint_is_passed_on_and_the_job_goes_on(running, how):
+    launched, _ = running(PASSES_ON, *how)
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        launched.signal(signum)
+        launched.wait_for_lines(f"GOT {signum.name}", N)
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    assert launched.stdout.count("READY") == N
+
+
+@pytest.mark.beyond_torchrun
+def test_a_worker_that_does_not_know_such_a_signal_fails_by_it(running):
+    launched, _ = running("""
+        import os, signal
+        if os.environ["RANK"] != "1":
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        os.write(1, f"READY {os.getpid()}\\n".encode())
+        signal.pause()
+    """)
+    launched.signal(signal.SIGUSR1)
+    assert launched.wait() == 1
+    launched.wait_for_line(r"rank +: 1 ", "stderr")
+    launched.wait_for_line(r"exitcode +: -10 ", "stderr")
+
+
+@pytest.mark.beyond_torchrun
+def test_where_no_workers_run_nobody_gets_it(launch, worker_script):
+    meeting = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    launched = launch(*meeting, worker_script("print('never')"))
+    while not _catches(launched.pid, signal.SIGUSR1):
+        os.sched_yield()
+    launched.signal(signal.SIGUSR1)
+    launched.wait_for_line("SIGUSR1 received: no workers run", "stderr")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    assert launched.stdout == ""
 
 
 @pytest.mark.beyond_torchrun

@@ -464,3 +464,18 @@ def test_whom_a_stop_reaches(handler, tmp_path, program, asked, found):
 def test_a_stop_that_reaches_somebody_else_is_refused():
     with pytest.raises(ValueError, match="stop_scope must be 'worker' or 'group', got 'all'"):
         LaunchConfig(1, 1, 1, stop_scope="all")
+
+
+@pytest.mark.parametrize(("names", "problem"), [("USR1,TERM", "not SIGTERM"), ("STOP", "not SIGSTOP")])
+def test_signals_that_cannot_be_passed_on_are_refused(handler, tmp_path, names, problem):
+    with pytest.raises(ValueError, match=f"signals_to_forward: got '{names}', .*{problem}"):
+        LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)), signals_to_forward=names)
+
+
+def test_a_programs_own_handler_for_such_a_signal_stays(handler, tmp_path):
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        agent = LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)))
+        assert agent._job().forwarded == (signal.SIGUSR2,)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

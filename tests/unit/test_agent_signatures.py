@@ -36,8 +36,14 @@ DIFFERENT = {
 }
 MORE = {
     "WorkerSpec.__init__": {"hang_timeout", "hang_startup_timeout"},
-    "LocalElasticAgent.__init__": {"signals_to_handle", "stop_scope"},
-    "LaunchConfig.__init__": {"exit_barrier_timeout", "stop_scope", "hang_timeout", "hang_startup_timeout"},
+    "LocalElasticAgent.__init__": {"signals_to_handle", "signals_to_forward", "stop_scope"},
+    "LaunchConfig.__init__": {
+        "exit_barrier_timeout",
+        "signals_to_forward",
+        "stop_scope",
+        "hang_timeout",
+        "hang_startup_timeout",
+    },
 }
 
 HOOKS_OF_OTHERS = {
@@ -111,4 +117,11 @@ def test_a_launch_configuration_has_torchs_fields_in_order(torchs):
 
     names = [field.name for field in dataclasses.fields(LaunchConfig)]
     theirs = [name for name, _, _ in torchs["LaunchConfig.__init__"]][1:]
-    assert names == [*theirs, "exit_barrier_timeout", "stop_scope", "hang_timeout", "hang_startup_timeout"]
+    assert names == [
+        *theirs,
+        "exit_barrier_timeout",
+        "signals_to_forward",
+        "stop_scope",
+        "hang_timeout",
+        "hang_startup_timeout",
+    ]

@@ -124,6 +124,24 @@ def test_whom_a_stop_reaches(options, scope, script):
     assert launch(*options, program).job.stop_scope == scope
 
 
+@pytest.mark.parametrize(
+    ("options", "signals"),
+    [
+        ([], [signal.SIGUSR1, signal.SIGUSR2]),
+        (["--signals-to-forward", "sigusr2,WINCH"], [signal.SIGUSR2, signal.SIGWINCH]),
+        (["--signals-to-forward="], []),
+        (["--signals-to-handle", "SIGTERM,SIGUSR1"], [signal.SIGUSR2]),
+    ],
+)
+def test_which_signals_are_passed_on(options, signals, script):
+    assert list(launch(*options, script).job.forwarded) == signals
+
+
+def test_no_signal_stops_the_job_and_lets_it_go_on(script):
+    with pytest.raises(UsageError, match=r"--signals-to-forward: got 'SIGUSR1,SIGTERM'.*not SIGTERM"):
+        launch("--signals-to-forward", "USR1,TERM", script)
+
+
 @pytest.mark.parametrize("name", ["LOGS_SPECS", "NUMA_BINDING", "PRINT_COMPLETION"])
 def test_some_have_none_as_in_torch(name):
     assert parse(["x"], {f"PET_{name}": "node"}) == parse(["x"], {})
@@ -200,6 +218,9 @@ def test_ranks_of_two_digits_can_be_named():
         (["-t", "4", "x"], {}, "-t: got '4', expected 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N"),  # noqa: E501
         (["--local-ranks-filter=a", "x"], {}, "--local-ranks-filter: got 'a', expected local ranks separated by commas, such as 0,3"),  # noqa: E501
         (["--shutdown-timeout=-1", "x"], {}, "--shutdown-timeout: got '-1', expected seconds, 0 or more"),
+        (["--signals-to-forward=USR3", "x"], {}, "--signals-to-forward: got 'USR3', expected names of signals that can be passed on, such as USR1,USR2 (not SIGUSR3)"),  # noqa: E501
+        (["--signals-to-forward=USR1,CHLD", "x"], {}, "--signals-to-forward: got 'USR1,CHLD', expected names of signals that can be passed on, such as USR1,USR2 (not SIGCHLD)"),  # noqa: E501
+        (["x"], {"PET_SIGNALS_TO_FORWARD": "SIGKILL"}, "PET_SIGNALS_TO_FORWARD: got 'SIGKILL', expected names of signals that can be passed on, such as USR1,USR2 (not SIGKILL)"),  # noqa: E501
         (["--stop-scope=all", "x"], {}, "--stop-scope: got 'all', expected worker or group"),
         (["--hang-timeout=0", "x"], {}, "--hang-timeout: got '0', expected seconds, more than 0, auto or auto:SECONDS"),  # noqa: E501
         (["--hang-timeout=soon", "x"], {}, "--hang-timeout: got 'soon', expected seconds, more than 0, auto or auto:SECONDS"),  # noqa: E501

@@ -89,6 +89,10 @@ impl Supervisor {
         Ok(self.inner.signal(signal(signum)?, local_ranks).map_err(Error)?)
     }
 
+    fn forward(&self, signum: i32) -> PyResult<()> {
+        Ok(self.inner.forward(signal(signum)?).map_err(Error)?)
+    }
+
     fn suspend(&self, py: Python<'_>) -> PyResult<()> {
         Ok(py.detach(|| self.inner.suspend()).map_err(Error)?)
     }

@@ -338,8 +338,21 @@ class Agent:
         for signum in self._signals.take():
             if signum == signal.SIGTSTP and signum not in self._job.signals:
                 suspend(supervisor, self._signals)
+            elif signum in self._job.forwarded:
+                self._forward(supervisor, signum)
             elif self._requests.is_new(signum, time.monotonic()):
                 self._events.append(machine.SignalReceived(signum))
+
+    def _forward(self, supervisor: _core.Supervisor | None, signum: int) -> None:
+        """Pass a signal on to workers that run. Those that are being started have no handlers yet, and
+        nothing to save: it would only kill them.
+        """
+        name = texts.signal_name(signum)
+        if supervisor is None or self._decisions.phase not in (machine.Phase.RUNNING, machine.Phase.STOPPING):
+            self._console.say(f"{name} received: no workers run, so nobody gets it")
+            return
+        self._console.say(f"{name} received: passing it on to the workers")
+        supervisor.forward(signum)
 
     def _on_fd(self, supervisor: _core.Supervisor, event: _core.FdReady) -> None:
         if self._signals is not None and event.fd == self._signals.fd:

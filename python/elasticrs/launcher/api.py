@@ -65,6 +65,9 @@ class LaunchConfig:
         shutdown_timeout: seconds between the signal and SIGKILL; ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` or 30.
         exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs``,
             ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` or 300.
+        signals_to_forward: names, separated by commas; what the agent gets of them goes to the workers, and
+            nothing else follows; ``None``: SIGUSR1 and SIGUSR2, as far as they do not stop the job and the
+            program has no handlers for them.
         stop_scope: whom a stop signals first: ``"worker"``, and the rest of its process group when it has
             ended, or ``"group"``; ``None``: the worker for functions and Python, else the group.
             Not in torch, nor are the next ones.
@@ -101,6 +104,7 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     exit_barrier_timeout: float | None = None
+    signals_to_forward: str | None = None
     stop_scope: str | None = None
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
@@ -210,6 +214,7 @@ def launch_agent(
         shutdown_timeout=config.shutdown_timeout,
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
+        signals_to_forward=config.signals_to_forward,
         stop_scope=config.stop_scope,
     )
     # As in torch: agents and contexts that come later, in this program and in its children, go by it.

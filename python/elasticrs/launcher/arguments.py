@@ -162,6 +162,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         max_restarts=args.max_restarts,
         shutdown_timeout=grace,
         signals=args.signals_to_handle,
+        forwarded=_forwarded(args),
         stop_scope=args.stop_scope or ("group" if args.no_python else "worker"),
         linger=None if args.keep_descendants else args.linger,
         master_addr=meeting.master_addr,
@@ -344,6 +345,14 @@ def _names(signums: Sequence[int]) -> str:
     import signal
 
     return ",".join(signal.Signals(signum).name for signum in signums)
+
+
+def _forwarded(args: Namespace) -> tuple[int, ...]:
+    try:
+        return config.forwarded_signals(args.signals_to_forward, args.signals_to_handle)
+    except ValueError as error:
+        got = _names(args.signals_to_forward)
+        raise UsageError(f"--signals-to-forward: got {got!r}, expected {error}") from None
 
 
 def _nproc(wanted: int | str, environ: Mapping[str, str], notices: list[str]) -> int:

@@ -155,6 +155,7 @@ class _CommandLineAgent(LocalElasticAgent):
             shutdown_timeout=job.shutdown_timeout,
             uninterruptible_state_timeout=job.uninterruptible_state_timeout,
             health_check_server=None if observe.health_port is None else open_server(observe, console.say),
+            signals_to_forward=",".join(signal.Signals(signum).name for signum in job.forwarded),
             signals_to_handle=launch.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"],
         )
         self._given_job = job

@@ -408,6 +408,14 @@ OPTIONS: tuple[Option, ...] = (
         group=OURS,
     ),
     Option(
+        "signals-to-forward",
+        None,
+        config.parse_forwarded,
+        "signals that the workers get and that do nothing else (default USR1,USR2)",
+        metavar="NAMES",
+        group=OURS,
+    ),
+    Option(
         "stop-scope",
         None,
         _stop_scope,

@@ -101,6 +101,7 @@ pub(super) enum Command {
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
+    Forward(Signal),
     Suspend(Reply<()>),
     Resume,
     Drain(Duration, Reply<Vec<NotDrained>>),
@@ -278,6 +279,15 @@ impl Supervisor {
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn signal(&self, signal: Signal, local_ranks: Option<Vec<u32>>) -> Result<(), SupervisorError> {
         self.tell(Command::Signal(signal, local_ranks))
+    }
+
+    /// Passes a signal on that this process was sent: to whom of each worker, [`GroupSpec::stop_scope`] says. Nothing
+    /// follows from it, and nothing is sent while workers are being started.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn forward(&self, signal: Signal) -> Result<(), SupervisorError> {
+        self.tell(Command::Forward(signal))
     }
 
     /// Stops all groups with SIGSTOP, and the deadlines; returns when the signals are sent.

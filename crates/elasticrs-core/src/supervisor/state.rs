@@ -49,6 +49,9 @@ pub enum Input {
     Stop(StopPolicy),
     /// Somebody sent this signal to these ranks (`None`: to all).
     Signal(Signal, Option<Vec<u32>>),
+    /// The agent was sent this signal, and passes it on to all that run. It stops nobody: who fails later has failed by
+    /// itself, and so has who dies of it.
+    Forward(Signal),
     /// Stop time for the group.
     Suspend,
     /// Let it go on.
@@ -238,6 +241,10 @@ impl Group {
             Input::Continued { pid } => self.on_continued(pid, &mut effects),
             Input::Stop(policy) => self.on_stop(policy, &mut effects),
             Input::Signal(signal, ranks) => self.on_signal(signal, ranks.as_deref(), &mut effects),
+            Input::Forward(signal) => {
+                let to = self.stop_scope;
+                effects.extend(self.living().map(|pid| Effect::Signal { pid, to, signal }));
+            }
             Input::Suspend => self.on_suspend(&mut effects),
             Input::Resume => self.on_resume(&mut effects),
             Input::Expired(timer) => self.on_expired(timer, &mut effects),

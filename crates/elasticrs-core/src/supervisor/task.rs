@@ -257,6 +257,11 @@ impl Task {
             Command::Adopt(adopted, reply) => answer(&reply, self.adopt(adopted)),
             Command::Stop(policy, elsewhere) => self.stop(policy, elsewhere),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
+            // Those that are being started have no handlers yet, and nothing to save.
+            Command::Forward(signal) if matches!(self.current, Current::Running(_)) => {
+                self.input(Input::Forward(signal));
+            }
+            Command::Forward(_) => {}
             Command::Suspend(reply) => {
                 self.input(Input::Suspend);
                 answer(&reply, ());

@@ -116,7 +116,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             fails; from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`` when ``None``; not looked at when 0 or
             negative.
         signals_to_handle: names; from ``TORCHELASTIC_SIGNALS_TO_HANDLE``, or the usual four, when ``None``.
-        stop_scope: see :class:`elasticrs.launcher.LaunchConfig`.
+        signals_to_forward: see :class:`elasticrs.launcher.LaunchConfig`, as for the next one.
+        stop_scope: whom a stop signals first.
 
     Raises:
         ValueError: what this release does not support, or names that are no signals.
@@ -134,6 +135,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         uninterruptible_state_timeout: float | None = None,
         *,
         signals_to_handle: str | None = None,
+        signals_to_forward: str | None = None,
         stop_scope: str | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
@@ -147,6 +149,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         except ValueError as error:
             raise ValueError(f"signals_to_handle: expected {error}") from None
         self._signal_names = names or defaults.DEFAULT_SIGNALS
+        self._forwarded = defaults.forwarded_by_name(signals_to_forward, self._signals)
         self._stop_scope = defaults.stop_scope_of(stop_scope, spec.entrypoint)
         self._start_method = start_method
         self._rdzv_handler = spec.rdzv_handler
@@ -177,7 +180,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             if self._waits_for_events:
                 # Measured by who observes the loop.
                 return self._run_and_shut_down(role)
-            with raised_signals(self._signals, SignalException, self._interrupt):
+            with raised_signals(
+                self._signals, SignalException, self._interrupt, self._forwards(), self._pass_on
+            ):
                 result: RunResult = super().run(role)
                 return result
         finally:
@@ -189,6 +194,17 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _interrupt(self, error: BaseException) -> bool:
         return self._pcontext is not None and self._pcontext.interrupt(error)
+
+    def _forwards(self) -> tuple[int, ...]:
+        """The signals to pass on; by default not those for which the program has handlers."""
+        if self._forwarded is not None:
+            return self._forwarded
+        found = defaults.forwarded_signals(None, self._signals)
+        return tuple(signum for signum in found if signal.getsignal(signum) == signal.SIG_DFL)
+
+    def _pass_on(self, signum: int) -> None:
+        if self._pcontext is not None:
+            self._pcontext.pass_on(signum)
 
     @property
     def _waits_for_events(self) -> bool:
@@ -227,7 +243,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         job = self._job(self._rendezvous_settings())
         if job.rendezvous is not None and self._worker_group.spec.rdzv_handler.is_closed():
             raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
-        signals = catch_signals(self._signals)
+        signals = catch_signals((*self._signals, *job.forwarded))
         if signals is None:
             warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=5)
         console = Console(prefix=prefix_of(job.rendezvous is not None))
@@ -293,6 +309,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             max_restarts=spec.max_restarts,
             shutdown_timeout=self._shutdown_timeout,
             signals=self._signals,
+            forwarded=self._forwards(),
             stop_scope=self._stop_scope,
             rendezvous=rendezvous,
             cpus=cpus_of_options(spec.numa_options, spec.local_world_size),

@@ -68,6 +68,7 @@ class PolledWorkers(Agent):
         self._is_taking = False
         self._pending: BaseException | None = None
         self._suspends_by: SignalPipe | None = None
+        self._to_pass_on: list[int] = []
 
     def interrupt(self, error: BaseException) -> bool:
         """Take an error of a signal handler, to be raised as soon as no event can be lost by it.
@@ -95,6 +96,18 @@ class PolledWorkers(Agent):
             os.eventfd_write(self._bell, 1)
         else:
             suspend(self._supervisor, signals)
+
+    def pass_on(self, signum: int) -> None:
+        """Pass a signal on to the workers. For a signal handler.
+
+        Args:
+            signum: which.
+        """
+        self._to_pass_on.append(signum)
+        if self._is_taking:
+            os.eventfd_write(self._bell, 1)
+        else:
+            self._hear()
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
         """Start all workers, or none.
@@ -258,6 +271,9 @@ class PolledWorkers(Agent):
 
     def _hear(self) -> None:
         """The signals that were kept: one that raises does so also in place of another error."""
+        while self._to_pass_on:
+            signum = self._to_pass_on.pop(0)
+            self._forward(self._supervisor if self._has_started and self.is_running else None, signum)
         pending, self._pending = self._pending, None
         suspends_by, self._suspends_by = self._suspends_by, None
         if suspends_by is not None:

@@ -24,6 +24,8 @@ def raised_signals(
     signums: Iterable[int],
     error: Callable[[str, signal.Signals], Exception],
     interrupt: Callable[[Exception], bool],
+    forwarded: Iterable[int] = (),
+    pass_on: Callable[[int], None] | None = None,
 ) -> Iterator[None]:
     """Raise an error in the main thread when one of these signals asks to stop, and put everything back after
     that. What is no new request (:class:`.StopRequests`) raises nothing.
@@ -35,6 +37,8 @@ def raised_signals(
         signums: what to catch; ignored ones are left alone.
         error: made of a text and the signal.
         interrupt: may take the error, to raise it itself a moment later.
+        forwarded: further signals, which raise nothing.
+        pass_on: called with one of them.
     """
     if threading.current_thread() is not threading.main_thread():
         warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=3)
@@ -51,6 +55,10 @@ def raised_signals(
         if not interrupt(raised):
             raise raised
 
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        if pass_on is not None:
+            pass_on(signum)
+
     previous: dict[int, Handler] = {}
 
     def put_back() -> None:
@@ -59,10 +67,13 @@ def raised_signals(
 
     undo_in_children(put_back, previous)
     try:
-        for signum in signums:
+        for signum, ours in {
+            **dict.fromkeys(forwarded, forward),
+            **dict.fromkeys(signums, raise_error),
+        }.items():
             if (handler := signal.getsignal(signum)) != signal.SIG_IGN:
                 previous[signum] = handler
-                signal.signal(signum, raise_error)
+                signal.signal(signum, ours)
         yield
     finally:
         put_back()

@@ -337,6 +337,18 @@ fn a_signal_of_somebodys_goes_where_a_stop_would_go() {
     }
 }
 
+#[test]
+fn a_signal_that_is_passed_on_makes_nobody_a_victim() {
+    let usr1 = Signal::new(10).expect("it exists");
+    let mut group = saving();
+    let _ = group.on_input(exited(103, DONE));
+    let effects = group.on_input(Input::Forward(usr1));
+    assert_eq!(effects, [100, 101, 102].map(|pid| to_worker(pid, usr1)));
+    let effects = group.on_input(exited(101, WorkerExit::Signaled { signal: 10, core_dumped: false }));
+    assert!(effects.iter().any(|e| matches!(e, Effect::TellFailure { local_rank: 1, .. })));
+    assert!(effects.iter().any(|e| matches!(e, Effect::Tell(Event::WorkerExited { sent: None, .. }))), "{effects:?}");
+}
+
 fn expired(local_rank: u32, pid: i32, signal: Option<Signal>) -> Input {
     let (scope, at, seen) = ("epoch".to_owned(), None, Stamp(7));
     Input::TimerExpired(TimerExpired { local_rank, pid, scope, at, deadline_ms: 0, others: 0, signal, seen })
@@ -438,6 +450,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         2 => pid().prop_map(|pid| Input::Continued { pid }),
         1 => Just(Input::Stop(TERM_30)),
         1 => Just(Input::Stop(KILL)),
+        1 => Just(Input::Forward(Signal::new(10).expect("it exists"))),
         1 => Just(Input::Suspend),
         1 => Just(Input::Resume),
         2 => timer.prop_map(Input::Expired),
