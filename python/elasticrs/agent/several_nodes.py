@@ -19,7 +19,9 @@ from elasticrs.config import SAFETY_TICK
 from elasticrs.ports import agent_hosts_store
 from elasticrs.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
+from elasticrs.rendezvous.elastic.asked import Asked
 from elasticrs.rendezvous.elastic.driver import Driver
+from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
 from elasticrs.rendezvous.elastic.session import node_name
 
 TYPE_CHECKING = False
@@ -75,6 +77,9 @@ class SeveralNodes(Decisions):
         self._planned = planned
         self._home = home
         self._use_agent_store = job.rendezvous.backend != "static" and agent_hosts_store(os.environ)
+        self._supervisor: _core.Supervisor | None = None
+        self._names: Asked | None = None
+        self._is_told = False
         self._driver: Driver | None = None
         self._attempt: Attempt | None = None
         self._first_failure: int | None = None
@@ -94,7 +99,15 @@ class SeveralNodes(Decisions):
         return self._signum
 
     def open(self, supervisor: _core.Supervisor) -> None:
-        """See the base class."""
+        """See the base class: name servers are asked, which may take long."""
+        self._supervisor = supervisor
+        self._names = Asked(partial(look_up, self._rendezvous, SystemResolver()))
+        supervisor.watch_fd(self._names.fd)
+
+    def _begin(self, supervisor: _core.Supervisor, names: Asked) -> list[machine.Action]:
+        self._names = None
+        supervisor.unwatch_fd(names.fd)
+        names.close()
         job = self._job
         self._driver = Driver(
             self._rendezvous,
@@ -104,7 +117,9 @@ class SeveralNodes(Decisions):
             supervisor=supervisor,
             use_agent_store=self._use_agent_store,
             home=self._home,
+            found=names.take(),
         )
+        return self._translate(self._driver.begin())
 
     def observe(self, attempt: Attempt) -> None:
         """See the base class."""
@@ -117,10 +132,17 @@ class SeveralNodes(Decisions):
 
     def look_around(self) -> list[machine.Action]:
         """See the base class."""
-        return [] if self._driver is None else self._translate(self._driver.poll())
+        if self._driver is not None:
+            return self._translate(self._driver.poll())
+        if self._names is not None and not self._is_told:
+            self._is_told = True
+            self._console.say(f"waiting for the name service: what is {self._rendezvous.host}?")
+        return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:
         """See the base class."""
+        if self._names is not None and self._supervisor is not None and fd == self._names.fd:
+            return self._begin(self._supervisor, self._names)
         if self._driver is None or fd != self._driver.fd:
             return None
         return self._translate(self._driver.poll())
@@ -142,6 +164,8 @@ class SeveralNodes(Decisions):
 
     def close(self) -> None:
         """See the base class."""
+        if self._names is not None:
+            self._names.close()
         if self._driver is not None:
             self._driver.close()
 
@@ -155,7 +179,8 @@ class SeveralNodes(Decisions):
             return self._on_signal(event.signum)
         if isinstance(event, machine.Begin):
             self._phase = machine.Phase.RENDEZVOUS
-            return self._translate(self._require_driver().begin())
+            # What follows comes with the names.
+            return []
         if isinstance(event, machine.Started):
             self._phase = machine.Phase.RUNNING
             return self._tell(messages.GroupStarted())

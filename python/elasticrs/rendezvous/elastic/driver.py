@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
+    from elasticrs.rendezvous.elastic.hosting import Found
     from elasticrs.rendezvous.elastic.messages import Action, Event
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
@@ -49,7 +50,7 @@ class Driver:
         supervisor: whose runtime thread serves; an own thread when ``None``.
         use_agent_store: whether this agent serves the workers' store where that falls to its node; otherwise
             the port is kept for rank 0, which hosts the store.
-        home: see :class:`~elasticrs.rendezvous.elastic.session.Session`.
+        home: see :class:`~elasticrs.rendezvous.elastic.session.Session`, as for ``found``.
 
     Raises:
         UsageError: an endpoint that makes no sense on this machine.
@@ -65,11 +66,12 @@ class Driver:
         supervisor: _core.Supervisor | None,
         use_agent_store: bool = True,
         home: Home | None = None,
+        found: Found | None = None,
     ) -> None:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._role, self._nproc, self._max_restarts = role, nproc, max_restarts
-        self.session = Session(rendezvous, supervisor, home)
+        self.session = Session(rendezvous, supervisor, home, found)
         self._member: Member | None = None
         self._timers = Timers()
         self._store: _core.WorkerStore | None = None

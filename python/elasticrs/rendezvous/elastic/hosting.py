@@ -94,6 +94,35 @@ class Hosting(Value):
         return bool(self.listen)
 
 
+class Found(Value):
+    """What an agent knows before it begins.
+
+    Args:
+        hosting: see :func:`decide`.
+        fallback: see :func:`fallback_address`.
+    """
+
+    __slots__ = ("fallback", "hosting")
+
+    def __init__(self, hosting: Hosting, fallback: str | None) -> None:
+        self.hosting = hosting
+        self.fallback = fallback
+
+
+def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
+    """All that has to be asked before an agent begins; as slow as the name servers.
+
+    Args:
+        rendezvous: the endpoint and the settings.
+        resolver: whom to ask.
+
+    Raises:
+        UsageError: see :func:`decide`.
+    """
+    hosting = decide(rendezvous, resolver)
+    return Found(hosting, fallback_address(rendezvous, hosting, resolver))
+
+
 def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     """Whether this agent hosts the store.
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 
 from elasticrs import _core
 from elasticrs.clock import Clock
 from elasticrs.rendezvous.elastic import hosting
+from elasticrs.rendezvous.elastic.asked import Asked
 from elasticrs.rendezvous.elastic.member_settings import MemberSettings
 from elasticrs.rendezvous.elastic.messages import ConnectionLost
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from elasticrs.rendezvous.elastic.messages import Event, Txn, Unwatch, Watch
@@ -35,6 +38,9 @@ _BY_HAND = (
     ("--rdzv-endpoint", "--master-addr and --master-port"),
 )
 """The options that say the same with ranks by hand."""
+
+_PATIENCE = 1.0
+"""Seconds for a question about a name that was known a moment ago; the next attempt asks again."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds that speak against the endpoint as long as nobody has been met there."""
@@ -76,11 +82,24 @@ class Session:
         rendezvous: where the store is.
         supervisor: whose runtime thread serves; an own thread when ``None``.
         home: of an agent that may run several times, each time a job of its own.
+        found: what :func:`.hosting.look_up` says; asked for here when ``None``.
+
+    Raises:
+        UsageError: an endpoint that makes no sense on this machine.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, supervisor: _core.Supervisor | None, home: Home | None = None
+        self,
+        rendezvous: Rendezvous,
+        supervisor: _core.Supervisor | None,
+        home: Home | None = None,
+        found: hosting.Found | None = None,
     ) -> None:
+        self._resolver = hosting.SystemResolver()
+        if found is None:
+            found = self._ask(partial(hosting.look_up, rendezvous, self._resolver), None)
+        self._found: hosting.Found = found
+        self._hosting = found.hosting
         self._home = home
         self.job = rendezvous.run_id
         """The name of the job in the store."""
@@ -90,8 +109,6 @@ class Session:
                 self.job += f"#{home.runs}"
         self._rendezvous = rendezvous
         self._supervisor = supervisor
-        self._resolver = hosting.SystemResolver()
-        self._hosting = hosting.decide(rendezvous, self._resolver)
         self._server: _core.CoordinationServer | None = None
         self._client: _core.CoordinationClient | None = None
         self._may_decide_again = False
@@ -100,6 +117,15 @@ class Session:
         self._shared: Store | None = None
         # Once a round runs, its workers have the port: there is no connecting any more.
         self._shares_early = rendezvous.backend == "static" and (home is not None or supervisor is None)
+
+    @staticmethod
+    def _ask(question: Callable[[], Any], seconds: float | None) -> Any:
+        """The answer; ``None`` when it takes longer."""
+        asked = Asked(question)
+        try:
+            return asked.take() if asked.wait(seconds) else None
+        finally:
+            asked.close()
 
     @property
     def hosts(self) -> bool:
@@ -166,7 +192,8 @@ class Session:
         """
         self.disconnect()
         if self._may_decide_again and self._server is None:
-            self._hosting = hosting.decide_again(self._hosting, self._rendezvous, self._resolver)
+            question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
+            self._hosting = self._ask(question, _PATIENCE) or self._hosting
             try:
                 self.host_if_possible()
             except CannotHost as error:
@@ -273,6 +300,9 @@ class Session:
 
     def fallback_address(self) -> str | None:
         """Where other machines reach this node when its end of the connection is a loopback one."""
+        if self._hosting is self._found.hosting:
+            return self._found.fallback
+        # Not told to host, it has a name that others know: nobody is asked.
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _store_lost_timeout(self) -> float:
