@@ -112,8 +112,8 @@ lint: build ## formatters, linters, types, the stub of the extension, rules of t
 bench: build ## measure side by side with torchrun; results go to benchmarks/results
 	@$(PY) -m benchmarks $(BENCH)
 
-wheel: $(SETUP) ## build sdist and wheel, install the wheel into a fresh environment, launch two workers
-	@$(PY) tools/wheel.py
+wheel: ## sdist, wheel and `pip install .` of a clone, each launched in an empty environment (needs no `make setup`)
+	@$(or $(PYTHON),python3) tools/wheel.py
 
 clean: ## remove what was built (not .venv: `rm -r .venv` for that)
 	@cargo clean --quiet

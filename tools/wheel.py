@@ -1,10 +1,15 @@
-"""Build the sdist, the wheel from nothing but the sdist, look into it, and run it in a fresh environment.
+"""Build the sdist and the wheel, install them as a user would, and launch, in empty environments.
 
-Going through the sdist proves both: that it holds every crate the extension needs, and that the wheel works
-where the repository is not.
+- The wheel is made from nothing but the sdist, which proves that it holds every crate that the extension
+  needs, and is installed into an environment of each Python that is here, from 3.10 on: one wheel for all.
+- A clone of the repository, as it is committed, is installed by ``pip install .``.
+
+Needs a Python, Rust, and a package index for maturin; no environment of the tree.
 """
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
+VERSIONS = tuple(f"3.{minor}" for minor in range(10, 15))
 # One write: unbuffered, `print` makes several, and two workers share the descriptor.
 WORKER = "import os\nos.write(1, 'rank {RANK} of {WORLD_SIZE}\\n'.format(**os.environ).encode())\n"
 
@@ -22,6 +28,8 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
     """Run to the end and return stdout; what goes wrong is shown and ends this script."""
     # Neither the source tree nor an activated environment may help.
     env = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
+    # Wherever the sources are: so that repeating is quick.
+    env["CARGO_TARGET_DIR"] = str(ROOT / "target")
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         told = f"{done.stdout}\n{done.stderr}"
@@ -29,22 +37,27 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
+def environment(interpreter: str | Path, folder: Path) -> Path:
+    """The Python of a fresh environment with nothing but pip."""
+    run(interpreter, "-m", "venv", folder)
+    return folder / "bin" / "python"
+
+
 def build(scratch: Path) -> Path:
-    """The wheel, by way of the sdist; compiled into the tree's own target, so that repeating is quick."""
-    run(sys.executable, "-m", "maturin", "sdist", "--out", DIST)
+    """The wheel, by way of the sdist."""
+    python = environment(sys.executable, scratch / "maturin")
+    (requirement,) = re.findall(r'^requires = \["(.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.M)
+    run(python, "-m", "pip", "install", "--quiet", requirement)
+    maturin = python.parent / "maturin"
+    run(maturin, "sdist", "--out", DIST)
     (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         if sys.version_info >= (3, 12):
-            archive.extractall(scratch, filter="data")
+            archive.extractall(scratch / "sdist", filter="data")
         else:
-            archive.extractall(scratch)
-    (unpacked,) = scratch.iterdir()
-    target = ROOT / "target"
-    run(
-        *(sys.executable, "-m", "maturin", "build", "--release", "--quiet"),
-        *("--target-dir", target, "--out", DIST),
-        cwd=unpacked,
-    )
+            archive.extractall(scratch / "sdist")
+    (unpacked,) = (scratch / "sdist").iterdir()
+    run(maturin, "build", "--release", "--quiet", "--interpreter", python, "--out", DIST, cwd=unpacked)
     (wheel,) = DIST.glob("*.whl")
     return wheel
 
@@ -60,17 +73,44 @@ def stray_files(wheel: Path) -> list[str]:
     return [name for name in names if name not in wanted and ".dist-info/" not in name]
 
 
-def smoke(wheel: Path, scratch: Path) -> None:
-    """Install into a fresh environment and launch two workers."""
-    run(sys.executable, "-m", "venv", scratch / "venv")
-    python = scratch / "venv" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
-    run(python, "-m", "elasticrs.launch", "--help", cwd=scratch)
-    (scratch / "worker.py").write_text(WORKER, encoding="utf-8")
-    for launcher in ((python, "-m", "elasticrs.launch"), (python.parent / "elasticrun",)):
-        out = run(*launcher, "--standalone", "--nproc-per-node", "2", "worker.py", cwd=scratch)
+def interpreters() -> dict[str, Path]:
+    """Those that are here, by version: on PATH, or beside this one, as version managers have them."""
+    found: dict[str, Path] = {}
+    for version in VERSIONS:
+        name = f"python{version}"
+        beside = Path(sys.base_prefix).parent.glob(f"*/bin/{name}")
+        for candidate in (shutil.which(name), *sorted(beside)):
+            # Running it is the only proof: version managers put names on PATH that only print an error.
+            if candidate is not None and _makes_environments(candidate):
+                found[version] = Path(candidate)
+                break
+    return found
+
+
+def _makes_environments(interpreter: str | Path) -> bool:
+    command = (interpreter, "-c", "import ensurepip, venv")
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def smoke(python: Path) -> None:
+    """Launch two workers, by module and by script, where there is no torch."""
+    folder = python.parent
+    (folder / "worker.py").write_text(WORKER, encoding="utf-8")
+    if run(python, "-c", "import importlib.util as it; print(it.find_spec('torch'))") != "None\n":
+        sys.exit(f"wheel: {python} has torch, and proves nothing")
+    for launcher in ((python, "-m", "elasticrs.launch"), (folder / "elasticrun",)):
+        run(*launcher, "--help", cwd=folder)
+        out = run(*launcher, "--standalone", "--nproc-per-node", "2", "worker.py", cwd=folder)
         if sorted(out.splitlines()) != ["rank 0 of 2", "rank 1 of 2"]:
             sys.exit(f"wheel: {launcher[-1]} printed {out!r}")
+
+
+def install_clone(interpreter: Path, scratch: Path) -> None:
+    """What the first page tells a user to do."""
+    run("git", "clone", "--quiet", ROOT, scratch / "clone")
+    python = environment(interpreter, scratch / "from-clone")
+    run(python, "-m", "pip", "install", "--quiet", ".", cwd=scratch / "clone")
+    smoke(python)
 
 
 def main() -> None:
@@ -78,12 +118,21 @@ def main() -> None:
         old.unlink()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        (scratch / "source").mkdir()
-        wheel = build(scratch / "source")
+        wheel = build(scratch)
         if stray := stray_files(wheel):
             sys.exit(f"wheel: {wheel.name} holds files that do not belong there: {', '.join(stray)}")
-        smoke(wheel, scratch)
-    print(f"wheel: {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB, installs and launches")
+        here = interpreters()
+        for version, interpreter in here.items():
+            python = environment(interpreter, scratch / version)
+            run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
+            smoke(python)
+        oldest = next(iter(here.values()))
+        install_clone(oldest, scratch)
+    size = wheel.stat().st_size / 1e6
+    versions = ", ".join(here)
+    print(f"wheel: {wheel.relative_to(ROOT)}, {size:.1f} MB, installs and launches with Python {versions}")
+    absent = [version for version in VERSIONS if version not in here]
+    print(f"wheel: so does a clone, by pip install .; not here: Python {', '.join(absent) or 'none'}")
 
 
 if __name__ == "__main__":
