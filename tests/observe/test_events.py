@@ -126,6 +126,82 @@ def test_a_fifo_that_nobody_reads_is_refused_and_one_that_is_full_does_not_wait(
     handler.close()
 
 
+@pytest.fixture
+def behind(tmp_path, listener):
+    """A handler whose file takes nothing until somebody reads the FIFO."""
+    handler = events.get_logging_handler(f"file:{tmp_path / 'events'}")
+    fifo = tmp_path / "gate"
+    os.mkfifo(fifo)
+    write = handler._write
+
+    def slow(line, is_failure):
+        if not handler.was_open:
+            os.close(os.open(fifo, os.O_WRONLY))
+            handler.was_open = True
+        write(line, is_failure)
+
+    handler.was_open, handler._write, handler.gate = False, slow, fifo
+    handler.write_behind()
+    yield handler
+    handler.close()
+
+
+def lines_of(handler):
+    with open(handler._path, encoding="utf-8") as file:
+        return file.read().splitlines()
+
+
+def test_lines_that_a_thread_writes_keep_their_order_and_are_all_written(behind):
+    for number in range(1000):
+        behind.handle(logging.makeLogRecord({"msg": str(number)}))
+    assert lines_of(behind) == []
+    os.close(os.open(behind.gate, os.O_RDONLY))
+    behind.write_through()
+    assert lines_of(behind) == [str(number) for number in range(1000)]
+    # The thread has ended, and the handler writes by itself again.
+    behind.handle(logging.makeLogRecord({"msg": "last"}))
+    assert lines_of(behind)[-1] == "last"
+
+
+def test_lines_are_dropped_when_too_many_wait_and_that_is_told_once(behind, monkeypatch, caplog):
+    from elasticrs.events import behind as module
+
+    monkeypatch.setattr(module, "MOST", 3)
+    for number in range(9):
+        behind.handle(logging.makeLogRecord({"msg": str(number)}))
+    os.close(os.open(behind.gate, os.O_RDONLY))
+    behind.write_through()
+    assert lines_of(behind) == ["0", "1", "2"]
+    assert len([record for record in caplog.records if record.name == "elasticrs.events"]) == 1
+
+
+def test_a_forked_child_writes_by_itself(behind):
+    behind.handle(logging.makeLogRecord({"msg": "parent"}))
+    child = os.fork()
+    if child == 0:
+        behind.was_open = True
+        behind.handle(logging.makeLogRecord({"msg": "child"}))
+        behind.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert lines_of(behind) == ["child"]
+    os.close(os.open(behind.gate, os.O_RDONLY))
+    behind.write_through()
+    assert lines_of(behind) == ["child", "parent"]
+
+
+def test_the_first_of_two_agents_to_end_leaves_the_thread_to_the_other(behind):
+    behind.write_behind()
+    os.close(os.open(behind.gate, os.O_RDONLY | os.O_NONBLOCK))
+    behind.was_open = True
+    behind.write_through()
+    behind.handle(logging.makeLogRecord({"msg": "a"}))
+    assert behind._behind is not None
+    behind.write_through()
+    assert behind._behind is None
+    assert lines_of(behind) == ["a"]
+
+
 def test_an_event_of_a_rendezvous_names_its_caller(listener, monkeypatch):
     asked = []
     monkeypatch.setattr(events, "fq_hostname", lambda: asked.append(1) or "here")

@@ -36,6 +36,12 @@ def names(events):
     return [f"{event['source']} {event['name'].removeprefix(prefix)}" for event in events]
 
 
+def made_good(event):
+    """The end of a worker in an attempt that a restart has followed, of which torch tells nothing."""
+    has_ended = event["metadata"]["state"] in ("FAILED", "TERMINATED") and event["source"] == "WORKER"
+    return has_ended and event["metadata"]["agent_restarts"] == 0
+
+
 def of_console(text):
     return [line for line in text.splitlines() if line.startswith('{"name"')]
 
@@ -51,8 +57,13 @@ def test_a_job_that_restarts_and_succeeds(launch, worker_script, tmp_path):
     events = read(path.read_text().splitlines())
     attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", "WORKER START", "WORKER START"]
     ends = ["WORKER SUCCEEDED", "WORKER SUCCEEDED", "AGENT SUCCEEDED"]
-    assert names(events) == [*attempt, *attempt, *ends]
-    assert [event["metadata"]["agent_restarts"] for event in events] == [0] * 4 + [1] * 7
+    failed = events[4:6]
+    # Rank 0 may have ended well before it was stopped.
+    assert names(failed)[1] == "WORKER FAILED"
+    assert [event["metadata"]["global_rank"] for event in failed] == [0, 1]
+    assert json.loads(failed[1]["metadata"]["metadata"])["exit_code"] == [3]
+    assert names([*events[:4], *events[6:]]) == [*attempt, *attempt, *ends]
+    assert [event["metadata"]["agent_restarts"] for event in events] == [0] * 6 + [1] * 7
     times = [event["timestamp"] for event in events]
     assert times == sorted(times)
     assert times[0] / 1000 >= before - 1
@@ -142,7 +153,7 @@ def test_a_worker_that_hangs(launch, worker_script):
     events = read(of_console(job.stderr))
     hang = ["WORKER START", "AGENT worker hung", "AGENT kill worker process"]
     attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", *hang]
-    assert names(events) == [*attempt, *attempt, "WORKER FAILED", "AGENT SUCCEEDED"]
+    assert names(events) == [*attempt, "WORKER FAILED", *attempt, "WORKER FAILED", "AGENT SUCCEEDED"]
     told = json.loads(events[-4]["metadata"]["metadata"])
     assert told["worker_pid"] == events[-5]["metadata"]["worker_id"]
     assert "hung: no heartbeat for " in told["message"]
@@ -171,6 +182,51 @@ def test_what_failed_is_on_the_disk(launch, worker_script, tmp_path):
     )
     assert job.wait() == 1
     assert job.stdout == "SYNCED\n" * 3, "hung, killed, failed"
+
+
+HANGING_DISK = """
+    import os, runpy
+    # As on a network file system whose server has gone.
+    os.fsync = lambda fd: os.close(os.open(os.environ["DISK"], os.O_RDONLY))
+    runpy.run_module("elasticrs.launch", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def hanging_disk(launch, worker_script, tmp_path):
+    os.mkfifo(tmp_path / "disk")
+
+    def start(script, *options):
+        return launch(
+            *(*options, f"--event-log-handler=file:{tmp_path / 'events.jsonl'}", worker_script(script)),
+            argv=[sys.executable, worker_script(HANGING_DISK, "program.py")],
+            env={"DISK": str(tmp_path / "disk")},
+        )
+
+    return start
+
+
+def test_a_disk_that_hangs_does_not_hold_up_a_restart(hanging_disk, tmp_path):
+    job = hanging_disk(
+        """
+        import os, sys
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(3)
+        # The disk goes on when there is a second attempt.
+        os.close(os.open(os.environ["DISK"], os.O_WRONLY))
+        """,
+        "--max-restarts=1",
+    )
+    assert job.wait() == 0, job.stderr
+    written = names(read((tmp_path / "events.jsonl").read_text().splitlines()))
+    assert written[3] == "WORKER FAILED"
+    assert written[-2:] == ["WORKER SUCCEEDED", "AGENT SUCCEEDED"]
+
+
+def test_a_disk_that_hangs_for_good_does_not_keep_the_agent(hanging_disk, tmp_path):
+    job = hanging_disk("import sys; sys.exit(3)", "--nproc-per-node=2")
+    assert job.wait() == 1
+    assert f"events cannot be written to {tmp_path / 'events.jsonl'}: " in job.stderr
 
 
 def test_a_console_that_nobody_reads_holds_up_nothing(launch, worker_script, tmp_path):
@@ -263,7 +319,7 @@ def test_keys_order_and_types_are_those_of_torchrun(worker_script, tmp_path, bod
         assert job.wait() == (body is FAILS_AND_HANGS)
         told[name] = [json.loads(line) for line in of_console(job.stderr)]
         job.close()
-    ours, torchs = told["elasticrs"], told["torchrun"]
+    ours, torchs = [event for event in told["elasticrs"] if not made_good(event)], told["torchrun"]
     assert names(ours) == names(torchs)
     for mine, reference in zip(ours, torchs, strict=True):
         read([json.dumps(mine)])

@@ -56,7 +56,7 @@ class Kept(metrics.MetricHandler):
 def kept(monkeypatch):
     monkeypatch.setattr(api, "_metrics_map", {})
     monkeypatch.setattr(api, "_default_metrics_handler", metrics.NullMetricHandler())
-    monkeypatch.setattr(api, "_sink", None)
+    monkeypatch.setattr(api, "_sinks", ())
     kept = Kept()
     metrics.configure(kept)
     return kept
@@ -126,11 +126,19 @@ def test_what_is_deprecated_warns_and_works(kept):
 
 
 def test_a_sink_gets_everything_beside_the_handlers(kept):
-    got = []
-    api.set_sink(lambda *value: got.append(value))
+    got, others = [], []
+    sinks = [lambda *value: got.append(value), lambda *value: others.append(value)]
+    for sink in sinks:
+        api.add_sink(sink)
     metrics.put_metric("a", 1)
-    assert got == [("torchelastic", "a", 1.0)]
+    assert got == others == [("torchelastic", "a", 1.0)]
     assert kept.values == [("torchelastic", "a", 1)]
+    # The end of one agent is none of the other.
+    api.remove_sink(sinks[0])
+    metrics.put_metric("b", 2)
+    assert (len(got), len(others)) == (1, 2)
+    api.remove_sink(sinks[1])
+    api.remove_sink(sinks[1])
 
 
 @pytest.mark.torch

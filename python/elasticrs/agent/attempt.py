@@ -111,6 +111,10 @@ class Attempt:
         self.nursery_hung = False
         self.stamps: dict[str, int] = {}
 
+    def running(self) -> dict[int, int]:
+        """Pids of the workers that have not ended, by local rank: those of others may be anybody's by now."""
+        return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
+
     def why_expired(self, local_rank: int) -> str | None:
         """Why we ended this worker before it ended by itself; ``None`` when we did not."""
         event = self.expired.get(local_rank)

@@ -15,7 +15,8 @@ from elasticrs import _core
 from elasticrs.agent import texts
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import Phase, Rendezvous, Start
-from elasticrs.events import Event, EventSource, record
+from elasticrs.events import Event, EventSource, get_logging_handler, record
+from elasticrs.events.handlers import LineFileHandler
 from elasticrs.events.hostname import fq_hostname
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ class EventRecorder(Observer):
         self._plan: Plan | None = None
         self._restarts = 0
         self._watches = False
+        self._handler = get_logging_handler(destination)
+        if isinstance(self._handler, LineFileHandler):
+            self._handler.write_behind()
+        # A failed attempt, and what came after it, until nothing is delayed by reading why.
+        self._failed: tuple[Attempt, int] | None = None
+        self._later: list[Event] = []
         self._hung: _core.WorkerHung | None = None
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
@@ -88,30 +95,61 @@ class EventRecorder(Observer):
                 self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
         elif isinstance(event, _core.GroupEnded):
             self._meeting_since = time.monotonic()
+            if event.outcome in ("failed", "lost") or result.attempts[-1].silent:
+                self._failed = result.attempts[-1], self._restarts
         else:
             self._seen_by_watchdogs(event, result)
 
+    def started(self) -> None:
+        """Of the workers whose failure led to this restart: reading why holds up nothing any more."""
+        if self._failed is None:
+            return
+        (attempt, restarts), self._failed = self._failed, None
+        plan, self._plan = self._plan, attempt.plan
+        now, self._restarts = self._restarts, restarts
+        at_ns = time.time_ns() - time.monotonic_ns() + attempt.stamps.get("ended", time.monotonic_ns())
+        self._record_ends(attempt, has_succeeded=False, at_ns=at_ns)
+        self._plan, self._restarts = plan, now
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        self._failed = None
+        later, self._later = self._later, []
+        for event in later:
+            self._pass_on(event)
+
+    def _pass_on(self, event: Event) -> None:
+        if self._failed is None:
+            record(event, self._destination)
+        else:
+            self._later.append(event)
+
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """Of the end: all workers first, then the agent, whose success says only that it ran to its end."""
+        self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
             # As in torch: with the workers that were stopped; it outlives those that have finished.
             self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:
-            self._record_ends(result)
+            self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
             reason = self._not_a_worker(result)
         self._record_watching(False)
         if self._tells_end:
             state = "SUCCEEDED" if reason is None else "FAILED"
             self._record(state, EventSource.AGENT, raw_error=reason)
+        self._write_all()
 
-    def _record_ends(self, result: JobResult) -> None:
-        attempt = result.attempts[-1]
+    def _write_all(self) -> None:
+        if isinstance(self._handler, LineFileHandler):
+            self._handler.write_through()
+
+    def _record_ends(self, attempt: Attempt, *, has_succeeded: bool, at_ns: int | None = None) -> None:
         if not attempt.pids:
             return
-        for ranks, state, failure in _ends(attempt, succeeded=result.phase is Phase.SUCCEEDED):
+        for ranks, state, failure in _ends(attempt, succeeded=has_succeeded):
             pid = attempt.pids[ranks.local_rank]
-            self._record_worker(state, ranks, pid, failure)
+            self._record_worker(state, ranks, pid, failure, at_ns)
 
     def _not_a_worker(self, result: JobResult) -> str | None:
         """The reason of a failure for which torch's agent would have raised something."""
@@ -120,7 +158,12 @@ class EventRecorder(Observer):
         return result.message
 
     def _record_worker(
-        self, state: str, ranks: WorkerRanks, pid: int, failure: ProcessFailure | None = None
+        self,
+        state: str,
+        ranks: WorkerRanks,
+        pid: int,
+        failure: ProcessFailure | None = None,
+        at_ns: int | None = None,
     ) -> None:
         inner: dict[str, object] = {
             # One-element lists: what torch's readers know.
@@ -137,6 +180,7 @@ class EventRecorder(Observer):
             global_rank=ranks.global_rank,
             worker_id=str(pid),
             raw_error=json.dumps(failure.error_file_data) if failure is not None else None,
+            at_ns=at_ns,
         )
 
     def _record(
@@ -149,6 +193,7 @@ class EventRecorder(Observer):
         worker_id: str | None = None,
         raw_error: str | None = None,
         duration_ms: float | None = None,
+        at_ns: int | None = None,
     ) -> None:
         about: dict[str, object] = {
             "group_world_size": self._plan.ranks[0].group_world_size if self._plan is not None else None,
@@ -157,7 +202,7 @@ class EventRecorder(Observer):
         }
         metadata = self._metadata(state, about, global_rank, worker_id, raw_error)
         metadata["duration_ms"] = duration_ms
-        record(Event(_NAME + state, source, metadata=metadata), self._destination)
+        self._pass_on(Event(_NAME + state, source, _milliseconds(at_ns), metadata))
 
     def _seen_by_watchdogs(self, event: object, result: JobResult) -> None:
         if isinstance(event, _core.TimerExpired):
@@ -199,7 +244,7 @@ class EventRecorder(Observer):
 
     def _record_watchdog(self, name: str, claim: dict[str, object]) -> None:
         metadata = self._metadata("RUNNING", {"watchdog_event": name, **claim})
-        record(Event(name, EventSource.AGENT, metadata=metadata), self._destination)
+        self._pass_on(Event(name, EventSource.AGENT, _milliseconds(), metadata))
 
     def _metadata(
         self,
@@ -245,6 +290,11 @@ class WatchdogRecorder(EventRecorder):
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's
         """Nobody watches any longer."""
         self._record_watching(False)
+        self._write_all()
+
+
+def _milliseconds(at_ns: int | None = None) -> int:
+    return (time.time_ns() if at_ns is None else at_ns) // 1_000_000
 
 
 def _reason(result: JobResult, error: BaseException | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from elasticrs import _core
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import AnnounceRestart, Phase, Start, Stop
-from elasticrs.metrics.api import set_sink
+from elasticrs.metrics.api import add_sink, remove_sink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +65,7 @@ class HealthObserver(Observer):
             supervisor.watch_fd(self._native.fd)
         else:
             self._server.ask_through(supervisor)
-        set_sink(self._native.put)
+        add_sink(self._native.put)
         if self._job.rendezvous is not None:
             self._native.enter("waiting_for_nodes")
 
@@ -122,7 +122,7 @@ class HealthObserver(Observer):
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """The port is closed."""
-        set_sink(None)
+        remove_sink(self._native.put)
         has_succeeded = error is None and result.phase is Phase.SUCCEEDED
         self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
         self._server.stop()

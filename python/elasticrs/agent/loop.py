@@ -162,11 +162,17 @@ class Agent:
                 self._observers.opened(supervisor)
                 self._drive(supervisor)
         finally:
-            self._decisions.release_plan()
-            if supervisor is not None:
-                supervisor.close(keep_descendants=self._job.linger is None and self._result.exit_code == 0)
-            self._workers.close()
-            self._decisions.close()
+            try:
+                self._decisions.release_plan()
+                if supervisor is not None:
+                    supervisor.close(
+                        keep_descendants=self._job.linger is None and self._result.exit_code == 0
+                    )
+            finally:
+                try:
+                    self._workers.close()
+                finally:
+                    self._decisions.close()
         self._console.flush()
         if self._error is not None:
             raise self._error
@@ -217,7 +223,7 @@ class Agent:
         attempt = self._result.attempts[-1] if self._result.attempts else None
         if attempt is None or self._unfit is not None or "ended" in attempt.stamps:
             return
-        overdue = sleepers.look(dict(enumerate(attempt.pids)))
+        overdue = sleepers.look(attempt.running())
         if overdue:
             self._unfit = texts.asleep(overdue, self._job.uninterruptible_state_timeout)
             self._console.say(f"{self._unfit}; stopping the workers")
@@ -234,10 +240,11 @@ class Agent:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _TRANSLATORS[type(event)](self, supervisor, event)
             elif isinstance(event, _core.FdReady):
-                # Ready until it is read: a signal, for which nothing is left to stop.
-                if self._signals is None or event.fd != self._signals.fd:
-                    return
-                self._take_signals(None)
+                # Ready until it is read: a signal, for which nothing is left to stop. Others have no reader.
+                if self._signals is not None and event.fd == self._signals.fd:
+                    self._take_signals(None)
+                else:
+                    supervisor.unwatch_fd(event.fd)
 
     # --- actions ---
 

@@ -19,12 +19,15 @@ EVENT_HANDLERS = "elasticrs.event_handlers"
 """The group of entry points."""
 
 if TYPE_CHECKING:
+    from elasticrs.events.behind import Behind
+
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
     # Generic in the stubs alone.
     _StreamHandler = logging.StreamHandler
 
 _FILE = "file:"
+_SLOW = "slow"
 
 _PATIENCE = 2.0
 """Seconds that a console which takes nothing holds up the end of the process."""
@@ -72,8 +75,9 @@ class ConsoleHandler(_StreamHandler):
 
 
 class LineFileHandler(logging.Handler):
-    """JSON Lines: each event is one ``write`` at the end of the file, and failures are on the disk before the
-    agent goes on.
+    """JSON Lines: each event is one ``write`` at the end of the file, and failures are written to the disk.
+
+    Writing may block, as file systems hang. An agent has it done by a thread: see :meth:`write_behind`.
 
     Args:
         path: of the file; created with mode 0644 when it is not there, and appended to when it is.
@@ -88,20 +92,52 @@ class LineFileHandler(logging.Handler):
         # Without waiting: the other end of a FIFO may never come.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
         self._fd = os.open(path, flags, 0o644)
-        self._has_complained = False
+        self._complaints: set[str] = set()
+        self._behind: Behind | None = None
+        self._agents = 0
+
+    def write_behind(self) -> None:
+        """Leave the writing to a thread until :meth:`write_through` has been called as often."""
+        self._agents += 1
+        if self._behind is None or not self._behind.is_ours:
+            from elasticrs.events.behind import Behind
+
+            self._behind = Behind(self._write)
+
+    def write_through(self) -> None:
+        """Wait for what is not written yet, for a while; the thread ends, unless it hangs."""
+        self._agents -= 1
+        behind = self._behind
+        if behind is None or not behind.is_ours:
+            return
+        left = behind.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
+        if left:
+            self._complain(_SLOW, f"{left} were not written within {_PATIENCE:g} s")
+        elif self._agents == 0:
+            self._behind = None
+            behind.end()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append a line; what is wrong is told once, and never ends the job."""
-        line = (self.format(record) + "\n").encode()
+        line, is_failure = (self.format(record) + "\n").encode(), getattr(record, "is_failure", False)
+        if self._behind is None or not self._behind.is_ours:
+            self._write(line, is_failure)
+        elif not self._behind.put(line, is_failure):
+            self._complain("full", "writing hangs; they are dropped until it goes on")
+
+    def _write(self, line: bytes, is_failure: bool) -> None:
         try:
             while line:
                 line = line[os.write(self._fd, line) :]
-            if getattr(record, "is_failure", False):
+            if is_failure:
                 self._sync()
         except OSError as error:
-            if not self._has_complained:
-                self._has_complained = True
-                _log.warning("events cannot be written to %s: %s", self._path, error.strerror)
+            self._complain("error", error.strerror or str(error))
+
+    def _complain(self, kind: str, what: str) -> None:
+        if kind not in self._complaints:
+            self._complaints.add(kind)
+            _log.warning("events cannot be written to %s: %s", self._path, what)
 
     def _sync(self) -> None:
         import stat
@@ -109,8 +145,15 @@ class LineFileHandler(logging.Handler):
         if stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.fsync(self._fd)
 
+    def flush(self) -> None:
+        """Wait for what is not written yet, for a while."""
+        if self._behind is not None and self._behind.is_ours:
+            self._behind.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
+
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file, unless writing to it hangs. Idempotent."""
+        if self._behind is not None and self._behind.is_ours and self._behind.wait(0.0):
+            return
         descriptor, self._fd = self._fd, -1
         if descriptor != -1:
             os.close(descriptor)

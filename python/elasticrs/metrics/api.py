@@ -106,14 +106,14 @@ class MetricStream:
             metric_name: its name in the group.
             metric_value: the number.
         """
-        if _sink is not None:
-            _sink(self.group_name, metric_name, float(metric_value))
+        for sink in _sinks:
+            sink(self.group_name, metric_name, float(metric_value))
         self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
 
 
 _metrics_map: dict[str, MetricHandler] = {}
 _default_metrics_handler: MetricHandler = NullMetricHandler()
-_sink: Callable[[str, str, float], None] | None = None
+_sinks: tuple[Callable[[str, str, float], None], ...] = ()
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
@@ -130,14 +130,20 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
         _metrics_map[group] = handler
 
 
-def set_sink(sink: Callable[[str, str, float], None] | None) -> None:
-    """Pass every value of this process to a second receiver. Not in torch.
+def add_sink(sink: Callable[[str, str, float], None]) -> None:
+    """Pass every value of this process to one more receiver. Not in torch.
 
     Args:
-        sink: called with group, name and value; ``None`` ends it.
+        sink: called with group, name and value, until :func:`remove_sink`.
     """
-    global _sink  # noqa: PLW0603 -- of the process
-    _sink = sink
+    global _sinks  # noqa: PLW0603 -- of the process
+    _sinks = (*_sinks, sink)
+
+
+def remove_sink(sink: Callable[[str, str, float], None]) -> None:
+    """End what :func:`add_sink` has begun; the receivers of others stay. Idempotent."""
+    global _sinks  # noqa: PLW0603 -- of the process
+    _sinks = tuple(each for each in _sinks if each != sink)
 
 
 def getStream(group: str) -> MetricStream:  # noqa: N802 -- torch's name

@@ -1,0 +1,112 @@
+"""The end of the loop: everything is released whatever raises, and everything that was found is told."""
+
+import os
+
+import pytest
+
+from elasticrs import _core
+from elasticrs.agent import state as machine
+from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.decisions import Decisions
+from elasticrs.agent.loop import Agent
+from elasticrs.config import JobConfig
+
+REAL = _core.Supervisor
+
+
+class Ends(Decisions):
+    """Is over at once."""
+
+    phase, signum = machine.Phase.SUCCEEDED, None
+
+    def __init__(self, closed):
+        self._closed = closed
+
+    def step(self, _event):
+        return [machine.Exit(0)]
+
+    def close(self):
+        self._closed.append("rendezvous")
+
+
+class NoWorkers:
+    def __init__(self, closed):
+        self._closed = closed
+
+    def watch_timers(self, supervisor):
+        self.supervisor = supervisor
+
+    def close(self):
+        self._closed.append("workers")
+
+    def return_values(self):
+        return {}
+
+
+def agent(closed):
+    return Agent(JobConfig(1, "job"), NoWorkers(closed), Ends(closed), signals=None, owns_process=False)
+
+
+class Wrapped:
+    """The supervisor, with something of it replaced."""
+
+    def __init__(self, **how):
+        self._inner = REAL(**how)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+class Raises(Wrapped):
+    def close(self, **how):
+        self._inner.close(**how)
+        raise _core.SupervisorError("the nursery could not be ended")
+
+
+def test_what_was_opened_is_released_when_the_supervisor_cannot_be_closed(monkeypatch):
+    monkeypatch.setattr(_core, "Supervisor", Raises)
+    closed = []
+    with pytest.raises(_core.SupervisorError, match="could not be ended"):
+        agent(closed).run()
+    assert closed == ["workers", "rendezvous"]
+
+
+def test_what_is_found_at_the_end_is_told_behind_a_descriptor_that_nobody_reads(monkeypatch, capfd):
+    reader, writer = os.pipe()
+    os.write(writer, b"x")
+
+    class Found(Wrapped):
+        def drain(self, timeout):
+            self._inner.watch_fd(reader)
+            self._asked = False
+            return self._inner.drain(timeout)
+
+        def next_event(self, timeout):
+            event = self._inner.next_event(timeout)
+            if event is None and not self._asked:
+                self._asked = True
+                return Trouble()
+            return event
+
+    class Trouble:
+        local_rank, path, errno = 0, "stdout.log", 28
+
+    told = []
+    monkeypatch.setattr(_core, "Supervisor", Found)
+    monkeypatch.setattr(_core, "LogTrouble", Trouble)
+    from elasticrs.agent import loop
+
+    monkeypatch.setitem(
+        loop._TRANSLATORS, Trouble, lambda _agent, _supervisor, event: told.append(event.path)
+    )
+    agent([]).run()
+    assert told == ["stdout.log"]
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_worker_that_has_exited_is_not_looked_for_by_its_pid():
+    attempt = Attempt(1, 0, Plan([], "a", 1))
+    attempt.pids = [11, 12, 13]
+    attempt.exits[1] = None
+    assert attempt.running() == {0: 11, 2: 13}
