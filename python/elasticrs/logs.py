@@ -11,6 +11,7 @@ import os
 import stat
 
 from elasticrs._value import Value
+from elasticrs.agent.texts import visible
 from elasticrs.config import DEFAULT_PREFIX_TEMPLATE, LogSettings, UsageError
 
 TYPE_CHECKING = False
@@ -214,7 +215,8 @@ def line_prefix(template: str | None, *, role: str, local_rank: int, rank: int, 
         rank: its global rank.
         hostname: the short name of this machine.
     """
-    values = {"role_name": role, "local_rank": str(local_rank), "rank": str(rank), "hostname": hostname}
+    names = {"role_name": visible(role), "hostname": visible(hostname)}
+    values = {**names, "local_rank": str(local_rank), "rank": str(rank)}
     text = template or DEFAULT_PREFIX_TEMPLATE
     for name, value in values.items():
         text = text.replace("${" + name + "}", value)

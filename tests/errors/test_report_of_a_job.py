@@ -90,3 +90,14 @@ def test_an_error_file_that_could_not_be_written_is_no_missing_one(
     assert f"  traceback : {said}\n" in root
     (error_file,) = (tmp_path / "logs").rglob("error.json*")
     assert error_file.read_text() == ""
+
+
+def test_what_a_worker_raised_cannot_steer_the_terminal(launch, worker_script):
+    script = worker_script("""
+        raise ValueError("\\x1b]0;title\\x07\\x1b[2J")
+    """)
+    job = launch("--redirects=3", "--role=a\x1b[1mb", "--max-restarts=1", script)
+    assert job.wait() == 1
+    assert "\x1b" not in job.stderr
+    assert "\x07" not in job.stderr
+    assert "\\x1b]0;title\\x07" in job.stderr

@@ -64,3 +64,12 @@ def test_a_long_line_is_cut_to_what_a_pipe_takes_in_one_piece(pipe):
     line = os.read(reader, 65536)
     assert len(line) == 4096
     assert line.endswith(b"x\n")
+
+
+def test_what_others_wrote_cannot_steer_the_terminal(pipe):
+    reader, writer = pipe
+    console = Console(writer)
+    console.say("node \x1b]0;title\x07\x9b2J\u202e was lost\r")
+    assert os.read(reader, 200) == b"elasticrs: node \\x1b]0;title\\x07\\x9b2J\\u202e was lost\n"
+    console.write("a\tb\n\x1b[31mred\udcff\n", 1.0)
+    assert os.read(reader, 200) == b"a\tb\n\\x1b[31mred\xff\n"

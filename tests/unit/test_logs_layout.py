@@ -178,6 +178,7 @@ def test_prefixes_follow_the_template():
     values = {"role": "default", "local_rank": 0, "rank": 4, "hostname": "node1"}
     assert line_prefix(None, **values) == "[default0]:"
     assert line_prefix("${hostname}:${rank} ", **values) == "node1:4 "
+    assert line_prefix(None, **{**values, "role": "a\x1b[2J"}) == "[a\\x1b[2J0]:"
     assert coloured("[x]:", 0).startswith("\x1b[36m[x]:")
 
 

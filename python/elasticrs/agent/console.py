@@ -11,7 +11,7 @@ import os
 import select
 import sys
 
-from elasticrs.agent.texts import PREFIX
+from elasticrs.agent.texts import PREFIX, visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Console:
         Args:
             text: without a newline; longer ones are cut to what a pipe takes in one piece.
         """
-        line = _encode(self._prefix + " ".join(text.splitlines()))
+        line = _encode(visible(self._prefix + " ".join(text.splitlines())))
         if len(self._lines) < _KEPT:
             self._lines.append(line[: _PIPE_BUF - 1] + b"\n")
         self.flush()
@@ -85,12 +85,12 @@ class Console:
         """Write a text of any length after the waiting lines; waits for the reader, but not for ever.
 
         Args:
-            text: as it shall appear.
+            text: as it shall appear; control characters in it are made visible.
             patience: seconds to wait for a reader that takes nothing.
             wake_fd: a descriptor whose readiness interrupts the wait.
             is_enough: called then; true gives up.
         """
-        data = _encode(text)
+        data = _encode(visible(text))
         self._lines += [data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF)]
         self.flush()
         waiting = select.poll()

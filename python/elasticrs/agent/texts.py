@@ -16,6 +16,19 @@ NOT_STARTED = "the workers could not be started"
 """Comes before the reason."""
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def visible(text: str) -> str:
+    """Return a text whose control characters, but for newlines and tabs, are shown instead of obeyed.
+
+    Names of nodes and roles, and what workers wrote, may hold what clears a screen, sets the title of a
+    terminal, or turns the direction of letters.
+    """
+    return text.translate(_CONTROLS)
+
+
 def signal_name(signum: int) -> str:
     """``"SIGTERM"`` for 15; ``"SIG40"`` where the signal has no name of its own."""
     import signal
