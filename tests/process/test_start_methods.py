@@ -1,6 +1,7 @@
 """Functions as workers of an agent, by start method."""
 
 import json
+import os
 import signal
 import sys
 
@@ -197,6 +198,40 @@ if __name__ == "__mp_main__":
     launched.signal(signal.SIGTERM)
     assert told(launched) == {"signal": "SIGTERM"}
     procs.assert_gone(map(int, pids))
+    procs.reap_adopted()
+
+
+@pytest.mark.parametrize("method", ["forkserver"])
+@pytest.mark.parametrize("trouble", ["stopped", "deaf"])
+def test_a_fork_server_that_does_not_end_keeps_nobody(host, trouble):
+    launched = host(
+        """
+try:
+    launch(work, 1)
+except SignalException as error:
+    tell(signal=error.sigval.name)
+""",
+        f"""
+if __name__ == "__mp_main__":
+    if {trouble == "deaf"}:
+        # As in state D: what ends it is not delivered.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    os.write(1, f"IMPORTS {{os.getpid()}}\\n".encode())
+    while True:
+        signal.sigtimedwait([signal.SIGUSR1], 1000)
+""",
+    )
+    pid = int(launched.wait_for_line(r"IMPORTS (\d+)")[1])
+    if trouble == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+        procs.wait_state(pid, "T")
+    launched.signal(signal.SIGTERM)
+    if trouble == "deaf":
+        launched.wait_for_line("SIGTERM received", "stderr")
+        launched.read_for(0.2)
+        launched.signal(signal.SIGTERM)
+    assert told(launched) == {"signal": "SIGTERM"}
+    procs.assert_gone([pid])
     procs.reap_adopted()
 
 

@@ -273,6 +273,7 @@ class Agent:
         else:
             supervisor.stop(policy, hung_for=hung.silence, hung_step=hung.step, hung_frame=hung.frame)
         self._workers.stop()
+        self._follow_workers()
 
     def _start(self, supervisor: _core.Supervisor, action: machine.Start) -> None:
         plan = self._decisions.plan

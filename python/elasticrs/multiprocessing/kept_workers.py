@@ -14,7 +14,7 @@ from elasticrs import _core
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.multiprocessing import keeper
 from elasticrs.multiprocessing.spawn import FunctionWorkers, RunScripts
-from elasticrs.multiprocessing.starting import KEPT
+from elasticrs.multiprocessing.starting import KEPT, PATIENCE
 from elasticrs.workers import Leftovers
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class KeptWorkers(FunctionWorkers):
         super().__init__(setup, function, arguments)
         self._start_method = start_method
         self._kept: Kept | None = None
+        self._watches: _core.Supervisor | None = None
         self._attempt: Attempt | None = None
         self._pages: dict[int, int] = {}
         self._are_started = self._is_ending = self._has_succeeded = self._was_stopped = False
@@ -131,10 +132,17 @@ class KeptWorkers(FunctionWorkers):
         kept.let_begin()
 
     def stop(self) -> None:
-        """See the base class: what is not there yet is not wanted, and what may go on for a while no more."""
-        self._was_stopped = True
-        if self._kept is not None and self._is_ending:
-            self._kept.begin_end(keeper.AT_ONCE)
+        """See the base class: what is not there yet is not wanted, and what may go on for a while no more.
+
+        Asked again, it does not wait for a keeper without workers, whose imports may hang in the kernel.
+        """
+        kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
+        if kept is not None and self._is_ending:
+            if was_stopped and not self._are_started and self._watches is not None:
+                self._watches.unwatch_fd(kept.keeper_pidfd)
+                self._finish(kept, 0.0)
+            else:
+                kept.begin_end(keeper.AT_ONCE)
 
     def ended(self, supervisor: _core.Supervisor, attempt: Attempt, *, has_succeeded: bool = False) -> None:
         """Read what is left, and have ended what they have left behind."""
@@ -143,23 +151,24 @@ class KeptWorkers(FunctionWorkers):
         kept = self._kept
         if kept is None:
             self._leftovers = Leftovers()
-        elif not self._are_started:
-            if self._attempt is not None:
-                supervisor.unwatch_fd(kept.control)
-            # Nothing is left that could take long: no worker has begun.
+        elif self._attempt is None:
+            # Nothing of it was told, so nothing more will be asked.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
+            if not self._are_started:
+                supervisor.unwatch_fd(kept.control)
             # The core may have told of the end before it was told to stop.
-            may_linger = has_succeeded and not self._was_stopped
+            may_linger = has_succeeded and self._are_started and not self._was_stopped
             linger = self._setup.job.linger if may_linger else keeper.AT_ONCE
             kept.begin_end(keeper.LEAVE if linger is None else linger)
             self._is_ending, self._has_succeeded = True, has_succeeded
+            self._watches = supervisor
             supervisor.watch_fd(kept.keeper_pidfd)
 
-    def _finish(self, kept: Kept) -> None:
+    def _finish(self, kept: Kept, patience: float = PATIENCE) -> None:
         self._kept = None
-        kept.finish()
+        kept.finish(patience)
         was_stopped = self._has_succeeded and self._was_stopped
         self._leftovers = Leftovers(kept.ended, kept.more_ended, was_stopped=was_stopped)
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _LOOK_FOR_SIGNALS = 0.1
 
+PATIENCE = 30.0
+"""Seconds that a keeper has to end in: more than it gives to all that it has to end."""
+
 
 class Functions(Protocol):
     """What is to be started: a :class:`MultiprocessContext`, or the workers of an attempt.
@@ -329,13 +332,26 @@ class Kept(FunctionStart):
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
                 # What the imports have started; not there before it leads a session.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
+        if self._keeper_pidfd != -1:
+            # A stopped one neither reads nor ends.
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._keeper_pidfd, signal.SIGCONT)
 
-    def finish(self) -> None:
-        """Wait for the end of the keeper, and close everything. Idempotent."""
+    def finish(self, patience: float = PATIENCE) -> None:
+        """Wait for the end of the keeper, and close everything. Idempotent.
+
+        Args:
+            patience: seconds. What has not ended by then gets SIGKILL, and is not waited for: state D.
+        """
         if self._keeper is not None:
-            # Not there when the program waits for all of its children itself, and was faster.
-            with suppress(ChildProcessError):
-                os.waitpid(self._keeper, 0)
+            if self._keeper_pidfd == -1 or _has_ended(self._keeper_pidfd, patience):
+                # Not there when the program waits for all of its children itself, and was faster.
+                with suppress(ChildProcessError):
+                    os.waitpid(self._keeper, 0)
+            else:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._keeper_pidfd, signal.SIGKILL)
+                    os.killpg(self._keeper, signal.SIGKILL)
             self._keeper = None
         if self._keeper_pidfd != -1:
             os.close(self._keeper_pidfd)
@@ -357,6 +373,12 @@ class Kept(FunctionStart):
         *names, more = said.decode().split("\n")[:-1] or ["0"]
         self.ended = [(int(pid), name) for pid, name in (line.split(" ", 1) for line in names)]
         self.more_ended = int(more)
+
+
+def _has_ended(pidfd: int, patience: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(1000 * patience))
 
 
 class Fork(Kept):
@@ -484,9 +506,9 @@ class ForkServer(Kept):
         start: Any = util.spawnv_passfds
         return int(start(os.fsencode(program), [program, *flags, "-c", code], passed))
 
-    def finish(self) -> None:
+    def finish(self, patience: float = PATIENCE) -> None:
         """See the base class."""
-        super().finish()
+        super().finish(patience)
         while self._prepared:
             self._prepared.pop().close()
 

@@ -211,6 +211,7 @@ class PolledWorkers(Agent):
         """
         if self._supervisor is not None and self.is_running:
             self._stop(self._supervisor, machine.Stop(int(death_sig or signal.SIGTERM), timeout))
+            self._note_events()
             self.wait()
             self._decisions.release_plan()
 
