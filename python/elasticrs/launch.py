@@ -7,11 +7,18 @@ wrong.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` has to import more
 import os
-import signal
 import sys
 
-from elasticrs.agent.signals import catch_signals, ignored_signals
+_is_command = __name__ == "__main__" or os.path.basename((sys.argv or [""])[0]) == "elasticrun"
+if _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    # Until there are handlers, Ctrl-C ends this process as any other signal does, without a traceback.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+import signal  # noqa: E402
+
+from elasticrs.agent.signals import catch_signals, ignored_signals  # noqa: E402
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
