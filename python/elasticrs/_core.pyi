@@ -261,6 +261,27 @@ class WorkerHung:
         """All workers that ran."""
 
 @final
+class WorkerRaised:
+    """A worker has recorded an exception that nobody caught, and is about to end. Told again when it has not
+    ended within its limit: then it counts as failed, and :class:`FailureSeen` follows.
+    """
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def pid(self) -> int:
+        """The process that recorded it: the worker, or a descendant."""
+    @property
+    def seen_ns(self) -> int:
+        """When the record was seen; monotonic."""
+    @property
+    def limit(self) -> float | None:
+        """Seconds from then; ``None``: it may take any time."""
+    @property
+    def is_overdue(self) -> bool:
+        """The limit has passed."""
+
+@final
 class WorkerPaused:
     """A worker has been stopped (SIGSTOP, SIGTSTP, …) for one second, and not by us."""
 
@@ -371,6 +392,7 @@ Event: TypeAlias = (
     | FailureSeen
     | TimerExpired
     | WorkerHung
+    | WorkerRaised
     | WorkerPaused
     | WorkerResumed
     | Fenced
@@ -545,6 +567,17 @@ class Supervisor:
             files: by local rank, of the group that is started next: the file into which the worker's hook
                 lets :mod:`faulthandler` write, and the one that is written.
             py_spy: the program, for workers that do not answer.
+        """
+    def watch_exits(self, error_files: Sequence[str | PathLike[str]], limit: float | None = None) -> None:
+        """Watch for workers of the group that is started next which record an uncaught exception and do not
+        end. :class:`WorkerRaised` tells of both.
+
+        Args:
+            error_files: of the workers; their folders exist.
+            limit: seconds within which a worker must have ended then; ``None``: any time.
+
+        Raises:
+            ValueError: the limit is negative or not finite.
         """
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeat of each worker that had any, of the group that runs or ran last."""

@@ -21,6 +21,7 @@ DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
 DEFAULT_LINGER = 5.0
+DEFAULT_EXIT_TIMEOUT = 10.0
 DEFAULT_MONITOR_INTERVAL = 0.1
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_HEALTH_TIMEOUT = 60.0
@@ -67,10 +68,12 @@ class JobConfig:
         hang_timeout: seconds without a sign of life after which a rank has failed; ``"auto"``: learned from
             its steps; ``"auto:SECONDS"``: the same, and never less; ``None``: nobody is watched.
         hang_startup_timeout: the same from the start to the first sign of life; ``None``: any time.
+        exit_timeout: seconds in which a worker must end after an exception that nobody caught; 0: any time.
     """
 
     __slots__ = (
         "cpus",
+        "exit_timeout",
         "forwarded",
         "hang_startup_timeout",
         "hang_timeout",
@@ -113,6 +116,7 @@ class JobConfig:
         uninterruptible_state_timeout: float = 0.0,
         hang_timeout: float | str | None = None,
         hang_startup_timeout: float | None = None,
+        exit_timeout: float = DEFAULT_EXIT_TIMEOUT,
     ) -> None:
         self.nproc = nproc
         self.run_id = run_id
@@ -133,6 +137,7 @@ class JobConfig:
         self.uninterruptible_state_timeout = uninterruptible_state_timeout
         self.hang_timeout = hang_timeout
         self.hang_startup_timeout = hang_startup_timeout
+        self.exit_timeout = exit_timeout
 
 
 class LogSettings(Value):
@@ -464,6 +469,19 @@ def check_hang_timeouts(timeout: float | str | None, startup: float | None) -> N
         raise ValueError(f"hang_startup_timeout must be seconds above 0, got {startup!r}")
     if startup is not None and timeout is None:
         raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")
+
+
+def check_exit_timeout(timeout: float) -> None:
+    """Check what a program has given.
+
+    Args:
+        timeout: seconds.
+
+    Raises:
+        ValueError: it is negative, or no number of seconds.
+    """
+    if not _is_limit(timeout) and timeout != 0:
+        raise ValueError(f"exit_timeout must be seconds, 0 for any time, got {timeout!r}")
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:

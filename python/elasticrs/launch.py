@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.console import Console
     from elasticrs.agent.decisions import Decisions
+    from elasticrs.agent.loop import JobResult
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.launcher.arguments import Launch
@@ -149,11 +150,16 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
         result = agent.run()
     except (_core.SupervisorError, OSError) as error:
         return _fail(f"the job was stopped: {error}", 1)
-    if result.exit_code != 0 and result.signum is None:
+    if result.exit_code != 0 and (result.signum is None or _has_raised(result)):
         from elasticrs.agent.report import print_report
 
         print_report(launch.job, result, lambda text: _write(console, text, signals, launch.job.forwarded))
     return result.exit_code
+
+
+def _has_raised(result: JobResult) -> bool:
+    """True if the job was stopped while a rank that had raised did not end."""
+    return bool(result.attempts and result.attempts[-1].raised and result.attempts[-1].first_failure is None)
 
 
 def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:

@@ -216,6 +216,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
         exit_barrier_timeout=values.exit_barrier_timeout,
         hang_timeout=values.hang_timeout,
         hang_startup_timeout=values.hang_startup_timeout,
+        exit_timeout=values.exit_timeout,
     )
     return configuration, *_command(values, get_use_env(args))
 

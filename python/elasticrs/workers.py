@@ -193,10 +193,14 @@ class Workers(ABC):
         streams = self._streams(attempt, paths)
         if streams:
             supervisor.follow(streams)
-        if self._timer_file is not None or job.hang_timeout is not None:
-            files = [path for _, path in sorted(paths.error_files.items())]
-            evidence = [(f"{path}.fault", hang_file(path)) for path in files] if all(files) else []
-            supervisor.keep_evidence(evidence, py_spy=_py_spy(environ))
+        files = [path for _, path in sorted(paths.error_files.items())]
+        if files and all(files):
+            supervisor.watch_exits(files, job.exit_timeout or None)
+        else:
+            files = []
+        evidence = [(f"{path}.fault", hang_file(path)) for path in files]
+        is_watched = self._timer_file is not None or job.hang_timeout is not None
+        supervisor.keep_evidence(evidence, py_spy=_py_spy(environ) if is_watched else None)
         return group
 
     def cpus(self, local_rank: int) -> Sequence[int] | None:

@@ -427,6 +427,35 @@ except ChildFailedError as error:
     assert "in work" in stack
 
 
+def test_a_function_that_raised_and_does_not_end_has_failed(tmp_path):
+    message, _ = host(
+        tmp_path,
+        """
+def work():
+    import threading
+    pipe = os.pipe()
+    def upload():
+        os.read(pipe[0], 1)
+    if rank() == 0:
+        upload()
+    threading.Thread(target=upload).start()
+    raise ValueError("no such batch")
+""",
+        """
+try:
+    launch(work, exit_timeout=0.5)
+except ChildFailedError as error:
+    first, failure = error.get_first_failure()
+    print(json.dumps([first, failure.exitcode, str(failure.error_file_data), failure.note, failure.stack]))
+""",
+    )
+    first, exitcode, text, note, stack = message
+    assert (first, exitcode) == (1, -9)
+    assert "ValueError: no such batch" in text
+    assert "0.5 s" in note
+    assert "in upload" in stack
+
+
 @pytest.mark.parametrize(
     ("limits", "problem"),
     [
@@ -443,6 +472,7 @@ except ChildFailedError as error:
             {"hang_timeout": 5, "hang_startup_timeout": -1},
             "hang_startup_timeout must be seconds above 0, got -1",
         ),
+        ({"exit_timeout": -1}, "exit_timeout must be seconds, 0 for any time, got -1"),
         ({"hang_startup_timeout": 5}, "hang_startup_timeout needs hang_timeout: seconds or 'auto'"),
     ],
 )

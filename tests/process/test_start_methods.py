@@ -302,3 +302,32 @@ def hang():
     assert "hung: no heartbeat for" in found["text"]
     assert "stopped at step 1" in found["text"]
     assert "in hang" in found["stack"]
+
+
+def test_a_worker_that_raised_and_does_not_end_has_failed(host):
+    launched = host(
+        """
+try:
+    launch(hold, exit_timeout=0.5)
+except ChildFailedError as error:
+    rank, failure = error.get_first_failure()
+    text = str(failure.error_file_data)
+    tell(rank=rank, code=failure.exitcode, text=text, note=failure.note, stack=failure.stack)
+""",
+        """
+def hold():
+    import threading
+    pipe = os.pipe()
+    def upload():
+        os.read(pipe[0], 1)
+    if os.environ["RANK"] == "0":
+        upload()
+    threading.Thread(target=upload).start()
+    raise ValueError("no such batch")
+""",
+    )
+    found = told(launched)
+    assert (found["rank"], found["code"]) == (1, -9)
+    assert "ValueError: no such batch" in found["text"]
+    assert "0.5 s" in found["note"]
+    assert "in upload" in found["stack"]

@@ -35,10 +35,11 @@ DIFFERENT = {
     "LocalElasticAgent.__init__": {"exit_barrier_timeout": "None", "shutdown_timeout": "None"},
 }
 MORE = {
-    "WorkerSpec.__init__": {"hang_timeout", "hang_startup_timeout"},
+    "WorkerSpec.__init__": {"exit_timeout", "hang_timeout", "hang_startup_timeout"},
     "LocalElasticAgent.__init__": {"signals_to_handle", "signals_to_forward", "stop_scope"},
     "LaunchConfig.__init__": {
         "exit_barrier_timeout",
+        "exit_timeout",
         "signals_to_forward",
         "stop_scope",
         "hang_timeout",
@@ -124,4 +125,5 @@ def test_a_launch_configuration_has_torchs_fields_in_order(torchs):
         "stop_scope",
         "hang_timeout",
         "hang_startup_timeout",
+        "exit_timeout",
     ]

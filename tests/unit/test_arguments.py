@@ -424,6 +424,8 @@ def test_the_grammar_is_argparses(options, script_arguments):
 
 def test_a_rank_may_hang_for_a_fixed_or_a_learned_time(script):
     assert launch(script).job.hang_timeout is None
+    assert launch(script).job.exit_timeout == 10.0
+    assert launch("--exit-timeout", "0", script).job.exit_timeout == 0.0
     assert launch("--hang-timeout", "90", script).job.hang_timeout == 90.0
     job = launch("--hang-timeout", "auto", "--hang-startup-timeout", "600", script).job
     assert (job.hang_timeout, job.hang_startup_timeout) == ("auto", 600.0)

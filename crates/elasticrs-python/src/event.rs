@@ -100,6 +100,15 @@ pub struct WorkerHung {
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct WorkerRaised {
+    local_rank: u32,
+    pid: i32,
+    seen_ns: u64,
+    limit: Option<f64>,
+    is_overdue: bool,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
 pub struct WorkerPaused {
     local_rank: u32,
     pid: i32,
@@ -202,6 +211,11 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         }
         Event::TimerExpired(timer) => object(py, timer_expired(timer)),
         Event::WorkerHung(hung) => object(py, worker_hung(*hung)),
+        Event::WorkerRaised(raised) => {
+            let supervisor::WorkerRaised { local_rank, pid, seen, limit, is_overdue } = raised;
+            let limit = limit.map(|limit| limit.as_secs_f64());
+            object(py, WorkerRaised { local_rank, pid, seen_ns: seen.0, limit, is_overdue })
+        }
         Event::WorkerPaused { local_rank, pid, signal } => object(py, WorkerPaused { local_rank, pid, signal }),
         Event::WorkerResumed { local_rank, pid } => object(py, WorkerResumed { local_rank, pid }),
         Event::Fenced { at } => object(py, Fenced { fenced_ns: at.0 }),

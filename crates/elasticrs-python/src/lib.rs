@@ -33,7 +33,7 @@ mod _core {
     #[pymodule_export]
     use crate::event::{
         Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, Heartbeat, LogTrouble, RankSeen,
-        StartFailed, TimerExpired, WorkerExited, WorkerHung, WorkerPaused, WorkerResumed,
+        StartFailed, TimerExpired, WorkerExited, WorkerHung, WorkerPaused, WorkerRaised, WorkerResumed,
     };
     #[pymodule_export]
     use crate::health::HealthServer;

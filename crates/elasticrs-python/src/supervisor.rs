@@ -133,6 +133,12 @@ impl Supervisor {
         Ok(self.inner.keep_evidence(files, py_spy).map_err(Error)?)
     }
 
+    #[pyo3(signature = (error_files, limit=None))]
+    fn watch_exits(&self, py: Python<'_>, error_files: Vec<PathBuf>, limit: Option<f64>) -> PyResult<()> {
+        let limit = limit.map(|seconds| duration(seconds, "the limit")).transpose()?;
+        Ok(py.detach(|| self.inner.watch_exits(&error_files, limit)).map_err(Error)?)
+    }
+
     fn heartbeats(&self, py: Python<'_>) -> PyResult<Vec<Heartbeat>> {
         let beats = py.detach(|| self.inner.heartbeats()).map_err(Error)?;
         Ok(beats.into_iter().map(heartbeat).collect())

@@ -84,6 +84,24 @@ def write_uncaught(path: str, error: BaseException) -> None:
         write_whole(path, error_document(error, "hook"))
 
 
+def give_notice(path: str) -> None:
+    """Tell the agent that this process has written its error file and is about to end.
+
+    The agent watches the folder: it sees a file come and go, whose name has the pid. Nothing stays behind.
+
+    Args:
+        path: of the error file.
+    """
+    if not may_be_replaced(path):
+        return
+    notice = "%s.%d.uncaught" % (path, os.getpid())  # noqa: UP031
+    try:
+        os.close(os.open(notice, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.unlink(notice)
+    except OSError:
+        return  # The agent learns of it when the process has ended.
+
+
 def _is_from_elsewhere(path: str) -> bool:
     if not os.path.isfile(path):
         # A terminal or a pipe would be waited for.

@@ -6,7 +6,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerStore
+    from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised, WorkerStore
     from elasticrs.logs import LogPaths
     from elasticrs.ports import ReservedPort
     from elasticrs.ranks import WorkerRanks
@@ -63,7 +63,9 @@ class Attempt:
         pids: of the workers, by local rank.
         exits: by local rank, in the order in which they were seen.
         first_failure: the local rank that failed first.
-        expired: by local rank, the timer, or the silence, for which we ended the worker.
+        raised: the local ranks that have recorded an exception that nobody caught, as far as was seen.
+        expired: by local rank, the timer, the silence or the exit that took too long, for which we ended the
+            worker.
         heartbeats: the last one of each worker that gave any, when it had ended.
         oom_kills: the counters of the OOM killer when it started.
         oom_kills_after: the same counters when it had failed.
@@ -85,6 +87,7 @@ class Attempt:
         "paths",
         "pids",
         "plan",
+        "raised",
         "restarts",
         "round",
         "signalled",
@@ -101,7 +104,8 @@ class Attempt:
         self.pids: list[int] = []
         self.exits: dict[int, WorkerExited] = {}
         self.first_failure: int | None = None
-        self.expired: dict[int, TimerExpired | WorkerHung] = {}
+        self.raised: set[int] = set()
+        self.expired: dict[int, TimerExpired | WorkerHung | WorkerRaised] = {}
         self.heartbeats: list[Heartbeat] = []
         self.oom_kills: dict[str, int] = {}
         self.oom_kills_after: dict[str, int] = {}
@@ -126,9 +130,16 @@ class Attempt:
             from elasticrs.agent.texts import timer_expired
 
             return timer_expired(event)
+        if isinstance(event, _core.WorkerRaised):
+            return f"it raised, and had not ended {event.limit:g} s later (--exit-timeout)"
         from elasticrs.agent.hangs import hung
 
         return hung(event, self.global_ranks(), was_found_here=self.first_failure is not None)
+
+    def failed_ns(self, worker: WorkerExited) -> int:
+        """When a worker failed, monotonic: before its end if it had raised, or hung."""
+        event = self.expired.get(worker.local_rank)
+        return worker.seen_ns if event is None else event.seen_ns
 
     def how_it_ended(self, worker: WorkerExited) -> str:
         """How a worker ended by itself, to follow its name."""

@@ -85,7 +85,7 @@ def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Cloc
         "exitcode": worker.exitcode,
         **_why(attempt, worker.local_rank),
         **_hang(attempt, worker.local_rank),
-        "time_ns": clock.from_monotonic(worker.seen_ns),
+        "time_ns": clock.from_monotonic(attempt.failed_ns(worker)),
         "error_ns": clock.error_ns,
     }
 
@@ -133,7 +133,7 @@ def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
     from elasticrs import _core
 
     event = attempt.expired.get(local_rank)
-    if event is None or isinstance(event, _core.TimerExpired):
+    if event is None or isinstance(event, (_core.TimerExpired, _core.WorkerRaised)):
         return {}
     told: dict[str, Any] = {
         "ground": event.ground,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elasticrs._core import Heartbeat, RankSeen, WorkerHung
 
 MAX_FRAMES = 12
+MAX_FRAMES_OF_OTHERS = 4
 _MAX_READ = 1 << 20
 """``py-spy`` comes after the threads in the kernel."""
 _EARLIER = 0.01
@@ -133,33 +134,39 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
     return notes
 
 
-def stack(path: str) -> str | None:
-    """The first frames of the thread that answered, or of the main one as ``py-spy`` saw it.
+def stack(path: str, *, others: int = 0) -> str | None:
+    """Return the first frames of the thread that answered, or of the main one as ``py-spy`` saw it.
 
     ``None`` when the evidence has none.
 
     Args:
         path: of the evidence.
+        others: of so many other threads the innermost frames are added: they may hold up the exit.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             lines = file.read(_MAX_READ).splitlines()
     except OSError:
         return None  # It was told when it could not be written.
-    frames = _answered(lines) or _spied(lines)
+    frames, *rest = _answered(lines) or [_spied(lines)]
     if not frames:
         return None
-    shown = frames[:MAX_FRAMES]
-    if len(frames) > MAX_FRAMES:
-        shown.append(f"  ({len(frames) - MAX_FRAMES} more)")
-    return "\n".join(["where it was, the most recent call first:", *shown])
+    shown = ["where it was, the most recent call first:", *_first(frames, MAX_FRAMES)]
+    for other in rest[:others]:
+        shown += ["another thread:", *_first(other, MAX_FRAMES_OF_OTHERS)]
+    return "\n".join(shown)
 
 
-def _answered(lines: Sequence[str]) -> list[str]:
-    """As ``faulthandler`` writes them, of the thread that has taken the signal, or of the last one."""
+def _first(frames: Sequence[str], limit: int) -> list[str]:
+    more = [f"  ({len(frames) - limit} more)"] if len(frames) > limit else []
+    return [*frames[:limit], *more]
+
+
+def _answered(lines: Sequence[str]) -> list[list[str]]:
+    """The threads as ``faulthandler`` writes them, first the one that took the signal, or the last one."""
     starts = [number for number, line in enumerate(lines) if "(most recent call first):" in line]
-    current = [number for number in starts if lines[number].startswith("Current thread")]
-    return _block(lines, (current or starts[-1:])[0], "  ") if starts else []
+    starts.sort(key=lambda number: (not lines[number].startswith("Current thread"), -number))
+    return [_block(lines, start, "  ") for start in starts]
 
 
 def _spied(lines: Sequence[str]) -> list[str]:

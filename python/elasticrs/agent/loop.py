@@ -422,6 +422,12 @@ class Agent:
     def _on_hung(self, _supervisor: _core.Supervisor, event: _core.WorkerHung) -> None:
         self._result.attempts[-1].expired.setdefault(event.local_rank, event)
 
+    def _on_raised(self, _supervisor: _core.Supervisor, event: _core.WorkerRaised) -> None:
+        attempt = self._result.attempts[-1]
+        attempt.raised.add(event.local_rank)
+        if event.is_overdue:
+            attempt.expired.setdefault(event.local_rank, event)
+
     def _on_exit(self, _supervisor: _core.Supervisor, event: _core.WorkerExited) -> None:
         self._result.attempts[-1].exits[event.local_rank] = event
         self._events.append(machine.WorkerExited(event.local_rank, event.exitcode))
@@ -538,6 +544,7 @@ _TRANSLATORS: dict[type, Callable[[Agent, _core.Supervisor, Any], None]] = {
     _core.FailureSeen: Agent._on_failure,
     _core.TimerExpired: Agent._on_timer,
     _core.WorkerHung: Agent._on_hung,
+    _core.WorkerRaised: Agent._on_raised,
     _core.WorkerExited: Agent._on_exit,
     _core.GroupEnded: Agent._on_ended,
     _core.Fenced: Agent._on_fenced,

@@ -161,8 +161,8 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
         worker.pid,
         worker.exitcode,
         paths.error_files.get(rank, "") if paths is not None else "",
-        # It failed when it was found to hang. What ended it then is a consequence.
-        seen_ns=worker.seen_ns if timer is None else timer.seen_ns,
+        # It failed when it had raised, or was found to hang. What ended it then is a consequence.
+        seen_ns=attempt.failed_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=_cause(attempt, worker),
         note=note if worker.sent_signal is None else None,
@@ -184,7 +184,8 @@ def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFail
 
         path = hang_file(attempt.paths.error_files[rank])
         if os.path.isfile(path):
-            failure.stack = hangs.stack(path)
+            others = 3 if isinstance(attempt.expired[rank], _core.WorkerRaised) else 0
+            failure.stack = hangs.stack(path, others=others)
             failure.log_paths["hang"] = path
     if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
         failure.more_notes = _last_heartbeats(attempt, failure.seen_ns)

@@ -72,12 +72,14 @@ class LaunchConfig:
             ended, or ``"group"``; ``None``: the worker for functions and Python, else the group.
             Not in torch, nor are the next ones.
         hang_timeout: seconds without a heartbeat after which a rank has failed; ``"auto"``: learned from its
-            steps; ``"auto:SECONDS"``: and never less (60); ``None``: nobody is watched. Not in torch, nor is
-            the next one.
+            steps; ``"auto:SECONDS"``: and never less (60); ``None``: nobody is watched. Not in torch, nor are
+            the next two.
         hang_startup_timeout: the same from the start of the workers to the first heartbeat.
+        exit_timeout: seconds within which a worker must end after an exception that nobody caught, or it has
+            failed; 0: any time.
 
     Raises:
-        ValueError: a negative time, or a limit of heartbeats that is none.
+        ValueError: a negative time, or a limit that is none.
     """
 
     min_nodes: int
@@ -108,6 +110,7 @@ class LaunchConfig:
     stop_scope: str | None = None
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
+    exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -126,6 +129,7 @@ class LaunchConfig:
             self.logs_specs = DefaultLogsSpecs()
         defaults.stop_scope_of(self.stop_scope, None)
         defaults.check_hang_timeouts(self.hang_timeout, self.hang_startup_timeout)
+        defaults.check_exit_timeout(self.exit_timeout)
 
 
 class elastic_launch:  # noqa: N801 -- torch's name
@@ -204,6 +208,7 @@ def launch_agent(
         virtual_local_rank=config.virtual_local_rank,
         hang_timeout=config.hang_timeout,
         hang_startup_timeout=config.hang_startup_timeout,
+        exit_timeout=config.exit_timeout,
     )
     agent = LocalElasticAgent(
         spec=spec,

@@ -12,7 +12,7 @@ import sys
 
 from elasticrs import config
 from elasticrs.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
-from elasticrs.launcher.options import OPTIONS, OURS, Option
+from elasticrs.launcher.options import NEWER, OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
         hang_timeout=args.hang_timeout,
         hang_startup_timeout=args.hang_startup_timeout,
+        exit_timeout=args.exit_timeout,
     )
     logs = LogSettings(
         log_dir=args.log_dir,
@@ -281,7 +282,7 @@ def _find(typed: str) -> Option:
     torchs = [option for option in candidates if option.group != OURS]
     if not torchs and name and "help".startswith(name):
         raise HelpRequested("help")
-    candidates = torchs or candidates
+    candidates = torchs or [option for option in candidates if option.name in NEWER] or candidates
     if len(candidates) == 1:
         return candidates[0]
     if candidates:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OURS = "elasticrs"
+NEWER = frozenset(("exit-barrier-timeout",))
+"""Ours, until torch has them: in its sources, not yet in a release."""
 """The group of options that torchrun does not have."""
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -422,6 +424,14 @@ OPTIONS: tuple[Option, ...] = (
         "whom a stop signals first: the worker, and the rest of its process group when it has ended, or the "
         "whole group (default worker, group with --no-python)",
         metavar="worker|group",
+        group=OURS,
+    ),
+    Option(
+        "exit-timeout",
+        config.DEFAULT_EXIT_TIMEOUT,
+        config.seconds,
+        "a rank that has not ended this long after an uncaught exception has failed (default 10; 0: never)",
+        metavar="SECONDS",
         group=OURS,
     ),
     Option(

@@ -359,9 +359,15 @@ def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], re
         arguments: for it.
         result: the descriptor that gets what it returned, pickled.
     """
-    value = record(function)(*arguments)
-    # A value that cannot be pickled is the worker's failure as well, and multiprocessing only prints it.
-    record(_send)(value, result)
+    try:
+        value = record(function)(*arguments)
+        # A value that cannot be pickled is the worker's failure as well, and multiprocessing only prints it.
+        record(_send)(value, result)
+    except Exception:
+        from elasticrs._worker.error_file import give_notice
+
+        give_notice(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+        raise
 
 
 def _send(value: object, result: int) -> None:

@@ -17,6 +17,8 @@ pub enum Timer {
     Check,
     /// Somebody may hang by then.
     Hang,
+    /// The worker of this local rank has raised, and must have ended by then.
+    Exit(u32),
     /// The worker of this local rank is reported as paused.
     Paused(u32),
 }

@@ -53,6 +53,8 @@ pub enum Event {
     TimerExpired(TimerExpired),
     /// A worker gave no sign of life for too long. It counts as failed, and [`Self::FailureSeen`] follows.
     WorkerHung(Box<WorkerHung>),
+    /// A worker has recorded an uncaught exception, or has not ended since.
+    WorkerRaised(WorkerRaised),
     /// A worker has been stopped for a second, and not by us.
     WorkerPaused {
         /// The worker.
@@ -152,6 +154,21 @@ pub struct TimerExpired {
     pub signal: Option<Signal>,
     /// When it was seen.
     pub seen: Stamp,
+}
+
+/// A worker, or a program below it, has recorded an exception that nobody has caught: it is about to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkerRaised {
+    /// The worker.
+    pub local_rank: u32,
+    /// The process that has recorded it: the worker, or a descendant.
+    pub pid: i32,
+    /// When that was seen.
+    pub seen: Stamp,
+    /// How long it may take; `None`: any time.
+    pub limit: Option<Duration>,
+    /// It had not ended by its limit. The worker counts as failed, and [`Event::FailureSeen`] follows.
+    pub is_overdue: bool,
 }
 
 /// The last sign of life of a worker.

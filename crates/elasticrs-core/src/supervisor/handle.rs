@@ -10,6 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use nix::errno::Errno;
+use nix::sys::inotify::Inotify;
 use nix::sys::signal::SigSet;
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
@@ -17,6 +19,7 @@ use super::event::Heartbeat;
 use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;
+use super::task::exits::watch_folders;
 use crate::counters::Counters;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
 use crate::nursery::fence;
@@ -110,6 +113,7 @@ pub(super) enum Command {
     WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
+    WatchExits(Result<Inotify, Errno>, Option<Duration>),
     Close { keep_descendants: bool },
 }
 
@@ -363,6 +367,16 @@ impl Supervisor {
     /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
         self.tell(Command::KeepEvidence(files, py_spy))
+    }
+
+    /// Watches for workers of the group that is started next which have recorded an uncaught exception in these files, and do not
+    /// end within `limit`. [`super::Event::WorkerRaised`] tells of both. Looks up the folders, so it may block on a dead
+    /// network file system.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn watch_exits(&self, error_files: &[PathBuf], limit: Option<Duration>) -> Result<(), SupervisorError> {
+        self.tell(Command::WatchExits(watch_folders(error_files), limit))
     }
 
     /// The last heartbeat of each worker that had any, of the group that runs or ran last.

@@ -27,5 +27,7 @@ pub mod state;
 mod task;
 mod watch;
 
-pub use event::{Event, Heartbeat, NurseryEnd, Outcome, RankSeen, StartFailure, Swept, TimerExpired, WorkerHung};
+pub use event::{
+    Event, Heartbeat, NurseryEnd, Outcome, RankSeen, StartFailure, Swept, TimerExpired, WorkerHung, WorkerRaised,
+};
 pub use handle::{Config, Fence, Keeper, Supervisor, SupervisorError, Task};

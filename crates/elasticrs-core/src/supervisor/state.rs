@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use self::member::{Member, Pause, to_group};
 pub use super::deadlines::Timer;
-use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired, WorkerHung};
+use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired, WorkerHung, WorkerRaised};
 use crate::clock::Stamp;
 use crate::exit::{Usage, WorkerExit};
 use crate::signal::Signal;
@@ -73,6 +73,8 @@ pub enum Input {
     Hung(Box<WorkerHung>),
     /// A member may be what a rank of another node waits for: it is told, and [`Input::Stop`] follows.
     Suspected(Box<WorkerHung>),
+    /// A member, or a descendant of one, has recorded an uncaught exception.
+    Raised(WorkerRaised),
     /// One more member, which Python started.
     Adopted {
         /// Its rank.
@@ -221,7 +223,7 @@ impl Group {
             Input::Exited { exit, .. } => self.phase == Phase::Running && !exit.is_success(),
             Input::Stop(_)
             | Input::Signal(..)
-            | Input::Expired(Timer::Kill)
+            | Input::Expired(Timer::Kill | Timer::Exit(_))
             | Input::TimerExpired(_)
             | Input::Hung(_) => true,
             _ => false,
@@ -260,6 +262,7 @@ impl Group {
                     effects.push(Effect::Tell(Event::WorkerHung(hung)));
                 }
             }
+            Input::Raised(raised) => self.on_raised(raised, &mut effects),
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
         }
         effects
@@ -273,6 +276,9 @@ impl Group {
         let (local_rank, sent) = (member.local_rank, member.sent);
         if !matches!(member.pause, Pause::Running) {
             effects.push(Effect::Disarm(Timer::Paused(local_rank)));
+        }
+        if member.raised.is_some() {
+            effects.push(Effect::Disarm(Timer::Exit(local_rank)));
         }
         let first_failure = self.phase == Phase::Running && !exit.is_success();
         if first_failure {
@@ -381,6 +387,7 @@ impl Group {
                     effects.push(Effect::Tell(Event::WorkerPaused { local_rank, pid: member.pid, signal }));
                 }
             }
+            Timer::Exit(local_rank) => self.on_exit_overdue(local_rank, effects),
             // A deadline whose reason has passed in the meantime, or those that are the executor's.
             Timer::Kill | Timer::GiveUp | Timer::Start | Timer::Sweep | Timer::Check | Timer::Hang => {}
         }
@@ -550,6 +557,7 @@ impl Group {
     }
 }
 
+mod exits;
 mod member;
 #[cfg(test)]
 mod tests;

@@ -29,12 +29,14 @@ use crate::sys::features::Features;
 use crate::timer::hang::Elsewhere;
 
 mod check;
+pub(super) mod exits;
 mod guard;
 mod hang;
 mod members;
 mod watchdog;
 
 use check::CHECK_INTERVAL;
+use exits::Exits;
 use hang::{Gathering, Hangs};
 use watchdog::{Ring, Watchdog};
 
@@ -121,6 +123,7 @@ struct Task {
     watchdog: Option<Watchdog>,
     hangs: Hangs,
     gathering: Option<Gathering>,
+    exits: Exits,
 }
 
 /// What woke the loop.
@@ -133,6 +136,7 @@ enum Wake {
     Deadline,
     Timers(Ring),
     Evidence(Vec<Found>),
+    Notices,
     Close { keep_descendants: bool },
 }
 
@@ -160,6 +164,7 @@ impl Task {
             watchdog: None,
             hangs: Hangs::default(),
             gathering: None,
+            exits: Exits::default(),
         };
         task.use_nursery(nursery);
         Ok(task)
@@ -185,6 +190,7 @@ impl Task {
                 Wake::Deadline => self.on_deadline(),
                 Wake::Timers(ring) => self.on_ring(&ring).await,
                 Wake::Evidence(found) => self.on_evidence(&found),
+                Wake::Notices => self.on_notices(),
                 Wake::Close { keep_descendants } => return self.close(keep_descendants).await,
             }
         }
@@ -192,7 +198,8 @@ impl Task {
 
     async fn wake(&mut self, inbox: &mut UnboundedReceiver<Command>) -> Wake {
         let deadline = self.deadlines.next();
-        let reads_timers = self.watchdog.is_some() && !matches!(self.current, Current::Starting(_));
+        let is_starting = matches!(self.current, Current::Starting(_));
+        let reads_timers = self.watchdog.is_some() && !is_starting;
         tokio::select! {
             biased;
             from = async { self.nursery.as_mut().expect("guarded below").next().await }, if self.nursery.is_some() => {
@@ -207,6 +214,8 @@ impl Task {
             found = async { self.gathering.as_mut().expect("guarded below").found().await }, if self.gathering.is_some() => {
                 Wake::Evidence(found)
             }
+            // Before a command to stop: what was known then is told first.
+            () = self.exits.next(), if self.exits.are_watched() && !is_starting => Wake::Notices,
             command = inbox.recv() => match command {
                 Some(Command::Close { keep_descendants }) => Wake::Close { keep_descendants },
                 Some(command) => Wake::Command(command),
@@ -281,6 +290,7 @@ impl Task {
             Command::WatchTimers(path, reply) => answer(&reply, self.watch_timers(path.as_deref())),
             Command::WatchHangs(limits) => self.hangs.limits = Some(limits),
             Command::KeepEvidence(files, py_spy) => (self.hangs.files, self.hangs.py_spy) = (files, py_spy),
+            Command::WatchExits(notices, limit) => self.watch_exits(notices, limit),
             Command::Guard(connection) => self.guard(connection),
             Command::Close { .. } => unreachable!("taken by `wake`"),
         }
@@ -399,6 +409,7 @@ impl Task {
                     self.look();
                 }
                 Timer::Hang => self.look(),
+                Timer::Exit(local_rank) => self.on_exit_deadline(local_rank),
                 Timer::Kill | Timer::GiveUp | Timer::Paused(_) => self.input(Input::Expired(timer)),
             }
         }
@@ -530,6 +541,7 @@ impl Task {
         self.watched = JoinSet::new();
         self.gathering = None;
         self.hangs.end();
+        self.exits = Exits::default();
         if let Some(message) = self.watchdog.as_mut().and_then(Watchdog::clear) {
             self.shared.queue.push(Event::Degraded { message });
         }

@@ -17,6 +17,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -104,19 +105,27 @@ def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
     return raised
 
 
+def _is_end(frame: "types.FrameType") -> bool:
+    """False if the program runs on: it called ``sys.excepthook`` itself, or a callback of it has raised."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name not in ("<module>", "_run_module_as_main")
+
+
 def _install(path: str) -> None:
     import atexit
     import faulthandler
+    from _thread import get_ident
 
-    pid = os.getpid()
+    pid, main = os.getpid(), get_ident()
     previous = sys.excepthook
     recorded: BaseException | None = None
 
-    def record(error: BaseException) -> None:
+    def record(error: BaseException, is_end: bool) -> None:
         if os.getpid() == pid and not isinstance(error, KeyboardInterrupt):
-            undisturbed(lambda: write(error))
+            undisturbed(lambda: write(error, is_end))
 
-    def write(error: BaseException) -> None:
+    def write(error: BaseException, is_end: bool) -> None:
         nonlocal recorded
         recorded = error
         try:
@@ -125,13 +134,15 @@ def _install(path: str) -> None:
             writer = {"__name__": "error_file", "__file__": _WRITER}
             exec(code, writer)
             writer["write_uncaught"](path, error)  # type: ignore[operator]
+            if is_end:
+                writer["give_notice"](path)  # type: ignore[operator]
         except Exception as problem:
             if sys.stderr is not None:
                 sys.stderr.write("elasticrs: cannot write %s: %r\n" % (path, problem))  # noqa: UP031
 
     def excepthook(kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
         try:
-            record(error)
+            record(error, get_ident() == main and _is_end(sys._getframe()))
         finally:  # A handler of a signal may have raised.
             previous(kind, error, traceback)  # type: ignore[arg-type]
 
@@ -139,7 +150,7 @@ def _install(path: str) -> None:
         # The interpreter keeps what it handed to `sys.excepthook`, even if the hook there is no longer ours.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not recorded:
-            record(error)
+            record(error, is_end=True)
 
     sys.excepthook = excepthook
     atexit.register(at_exit)

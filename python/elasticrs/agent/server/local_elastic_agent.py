@@ -317,6 +317,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             uninterruptible_state_timeout=self._uninterruptible_state_timeout,
             hang_timeout=spec.hang_timeout,
             hang_startup_timeout=spec.hang_startup_timeout,
+            exit_timeout=spec.exit_timeout,
         )
 
     def _setup_healthcheck(self) -> None:

@@ -41,10 +41,11 @@ class WorkerSpec:
         virtual_local_rank: every worker is local rank 0 to itself, and sees one GPU.
         hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
         hang_startup_timeout: see there.
+        exit_timeout: see there.
 
     Raises:
         AssertionError: no workers, no interval or no entrypoint (as in torch).
-        ValueError: a limit of heartbeats that is none.
+        ValueError: a limit that is none.
     """
 
     role: str
@@ -65,6 +66,7 @@ class WorkerSpec:
     virtual_local_rank: bool = False
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
+    exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
 
     def __post_init__(self) -> None:
         if self.local_world_size <= 0:
@@ -72,6 +74,7 @@ class WorkerSpec:
         if self.monitor_interval <= 0:
             raise AssertionError("monitor_interval must be positive")
         defaults.check_hang_timeouts(self.hang_timeout, self.hang_startup_timeout)
+        defaults.check_exit_timeout(self.exit_timeout)
         if self.fn:
             warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)
             self.entrypoint = self.fn

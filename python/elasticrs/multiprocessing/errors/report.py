@@ -156,7 +156,8 @@ def _notes(failure: ProcessFailure) -> Iterable[str]:
     yield from failure.more_notes
     if failure.recorded_pid not in {None, failure.pid}:
         yield f"the traceback is of process {failure.recorded_pid}, which the worker had started"
-    if failure.recorded_ns is not None and failure.signal_number() and failure.seen_ns is not None:
+    was_killed = failure.signal_number() and failure.cause is None
+    if failure.recorded_ns is not None and was_killed and failure.seen_ns is not None:
         seconds = (failure.seen_ns - failure.recorded_ns) / 1_000_000_000
         yield f"the traceback was recorded {seconds:.3f} s before {failure.signal_name()} ended the worker"
 

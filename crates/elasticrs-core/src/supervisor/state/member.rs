@@ -3,6 +3,7 @@
 use super::Effect;
 use crate::signal::Signal;
 use crate::spec::StopScope;
+use crate::supervisor::event::WorkerRaised;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pause {
@@ -24,6 +25,7 @@ pub(super) struct Member {
     /// The last signal that was sent to its whole group.
     group_sent: Option<Signal>,
     pub(super) pause: Pause,
+    pub(super) raised: Option<WorkerRaised>,
 }
 
 impl Member {
@@ -37,6 +39,7 @@ impl Member {
             sent: None,
             group_sent: None,
             pause: Pause::Running,
+            raised: None,
         }
     }
 

@@ -2,8 +2,11 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 
+use self::exits::raised;
 use super::*;
 use crate::timer::hang::{Ground, Missed};
+
+mod exits;
 
 const PIDS: [i32; 4] = [100, 101, 102, 103];
 const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) };
@@ -443,7 +446,12 @@ fn any_exit() -> impl Strategy<Value = WorkerExit> {
 
 fn any_input() -> impl Strategy<Value = Input> {
     let pid = || prop::sample::select(vec![100, 101, 102, 103, 999]);
-    let timer = prop_oneof![Just(Timer::Kill), Just(Timer::GiveUp), (0..4_u32).prop_map(Timer::Paused)];
+    let timer = prop_oneof![
+        Just(Timer::Kill),
+        Just(Timer::GiveUp),
+        (0..4_u32).prop_map(Timer::Paused),
+        (0..4_u32).prop_map(Timer::Exit)
+    ];
     prop_oneof![
         6 => (pid(), any_exit()).prop_map(|(pid, exit)| exited(pid, exit)),
         2 => pid().prop_map(|pid| Input::Paused { pid, signal: 19 }),
@@ -458,6 +466,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => Just(Input::Fenced),
         1 => (0..4_u32, any::<bool>()).prop_map(|(rank, reaps)| expired(rank, 100, reaps.then_some(Signal::KILL))),
         1 => (0..4_u32).prop_map(hung),
+        2 => (0..4_u32).prop_map(raised),
         1 => (0..4_u32).prop_map(|rank| Input::Suspected(who_hangs(rank).into())),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
         2 => Just(swept()),
@@ -578,6 +587,8 @@ proptest! {
         prop_assert_eq!(seen.ends.len(), 1);
         prop_assert!(group.has_ended());
         prop_assert!(seen.failures <= 1);
+        let exits = (0..4).map(Timer::Exit).filter(|timer| seen.armed.contains(timer));
+        prop_assert!(exits.count() == 0 || seen.exits.len() < PIDS.len(), "a deadline of somebody who has ended");
         if seen.ends[0] == Outcome::Succeeded {
             prop_assert!(!seen.any_failed_exit && seen.exits.len() == PIDS.len());
         }

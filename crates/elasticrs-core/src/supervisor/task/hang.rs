@@ -378,6 +378,7 @@ fn title(then: &Then) -> String {
             format!("no sign of life for {}.{:03} s", silent / 1000, silent % 1000)
         }
         Then::Stop(..) => "a rank of another node hangs".to_owned(),
+        Then::Input(Input::Expired(Timer::Exit(rank))) => format!("local rank {rank} has raised, and does not end"),
         Then::Input(_) => String::new(),
     }
 }

@@ -345,7 +345,7 @@ impl Clocks {
 
 impl Running {
     /// The local rank of the worker that this process is or descends from. An orphan is known by its session.
-    fn worker_of(&self, pid: i32) -> Option<u32> {
+    pub(super) fn worker_of(&self, pid: i32) -> Option<u32> {
         let mut ancestor = pid;
         for _ in 0..MAX_DEPTH {
             if let Some(local_rank) = self.group.rank_of(ancestor) {

@@ -1,0 +1,215 @@
+"""Ranks that have raised and do not end fail after ``--exit-timeout``; programs that go on are left alone."""
+
+import re
+import signal
+import sys
+import textwrap
+
+import pytest
+from helpers import ports
+
+pytestmark = pytest.mark.beyond_torchrun
+
+HOLDS = {
+    "thread": """
+        import threading
+        def upload():
+            os.read(reader, 1)
+        threading.Thread(target=upload).start()
+    """,
+    "atexit": """
+        import atexit
+        def upload():
+            os.write(1, b"HELD\\n")
+            os.read(reader, 1)
+        atexit.register(upload)
+    """,
+    "destructor": """
+        class Group:
+            def __del__(self, read=os.read, reader=reader):
+                def upload():
+                    read(reader, 1)
+                upload()
+        group = Group()
+    """,
+    # The handler of a rank that hangs in its exit is not asked: it is given no grace.
+    "deaf": """
+        import atexit, signal
+        def upload():
+            while True:
+                os.read(reader, 1)
+        atexit.register(upload)
+        signal.signal(signal.SIGTERM, lambda *args: None)
+    """,
+}
+FAILING = """
+    import os
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    reader, writer = os.pipe()
+    if attempt == 0 and rank == 1:
+        exec({holds!r})
+        raise ValueError("no such batch")
+    if attempt == 0:
+        os.read(reader, 1)
+    os.write(1, b"DONE\\n")
+"""
+
+
+def failing(how):
+    return FAILING.format(holds=textwrap.dedent(HOLDS[how]))
+
+
+@pytest.mark.parametrize("how", HOLDS)
+def test_a_rank_that_raised_and_does_not_end_has_failed(launch, worker_script, tmp_path, how):
+    logs = tmp_path / "logs"
+    options = ("--nproc-per-node=2", "--exit-timeout=0.5", "--max-restarts=1", f"--log-dir={logs}")
+    launched = launch(*options, worker_script(failing(how)))
+    assert launched.wait() == 0, launched.stderr
+    assert launched.stdout.count("DONE\n") == 2
+    assert re.search(r"rank 1 \(pid \d+\): .*raised.*0\.5 s.*restarting", launched.stderr)
+    (kept,) = logs.glob("*/attempt_0/1/hang.txt")
+    assert "in upload" in kept.read_text()
+
+
+def test_the_report_has_the_exception_as_root_cause_and_what_holds_the_exit(launch, worker_script):
+    launched = launch("--nproc-per-node=2", "--exit-timeout=0.5", worker_script(failing("thread")))
+    assert launched.wait() == 1
+    report = launched.stderr.partition("Root Cause")[2]
+    assert "rank      : 1" in report
+    assert "exitcode  : -9" in report
+    assert "ValueError: no such batch" in report
+    assert "in _shutdown" in report, "where its main thread is"
+    assert "in upload" in report, "the thread that holds it"
+    assert re.search(r"raised.* 0\.5 s", report)
+    assert "Stopped by elasticrs after the first failure: rank 0 (SIGTERM)" in launched.stderr
+
+
+def test_a_stop_meanwhile_prints_the_report(launch, worker_script):
+    script = worker_script(failing("atexit"))
+    launched = launch("--nproc-per-node=2", "--exit-timeout=0", script)
+    launched.wait_for_line("HELD")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() != 0
+    report = launched.stderr.partition("Root Cause")[2]
+    assert "rank      : 1" in report
+    assert "ValueError: no such batch" in report
+
+
+def test_a_stop_without_a_failure_prints_no_report(launch, worker_script):
+    script = worker_script("import signal\nprint('HERE', flush=True)\nsignal.pause()")
+    launched = launch("--nproc-per-node=2", script)
+    launched.wait_for_lines("HERE", 2)
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() != 0
+    assert "Root Cause" not in launched.stderr
+
+
+LIVES = {
+    "a caught exception of record": """
+        from elasticrs.multiprocessing.errors import record
+        @record
+        def train():
+            raise ValueError
+        try:
+            train()
+        except ValueError:
+            pass
+    """,
+    "a call of the hook": """
+        try:
+            raise ValueError
+        except ValueError:
+            sys.excepthook(*sys.exc_info())
+    """,
+    "a call of the hook in a thread": """
+        import threading
+        def run():
+            try:
+                raise ValueError
+            except ValueError:
+                sys.excepthook(*sys.exc_info())
+        thread = threading.Thread(target=run)
+        thread.start(); thread.join()
+    """,
+    "an exception in a thread": """
+        import threading
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start(); thread.join()
+    """,
+    "a failing child": """
+        if os.fork() == 0:
+            raise ValueError
+        os.wait()
+    """,
+}
+
+
+@pytest.mark.parametrize("how", LIVES)
+def test_a_program_that_goes_on_is_left_alone(launch, worker_script, how):
+    script = worker_script(
+        "import os, select, sys\n" + "exec(" + repr(textwrap.dedent(LIVES[how])) + ")\n"
+        # Much longer than the limit.
+        "select.select([], [], [], 1.0)\nprint('WENT ON')\n"
+    )
+    launched = launch("--exit-timeout=0.05", script)
+    assert launched.wait() == 0, launched.stderr
+    assert "WENT ON" in launched.stdout
+
+
+def test_a_shell_that_starts_its_program_again_is_left_alone(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os, select
+        try:
+            os.mkdir("first")
+        except FileExistsError:
+            select.select([], [], [], 1.0)
+        else:
+            raise ValueError("again")
+    """)
+    loop = f"until {sys.executable} {script}; do :; done; echo WENT ON"
+    launched = launch("--exit-timeout=0.05", "--no-python", "/bin/sh", "-c", loop)
+    assert launched.wait() == 0, launched.stderr
+    assert "WENT ON" in launched.stdout
+
+
+def test_a_program_below_a_shell_that_does_not_end_has_failed(launch, worker_script):
+    script = worker_script(failing("thread"))
+    command = ("--no-python", "/bin/sh", "-c", f"{sys.executable} {script}; exit 3")
+    launched = launch("--nproc-per-node=2", "--exit-timeout=0.5", *command)
+    assert launched.wait() == 1
+    report = launched.stderr.partition("Root Cause")[2]
+    assert "ValueError: no such batch" in report
+    assert "in upload" in report
+
+
+def test_without_a_limit_nobody_is_ended(launch, worker_script):
+    script = worker_script("""
+        import os, select, threading
+        reader, writer = os.pipe()
+        def upload():
+            select.select([], [], [], 1.0)
+            os.write(1, b"UPLOADED\\n")
+        threading.Thread(target=upload).start()
+        raise ValueError
+    """)
+    launched = launch("--exit-timeout=0", script)
+    assert launched.wait() == 1
+    assert "UPLOADED" in launched.stdout
+    assert "exitcode  : 1" in launched.stderr
+
+
+def test_all_nodes_are_told_of_the_exception(launch, worker_script):
+    port = ports.free()
+    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job")
+    script = worker_script(failing("thread"))
+    agents = [
+        launch(
+            *meeting, f"--node-rank={rank}", f"--rdzv-conf=is_host={1 - rank}", "--exit-timeout=0.5", script
+        )
+        for rank in (0, 1)
+    ]
+    for agent in agents:
+        assert agent.wait() == 1, agent.stderr
+        report = agent.stderr.partition("Root Cause")[2]
+        assert "rank      : 1" in report
+        assert "ValueError: no such batch" in report
