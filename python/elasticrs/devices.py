@@ -99,9 +99,9 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
     if found is None and word not in ("gpu", "xpu"):
         raise UnknownDeviceError(word)
     if found is None or found.number == 0:
-        why = "torch, which could tell, is not installed" if found is None else "torch sees none"
+        why = "torch, which could count others, is not installed" if found is None else "torch sees none"
         name = "CUDA" if word == "gpu" else word
-        raise CountError(f"this machine shows no {name} device ({why})")
+        raise CountError(f"this machine has no {name} device ({why})")
     return found
 
 

@@ -82,14 +82,14 @@ def cpus_by_local_rank(
     """
     gpus = devices.visible_gpus(environ, sysfs=sysfs, driver=driver)
     if len(gpus) < nproc:
-        raise ValueError(f"{nproc} workers need as many GPUs, and this machine shows {len(gpus)}")
+        raise ValueError(f"{nproc} workers need one GPU each, and this machine has {len(gpus)}")
     may_use = os.sched_getaffinity(0) if allowed is None else set(allowed)
     machine = _Machine(sysfs, may_use, [gpu.address for gpu in gpus])
     choose = _CHOICES[AffinityMode(mode)]
     found = [sorted(choose(machine, index)) for index in range(nproc)]
     for index, cpus in enumerate(found):
         if not cpus:
-            raise ValueError(f"no CPU that may be used is near GPU {index} ({gpus[index].address})")
+            raise ValueError(f"no usable CPU is near GPU {index} ({gpus[index].address})")
     return found
 
 
@@ -170,7 +170,7 @@ def _exclusive(machine: _Machine, gpu: int) -> set[int]:
     cores = [cpus for _, cpus in sorted(_grouped(_node(machine, gpu), machine.core_of).items())]
     if len(cores) < len(peers):
         node = machine.node_of[gpu]
-        raise ValueError(f"NUMA node {node} has {len(cores)} cores that may be used for {len(peers)} GPUs")
+        raise ValueError(f"NUMA node {node} has {len(cores)} usable cores for {len(peers)} GPUs")
     share, more = divmod(len(cores), len(peers))
     place = peers.index(gpu)
     # The first GPUs get one core more each, when it does not divide.

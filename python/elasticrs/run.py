@@ -186,7 +186,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
     low, high = values.nnodes
     nproc = determine_local_world_size(str(values.nproc_per_node))
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
-        _say("OMP_NUM_THREADS is not set: each of the workers gets 1; set it to what suits your job")
+        _say("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
         os.environ["OMP_NUM_THREADS"] = "1"
     configuration = LaunchConfig(
         min_nodes=low,
@@ -407,7 +407,7 @@ def _command(values: Namespace, use_env: bool) -> tuple[Callable[..., Any] | str
         return run_script_path, [values.training_script, *rest]
     if values.no_python:
         if values.module:
-            raise UsageError("--no-python and --module exclude each other")
+            raise UsageError("--no-python and --module cannot be combined")
         return values.training_script, rest
     how = ["-u", "-m"] if values.module else ["-u"]
     return os.environ.get("PYTHON_EXEC") or sys.executable, [*how, values.training_script, *rest]

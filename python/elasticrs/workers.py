@@ -41,11 +41,11 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 def _bad_timer_file(path: str, error: OSError) -> str:
     if error.errno == errno.EEXIST:
-        wrong, remedy = "something is there already", "name a path where nothing is"
+        wrong, remedy = "the path already exists", "choose a path that does not exist yet"
     elif error.errno == errno.EBUSY:
-        wrong, remedy = "another agent or timer server reads the FIFO there", "name another path"
+        wrong, remedy = "another agent or timer server reads that FIFO", "choose another path"
     else:
-        wrong, remedy = os.strerror(error.errno or 0), "name a path where this user may make a FIFO"
+        wrong, remedy = os.strerror(error.errno or 0), "choose a path where this user can create a FIFO"
     return f"TORCHELASTIC_TIMER_FILE={path!r}: {wrong}; {remedy}, or unset it"
 
 

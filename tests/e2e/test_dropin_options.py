@@ -348,7 +348,7 @@ def test_a_binding_that_cannot_be_made_may_be_left_out(launch, tmp_path):
     (tmp_path / "host.py").write_text(FALL_BACK)
     launched = launch(argv=(sys.executable, tmp_path / "host.py"), env={"CUDA_VISIBLE_DEVICES": ""})
     assert launched.wait() == 0, launched.stderr
-    why = "1 workers need as many GPUs, and this machine shows 0"
+    why = "1 workers need one GPU each, and this machine has 0"
     assert launched.stdout.splitlines() == [f"ran workers are not bound to CPUs: {why}", f"refused: {why}"]
 
 

@@ -170,7 +170,7 @@ def test_the_second_signal_kills(launch, worker_script):
     job.insist(signal.SIGINT)
     assert job.wait() == 1
     assert_gone(workers)
-    assert "asked again: SIGKILL to all workers" in job.stderr
+    assert "second stop request: SIGKILL to all workers" in job.stderr
 
 
 def test_the_grace_ends_with_sigkill(launch, worker_script):
@@ -291,7 +291,7 @@ def test_a_console_that_nobody_reads_at_the_end_costs_no_success(launch, worker_
     assert procs.wait_readable(job.pidfd, 30)
     assert job.wait() == 0
     (log,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
-    assert f"the console did not take everything in 0.2 s; see {log}\n" in job.stderr
+    assert f"the console did not accept all output within 0.2 s; see {log}\n" in job.stderr
 
 
 def test_sigkill_of_the_launcher_leaves_nothing(launch, worker_script):
@@ -319,7 +319,7 @@ def test_what_successful_workers_leave_is_ended_and_named(launch, worker_script)
     left = ready(job, 1)
     assert job.wait() == 0
     assert_gone(left)
-    assert f"ended what the workers left behind: {left[0]} (sleep)" in job.stderr
+    assert f"ended processes that workers left behind: {left[0]} (sleep)" in job.stderr
 
 
 def test_a_port_that_was_taken_is_replaced_without_a_charge(launch, worker_script):

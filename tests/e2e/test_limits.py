@@ -200,7 +200,7 @@ def test_the_processes_of_the_user_run_out(unprivileged, limit, restarts):
     if limit == 1:
         assert_clear(launched, 1, "the supervisor ran out of resources")
     else:
-        assert_clear(launched, 1, "could not create the process", "the limit of processes is reached")
+        assert_clear(launched, 1, "could not create the process", "the limit on processes is reached")
         # Others may have ended in the meantime: a restart is tried, where a nursery could be had.
         assert launched.stderr.count("restarting") == (restarts if limit > 2 else 0)
 
@@ -245,7 +245,7 @@ def test_more_workers_than_the_control_group_holds(launch, worker_script, pids_g
 def test_the_control_group_fills_up(launch, worker_script, pids_group, limit):
     prefix = pids_group(limit)
     launched = launch("--nproc-per-node", str(min(limit, 6)), worker_script(SAY), prefix=prefix)
-    assert_clear(launched, 1, "could not create the process", "the limit of processes is reached")
+    assert_clear(launched, 1, "could not create the process", "the limit on processes is reached")
 
 
 # --- the environment -----------------------------------------------------------------------------------

@@ -47,9 +47,9 @@ def test_the_job_fails_without_a_restart(launch, worker_script, fifo):
     launched = launch(*options, script, fifo, env=LIMIT)
     assert launched.wait() == 1
     assert "local rank(s) 1 (" in launched.stderr
-    said = "in uninterruptible sleep (state D), 0.4 s are allowed; "
+    said = "in uninterruptible sleep (state D), longer than the 0.4 s allowed; "
     assert f"{said}stopping the workers" in launched.stderr
-    assert f"{said}this node is not fit for a restart" in launched.stderr
+    assert f"{said}this node cannot be used for a restart" in launched.stderr
     assert sorted(launched.stdout.splitlines()) == ["ATTEMPT 0 0", "ATTEMPT 1 0"]
 
 

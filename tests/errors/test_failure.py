@@ -114,10 +114,10 @@ def test_a_huge_file_does_not_take_the_agents_memory(tmp_path: Path) -> None:
 
 
 def test_an_end_that_nobody_saw_has_no_code() -> None:
-    failure = ProcessFailure(0, 5, None, "", seen_ns=1, cause="nobody can tell how it ended")
+    failure = ProcessFailure(0, 5, None, "", seen_ns=1, cause="its exit status is unknown")
     assert failure.exitcode is None
     assert (failure.signal_number(), failure.signal_name()) == (0, "<N/A>")
-    assert failure.message == "nobody can tell how it ended"
+    assert failure.message == "its exit status is unknown"
 
 
 def test_a_file_of_other_bytes_is_reported(tmp_path: Path) -> None:

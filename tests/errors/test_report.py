@@ -277,4 +277,4 @@ def test_an_end_that_nobody_saw_is_unknown_and_no_code_is_made_up() -> None:
     assert found[0].exitcode is None
     lines = str(ChildFailedError("train.py", found)).split("\n")
     assert "  exitcode  : unknown (pid: 100)" in lines
-    assert "  traceback : the worker is gone, and nobody can tell how it ended" in lines
+    assert "  traceback : the worker is gone, and its exit status is unknown" in lines

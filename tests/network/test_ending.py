@@ -140,7 +140,9 @@ def test_a_finished_node_waits_no_longer_than_it_was_told(two):
     job, agents, workers = two("--exit-barrier-timeout", "1")
     job.tell(on(agents[1], workers), SUCCEED)
     assert job.ended(agents[1]) == [0]
-    assert "this node has finished; other nodes still run" in agents[1].launched.stderr, job.story("no word")
+    assert "this node has finished; other nodes are still running" in agents[1].launched.stderr, job.story(
+        "no word"
+    )
     job.assert_empty(agents[1].host)
     # The others have not noticed.
     job.finish(agents[:1], on(agents[0], workers))

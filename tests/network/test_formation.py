@@ -100,7 +100,7 @@ def test_the_name_of_the_endpoint_may_lead_elsewhere_at_first(network, multinode
     job = multinode(net.hosts[0], "2")
     agents = job.start(*net.hosts[:2], endpoint=f"moving:{PORT}")
     for agent in agents:
-        job.line(agent, f"no way to the rendezvous store moving:{PORT} .*refused")
+        job.line(agent, f"cannot reach the rendezvous store moving:{PORT} .*refused")
     net.name(moving=net.hosts[0])
     job.finish(agents, job.formed(*agents))
 

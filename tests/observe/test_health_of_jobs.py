@@ -133,7 +133,7 @@ def test_a_worker_that_is_paused(launch, worker_script):
     while {worker["rank"]: worker["state"] for worker in status_of(port)["workers"]} != paused:
         pass
     os.kill(pids[0], signal.SIGCONT)
-    job.wait_for_line("goes on")
+    job.wait_for_line("continues")
     # Answers serve for a moment, and the line is written first.
     while {worker["state"] for worker in status_of(port)["workers"]} != {"RUNNING"}:
         pass

@@ -491,8 +491,8 @@ except Exception as error:
     kind, said = host(tmp_path, "", main)[0]
     assert kind == "PicklingError"
     assert said.endswith(
-        "another process can only be given a function at the top level of a module, and arguments that can "
-        "be pickled; start_method='fork' passes on any"
+        "a function for another process must be at the top level of a module, and its arguments must "
+        "be picklable; start_method='fork' accepts any"
     )
 
 

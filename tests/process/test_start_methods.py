@@ -172,7 +172,8 @@ class Broken(DefaultLogsSpecs):
     )
     found = told(launched)
     assert (
-        found["text"] == "the workers could not be started: a process ended before it began; see its stderr"
+        found["text"] == "the workers could not be started: "
+        "a process ended before it could run its function; see its stderr"
     )
     assert "No such file or directory" in launched.stderr
     assert found["after"] == found["before"]

@@ -50,7 +50,8 @@ def test_a_closed_job_says_so():
     cluster, (a,) = running(1)
     a.send(m.WorkersDone())
     late = cluster.add("late")
-    text = "job job is closed: succeeded at 2023-11-14 22:13:20 UTC in round 1; another job needs another id"
+    text = "job job is closed: succeeded at 2023-11-14 22:13:20 UTC in round 1;"
+    text += " use a different id for another job"
     assert late.outcome == m.Outcome("closed", text)
 
 
@@ -112,7 +113,9 @@ def test_connecting_is_tried_again_with_growing_delays():
     assert delays == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5]
     _, actions = step(member, m.TimerFired("connect"))
     (end,) = [each.outcome for each in actions if isinstance(each, m.Exit)]
-    assert end == m.Outcome("timeout", "could not join at head:29400 within 5 s: connection refused")
+    assert end == m.Outcome(
+        "timeout", "could not join the rendezvous at head:29400 within 5 s: connection refused"
+    )
     assert cluster.head is None
 
 
@@ -158,7 +161,7 @@ def test_a_lost_store_ends_the_agent_after_a_while():
     a.fire("store_lost")
     assert a.outcome.kind == "lost"
     assert a.outcome.message.startswith(
-        "rendezvous store head:29400 lost in round 1, not reached again in 10 s"
+        "lost the rendezvous store head:29400 in round 1 and could not reach it again within 10 s"
     )
     assert "python -m elasticrs.store" in a.outcome.message
 
@@ -170,7 +173,7 @@ def test_a_store_that_was_started_anew_is_not_ours():
     a.send(m.ConnectionLost("closed", "connection reset"))
     a.send(m.GroupEnded())
     assert a.outcome.kind == "lost"
-    assert "does not know this job" in a.outcome.message
+    assert "no longer knows this job" in a.outcome.message
 
 
 def test_an_agent_gives_up_alone():
@@ -218,8 +221,8 @@ def test_who_cannot_connect_is_told_why_and_that_it_is_tried_again():
     step(member, m.Begin(), 1_700_000_000 * 10**9)
     step(member, m.ConnectionLost("refused", "connection refused"), 1_700_000_001 * 10**9)
     _, actions = step(member, m.TimerFired("connect_news"), 1_700_000_005 * 10**9)
-    times = "since 2023-11-14 22:13:20 UTC, trying until 2023-11-14 22:14:20 UTC (join_timeout=60)"
-    text = f"no way to the rendezvous store b:29400 {times}: connection refused"
+    times = "since 2023-11-14 22:13:20 UTC; trying until 2023-11-14 22:14:20 UTC (join_timeout=60)"
+    text = f"cannot reach the rendezvous store b:29400 {times}: connection refused"
     assert actions == [m.Announce(text)]
 
 

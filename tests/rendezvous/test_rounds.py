@@ -389,7 +389,7 @@ def test_too_few_nodes_for_too_long():
     a.fire("join/0")
     assert b.outcome == a.outcome
     assert a.outcome == m.Outcome(
-        "timeout", "2 of at least 3 nodes after 600 s (join_timeout): a (10.0.0.1), b (10.0.0.2)"
+        "timeout", "only 2 of at least 3 nodes joined within 600 s (join_timeout): a (10.0.0.1), b (10.0.0.2)"
     )
 
 
@@ -406,7 +406,7 @@ def test_the_user_is_told_what_is_waited_for():
     a = cluster.add("a")
     cluster.add("b")
     a.fire("waiting/0")
-    assert a.texts == ["waiting for nodes: 2 of at least 3 are here: a (10.0.0.1), b (10.0.0.2)"]
+    assert a.texts == ["waiting for nodes: 2 of at least 3 have joined: a (10.0.0.1), b (10.0.0.2)"]
 
 
 def test_every_round_has_a_fresh_listener_and_others_keep_theirs():
@@ -435,7 +435,7 @@ def test_the_death_of_the_nursery_is_a_failure():
 def test_stuck_workers_take_their_node_out_of_the_job():
     cluster, (a, b) = running(2, min_nodes=1, max_restarts=1)
     b.fail(end=False)
-    b.send(m.GroupEnded(stuck="SIGKILL does not end local rank(s) 0"))
+    b.send(m.GroupEnded(stuck="SIGKILL did not end local rank(s) 0"))
     assert b.outcome.kind == "stuck"
     a.send(m.GroupEnded())
     assert cluster.head.state == "RUNNING"

@@ -120,7 +120,7 @@ def test_who_is_taken_for_dead_is_recorded_once(told):
     recorder = Recorder("job", Node("a", 1, 2))
     recorder.lost([])
     recorder.lost([Node("b", 3, 4), Node("c", 5, 6)])
-    assert [event.message for event in told] == ["no sign of life of b_3_4, c_5_6: counted out"]
+    assert [event.message for event in told] == ["no keep-alive from b_3_4, c_5_6: removed"]
 
 
 def test_nobody_listens_and_nothing_is_made(tmp_path):

@@ -224,7 +224,7 @@ def test_a_server_of_its_own(tmp_path, signum):
         line = process.stdout.readline()
         port = int(line.rpartition(":")[2])
         assert line == f"elasticrs store: serving at *:{port}\n"
-        with pytest.raises(DistNetworkError, match="asks for a token"):
+        with pytest.raises(DistNetworkError, match="requires a token"):
             connect("127.0.0.1", port, RUN)
         with pytest.raises(DistNetworkError, match="the token of this client"):
             connect("localhost", port, RUN, token=b"other")
@@ -235,7 +235,7 @@ def test_a_server_of_its_own(tmp_path, signum):
         store.close()
     assert (process.returncode, out) == (0, "")
     refused, closing = err.splitlines()
-    assert refused.endswith("the token of this client is not that of the store")
+    assert refused.endswith("the client's token differs from the store's")
     assert closing == f"elasticrs store: {signum.name}: closing (connected clients: 1)"
 
 
@@ -280,8 +280,8 @@ def test_a_server_of_its_own_takes_all_descriptors_it_may_have():
         (["--port", "x"], "argument --port: invalid int value: 'x'"),
         (["--port", "70000"], "--port must be between 0 and 65535, got 70000"),
         (["--max-mib", "0"], "--max-mib and --max-connections must be positive"),
-        (["--max-mib", "99999999999999"], "--max-mib and --max-connections must be smaller"),
-        (["--max-connections", str(1 << 64)], "--max-mib and --max-connections must be smaller"),
+        (["--max-mib", "99999999999999"], "--max-mib and --max-connections are too large"),
+        (["--max-connections", str(1 << 64)], "--max-mib and --max-connections are too large"),
         (["--token-file", "/no/such"], "cannot read the token: No such file or directory: /no/such"),
         (["--token-file", os.devnull], f"the token file is empty: {os.devnull}"),
         (["--host", "no-such-host.invalid"], "listen on no-such-host.invalid:29400"),

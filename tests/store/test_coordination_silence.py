@@ -119,7 +119,7 @@ def test_a_store_that_was_stopped_ends_nobody_too_early(server_process):
         assert patient.changes() == [("fenced", None)]
         # Its time goes on where it stood when the store was stopped; the store knows how long that was
         # to within the shortest interval.
-        assert "has not heard of this client in time" in silent.refusal()
+        assert "did not hear from this client in time" in silent.refusal()
         assert time.monotonic() - continued > 2.0 - used - 0.1
 
 
@@ -150,7 +150,7 @@ def test_who_asks_for_no_events_for_too_long_is_given_up():
         found = stalled.lost()
         assert (found.kind, found.message) == (
             "silent",
-            "this program asked for no event for 0.2 s: keep-alives have stopped",
+            "this program has not asked for events for 0.2 s, so its keep-alives were stopped",
         )
         stalled.close()
 

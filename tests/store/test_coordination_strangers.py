@@ -48,11 +48,11 @@ def lost(port: int, **options: object) -> _core.ConnectionLost:
 @pytest.mark.parametrize(
     ("server", "client", "kind", "says"),
     [
-        ({"token": b"a"}, {"token": b"b"}, "token", "the token of this client is not that of the store"),
-        ({"token": b"a"}, {}, "token", "asks for a token, and none was given here"),
+        ({"token": b"a"}, {"token": b"b"}, "token", "the client's token differs from the store's"),
+        ({"token": b"a"}, {}, "token", "requires a token, and none was given here"),
         ({}, {"token": b"b"}, "token", "has no token, but one was given here"),
         ({}, {"run_id": "B"}, "run", f"this endpoint serves run {RUN}"),
-        ({"max_connections": 0}, {}, "limit", "the store has its 0 connections"),
+        ({"max_connections": 0}, {}, "limit", "limit of 0 connections"),
     ],
 )
 def test_who_does_not_belong_here_is_told_so(server, client, kind, says):
@@ -92,7 +92,7 @@ def test_another_version_is_told_both():
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", True, "not_ours", "it is an HTTP server"),
         (b"SSH-2.0-OpenSSH\r\n", False, "not_ours", "it does not speak the protocol of this store"),
-        (b"", True, "closed", "closed the connection when it heard who we are"),
+        (b"", True, "closed", "closed the connection during the handshake"),
         (MAGIC, True, "closed", "closed the connection"),
         (MAGIC + b"\x01\x00\x00\x00\xff", False, "protocol", "an unknown kind of answer"),
         (MAGIC + b"\xff\xff\xff\xff", False, "protocol", "a message of 4294967295 bytes"),

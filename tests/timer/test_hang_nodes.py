@@ -131,7 +131,7 @@ def test_a_node_that_would_not_have_looked_yet_names_the_rank_that_the_other_wai
         assert "last heartbeat of rank 3: in step 1,204" in root or node is job.nodes[0], job.story
     # It has found one of its own first, and says what became of that.
     assert "it may have waited for rank 3, which hung first" in job.nodes[0].stderr
-    assert "limit 600 s, but a rank of another node waits" in job.nodes[1].stderr
+    assert "limit 600 s, but a rank on another node is waiting" in job.nodes[1].stderr
 
 
 def test_in_one_step_the_rank_that_stands_elsewhere_is_named(launch, worker_script, tmp_path):

@@ -119,7 +119,9 @@ def test_a_record_in_the_name_of_somebody_else_is_refused_and_told(launch, worke
         launched.wait_for_line(r"rank 0 \(pid \d+\): timer expired: scope 'mine'")
         os.close(writer)
         assert launched.wait() == 0, launched.stderr
-        assert "a timer record was refused, because its pid is no worker of this job" in launched.stderr
+        assert (
+            "a timer record was refused, because its pid is neither a worker of this job" in launched.stderr
+        )
         assert '"scope_id": "not mine"' in launched.stderr
         assert other.poll() is None
     finally:
@@ -167,7 +169,7 @@ def test_a_file_that_is_there_already_stays(launch, worker_script, tmp_path):
     path = tmp_path / "timers"
     path.write_text("precious")
     line = refusal_of(launch, worker_script, path)
-    said = "something is there already; name a path where nothing is, or unset it"
+    said = "the path already exists; choose a path that does not exist yet, or unset it"
     assert line == f"elasticrs: TORCHELASTIC_TIMER_FILE='{path}': {said}"
     assert path.read_text() == "precious"
 
@@ -176,11 +178,11 @@ def test_a_fifo_of_a_dead_server_is_taken_over_and_no_other(launch, worker_scrip
     path = tmp_path / "timers"
     os.mkfifo(path)
     os.chmod(path, 0o666)
-    assert "something is there already" in refusal_of(launch, worker_script, path)
+    assert "the path already exists" in refusal_of(launch, worker_script, path)
     assert path.exists()
     os.chmod(path, 0o600)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    assert "another agent or timer server reads the FIFO there" in refusal_of(launch, worker_script, path)
+    assert "another agent or timer server reads that FIFO" in refusal_of(launch, worker_script, path)
     os.close(reader)
     launched = launch(worker_script(""), env={**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)})
     assert launched.wait() == 0, launched.stderr
@@ -189,7 +191,7 @@ def test_a_fifo_of_a_dead_server_is_taken_over_and_no_other(launch, worker_scrip
 
 def test_a_path_where_no_fifo_can_be_is_a_mistake(launch, worker_script, tmp_path):
     line = refusal_of(launch, worker_script, tmp_path / "missing" / "timers")
-    assert "No such file or directory; name a path where this user may make a FIFO, or unset it" in line
+    assert "No such file or directory; choose a path where this user can create a FIFO, or unset it" in line
 
 
 @pytest.mark.parametrize("body", ["said.append((run_id, timers))", "raise ValueError('no')"])

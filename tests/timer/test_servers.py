@@ -241,7 +241,7 @@ def test_strangers_junk_and_ended_processes(server, path, events, caplog):
         fifo.write('{"version": 1, "pid"' + record(victim.pid, "told", 1.0, 0).to_json() + "\n")
     assert next_of(events, "timer expired").scope_id == "told", "the first one that is taken"
     assert victim.poll() is None, "a timer without a signal"
-    assert "it is no timer record" in caplog.text
+    assert "it is not a timer record" in caplog.text
     assert "is no descendant" in caplog.text
     assert len(caplog.records) <= 4
     with open(path, "w") as fifo:

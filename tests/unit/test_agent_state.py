@@ -85,14 +85,14 @@ def test_stuck_workers_end_the_job_whatever_the_budget():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))], max_restarts=9)
     assert state.phase is Phase.FAILED
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert report.message == "SIGKILL does not end local rank(s) 0, 2; this node is not fit for a restart"
+    assert report.message == "SIGKILL did not end local rank(s) 0, 2; this node cannot be used for a restart"
 
 
 def test_workers_that_hung_in_the_kernel_end_the_job_whatever_the_budget():
     state, actions = play([*UP, GroupEnded("stopped", unfit="asleep")], max_restarts=9)
     assert state.phase is Phase.FAILED
     assert [action.message for action in actions if isinstance(action, ReportFailure)] == [
-        "asleep; this node is not fit for a restart"
+        "asleep; this node cannot be used for a restart"
     ]
 
 

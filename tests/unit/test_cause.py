@@ -154,7 +154,7 @@ def test_a_rank_that_another_node_may_wait_for_is_a_cause_although_it_was_only_s
     cause = own_cause(hung_attempt(1, 1, 7, was_found_here=False), PLACE, Clock())
     assert cause is not None
     assert (cause["rank"], cause["ground"], cause["step"]) == (3, "behind", 7)
-    assert "(limit 60 s, but a rank of another node waits)" in cause["message"]
+    assert "(limit 60 s, but a rank on another node is waiting)" in cause["message"]
 
 
 def report_of(attempt, cause):

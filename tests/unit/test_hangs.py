@@ -57,7 +57,7 @@ def test_what_is_not_known_is_left_out():
 
 def test_a_rank_that_was_only_asked_about_says_so():
     text = hangs.hung(hung([], limit=600.0), RANKS, was_found_here=False)
-    assert text == "hung: no heartbeat for 61.0 s (limit 600 s, but a rank of another node waits)"
+    assert text == "hung: no heartbeat for 61.0 s (limit 600 s, but a rank on another node is waiting)"
 
 
 def test_a_rank_that_was_not_the_first_to_be_late_says_so():

@@ -142,11 +142,12 @@ def test_with_static_node_rank_0_hosts():
         ("fd00::2", None),
         (
             "10.0.0.9",
-            "node rank 0 is here, but 10.0.0.9, where the others look for it, is no address of this machine",
+            "node rank 0 is here, but 10.0.0.9, where the others look for it, "
+            "is not an address of this machine",
         ),
         (
             "service",
-            "service (10.1.1.1, 10.1.1.2), where the others look for it, is no address of this machine",
+            "service (10.1.1.1, 10.1.1.2), where the others look for it, is not an address of this machine",
         ),
         ("nowhere", "'nowhere', where the others look for it, is unknown here (Name or service not known)"),
     ],
@@ -169,7 +170,7 @@ def test_a_name_that_is_not_known_yet_makes_a_client(how):
     option = "--master-addr later" if "backend" in how else "--rdzv-endpoint later:29400"
     assert unresolved(rendezvous("later", **how), found.trouble) == (
         f"{option}: this host cannot resolve 'later' (Name or service not known): "
-        "give the address of the node that hosts the store instead, or make the name known (DNS, /etc/hosts)"
+        "give the address of the node that hosts the store instead, or add the name to DNS or /etc/hosts"
     )
 
 
@@ -180,7 +181,7 @@ def test_its_own_name_need_not_be_known():
 def test_a_free_port_of_another_host_cannot_be_known():
     for how, why in (
         ({"host": "node1"}, "node1 (10.0.0.1) is another machine"),
-        ({"host": "later"}, "later is no name of this host"),
+        ({"host": "later"}, "later is not a name of this host"),
         ({"host": "node2", "is_host": False}, "another agent hosts the store"),
     ):
         host = how.pop("host")

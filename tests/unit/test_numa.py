@@ -96,7 +96,7 @@ def test_exclusive_shares_the_cores_and_keeps_threads_together(machine):
 
 
 def test_exclusive_needs_a_core_for_each(machine):
-    with pytest.raises(ValueError, match="NUMA node 1 has 2 cores that may be used for 3 GPUs"):
+    with pytest.raises(ValueError, match="NUMA node 1 has 2 usable cores for 3 GPUs"):
         machine.cpus("exclusive", 1, allowed=[4, 5, 20])
 
 
@@ -111,13 +111,13 @@ def test_visible_devices_are_counted_anew(machine):
 
 
 def test_more_workers_than_gpus_is_a_mistake(machine):
-    with pytest.raises(ValueError, match="6 workers need as many GPUs, and this machine shows 5"):
+    with pytest.raises(ValueError, match="6 workers need one GPU each, and this machine has 5"):
         machine.cpus("node", 6)
 
 
 def test_a_gpu_whose_cpus_are_all_forbidden_is_a_mistake(machine):
     for mode in ("node", "socket", "core-complex"):
-        with pytest.raises(ValueError, match=r"no CPU that may be used is near GPU 0 \(0000:10:00.0\)"):
+        with pytest.raises(ValueError, match=r"no usable CPU is near GPU 0 \(0000:10:00.0\)"):
             machine.cpus(mode, 1, allowed=[31])
 
 

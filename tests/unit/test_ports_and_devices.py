@@ -150,7 +150,7 @@ def test_the_working_directory_has_no_part_in_it(ask, tmp_path, monkeypatch):
 
 
 def test_what_is_not_there_is_said(ask):
-    with pytest.raises(CountError, match=r"this machine shows no CUDA device \(torch sees none\)"):
+    with pytest.raises(CountError, match=r"this machine has no CUDA device \(torch sees none\)"):
         ask("gpu")
     with pytest.raises(UnknownDeviceError):
         ask("gpuu")
@@ -162,7 +162,7 @@ def test_without_torch_only_cpus_are_left(monkeypatch):
     monkeypatch.setattr(devices, "cuda_device_count", lambda _environ: 0)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert worker_count("auto", {}) == Count(devices.cpu_count(), "cpu", "the operating system")
-    with pytest.raises(CountError, match="torch, which could tell, is not installed"):
+    with pytest.raises(CountError, match="torch, which could count others, is not installed"):
         worker_count("xpu", {})
     with pytest.raises(UnknownDeviceError):
         worker_count("npu", {})

@@ -247,7 +247,7 @@ def test_the_token_comes_from_the_setting_the_file_or_the_environment(tmp_path):
 
 def test_two_tokens_are_one_too_many(tmp_path):
     line = mistake(token="mine", token_file=token_file(tmp_path))
-    assert line == "--rdzv-conf: token and token_file exclude each other"
+    assert line == "--rdzv-conf: token and token_file cannot be combined"
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o604, 0o606, 0o602])

@@ -115,7 +115,7 @@ def test_one_thread_for_each_of_several_workers(namespace, monkeypatch, capfd):
         ({"nnodes": "1:2:3"}, "--nnodes: got '1:2:3', expected N or MIN:MAX"),
         ({"max_restarts": "-1"}, "--max-restarts: got '-1', expected a whole number, 0 or more"),
         ({"nproc_per_node": "tpu9"}, "Unsupported nproc_per_node value: tpu9"),
-        ({"module": True, "no_python": True}, "--no-python and --module exclude each other"),
+        ({"module": True, "no_python": True}, "--no-python and --module cannot be combined"),
         ({"logs_specs": "mine"}, "--logs-specs: got 'mine', installed are"),
     ],
 )

@@ -127,13 +127,11 @@ def test_static_ranks_are_given_by_hand(launch):
 
 
 def test_lines_that_are_no_mistakes(launch):
-    assert launch("--nnodes=2").notices == [
-        "the static rendezvous is at 127.0.0.1: only agents on this machine can join; others have to be "
-        "given an address of it"
-    ]
-    assert launch(*C10D, "--master-port=1").notices == [
-        "--master-port has no effect here: it is for the static rendezvous"
-    ]
+    (loopback,) = launch("--nnodes=2").notices
+    assert "static" in loopback
+    assert "127.0.0.1" in loopback
+    (no_effect,) = launch(*C10D, "--master-port=1").notices
+    assert "--master-port" in no_effect
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ fn nobody_but_workers_and_their_descendants_is_signalled() {
     let strange = stranger.id().cast_signed();
     job.write(&[strange, own, nursery, 1].map(|pid| acquire(pid, "claim", -1.0, 9)).concat());
     let complaint = job.complaint();
-    assert!(complaint.contains("is no worker of this job") && complaint.contains("claim"), "TIM-3: {complaint}");
+    assert!(complaint.contains("is neither a worker of this job") && complaint.contains("claim"), "TIM-3: {complaint}");
     job.write(&acquire(-job.pids[0], "x", -1.0, 9));
     assert!(job.complaint().contains("no process has such a pid"));
     let started = ", \"start_time\": 1";

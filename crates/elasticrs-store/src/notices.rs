@@ -54,7 +54,7 @@ impl Notices {
         let Some(left_out) = self.rate.borrow_mut().admit(now) else { return };
         (self.tell)(match left_out {
             0 => line,
-            left_out => format!("{line} ({left_out} more of its kind were not told)"),
+            left_out => format!("{line} ({left_out} similar messages left out)"),
         });
     }
 }
@@ -172,7 +172,7 @@ mod tests {
         assert_eq!(list.take().len(), 10);
         notices.say_at("later".into(), start + WINDOW);
         notices.say_at("last".into(), start + WINDOW);
-        assert_eq!(list.take(), ["later (90 more of its kind were not told)", "last"]);
+        assert_eq!(list.take(), ["later (90 similar messages left out)", "last"]);
     }
 
     #[test]

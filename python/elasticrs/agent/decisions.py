@@ -134,7 +134,7 @@ class OneNode(Decisions):
         try:
             self.plan = self._planner.next(supervisor)
         except OSError as error:
-            return machine.RendezvousFailed(f"no address for the workers: {error}")
+            return machine.RendezvousFailed(f"cannot reserve a port for the workers: {error}")
         return machine.RendezvousCompleted()
 
     def close_rendezvous(self) -> None:

@@ -59,7 +59,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     silent = (event.seen_ns - event.since_ns) / 1e9
     others = ""
     if not was_found_here:
-        others = ", but a rank of another node waits"
+        others = ", but a rank on another node is waiting"
     elif silent < event.limit:
         # It is to blame though, by what the others do.
         others = ", and that of another rank has passed"

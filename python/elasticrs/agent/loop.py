@@ -234,7 +234,9 @@ class Agent:
         left = supervisor.drain(DRAIN_TIMEOUT)
         if left:
             files = ", ".join(stream.path for stream in left)
-            self._console.say(f"the console did not take everything in {DRAIN_TIMEOUT:g} s; see {files}")
+            self._console.say(
+                f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
+            )
         # What was wrong with the files is often found by the last look at them.
         while (event := supervisor.next_event(0.0)) is not None:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
@@ -455,7 +457,7 @@ class Agent:
         attempt = self._result.attempts[-1]
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
             self._console.say(
-                f"{self._who(rank)} does not end after SIGKILL (waits in {channel or 'the kernel'})"
+                f"{self._who(rank)} did not end after SIGKILL (waits in {channel or 'the kernel'})"
             )
         for verb, left in (("could not end", event.stuck), ("left alone", event.spared)):
             self._name_descendants(verb, [(process.pid, process.command) for process in left])
@@ -481,11 +483,11 @@ class Agent:
     def _on_paused(self, _supervisor: _core.Supervisor, event: _core.WorkerPaused) -> None:
         name = texts.signal_name(event.signal)
         self._console.say(
-            f"{self._who(event.local_rank, event.pid)} is stopped ({name}); waiting for it to go on"
+            f"{self._who(event.local_rank, event.pid)} is stopped ({name}); waiting until it continues"
         )
 
     def _on_resumed(self, _supervisor: _core.Supervisor, event: _core.WorkerResumed) -> None:
-        self._console.say(f"{self._who(event.local_rank, event.pid)} goes on")
+        self._console.say(f"{self._who(event.local_rank, event.pid)} continues")
 
     def _on_log_trouble(self, _supervisor: _core.Supervisor, event: _core.LogTrouble) -> None:
         self._console.say(f"{self._who(event.local_rank)}: log file {event.path}: {os.strerror(event.errno)}")
@@ -500,7 +502,7 @@ class Agent:
         if left:
             names = ", ".join(f"{pid} ({command})" for pid, command in left)
             names += f" and {more} more" if more else ""
-            self._console.say(f"{verb} what the workers left behind: {names}")
+            self._console.say(f"{verb} processes that workers left behind: {names}")
 
     def _who(self, local_rank: int, pid: int | None = None) -> str:
         rank = self._result.attempts[-1].plan.ranks[local_rank].global_rank

@@ -100,7 +100,7 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
 
 def _add_who_it_waits_for(failed: Mapping[int, ProcessFailure], rank: int, first: int) -> None:
     if rank != first and rank in failed:
-        note = f"it may have waited for rank {first}, which hung first as far as all nodes together can tell"
+        note = f"it may have waited for rank {first}, which hung first, judged over all nodes"
         failed[rank].more_notes = [note, *failed[rank].more_notes]
 
 
@@ -218,5 +218,5 @@ def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
     if worker.local_rank in attempt.silent:
         return texts.SILENT
     if worker.exitcode is None:
-        return "the worker is gone, and nobody can tell how it ended"
+        return "the worker is gone, and its exit status is unknown"
     return None

@@ -156,7 +156,7 @@ class SeveralNodes(Decisions):
         if not self._group_exists:
             # The deadline of a connection that is lost already, and had no workers left to guard.
             return found
-        return found + self._translate(self._driver.lose("no sign of life reached the store in time"))
+        return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
     def release_plan(self) -> None:
         """See the base class; the driver owns the listener, which goes with the round."""

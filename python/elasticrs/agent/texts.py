@@ -89,7 +89,7 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
         grace: seconds until SIGKILL.
     """
     if asked != signum:
-        return f"asked again: {signal_name(signum)} to all workers"
+        return f"second stop request: {signal_name(signum)} to all workers"
     return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s"
 
 
@@ -99,7 +99,7 @@ def stuck(local_ranks: Iterable[int]) -> str:
     Args:
         local_ranks: of the workers that are still there.
     """
-    return f"SIGKILL does not end local rank(s) {', '.join(map(str, local_ranks))}"
+    return f"SIGKILL did not end local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
@@ -110,7 +110,7 @@ def asleep(seconds: Mapping[int, float], limit: float) -> str:
         limit: how long they may.
     """
     who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
-    return f"local rank(s) {who} in uninterruptible sleep (state D), {limit:g} s are allowed"
+    return f"local rank(s) {who} in uninterruptible sleep (state D), longer than the {limit:g} s allowed"
 
 
 def not_restarted(why: str) -> str:
@@ -119,7 +119,7 @@ def not_restarted(why: str) -> str:
     Args:
         why: what makes it unfit.
     """
-    return f"{why}; this node is not fit for a restart"
+    return f"{why}; this node cannot be used for a restart"
 
 
 def milliseconds(span_ns: int) -> str:

@@ -197,9 +197,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _names(args.signals_to_handle)}
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = "1"
-        notices.append(
-            "OMP_NUM_THREADS is not set: each of the workers gets 1; set it to what suits your job"
-        )
+        notices.append("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
     return Launch(
         job,
         logs,
@@ -504,7 +502,7 @@ def _polled(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> 
         ("--drain", args.drain is not None),
     ):
         if is_given:
-            notices.append(f"{option} has no effect here: the rendezvous backend does not know it")
+            notices.append(f"{option} has no effect here: this rendezvous backend does not support it")
     barrier = args.exit_barrier_timeout
     if barrier is None:
         barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")
@@ -539,7 +537,7 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
         return [script, *args.training_script_args]
     if args.no_python:
         if args.module:
-            raise UsageError("--no-python and --module exclude each other")
+            raise UsageError("--no-python and --module cannot be combined")
         _check_program(script, "script", environ)
         return [script, *args.training_script_args]
     python = environ.get("PYTHON_EXEC") or sys.executable

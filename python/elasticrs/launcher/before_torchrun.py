@@ -28,7 +28,7 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
         "--use-env",
         "--use_env",
         action="store_true",
-        help="the local rank is in the environment alone, not among the script's arguments",
+        help="the local rank is only in the environment, not in the script's arguments",
     )
     return parser.parse_args(args)
 

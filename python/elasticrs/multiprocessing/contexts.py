@@ -123,7 +123,7 @@ class _SupervisedContext(PContext):
 
     def _unknown_end(self) -> str:
         """What is known of a process whose exit status is lost."""
-        return "nobody can tell how it ended"
+        return "its exit status is unknown"
 
     def _cpus(self) -> list[list[int]] | None:
         return cpus_of_options(self._numa_options, self.nprocs)

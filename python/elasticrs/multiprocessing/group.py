@@ -182,7 +182,7 @@ class ProcessGroup:
             for local_rank, pid in pids.items():
                 supervisor.adopt(local_rank, pid, statuses[local_rank])
         except (ProcessLookupError, _core.SupervisorError) as error:
-            raise RuntimeError("a process ended before it began") from error
+            raise RuntimeError("a process ended before it could run its function") from error
         self.pids.update(pids)
 
     def watch(self, fd: int, on_ready: Callable[[], None]) -> None:

@@ -254,8 +254,8 @@ class _Launch(popen_spawn_posix.Popen):
             reduction.dump(process_obj, payload)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise pickle.PicklingError(
-                f"{error}: another process can only be given a function at the top level of a module, and "
-                "arguments that can be pickled; start_method='fork' passes on any"
+                f"{error}: a function for another process must be at the top level of a module, and its "
+                "arguments must be picklable; start_method='fork' accepts any"
             ) from error
         finally:
             set_spawning_popen(None)
@@ -272,7 +272,7 @@ def _check_program(path: str | None) -> None:
     """Each child runs it again, up to ``if __name__ == "__main__"``, to find the function."""
     if path is not None and not os.path.exists(path):
         raise RuntimeError(
-            f"another process cannot read the program, which is not a file ({os.path.basename(path)}): "
+            f"the program is not a file that another process could import ({os.path.basename(path)}): "
             "put the function into a module, or use start_method='fork'"
         )
 

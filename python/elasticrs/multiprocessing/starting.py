@@ -265,7 +265,7 @@ class Kept(FunctionStart):
             return None
         pids = struct.unpack(f"{self._context.nprocs}i", self._said)
         if not all(pids):
-            raise RuntimeError("a process ended before it began; see its stderr")
+            raise RuntimeError("a process ended before it could run its function; see its stderr")
         self._has_told_pids = True
         return dict(enumerate(pids))
 

@@ -203,7 +203,7 @@ class FileStore:
             return {key: b64decode(value, validate=True) for key, value in document["values"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{self._path} was not written by this version of elasticrs ({error!r}): name another file"
+                f"{self._path} was not written by this version of elasticrs ({error!r}): choose another file"
             ) from error
 
     def _write(self, values: dict[str, bytes]) -> None:

@@ -29,10 +29,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m elasticrs.store", description="Serve a coordination store.")
     parser.add_argument("--host", default="", help="address to listen on (default: all, IPv4 and IPv6)")
     parser.add_argument("--port", type=int, default=29400, help="0: any free one (default: 29400)")
-    parser.add_argument("--run-id", help="the only run to serve (default: any)")
-    parser.add_argument("--token-file", help="what clients must know (default: $ELASTICRS_TOKEN)")
-    parser.add_argument("--max-connections", type=int, help="refuse further ones (default: 16384)")
-    parser.add_argument("--max-mib", type=int, default=256, help="of keys, values and history (default: 256)")
+    parser.add_argument("--run-id", help="serve only this run (default: any)")
+    parser.add_argument("--token-file", help="token that clients must present (default: $ELASTICRS_TOKEN)")
+    parser.add_argument("--max-connections", type=int, help="limit of connections (default: 16384)")
+    parser.add_argument(
+        "--max-mib", type=int, default=256, help="memory for keys, values and history, in MiB (default: 256)"
+    )
     return parser
 
 
@@ -85,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.max_mib <= 0 or (args.max_connections is not None and args.max_connections <= 0):
         parser.error("--max-mib and --max-connections must be positive")
     if max(args.max_mib << 20, args.max_connections or 0) >= 1 << 63:
-        parser.error("--max-mib and --max-connections must be smaller")
+        parser.error("--max-mib and --max-connections are too large")
     limits = {} if args.max_connections is None else {"max_connections": args.max_connections}
     token = _token(parser, args.token_file)
     stop, wake = socket.socketpair()

@@ -367,7 +367,7 @@ def _items(queue: bytes) -> list[bytes]:
         items.append(queue[at + _LENGTH : end])
         at = end
     if at != len(queue) or not items:
-        raise ValueError("this key has a value that is no queue")
+        raise ValueError("the value of this key is not a queue")
     return items
 
 

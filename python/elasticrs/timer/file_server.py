@@ -192,7 +192,7 @@ class FileTimerServer:
         """Signal a descendant; return true if that was done."""
         pidfd = self._bind(worker_pid)
         if pidfd is None:
-            _logger().warning("pid %s has ended, or is no descendant of this process", worker_pid)
+            _logger().warning("pid %s has ended, or is not a descendant of this process", worker_pid)
             return False
         return _send(pidfd, worker_pid, signal)
 
@@ -241,14 +241,14 @@ class FileTimerServer:
         try:
             request = _request(line)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            self._refuse("it is no timer record")
+            self._refuse("it is not a timer record")
             # A writer died within its record, and another one's follows. No JSON text holds this.
             begin = line.rfind(b'{"version"')
             return self._parse(line[begin:]) if begin > 0 else ()
         if request.expiration_time >= 0 and self._bind(request.worker_pid) is None:
             # As a rule it wrote and ended. Whoever is there, and no descendant, is not to be signalled.
             if self.is_process_running(request.worker_pid):
-                self._refuse(f"pid {request.worker_pid} is no descendant of this process")
+                self._refuse(f"pid {request.worker_pid} is not a descendant of this process")
             return ()
         return (request,)
 

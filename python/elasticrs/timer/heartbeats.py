@@ -43,7 +43,7 @@ def _heartbeat(step: int | None = None) -> None:
 
     Raises:
         ValueError: a negative or enormous step.
-        TypeError: a step that is no whole number.
+        TypeError: a step that is not a whole number.
     """
     global _count  # noqa: PLW0603 -- kept here, as reading it from the page costs more
     words = _words or _attach()

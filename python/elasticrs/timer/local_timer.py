@@ -143,7 +143,7 @@ class LocalTimerServer(TimerServer):
         pidfd = self._pidfds.get(worker_id)
         if pidfd is None:
             _logger().info(
-                "pid %s has ended, or is no descendant of this process; it is left alone", worker_id
+                "pid %s has ended, or is not a descendant of this process; it is left alone", worker_id
             )
             return True
         try:

@@ -203,7 +203,7 @@ impl Stage {
     pub fn reason(self, errno: Errno) -> &'static str {
         match (self, errno) {
             // The kernel's own words are "Try again".
-            (Self::Clone, Errno::EAGAIN) => "the limit of processes is reached (RLIMIT_NPROC or a pids.max)",
+            (Self::Clone, Errno::EAGAIN) => "the limit on processes is reached (RLIMIT_NPROC or a pids.max)",
             // The kernel's own words are "Invalid argument".
             (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed here",
             (Self::Fence, _) => "the lease of the connection to the store has run out",

@@ -121,7 +121,11 @@ impl From<Notice> for Event {
                 Self::Degraded { message: format!("log files are polled, because inotify failed: {}", errno.desc()) }
             }
             Notice::ConsoleLost { to, errno } => Self::Degraded {
-                message: format!("{} is lost ({}); the log files go on", console_name(to), errno.desc()),
+                message: format!(
+                    "{} takes no more output ({}); it continues in the log files",
+                    console_name(to),
+                    errno.desc()
+                ),
             },
             Notice::Panicked { message } => Self::Panicked { message },
         }

@@ -67,7 +67,7 @@ impl Told {
         let more = std::mem::take(&mut self.more);
         let timers = if more == 1 { "timer" } else { "timers" };
         (more > 0)
-            .then(|| format!("{more} more {timers} expired without a signal: at most {MAX_TOLD} a minute are told"))
+            .then(|| format!("{more} more {timers} expired without a signal: at most {MAX_TOLD} a minute are reported"))
     }
 }
 
@@ -93,13 +93,13 @@ mod tests {
     fn each_kind_is_told_once_and_then_rarely_with_a_count() {
         let (t0, mut complaints) = (Instant::now(), Complaints::default());
         let first = complaints.add(Refusal::Malformed, t0, || "x".into()).unwrap();
-        assert_eq!(first, "a timer record was refused, because it is no timer record: x");
+        assert_eq!(first, "a timer record was refused, because it is not a timer record: x");
         assert!(complaints.add(Refusal::Pid, t0, String::new).is_some());
         for _ in 0..1000 {
             assert_eq!(complaints.add(Refusal::Malformed, t0 + INTERVAL / 2, || unreachable!()), None);
         }
         let later = complaints.add(Refusal::Malformed, t0 + INTERVAL, || "y".into()).unwrap();
-        assert_eq!(later, "a timer record was refused, because it is no timer record (1000 more like it): y");
+        assert_eq!(later, "a timer record was refused, because it is not a timer record (1000 more like it): y");
     }
 
     #[test]
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!((told_of_1000, said.len()), (64, 0));
         assert!(!add(t0 + INTERVAL, &mut said), "a minute counts from the first one");
         assert!(add(t0 + INTERVAL * 2, &mut said));
-        assert_eq!(said, ["937 more timers expired without a signal: at most 64 a minute are told"]);
+        assert_eq!(said, ["937 more timers expired without a signal: at most 64 a minute are reported"]);
         assert_eq!(told.take_more(), None, "once");
     }
 

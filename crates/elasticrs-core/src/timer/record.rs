@@ -67,12 +67,12 @@ impl std::fmt::Display for Refusal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::TooLong => "it has more than 4096 bytes",
-            Self::Malformed => "it is no timer record",
+            Self::Malformed => "it is not a timer record",
             Self::Version => "its version is not 1",
             Self::NotFinite => "its expiration time is not a number",
             Self::Pid => "no process has such a pid",
             Self::Signal => "there is no such signal",
-            Self::Stranger => "its pid is no worker of this job, nor a descendant of one",
+            Self::Stranger => "its pid is neither a worker of this job nor a descendant of one",
             Self::Recycled => "its pid belongs to another process now",
             Self::Full => "there are too many timers",
         })

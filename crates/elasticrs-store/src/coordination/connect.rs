@@ -32,7 +32,7 @@ impl Lost {
 
 impl From<Malformed> for Lost {
     fn from(error: Malformed) -> Self {
-        Self::new(LostKind::Protocol, format!("the store sent what nobody understands: {error}"))
+        Self::new(LostKind::Protocol, format!("the store sent an invalid message: {error}"))
     }
 }
 
@@ -230,7 +230,7 @@ impl Greeter<'_> {
             Answer::Welcome { version, .. } if version.0 != VERSION.0 => {
                 return Err(self.said(
                     LostKind::Version,
-                    &format!("speaks version {} of the protocol, we {}", version.0, VERSION.0),
+                    &format!("speaks protocol version {}, this agent version {}", version.0, VERSION.0),
                 ));
             }
             Answer::Welcome { run_id, challenge, .. } => (run_id, challenge),
@@ -263,7 +263,7 @@ impl Greeter<'_> {
                 let proof = auth::proof(token, challenge, &self.options.run_id, Direction::Client);
                 self.send(&Request::Prove(proof).encode()).await
             }
-            (Some(_), None) => Err(self.said(LostKind::Token, "asks for a token, and none was given here")),
+            (Some(_), None) => Err(self.said(LostKind::Token, "requires a token, and none was given here")),
             (None, Some(_)) => Err(self.said(LostKind::Token, "has no token, but one was given here")),
         }
     }
@@ -274,7 +274,7 @@ impl Greeter<'_> {
         if proof.is_some_and(|proof| auth::is_proof(proof, token, nonce, run_id, Direction::Store)) {
             return Ok(());
         }
-        Err(self.said(LostKind::Token, "did not show that it knows our token"))
+        Err(self.said(LostKind::Token, "did not prove that it knows the token"))
     }
 
     async fn send(&mut self, mut bytes: &[u8]) -> Result<(), Lost> {
@@ -312,14 +312,14 @@ impl Greeter<'_> {
                 Ok(0) if self.frames.is_untouched() => {
                     // Another program, or a proxy in front of a store that does not run yet: that one is worth waiting for.
                     let what =
-                        "closed the connection when it heard who we are: another program, or a proxy without a store";
+                        "closed the connection during the handshake: another program, or a proxy without a store";
                     return Err(Lost::new(LostKind::Closed, format!("{} {what}", endpoint(self.options))));
                 }
                 Ok(0) => return Err(self.said(LostKind::Closed, "closed the connection")),
                 Ok(length) => self.frames.feed(&chunk[..length]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    return Err(self.said(LostKind::Closed, &format!("broke the connection off ({})", plain(&error))));
+                    return Err(self.said(LostKind::Closed, &format!("broke off the connection ({})", plain(&error))));
                 }
             }
         }

@@ -127,13 +127,13 @@ impl Connection {
             if let Some(frame) = self.frames.cut()? {
                 match Request::decode(frame)? {
                     Request::Prove(answer) => break answer,
-                    _ => return Err(End::Refused((LostKind::Token, "the store asks for a token".into()))),
+                    _ => return Err(End::Refused((LostKind::Token, "the store requires a token".into()))),
                 }
             }
             self.read().await?;
         };
         if !auth::is_proof(&answer, &token, &challenge, &run_id, Direction::Client) {
-            return Err(End::Refused((LostKind::Token, "the token of this client is not that of the store".into())));
+            return Err(End::Refused((LostKind::Token, "the client's token differs from the store's".into())));
         }
         let own = auth::proof(&token, &hello.challenge, &run_id, Direction::Store);
         Ok(self.ready(&hello, Some(own)))
@@ -143,7 +143,7 @@ impl Connection {
     fn check(&self, hello: &Hello) -> Result<String, End> {
         if !Leases::is_allowed(hello.interval_ms, hello.attempts) {
             let (interval, attempts) = (hello.interval_ms, hello.attempts);
-            let said = format!("the store does not take keep-alives of {interval} ms x {attempts}");
+            let said = format!("the store does not accept keep-alives of {interval} ms x {attempts}");
             return Err(End::Refused((LostKind::Limit, said)));
         }
         match &self.hub.config.run_id {

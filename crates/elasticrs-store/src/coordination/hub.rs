@@ -217,7 +217,7 @@ impl Hub {
             let mut shared = self.shared.borrow_mut();
             for session in shared.leases.expired() {
                 if let Some(outbox) = shared.open.get(&session) {
-                    outbox.refuse(LostKind::Silent, "the store has not heard of this client in time".into());
+                    outbox.refuse(LostKind::Silent, "the store did not hear from this client in time".into());
                 }
                 self.end_in(&mut shared, session);
             }

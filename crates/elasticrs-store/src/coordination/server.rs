@@ -200,7 +200,7 @@ fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
         tasks.spawn_local(connection::serve(Rc::clone(hub), stream, peer));
         return;
     }
-    let said = format!("the store has its {limit} connections");
+    let said = format!("the store has reached its limit of {limit} connections");
     hub.notices.say(format!("refused {peer}: {said}"));
     let outbox = Outbox::default();
     outbox.refuse(LostKind::Limit, said);

@@ -146,10 +146,10 @@ impl<'a> Session<'a> {
             let seconds = self.options.stall_timeout.unwrap_or_default().as_secs_f64();
             Lost::new(
                 LostKind::Silent,
-                format!("this program asked for no event for {seconds} s: keep-alives have stopped"),
+                format!("this program has not asked for events for {seconds} s, so its keep-alives were stopped"),
             )
         } else if self.events.is_full() {
-            Lost::new(LostKind::Slow, "this program does not take the events that wait for it")
+            Lost::new(LostKind::Slow, "this program does not read its events")
         } else {
             Lost::new(LostKind::Silent, format!("{SILENT} ({})", endpoint(self.options)))
         }

@@ -359,7 +359,7 @@ class SimpleElasticAgent(ElasticAgent):
                 return False
             left = deadline - time.monotonic()
             if left <= 0:
-                _log.warning("other nodes have not finished in %g s", self._exit_barrier_timeout)
+                _log.warning("other nodes did not finish within %g s", self._exit_barrier_timeout)
                 break
             time.sleep(min(group.spec.monitor_interval, _BARRIER_PERIOD, left))
         return True

@@ -456,7 +456,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             raise RuntimeError("no workers were started")
         ids = {worker.id for worker in worker_group.workers}
         if ids != set(pcontext.pids().values()):
-            _log.error("the ids of the workers, %s, are none of ours: %s", ids, pcontext.pids())
+            _log.error(
+                "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
+            )
             return RunResult(WorkerState.UNKNOWN)
         # After the first failure the others are being stopped: how they end belongs to the result.
         with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):

@@ -25,14 +25,14 @@ _EXECUTOR = "_DistributedRendezvousOpExecutor"
 
 _LEAVING = {
     Place.PARTICIPANT: ("_remove_from_participants", "leaves the participants"),
-    Place.WAITING: ("_remove_from_wait_list", "leaves those who wait"),
-    Place.REDUNDANT: ("_remove_from_redundancy_list", "leaves those who are not needed"),
+    Place.WAITING: ("_remove_from_wait_list", "leaves the waiting list"),
+    Place.REDUNDANT: ("_remove_from_redundancy_list", "leaves the redundancy list"),
 }
 _ACTS = {
-    Action.KEEP_ALIVE: ("_keep_alive", "gives a sign of life"),
+    Action.KEEP_ALIVE: ("_keep_alive", "sends a keep-alive"),
     Action.PARTICIPATE: ("_add_to_participants", "joins the participants"),
-    Action.WAIT: ("_add_to_wait_list", "joins those who wait"),
-    Action.BE_REDUNDANT: ("_add_to_redundancy_list", "joins those who are not needed"),
+    Action.WAIT: ("_add_to_wait_list", "joins the waiting list"),
+    Action.BE_REDUNDANT: ("_add_to_redundancy_list", "joins the redundancy list"),
     Action.COMPLETE: ("_mark_rendezvous_complete", "completes the round"),
     Action.CLOSE: ("_mark_rendezvous_closed", "closes the rendezvous"),
 }
@@ -102,7 +102,7 @@ class Recorder:
         """Nodes were found dead."""
         names = ", ".join(map(str, nodes))
         if names:
-            self.tell("_BackendRendezvousStateHolder.sync", f"no sign of life of {names}: counted out")
+            self.tell("_BackendRendezvousStateHolder.sync", f"no keep-alive from {names}: removed")
 
     @contextmanager
     def failures(self, what: str) -> Iterator[None]:

@@ -186,7 +186,7 @@ def _state(document: dict[str, Any]) -> State:
 
 def _whole(value: object) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not a whole number")
     return value
 
 
@@ -205,5 +205,5 @@ def _truth(value: object) -> bool:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value

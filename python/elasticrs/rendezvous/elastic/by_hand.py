@@ -115,8 +115,8 @@ def why_lost(member: Member, event: Any) -> str:
         return message
     if not member.told_of_port:
         member.told_of_port = True
-        member.do(Announce(f"{message}; trying again, as a round of this job that runs has that port, too"))
-    return f"{message}; if it is a round of this job, that has not ended"
+        member.do(Announce(f"{message}; trying again: a running round of this job may be using the port"))
+    return f"{message}; an earlier round of this job may still be using it"
 
 
 # --- who is there ---

@@ -230,5 +230,5 @@ def _check_static(words: Words, endpoint: str, host: str, port: int | None) -> l
         return []
     return [
         f"the static rendezvous is at {host}: only agents on this machine can join; "
-        "others have to be given an address of it"
+        "for other machines, give an address of this one"
     ]

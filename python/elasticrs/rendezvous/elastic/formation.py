@@ -64,7 +64,7 @@ def _tell_of_waiting(member: Member, lead: Lead, view: View) -> None:
     if lead.told != count:
         lead.told = count
         here = named(_shown(view, settings))
-        text = f"waiting for nodes: {count} of at least {settings.min_nodes} are here"
+        text = f"waiting for nodes: {count} of at least {settings.min_nodes} have joined"
         member.do(Announce(f"{text}: {here}" if count else text))
 
 
@@ -105,11 +105,12 @@ def _shown(view: View, settings: MemberSettings) -> list[str]:
 
 def _too_few(view: View, settings: MemberSettings) -> str:
     count = len(view.candidates)
-    text = f"{count} of at least {nodes(settings.min_nodes)} after {settings.join_timeout:g} s (join_timeout)"
+    limit = f"{settings.join_timeout:g} s (join_timeout)"
+    text = f"only {count} of at least {nodes(settings.min_nodes)} joined within {limit}"
     if count:
         text += f": {named(_shown(view, settings))}"
     if settings.node_rank is not None:
-        text += f"; nobody has node rank {by_hand.missing(view, settings.max_nodes)}"
+        text += f"; no node has node rank {by_hand.missing(view, settings.max_nodes)}"
     lost = [view.seats[rank].name for rank in sorted(view.missing)]
     if lost:
         text += f"; lost in round {view.round}: {named(lost)}"

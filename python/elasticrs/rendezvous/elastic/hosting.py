@@ -174,7 +174,7 @@ def _by_address(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     try:
         addresses = resolver.resolve(rendezvous.host)
     except OSError as error:
-        return _client(rendezvous, f"{rendezvous.host} is no name of this host", _why(error))
+        return _client(rendezvous, f"{rendezvous.host} is not a name of this host", _why(error))
     own_address = next((address for address in addresses if resolver.is_local(address)), None)
     if own_address is None:
         return _client(rendezvous, f"{rendezvous.host} ({', '.join(addresses)}) is another machine", None)
@@ -194,7 +194,7 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
     value = rendezvous.host if rendezvous.backend == "static" else rendezvous.endpoint
     return (
         f"{option} {value}: this host cannot resolve {rendezvous.host!r} ({trouble}): "
-        "give the address of the node that hosts the store instead, or make the name known (DNS, /etc/hosts)"
+        "give the address of the node that hosts the store instead, or add the name to DNS or /etc/hosts"
     )
 
 
@@ -296,7 +296,7 @@ def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
     if any(resolver.is_local(address) for address in addresses):
         return None
     shown = host if [host] == list(addresses) else f"{host} ({', '.join(addresses)})"
-    return f"{here} {shown}, where the others look for it, is no address of this machine"
+    return f"{here} {shown}, where the others look for it, is not an address of this machine"
 
 
 def _plain(name: str) -> str:

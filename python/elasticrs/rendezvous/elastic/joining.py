@@ -141,12 +141,14 @@ def store_lost(member: Member) -> None:
     if member.registered or member.phase is Phase.EXIT:
         return
     settings = member.settings
-    where = f"rendezvous store {settings.endpoint} lost in round {member.seen_round}"
+    where = f"lost the rendezvous store {settings.endpoint} in round {member.seen_round}"
     todo = "start the job again, or put its store on a node that stays: python -m elasticrs.store"
     _give_up(
         member,
         Outcome(
-            "lost", f"{where}, not reached again in {settings.store_lost_timeout:g} s ({member.lost}); {todo}"
+            "lost",
+            f"{where} and could not reach it again within {settings.store_lost_timeout:g} s"
+            f" ({member.lost}); {todo}",
         ),
     )
 
@@ -157,7 +159,7 @@ def connect_timeout(member: Member) -> None:
         return
     settings = member.settings
     why = f": {member.lost}" if member.lost else ""
-    text = f"could not join at {settings.endpoint} within {settings.join_timeout:g} s{why}"
+    text = f"could not join the rendezvous at {settings.endpoint} within {settings.join_timeout:g} s{why}"
     _give_up(member, Outcome("timeout", text))
 
 
@@ -167,10 +169,9 @@ def connect_news(member: Member) -> None:
         return
     settings = member.settings
     until = utc(member.begun + int(settings.join_timeout * 1e9))
-    text = (
-        f"no way to the rendezvous store {settings.endpoint} since {utc(member.begun)}, trying until {until}"
-    )
-    member.do(Announce(f"{text} (join_timeout={settings.join_timeout:g}): {member.lost}"))
+    text = f"cannot reach the rendezvous store {settings.endpoint} since {utc(member.begun)}"
+    limit = f"trying until {until} (join_timeout={settings.join_timeout:g})"
+    member.do(Announce(f"{text}; {limit}: {member.lost}"))
 
 
 def _give_up(member: Member, outcome: Outcome) -> None:
@@ -263,7 +264,7 @@ def mismatch(settings: MemberSettings, shown: str, job: dict[str, Any]) -> str |
 
 def _same_job(member: Member, reply: Any) -> None:
     if not reply.ok:
-        text = "the store there does not know this job: it was started anew; start the job again"
+        text = "the store was restarted and no longer knows this job; start the job again"
         member.exit(Outcome("lost", f"rendezvous store {member.settings.endpoint}: {text}"))
         return
     member.job_revision = reply.results[0].create_revision
@@ -292,7 +293,7 @@ def _difference(member: Member, job: Any) -> str | None:
     try:
         return mismatch(member.settings, member.node().shown, job_of(job.value))
     except DamagedError as error:
-        return f"{damage(job.key, error)}; another job needs another id"
+        return f"{damage(job.key, error)}; use a different id for another job"
 
 
 def _start_anew(member: Member, job: Any, head_revision: int) -> None:
@@ -378,7 +379,7 @@ def _registered(member: Member, reply: Any) -> None:
             by_hand.refused(member, reply.results[1])
             retry(member)
         else:
-            member.fence("the job was started anew")
+            member.fence("another job was started with this id")
         return
     by_hand.registered(member)
     member.registered = member.was_registered = True
@@ -404,7 +405,7 @@ def _head_seen(member: Member, reply: Any) -> None:
 
 def _job_seen(member: Member, reply: Any) -> None:
     if not reply.results:
-        member.fence("the job was started anew")
+        member.fence("another job was started with this id")
     for entry in reply.results:
         job_changed(member, entry)
 
@@ -412,7 +413,7 @@ def _job_seen(member: Member, reply: Any) -> None:
 def job_changed(member: Member, entry: Any) -> None:
     """The job's record: is it still the one that was checked?"""
     if entry.value is None or entry.create_revision != member.job_revision:
-        member.fence("the job was started anew")
+        member.fence("another job was started with this id")
 
 
 # --- who leads ---
@@ -463,4 +464,4 @@ def _predecessor_known(member: Member, reply: Any, *, is_own: bool) -> None:
     elif not is_own:
         _ask_for_predecessor(member)
     else:
-        member.fence("the store has no registration of this node any more")
+        member.fence("the store no longer has this node's registration")

@@ -53,7 +53,7 @@ def changed(member: Member, event: Any) -> None:
 
 def _check_registration(member: Member, lead: Lead) -> None:
     if lead.view is not None and member.member not in lead.view.nodes:
-        member.fence("the store has no registration of this node any more")
+        member.fence("the store no longer has this node's registration")
         return
     if lead.view is not None and len(lead.view.damaged) > lead.told_damaged:
         for text in list(lead.view.damaged.values())[lead.told_damaged :]:

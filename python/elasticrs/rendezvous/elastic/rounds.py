@@ -113,7 +113,9 @@ def _running(member: Member, head: Head, is_news: bool) -> None:
     member.disarm("give_up")
     look(member)
     if member.phase is Phase.IDLE and head.size >= member.settings.max_nodes and not _is_mine(member):
-        member.do(Announce(f"waiting as a spare: round {head.round} runs with all of its {head.size} nodes"))
+        member.do(
+            Announce(f"waiting as a spare: round {head.round} already runs with all of its {head.size} nodes")
+        )
 
 
 def _stop(member: Member, why: str, hung: Cause | None = None) -> None:
@@ -258,7 +260,7 @@ def leave_barrier(member: Member) -> None:
         and member.is_done_known
         and member.runs(member.done_round)
     ):
-        member.exit(Outcome("succeeded", "this node has finished; other nodes still run"))
+        member.exit(Outcome("succeeded", "this node has finished; other nodes are still running"))
 
 
 def group_ended(member: Member, event: Any) -> None:
@@ -276,10 +278,10 @@ def group_ended(member: Member, event: Any) -> None:
 
 
 def _stuck(member: Member, event: Any) -> None:
-    """Leave: this node is not fit for another round, and the others go on without it."""
+    """Leave: this node cannot take part in another round, and the others go on without it."""
     if member.phase is Phase.RUN:
         _report_failure(member, event.cause)
-    text = f"{event.stuck}; this node is not fit for another round"
+    text = f"{event.stuck}; this node cannot take part in another round"
     member.held, member.stopping = None, False
     leaving.leave_with(member, Outcome("stuck", text, event.cause))
 
@@ -332,7 +334,7 @@ def _earlier_cause(member: Member, number: int) -> Cause | None:
 
 def _idle_known(member: Member, reply: Any) -> None:
     if not reply.ok:
-        member.fence("the store has no registration of this node any more")
+        member.fence("the store no longer has this node's registration")
 
 
 # --- the end ---
@@ -357,4 +359,6 @@ def give_up(member: Member) -> None:
     """Give up: no round was formed within the time-out, and no leader has said so."""
     if member.phase is Phase.IDLE and not (member.head is not None and member.head.state == "RUNNING"):
         seconds = member.settings.patience
-        member.exit(Outcome("timeout", f"no round was formed within {seconds:g} s, and no leader says why"))
+        member.exit(
+            Outcome("timeout", f"no round was formed within {seconds:g} s, and no leader gave a reason")
+        )

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 _REMEDIES = {
-    "refused": "nobody listens there (yet): does the agent of that node run, and do all nodes have the same "
-    "--rdzv-endpoint?",
-    "unreachable": "are there a route to that node and the right address?",
+    "refused": "nothing is listening there (yet): is the agent on that node running, and do all nodes have "
+    "the same --rdzv-endpoint?",
+    "unreachable": "is the address right, and is there a route to that node?",
     "not_ours": "choose another port with --rdzv-endpoint HOST:PORT on all nodes",
     "run": "give all nodes of a job the same --rdzv-id, and each job a port of its own",
     "token": "give all nodes the same token (ELASTICRS_TOKEN, or token_file=PATH in --rdzv-conf)",

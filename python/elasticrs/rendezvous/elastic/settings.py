@@ -487,7 +487,7 @@ def _find_token(
 ) -> object:
     token, path = values.get("token"), values.get("token_file")
     if token is not None and path is not None:
-        raise UsageError(f"{source}: token and token_file exclude each other")
+        raise UsageError(f"{source}: token and token_file cannot be combined")
     if token is not None:
         return token
     if isinstance(path, str):

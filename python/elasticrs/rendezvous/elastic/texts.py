@@ -46,7 +46,7 @@ def end_of(head: Head) -> str:
     if kind == "left":
         why = f" ({end['message']})" if end.get("message") else ""
         return f"node {end.get('node')} left{why}"
-    return "more nodes are here"
+    return "more nodes have joined"
 
 
 def failure_of(cause: Mapping[str, Any] | None, node: object = None) -> str:
@@ -116,4 +116,4 @@ def closed_line(run_id: str, head: Head) -> str:
     when = f" at {utc(head.time_ns)}" if head.time_ns else ""
     why = f": {head.reason}" if head.reason else ""
     how = f"{head.outcome}{when} in round {head.round}{why}"
-    return f"job {run_id} is closed: {how}; another job needs another id"
+    return f"job {run_id} is closed: {how}; use a different id for another job"

@@ -142,6 +142,4 @@ def _reason(view: View, head: Head, counted: Head, settings: MemberSettings) -> 
 
 def _lost_names(view: View) -> str:
     lost = [view.seats[rank] for rank in sorted(view.missing)]
-    return (
-        named([seat.name for seat in lost if seat.member not in view.farewells]) or "none that is still known"
-    )
+    return named([seat.name for seat in lost if seat.member not in view.farewells]) or "unknown"

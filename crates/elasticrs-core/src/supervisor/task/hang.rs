@@ -377,7 +377,7 @@ fn title(then: &Then) -> String {
             let silent = first.map_or(0, |overdue| at.0.saturating_sub(overdue.since)) / 1_000_000;
             format!("no sign of life for {}.{:03} s", silent / 1000, silent % 1000)
         }
-        Then::Stop(..) => "a rank of another node hangs".to_owned(),
+        Then::Stop(..) => "a rank on another node hangs".to_owned(),
         Then::Input(Input::Expired(Timer::Exit(rank))) => format!("local rank {rank} has raised, and does not end"),
         Then::Input(_) => String::new(),
     }
