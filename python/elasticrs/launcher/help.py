@@ -45,7 +45,8 @@ _SECTIONS = {
         "duplicate-stdout-filters duplicate-stderr-filters logs-specs"
     ),
     "Stops and hangs": (
-        "signals-to-handle shutdown-timeout linger keep-descendants hang-timeout hang-startup-timeout"
+        "signals-to-handle signals-to-forward stop-scope shutdown-timeout exit-timeout linger "
+        "keep-descendants hang-timeout hang-startup-timeout"
     ),
     "Monitoring": (
         "health-check-port health-check-host health-check-timeout event-log-handler monitor-interval"

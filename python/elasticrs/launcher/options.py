@@ -346,7 +346,7 @@ OPTIONS: tuple[Option, ...] = (
         "local-addr",
         None,
         str,
-        "address at which other nodes reach this one (default: found by itself)",
+        "address at which other nodes reach this one (default: detected)",
         metavar="HOST",
     ),
     Option(
