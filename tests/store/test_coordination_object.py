@@ -125,7 +125,7 @@ def test_a_queue_gives_each_value_to_one_and_its_errors_are_torchs(pair):
     assert (one.queue_len("q"), one.queue_pop("q")) == (1, b"")
     for value in ("", "no queue at all"):
         one.set("word", value)
-        with pytest.raises(ValueError, match="no queue"):
+        with pytest.raises(ValueError, match="not a queue"):
             one.queue_len("word")
 
 
@@ -226,7 +226,7 @@ def test_a_server_of_its_own(tmp_path, signum):
         assert line == f"elasticrs store: serving at *:{port}\n"
         with pytest.raises(DistNetworkError, match="requires a token"):
             connect("127.0.0.1", port, RUN)
-        with pytest.raises(DistNetworkError, match="the token of this client"):
+        with pytest.raises(DistNetworkError, match="token differs"):
             connect("localhost", port, RUN, token=b"other")
         store = connect("127.0.0.1", port, RUN, token=b"secret ")
         store.set("k", "v")

@@ -242,7 +242,7 @@ def test_strangers_junk_and_ended_processes(server, path, events, caplog):
     assert next_of(events, "timer expired").scope_id == "told", "the first one that is taken"
     assert victim.poll() is None, "a timer without a signal"
     assert "it is not a timer record" in caplog.text
-    assert "is no descendant" in caplog.text
+    assert "is not a descendant" in caplog.text
     assert len(caplog.records) <= 4
     with open(path, "w") as fifo:
         fifo.write(record(victim.pid, "kill", 1.0, 9).to_json() + "\n")
