@@ -1047,6 +1047,12 @@ def raise_descriptor_limit() -> int:
         The soft limit that holds now.
     """
 
+def patience_with(pid: int) -> float | None:
+    """Seconds for which a process that cleans up after others (multiprocessing's resource tracker, torch's
+    manager of shared memory) may go on when these have ended; ``None`` for any other process, and for one
+    that is gone. Never blocks.
+    """
+
 def order_stop_signals() -> None:
     """Keep the handlers of SIGTSTP and SIGCONT from interrupting each other: each hears of them in the order
     in which they came. Holds until one of them gets another handler.

@@ -5,6 +5,8 @@ use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 
 use elasticrs_core::clock::Stamp;
+use elasticrs_core::nursery::cleaner;
+use elasticrs_core::nursery::tree::Target;
 use elasticrs_core::sys::features::Features;
 use elasticrs_core::timer::pages::HeartbeatPage;
 use elasticrs_core::{limits, logs, sys};
@@ -42,6 +44,11 @@ pub fn heartbeat_page() -> PyResult<(i32, String)> {
 #[pyfunction]
 pub fn stop_unless_continued() -> PyResult<()> {
     sys::stop::stop_unless_continued().map_err(|errno| os_error(&errno.into(), "stop"))
+}
+
+#[pyfunction]
+pub fn patience_with(pid: i32) -> Option<f64> {
+    Target::open_any(pid).as_ref().and_then(cleaner::patience_with).map(|patience| patience.as_secs_f64())
 }
 
 #[pyfunction]

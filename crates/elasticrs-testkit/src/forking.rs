@@ -57,6 +57,36 @@ fn forked() -> Result<ForkResult, Problem> {
     Ok(unsafe { fork() }?)
 }
 
+/// `cleaner FILE`: a child, whose pid is told, makes the file, and removes it when this process has ended and all that
+/// it has started since; `cleaner FILE stubborn`: it does not notice. As multiprocessing's resource tracker, it ignores
+/// what asks to end.
+pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
+    let path = request.next()?;
+    let is_stubborn = request.next().is_ok();
+    let (reader, writer) = nix::unistd::pipe()?;
+    let (ready, started) = nix::unistd::pipe()?;
+    if let ForkResult::Child = forked()? {
+        set(Signal::SIGINT, SigHandler::SigIgn)?;
+        set(Signal::SIGTERM, SigHandler::SigIgn)?;
+        std::fs::write(&path, "")?;
+        say(&getpid().to_string())?;
+        drop((ready, started));
+        let keep = is_stubborn.then_some(writer);
+        nix::unistd::read(&reader, &mut [0])?;
+        drop(keep);
+        std::fs::remove_file(path)?;
+        std::process::exit(0);
+    }
+    drop((reader, started));
+    nix::unistd::read(&ready, &mut [0])?;
+    // One more that holds the pipe.
+    if let ForkResult::Child = forked()? {
+        pause_for_ever();
+    }
+    request.ready()?;
+    pause_for_ever();
+}
+
 /// What a grandchild of [`daemonise`] is like.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Daemon {

@@ -130,6 +130,7 @@ fn run() -> Result<ExitCode, Problem> {
             request.ready()?;
             elasticrs_testkit::hung_file::hang_in_map(path.as_ref())?;
         }
+        "cleaner" => forking::cleaner(&mut request)?,
         "exempt" => forking::daemonise(&request, Daemon::Exempt)?,
         "headless" => forking::daemonise(&request, Daemon::Headless)?,
         "fork-bomb" => forking::bomb(&request)?,

@@ -10,7 +10,8 @@ have left. For ``fork`` it is itself forked from the program. For ``forkserver``
 that has imported what multiprocessing would preload.
 
 - **KEEP-1** It has one thread, so the forks of workers copy no lock that another thread holds.
-- **KEEP-2** It imports nothing between its own fork and those of the workers, and never calls the core.
+- **KEEP-2** It imports nothing between its own fork and those of the workers. It asks the core
+  only what a process is that it may have to end, and that after those forks.
 - **KEEP-3** Workers die with it (PDEATHSIG, which follows its only thread and so cannot come early), and it
   ends all of them when the program dies or says so.
 - **KEEP-4** A worker begins only when the core watches it.
@@ -30,6 +31,7 @@ from multiprocessing import process as multiprocessing_process
 from multiprocessing import resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
 
+from elasticrs import _core
 from elasticrs.multiprocessing.redirects import descriptors
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ _NAMED = 16
 
 _TERM_GRACE = 1.0
 _GIVE_UP = 10.0
+_LAST_MOMENT = 1.0
 _LOOK = 0.005
 
 _PR_SET_PDEATHSIG = 1
@@ -220,7 +223,7 @@ def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
     """Let what is left go on for a while, then ask it to end; returns at once when the program says so."""
     if not _outlasted(linger, control, parent_pidfd):
         return
-    left = _children()
+    left = [pid for pid in _children() if _core.patience_with(pid) is None]
     _tell_names(left, control)
     for pid in left:
         _kill(pid, signal.SIGTERM)
@@ -268,11 +271,17 @@ def _name_of(pid: int) -> str:
 
 
 def _end_all() -> None:
-    """Kill all descendants: an orphan becomes our child, until there is none."""
-    deadline = time.monotonic() + _GIVE_UP
-    while time.monotonic() < deadline:
-        for pid in _children():
-            _kill(pid, signal.SIGKILL)
+    """Kill all descendants, last those that clean up: an orphan becomes our child, until there is none."""
+    give_up = time.monotonic() + _GIVE_UP
+    alone_since = None
+    while (now := time.monotonic()) < give_up + _LAST_MOMENT:
+        patience = {pid: _core.patience_with(pid) for pid in _children()}
+        if alone_since is None and None not in patience.values():
+            alone_since = now
+        for pid, seconds in patience.items():
+            may_go_on = seconds is not None and (alone_since is None or now < alone_since + seconds)
+            if not may_go_on or now >= give_up:
+                _kill(pid, signal.SIGKILL)
         if _reaped_all(_LOOK):
             return
 

@@ -26,7 +26,9 @@
 //! | [`fence`] | both: the deadline that they share |
 //! | [`start`] | both: what the nursery is told at its start |
 //! | [`token`], [`tree`] | both: who descends from whom |
+//! | [`cleaner`] | both: who is ended last |
 
+pub mod cleaner;
 pub mod fence;
 #[cfg(feature = "agent")]
 pub mod launch;

@@ -54,8 +54,8 @@ pub enum Request {
         /// See [`crate::spec::GroupSpec::keep_ignored`].
         keep_ignored: Vec<i32>,
     },
-    /// Signal the process group of a worker that has not been reaped; kernels before 6.9 need it, because there a
-    /// pidfd cannot name a group. Unknown and reaped pids are passed over.
+    /// Signal the process group of a worker. Kernels before 6.9 need it, because there a pidfd cannot name a group; and
+    /// SIGKILL always takes this way, since it is not for [cleaners](super::cleaner). Unknown pids are passed over.
     SignalGroup {
         /// The worker, which leads its group.
         pid: i32,

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
+use super::cleaner::{LAST_MOMENT, LONGEST, Patience};
 use super::protocol::Descendant;
 use super::token::Token;
 use super::tree::{self, Ended, Listed, Target};
@@ -19,6 +20,8 @@ const FIRST_PAUSE: Duration = Duration::from_micros(200);
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
+/// How long a look may take before it does nothing more.
+const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// What a sweep has done.
 #[derive(Debug, Default)]
@@ -33,6 +36,8 @@ pub struct Outcome {
 #[derive(Debug, Default)]
 struct Look {
     alive: BTreeSet<i32>,
+    /// Somebody is spared who cleans up.
+    cleaners: bool,
     /// Somebody vanished while we looked, and may have left children that were not seen.
     unsure: bool,
 }
@@ -105,6 +110,15 @@ impl Look {
     }
 
     fn kill(&mut self, pid: i32, target: &Target, ended: &mut Tally) {
+        let now = Instant::now();
+        if ended.patience.spares(target, now) {
+            self.cleaners = true;
+            return;
+        }
+        if now > ended.acts_until {
+            // Something held this look up, and whoever waited for it has gone on.
+            return;
+        }
         target.signal(Signal::SIGKILL);
         self.alive.insert(pid);
         if ended.seen.insert(pid) {
@@ -113,24 +127,36 @@ impl Look {
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Tally {
     seen: BTreeSet<i32>,
     ended: Ended,
+    /// With cleaners, when nobody else is left.
+    patience: Patience,
+    acts_until: Instant,
 }
 
 fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcome {
-    let start = Instant::now();
-    let mut tally = Tally::default();
+    let mut give_up = Instant::now() + give_up;
+    let (seen, ended, patience) = (BTreeSet::new(), Ended::default(), Patience::default());
+    let mut tally = Tally { seen, ended, patience, acts_until: give_up + GRACE_OF_A_LOOK };
     let mut empty = 0;
     let mut pause = FIRST_PAUSE;
     loop {
         let known = tally.seen.len();
         let look = look(&mut tally);
-        empty = if look.alive.is_empty() && !look.unsure { empty + 1 } else { 0 };
-        let has_given_up = start.elapsed() >= give_up;
-        if empty == 2 || has_given_up {
-            let stuck: Vec<i32> = if has_given_up { look.alive.into_iter().collect() } else { Vec::new() };
+        let now = Instant::now();
+        let is_quiet = look.alive.is_empty() && !look.unsure;
+        empty = if is_quiet && !look.cleaners { empty + 1 } else { 0 };
+        if is_quiet && look.cleaners && tally.patience.begin(now) {
+            give_up = give_up.max(now + LONGEST);
+        } else if now >= give_up && look.cleaners && tally.patience.end() {
+            // The others do not end. These do.
+            give_up = now + LAST_MOMENT;
+        }
+        tally.acts_until = give_up + GRACE_OF_A_LOOK;
+        if empty == 2 || now >= give_up {
+            let stuck: Vec<i32> = if empty == 2 { Vec::new() } else { look.alive.into_iter().collect() };
             let ended = tally.ended.without(&stuck);
             return Outcome { ended, stuck: stuck.into_iter().map(tree::describe).collect() };
         }

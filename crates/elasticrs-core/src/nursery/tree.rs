@@ -11,9 +11,13 @@ use nix::sys::signal::{self, Signal};
 use nix::unistd::Pid;
 
 use super::protocol::Descendant;
-use crate::stat::Stat;
+use crate::stat::{START_TIME, Stat};
 use crate::sys::features::Features;
 use crate::sys::pidfd;
+
+/// Fields of `/proc/PID/stat`: signals, of which the lowest 31.
+const BLOCKED: usize = 32;
+const IGNORED: usize = 33;
 
 /// A process below the root of a listing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +35,8 @@ pub struct Status {
     pub state: char,
     /// The parent.
     pub parent: i32,
+    /// The process group.
+    pub group: i32,
     /// The session.
     pub session: i32,
     /// How many threads there are, those included that have ended and were not collected.
@@ -44,7 +50,13 @@ impl Status {
     }
 
     fn in_stat(stat: &Stat) -> Option<Self> {
-        Some(Self { state: stat.field(3)?, parent: stat.field(4)?, session: stat.field(6)?, threads: stat.field(20)? })
+        Some(Self {
+            state: stat.field(3)?,
+            parent: stat.field(4)?,
+            group: stat.field(5)?,
+            session: stat.field(6)?,
+            threads: stat.field(20)?,
+        })
     }
 
     /// It has ended, and waits for its parent to see it. While there is another thread, only the main one has ended
@@ -131,7 +143,7 @@ pub fn newest_pid() -> i32 {
 /// A descendant that can be signalled without hitting somebody else who got its pid.
 #[derive(Debug)]
 pub struct Target {
-    pid: i32,
+    pub(super) pid: i32,
     /// `None` for a child of this process, which holds its pid until it is reaped here.
     pidfd: Option<OwnedFd>,
     /// Read after the descriptor was opened.
@@ -159,6 +171,22 @@ impl Target {
     fn behind(pid: i32, pidfd: Option<OwnedFd>) -> Option<Self> {
         let stat = Stat::of(pid)?;
         Some(Self { pid, pidfd, status: Status::in_stat(&stat)?, stat })
+    }
+
+    /// The kernel's short name, at most 15 bytes.
+    pub fn name(&self) -> &str {
+        &self.stat.name
+    }
+
+    /// When it began, in ticks after the machine's start.
+    pub fn started(&self) -> Option<u64> {
+        self.stat.field(START_TIME)
+    }
+
+    /// True when this signal does nothing to it: it is ignored or blocked.
+    pub fn disregards(&self, signal: Signal) -> bool {
+        let has = |field| self.stat.field::<u64>(field).is_some_and(|signals| signals & 1 << (signal as i32 - 1) != 0);
+        has(BLOCKED) || has(IGNORED)
     }
 
     /// Sends a signal; a process that has ended meanwhile is passed over.
@@ -194,7 +222,7 @@ impl Ended {
     /// One more.
     pub fn add(&mut self, target: &Target) {
         if self.named.len() < Self::NAMED {
-            self.named.push(Descendant { pid: target.pid, command: target.stat.name.clone() });
+            self.named.push(Descendant { pid: target.pid, command: target.name().to_owned() });
         } else {
             self.others.insert(target.pid);
         }

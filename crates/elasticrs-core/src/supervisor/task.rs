@@ -20,7 +20,7 @@ use super::state::{Effect, End, Group, Input};
 use super::watch::{self, Watched};
 use crate::clock::Stamp;
 use crate::exit::WorkerExit;
-use crate::nursery::protocol::{PROTOCOL, Reply as FromLink, Request};
+use crate::nursery::protocol::{PROTOCOL, Reply as FromLink};
 use crate::nursery::token::Token;
 use crate::panics;
 use crate::signal::Signal;
@@ -29,6 +29,7 @@ use crate::sys::features::Features;
 use crate::timer::hang::Elsewhere;
 
 mod check;
+mod ending;
 pub(super) mod exits;
 mod guard;
 mod hang;
@@ -42,8 +43,6 @@ use watchdog::{Ring, Watchdog};
 
 /// How long `close` waits for a nursery to end what is left.
 const CLOSE_LIMIT: Duration = Duration::from_secs(35);
-/// How much longer than it was told to a sweep may take before the nursery itself counts as hung.
-const SWEEP_SLACK: Duration = Duration::from_secs(5);
 
 /// The body of the runtime thread.
 pub(super) fn run(
@@ -399,11 +398,7 @@ impl Task {
         while let Some(timer) = self.deadlines.expired(Instant::now()) {
             match timer {
                 Timer::Start => self.on_hung_start(),
-                Timer::Sweep => {
-                    if let Some(nursery) = &mut self.nursery {
-                        nursery.kill_hung();
-                    }
-                }
+                Timer::Sweep => self.on_overdue_sweep(),
                 Timer::Check => {
                     self.check();
                     self.look();
@@ -436,20 +431,6 @@ impl Task {
                 }
                 self.input(Input::NurseryLost(end));
             }
-        }
-    }
-
-    fn on_swept(&mut self, swept: Swept) {
-        self.deadlines.disarm(Timer::Sweep);
-        match &mut self.current {
-            Current::Idle => {}
-            Current::Starting(starting) => match starting.take_end() {
-                Ok(failure) => self.start_has_failed(failure),
-                Err((outcome, nursery)) => {
-                    self.tell_end(End { outcome, nursery, stuck_workers: Vec::new(), swept });
-                }
-            },
-            Current::Running(_) => self.input(Input::Swept(swept)),
         }
     }
 
@@ -506,29 +487,6 @@ impl Task {
             }
             Effect::Tell(event) => self.shared.queue.push(event),
             Effect::TellEnd(end) => self.tell_end(end),
-        }
-    }
-
-    fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
-        let millis = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
-        if let Some(nursery) = &mut self.nursery {
-            self.sweeps = self.sweeps.wrapping_add(1);
-            let (linger_ms, grace_ms, give_up_ms) = (millis(linger), millis(grace), millis(give_up));
-            let request = Request::Sweep { number: self.sweeps, linger_ms, grace_ms, give_up_ms };
-            nursery.send(&request, Vec::new());
-            let limit = linger.saturating_add(grace).saturating_add(give_up).saturating_add(SWEEP_SLACK);
-            self.deadlines.arm(Timer::Sweep, limit, Instant::now());
-        } else {
-            let members: &[Member] = match &self.current {
-                Current::Running(running) => &running.members,
-                Current::Idle | Current::Starting(_) => &[],
-            };
-            let pids = |adopted| members.iter().filter(|m| m.adopted == adopted).map(|m| m.pid).collect::<Vec<_>>();
-            let (adopted, sessions) = (pids(true), pids(false));
-            let (token, owns_process) = (self.token, self.config.owns_process);
-            self.own_sweep = Some(tokio::task::spawn_blocking(move || {
-                watch::sweep_after_loss(token, owns_process, &adopted, &sessions, give_up)
-            }));
         }
     }
 

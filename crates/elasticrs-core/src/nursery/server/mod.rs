@@ -64,7 +64,7 @@ struct Nursery {
     workers: BTreeSet<i32>,
     /// The sessions of all workers since the last sweep, those that have ended included.
     sessions: BTreeSet<i32>,
-    /// What is still to be sent to the groups of workers that have ended.
+    /// What is still to be sent to groups, to each process by itself.
     left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
     /// A start that came while a sweep runs, which would end the worker. What comes after it is not read meanwhile.
@@ -226,16 +226,14 @@ impl Nursery {
                         return Served::Leave;
                     }
                 }
-                Ok(None) => {
-                    self.signal_left_groups();
-                    break;
-                }
+                Ok(None) => break,
                 Err(_) => {
                     self.lose_agent();
                     return Served::GoOn;
                 }
             }
         }
+        self.signal_left_groups();
         if self.link.flush().is_err() {
             self.lose_agent();
         }
@@ -273,7 +271,13 @@ impl Nursery {
         let Some(mut sweep) = self.sweep.take() else { return Served::GoOn };
         let has_children = self.reap();
         match sweep.step(self, has_children) {
-            Verdict::GoOn => self.sweep = Some(sweep),
+            Verdict::GoOn => {
+                if self.orphaned && sweep.is_quiet() {
+                    // Cleaners are no workers: who waits for the end of this node's need not wait for them.
+                    self.held = None;
+                }
+                self.sweep = Some(sweep);
+            }
             Verdict::Over { stuck, spared } => {
                 if self.orphaned {
                     return Served::Leave;

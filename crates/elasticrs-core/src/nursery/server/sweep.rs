@@ -1,7 +1,7 @@
 //! Ending all descendants until none is left.
 //!
 //! Each step reaps, looks at who is there, and signals by the phase: nobody while lingering, SIGTERM once to each
-//! during the grace, SIGKILL after it. The only proof of the end is `ECHILD`. Where exempt processes keep it away, two
+//! during the grace, SIGKILL after it. [Cleaners](crate::nursery::cleaner) come last. The only proof of the end is `ECHILD`. Where exempt processes keep it away, two
 //! looks in a row that find nobody else take its place.
 
 use std::collections::BTreeSet;
@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::Nursery;
+use crate::nursery::cleaner::{LAST_MOMENT, LONGEST, Patience};
 use crate::nursery::protocol::Descendant;
 use crate::nursery::token::Token;
 use crate::nursery::tree::{self, Ended, Listed, Status, Target};
@@ -55,7 +56,10 @@ pub(super) struct Sweep {
     termed: BTreeSet<i32>,
     killed: BTreeSet<i32>,
     ended: Ended,
-    looks_without_others: u8,
+    /// With cleaners, when nobody else is left.
+    patience: Patience,
+    /// So many looks in a row have found nobody but cleaners and exempt processes.
+    quiet_looks: u8,
     pause: Duration,
 }
 
@@ -64,6 +68,8 @@ pub(super) struct Sweep {
 struct Look {
     others: Vec<Listed>,
     exempt: Vec<i32>,
+    /// Somebody is spared who cleans up.
+    cleaners: bool,
     /// Somebody ended meanwhile, and may have left children to us that were not seen. A zombie that waits for another
     /// parent than us left them already.
     unsure: bool,
@@ -79,7 +85,8 @@ impl Sweep {
             termed: BTreeSet::new(),
             killed: BTreeSet::new(),
             ended,
-            looks_without_others: 0,
+            patience: Patience::default(),
+            quiet_looks: 0,
             pause: Duration::ZERO,
         }
     }
@@ -106,6 +113,11 @@ impl Sweep {
         (self.number, self.ended.without(&stuck))
     }
 
+    /// Nobody but those who clean up is left.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.quiet_looks >= 2
+    }
+
     pub(super) fn step(&mut self, nursery: &Nursery, has_children: bool) -> Verdict {
         if !has_children {
             return Verdict::Over { stuck: Vec::new(), spared: Vec::new() };
@@ -116,10 +128,20 @@ impl Sweep {
             now if now < self.deadlines.kill => Some(Signal::SIGTERM),
             _ => Some(Signal::SIGKILL),
         };
-        let look = self.look(nursery, signal);
-        let only_exempt = look.others.is_empty() && !look.unsure && !look.exempt.is_empty();
-        self.looks_without_others = if only_exempt { self.looks_without_others + 1 } else { 0 };
-        if self.looks_without_others >= 2 || now >= self.deadlines.give_up {
+        let look = self.look(nursery, signal, now);
+        let is_quiet = look.others.is_empty() && !look.unsure;
+        self.quiet_looks = if is_quiet { self.quiet_looks.saturating_add(1) } else { 0 };
+        if is_quiet && look.cleaners && self.patience.begin(now) {
+            self.deadlines.give_up = self.deadlines.give_up.max(now + LONGEST);
+        }
+        if now >= self.deadlines.give_up && look.cleaners && self.patience.end() {
+            // The others do not end. These do.
+            self.deadlines.give_up = now + LAST_MOMENT;
+            self.pause = Duration::ZERO;
+            return Verdict::GoOn;
+        }
+        let only_exempt = self.is_quiet() && !look.cleaners && !look.exempt.is_empty();
+        if only_exempt || now >= self.deadlines.give_up {
             let describe = |pids: Vec<i32>| pids.into_iter().map(tree::describe).collect();
             let stuck = look.others.iter().map(|listed| listed.pid).collect();
             return Verdict::Over { stuck: describe(stuck), spared: describe(look.exempt) };
@@ -134,7 +156,7 @@ impl Sweep {
     }
 
     /// Looks at all descendants, and signals those that are due.
-    fn look(&mut self, nursery: &Nursery, signal: Option<Signal>) -> Look {
+    fn look(&mut self, nursery: &Nursery, signal: Option<Signal>, now: Instant) -> Look {
         let mut look = Look::default();
         for listed in tree::descendants(nursery.pid, &[]) {
             let Some(target) = Target::open(nursery.pid, listed) else {
@@ -147,6 +169,10 @@ impl Sweep {
             }
             if nursery.is_exempt(listed.pid, target.status) {
                 look.exempt.push(listed.pid);
+                continue;
+            }
+            if !nursery.workers.contains(&listed.pid) && self.patience.spares(&target, now) {
+                look.cleaners = true;
                 continue;
             }
             look.others.push(listed);

@@ -1,10 +1,12 @@
 //! How the members of the group are taken in, and how signals reach them.
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use nix::unistd::{Pid, getpgid};
 
 use super::{Current, Member, Task};
+use crate::nursery::cleaner;
 use crate::nursery::protocol::Request;
 use crate::signal::Signal;
 use crate::spec::StopScope;
@@ -12,6 +14,19 @@ use crate::supervisor::handle::{Adopted, SupervisorError};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::sys::pidfd;
+
+impl Member {
+    /// What it has started, but for those that clean up after it. The nursery has no part in it.
+    fn kill_rest_of_group(&self) {
+        let rest = cleaner::others_in_groups(self.pid, |group| group == self.pid);
+        // A member that has ended meanwhile may have left its pid to somebody else.
+        if watch::ended(&[self.pidfd.as_fd()]) == [false] {
+            for target in rest {
+                target.signal(nix::sys::signal::Signal::SIGKILL);
+            }
+        }
+    }
+}
 
 impl Task {
     pub(super) fn adopt(&mut self, adopted: Adopted) -> Result<(), SupervisorError> {
@@ -36,9 +51,18 @@ impl Task {
     pub(super) fn signal(&mut self, pid: i32, to: StopScope, signal: Signal) {
         let Current::Running(running) = &self.current else { return };
         let Some(member) = running.members.iter().find(|m| m.pid == pid) else { return };
+        if signal == Signal::KILL && to == StopScope::Group && member.adopted && member.leads_a_group {
+            member.kill_rest_of_group();
+        }
         // ESRCH: it is gone, which is fine. Any other refusal (a set-uid worker) shows as a worker that does not end, which
         // is reported by name.
         let _ = if to == StopScope::Worker || !member.leads_a_group {
+            pidfd::send_signal(&member.pidfd, signal.number())
+        } else if signal == Signal::KILL {
+            if let (false, Some(nursery)) = (member.adopted, &mut self.nursery) {
+                // For the rest of its group.
+                nursery.send(&Request::SignalGroup { pid, signal: signal.number() }, Vec::new());
+            }
             pidfd::send_signal(&member.pidfd, signal.number())
         } else if self.features.pidfd_group_signal {
             pidfd::send_group_signal(&member.pidfd, signal.number())

@@ -1,0 +1,63 @@
+//! The sweep of what the members of a group leave.
+
+use std::time::{Duration, Instant};
+
+use super::{Current, Member, Task};
+use crate::nursery::protocol::Request;
+use crate::supervisor::deadlines::Timer;
+use crate::supervisor::event::{Event, Swept};
+use crate::supervisor::state::{End, Input};
+use crate::supervisor::watch;
+
+/// How much longer than it was told to a sweep may take before whoever carries it out counts as hung.
+const SWEEP_SLACK: Duration = Duration::from_secs(5);
+
+impl Task {
+    pub(super) fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
+        let millis = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
+        if let Some(nursery) = &mut self.nursery {
+            self.sweeps = self.sweeps.wrapping_add(1);
+            let (linger_ms, grace_ms, give_up_ms) = (millis(linger), millis(grace), millis(give_up));
+            let request = Request::Sweep { number: self.sweeps, linger_ms, grace_ms, give_up_ms };
+            nursery.send(&request, Vec::new());
+        } else {
+            let members: &[Member] = match &self.current {
+                Current::Running(running) => &running.members,
+                Current::Idle | Current::Starting(_) => &[],
+            };
+            let pids = |adopted| members.iter().filter(|m| m.adopted == adopted).map(|m| m.pid).collect::<Vec<_>>();
+            let (adopted, sessions) = (pids(true), pids(false));
+            let (token, owns_process) = (self.token, self.config.owns_process);
+            self.own_sweep = Some(tokio::task::spawn_blocking(move || {
+                watch::sweep_after_loss(token, owns_process, &adopted, &sessions, give_up)
+            }));
+        }
+        let limit = linger.saturating_add(grace).saturating_add(give_up).saturating_add(SWEEP_SLACK);
+        self.deadlines.arm(Timer::Sweep, limit, Instant::now());
+    }
+
+    /// Whoever sweeps does not answer.
+    pub(super) fn on_overdue_sweep(&mut self) {
+        if let Some(nursery) = &mut self.nursery {
+            nursery.kill_hung();
+        } else if self.own_sweep.take().is_some() {
+            let message = "what the lost nursery has left could not be ended: a look at the processes does not end";
+            self.shared.queue.push(Event::Degraded { message: message.to_owned() });
+            self.on_swept(Swept::default());
+        }
+    }
+
+    pub(super) fn on_swept(&mut self, swept: Swept) {
+        self.deadlines.disarm(Timer::Sweep);
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => match starting.take_end() {
+                Ok(failure) => self.start_has_failed(failure),
+                Err((outcome, nursery)) => {
+                    self.tell_end(End { outcome, nursery, stuck_workers: Vec::new(), swept });
+                }
+            },
+            Current::Running(_) => self.input(Input::Swept(swept)),
+        }
+    }
+}

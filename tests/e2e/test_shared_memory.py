@@ -1,0 +1,123 @@
+"""Whatever ends an attempt: what its workers had in shared memory is unlinked by those whose task that is.
+
+``/dev/shm`` is a file system of its own, so small that a few attempts which leave something would fill it.
+"""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import procs
+
+WORKER = Path(__file__).resolve().parent.parent / "workers" / "sharing.py"
+PAIR = ("--nproc-per-node=2", "--shutdown-timeout=0.2")
+METHODS = pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+
+pytestmark = [pytest.mark.privileged]
+
+
+class OwnShm:
+    """A ``/dev/shm`` of 24 MiB, as long as this object has not been closed."""
+
+    def __init__(self) -> None:
+        setup = "mount -t tmpfs -o size=24m tmpfs /dev/shm && echo && exec cat"
+        self._holder = subprocess.Popen(
+            ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", setup],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        procs.bystanders.add(self._holder.pid)
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.read(1) == b"\n", "cannot mount here"
+
+    def prefix(self, folder: Path) -> tuple[str, ...]:
+        return ("nsenter", f"--mount=/proc/{self._holder.pid}/ns/mnt", f"--wd={folder}", "--")
+
+    def names(self) -> list[str]:
+        return os.listdir(Path(f"/proc/{self._holder.pid}", "root", "dev", "shm"))
+
+    def close(self) -> None:
+        self._holder.communicate()
+        procs.bystanders.discard(self._holder.pid)
+
+
+@pytest.fixture
+def shm():
+    own = OwnShm()
+    yield own
+    own.close()
+
+
+@pytest.fixture
+def job(launch, shm, tmp_path):
+    def start(word, *options, method="spawn", torch=()):
+        how = () if method == "spawn" else ("--run-path", f"--start-method={method}")
+        return launch(*PAIR, *options, *how, WORKER, word, *torch, prefix=shm.prefix(tmp_path))
+
+    return start
+
+
+def assert_nothing_is_left(shm, method="spawn"):
+    if method == "forkserver":
+        # All of its functions use the tracker of the program, which ends after that.
+        procs.reap_adopted()
+    assert shm.names() == []
+
+
+@METHODS
+@pytest.mark.parametrize("how", ["fail", "die"])
+def test_no_attempt_leaves_anything(job, shm, how, method):
+    attempts = 2 if method == "forkserver" else 6
+    launched = job(how, f"--max-restarts={attempts - 1}", method=method)
+    assert launched.wait() == 1
+    assert launched.stdout.count("HELD 1 ") == attempts, launched.stderr
+    assert_nothing_is_left(shm, method)
+
+
+@METHODS
+@pytest.mark.parametrize("how", ["wait", "ignore"])
+def test_a_stop_leaves_nothing(job, shm, how, method):
+    launched = job(how, method=method)
+    launched.wait_for_lines("HELD", 2)
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    assert_nothing_is_left(shm, method)
+
+
+@METHODS
+def test_a_second_request_leaves_nothing(job, shm, method):
+    launched = job("ignore", "--shutdown-timeout=60", method=method)
+    launched.wait_for_lines("HELD", 2)
+    launched.insist(signal.SIGTERM)
+    assert launched.wait() == 1
+    assert_nothing_is_left(shm, method)
+
+
+@METHODS
+def test_an_agent_that_is_killed_leaves_nothing(job, shm, method):
+    launched = job("wait", method=method)
+    launched.wait_for_lines("HELD", 2)
+    launched.signal(signal.SIGKILL)
+    procs.reap_adopted(keep=[launched.pid])
+    launched.wait()
+    assert shm.names() == []
+
+
+def test_a_nursery_that_is_killed_leaves_nothing(job, shm):
+    launched = job("wait")
+    launched.wait_for_lines("HELD", 2)
+    [nursery] = [each.pid for each in launched.descendants() if each.command.startswith("worker-nursery")]
+    os.kill(nursery, signal.SIGKILL)
+    assert launched.wait() == 1
+    assert_nothing_is_left(shm)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("strategy", ["file_system", "file_descriptor"])
+def test_what_torch_shares_is_unlinked(job, shm, strategy):
+    launched = job("die", "--max-restarts=2", torch=(strategy,))
+    assert launched.wait() == 1
+    assert launched.stdout.count("HELD 1 ") == 3, launched.stderr
+    assert_nothing_is_left(shm)
