@@ -136,7 +136,7 @@ impl Supervisor {
     #[pyo3(signature = (error_files, limit=None))]
     fn watch_exits(&self, py: Python<'_>, error_files: Vec<PathBuf>, limit: Option<f64>) -> PyResult<()> {
         let limit = limit.map(|seconds| duration(seconds, "the limit")).transpose()?;
-        Ok(py.detach(|| self.inner.watch_exits(&error_files, limit)).map_err(Error)?)
+        Ok(py.detach(move || self.inner.watch_exits(&error_files, limit)).map_err(Error)?)
     }
 
     fn heartbeats(&self, py: Python<'_>) -> PyResult<Vec<Heartbeat>> {
