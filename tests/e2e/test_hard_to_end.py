@@ -1,6 +1,9 @@
 """Processes that look as if they had ended, or that nobody can end."""
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from helpers import procs
@@ -27,7 +30,7 @@ def test_a_process_without_its_main_thread_is_ended_after_success(launch, worker
     launched = launch("--linger=0", worker_script(HEADLESS), "0")
     left = headless(launched)
     assert launched.wait() == 0
-    assert f"ended what the workers left behind: {left} (" in launched.stderr
+    assert f"{left} (" in launched.stderr
     procs.assert_gone([left])
 
 
@@ -46,3 +49,59 @@ def test_a_process_without_its_main_thread_ends_with_a_killed_launcher(launch, w
     launched.wait()
     procs.assert_gone([left])
     procs.reap_adopted()
+
+
+TRACER = """
+import ctypes, signal, sys
+PTRACE_SEIZE = 0x4206
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.ptrace(PTRACE_SEIZE, int(sys.argv[1]), None, int(sys.argv[2])) == 0, ctypes.get_errno()
+print("TRACES", flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def trace():
+    """Starts a tracer of this process, which never waits for it; killed at the end, which lets it go."""
+    tracers = []
+
+    def start(pid, options=0):
+        command = [sys.executable, "-c", TRACER, str(pid), str(options)]
+        tracers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        procs.bystanders.add(tracers[-1].pid)
+        assert tracers[-1].stdout.readline() == b"TRACES\n"
+        return tracers[-1].pid
+
+    yield start
+    for tracer in tracers:
+        with tracer:
+            tracer.kill()
+        procs.bystanders.discard(tracer.pid)
+    # What they held falls to us only now.
+    procs.reap_adopted()
+
+
+TRACED = """
+    import os, sys
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    os.write(1, b"ATTEMPT %d PID %d\\n" % (attempt, os.getpid()))
+    if attempt == 0:
+        open(sys.argv[1]).read()
+    os._exit(0 if attempt else int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_a_tracer_does_not_let_go_has_ended(launch, worker_script, trace, tmp_path, code):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    launched = launch("--max-restarts=1", worker_script(TRACED), fifo, str(code))
+    pid = int(launched.wait_for_line(r"ATTEMPT 0 PID (\d+)")[1])
+    tracer = trace(pid)
+    os.close(os.open(fifo, os.O_WRONLY))
+    assert launched.wait() == 0, launched.stderr
+    assert f"(pid {pid}) has ended" in launched.stderr
+    assert f"(pid {tracer}) traces it" in launched.stderr
+    assert "hung" not in launched.stderr
+    assert ("ATTEMPT 1" in launched.stdout) == (code != 0)

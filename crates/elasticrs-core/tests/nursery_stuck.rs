@@ -73,7 +73,7 @@ fn so_does_an_agent_that_has_adopted_them() {
     let Some(mut hung) = Hung::start() else { return };
     hung.client.kill();
     let sweep = |hung: &Hung, give_up| sweep_children_of_self(&[], &[hung.worker.pid], give_up);
-    let Outcome { ended, stuck } = sweep(&hung, GIVE_UP);
+    let Outcome { ended, stuck, .. } = sweep(&hung, GIVE_UP);
     hung.check(&ended.named, &stuck);
     let stuck = hung.stuck;
     drop(hung.file);
@@ -84,7 +84,7 @@ fn so_does_an_agent_that_has_adopted_them() {
 #[test]
 fn so_does_one_that_finds_them_by_their_token() {
     let Some(mut hung) = Hung::start() else { return };
-    let Outcome { ended, stuck } = kill_by_token(hung.client.nursery.token, GIVE_UP);
+    let Outcome { ended, stuck, .. } = kill_by_token(hung.client.nursery.token, GIVE_UP);
     hung.check(&ended.named, &stuck);
     drop(hung.file);
     hung.client.reap();

@@ -8,8 +8,10 @@ use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::protocol::{Reply, Request};
 use elasticrs_core::spec::PassedFd;
 use elasticrs_core::stat::Stat;
-use elasticrs_core::sys::pidfd;
+use elasticrs_core::sys::{pidfd, wait};
 use elasticrs_testkit::{is_running, wait_for_end, wait_readable};
+use nix::sys::ptrace;
+use nix::unistd::Pid;
 
 const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
 
@@ -69,6 +71,23 @@ fn a_process_whose_main_thread_has_ended_is_ended_as_any_other() {
     assert_eq!((swept.pids(), swept.stuck.len()), (vec![headless], 0), "{swept:?}");
     wait_for_end(headless);
     assert_eq!(client.exit_of(worker.pid).0, KILLED);
+}
+
+#[test]
+fn what_a_tracer_does_not_let_go_is_told_and_waited_for_once() {
+    let mut client = Client::start();
+    let (worker, lines) = client.spawn_ready(&["daemonise"]);
+    let traced = Pid::from_raw(lines.said[0].parse().unwrap());
+    ptrace::seize(traced, ptrace::Options::empty()).unwrap();
+    for _ in 0..2 {
+        let swept = client.sweep(0, 0);
+        assert_eq!((&swept.held[..], swept.stuck.len()), (&[traced.as_raw()][..], 0), "{swept:?}");
+    }
+    client.exit_of(worker.pid);
+    // As its tracer we see its end, and then the nursery does.
+    wait::reap(traced.as_raw());
+    let swept = client.sweep(0, 0);
+    assert!(swept.held.is_empty() && swept.stuck.is_empty(), "{swept:?}");
 }
 
 #[test]

@@ -7,13 +7,14 @@ use std::io::{self, BufRead, Write};
 use std::time::{Duration, Instant};
 
 use common::groups::{HANG, KILL, KILLED, TERM, close, event, group, run, supervisor, telling_group};
-use common::{image, process, worker};
+use common::{image, pipe, process, worker};
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::nursery::protocol::Stage;
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, Stdio, StopPolicy};
+use elasticrs_core::spec::{Descendants, PassedFd, Stdio, StopPolicy};
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
+use elasticrs_core::sys::wait::{Waited, any_child};
 use elasticrs_testkit::assert_no_children;
 
 const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
@@ -204,6 +205,63 @@ fn a_nursery_that_does_not_wake_up_is_killed_and_said_to_have_hung() {
         panic!("{end:?}");
     };
     close(supervisor);
+}
+
+#[test]
+fn a_nursery_that_cannot_die_is_left_behind_and_said_so() {
+    use nix::sys::ptrace;
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["daemonise"]]);
+    // As in a frozen control group: SIGKILL has no effect until we say so.
+    let nursery = nix::unistd::Pid::from_raw(supervisor.nursery_pid().unwrap());
+    ptrace::seize(nursery, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
+    ptrace::interrupt(nursery).unwrap();
+    kill(pids[0], libc::SIGKILL);
+    let told = event(&supervisor);
+    let Event::Degraded { message } = told else { panic!("it is told first: {told:?}") };
+    assert!(message.contains(&format!("the nursery (pid {nursery}) does not end")), "{message}");
+    let (exits, end) = until_end(&supervisor);
+    assert_eq!(exits.len(), 2);
+    let Event::GroupEnded { outcome: Outcome::Lost, nursery: Some(lost), swept, .. } = end else { panic!("{end:?}") };
+    assert_eq!((lost, swept.ended.len()), (NurseryEnd { exit: WorkerExit::Unknown, hung: false }, 1));
+    assert!(swept.stuck.iter().any(|stuck| stuck.pid == nursery.as_raw()), "{swept:?}");
+
+    supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
+    assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Succeeded, "with another nursery");
+    ptrace::cont(nursery, None).unwrap();
+    elasticrs_testkit::wait_for_end(nursery.as_raw());
+    supervisor.close(false).unwrap();
+    while let Waited::Changed { .. } = any_child() {}
+    close(supervisor);
+}
+
+#[test]
+fn a_worker_that_a_tracer_does_not_let_go_has_ended_as_it_did_and_the_nursery_has_not_hung() {
+    use nix::sys::ptrace;
+    for (code, expected) in [(0, Outcome::Succeeded), (3, Outcome::Failed)] {
+        let supervisor = supervisor();
+        let (mut spec, mut lines) = telling_group(&[&[]]);
+        let (told_to_end, tell) = pipe();
+        let script = format!("echo READY; read x <&9; exit {code}");
+        spec.processes[0].argv = ["sh", "-c", &script].map(Into::into).into();
+        spec.processes[0].pass_fds.push(PassedFd { source: 1, target: 9 });
+        spec.descriptors.push(told_to_end);
+        supervisor.start(spec).unwrap();
+        let Event::GroupStarted { pids, .. } = event(&supervisor) else { panic!("it starts") };
+        lines.until_ready();
+        ptrace::seize(nix::unistd::Pid::from_raw(pids[0]), ptrace::Options::empty()).unwrap();
+        drop(tell);
+        let told = event(&supervisor);
+        let Event::Degraded { message } = told else { panic!("the tracer is named first: {told:?}") };
+        assert!(message.contains(&format!("(pid {})", pids[0])) && message.contains("traces it"), "{message}");
+        let (exits, end) = until_end(&supervisor);
+        assert_eq!(exits, [(0, WorkerExit::Exited { code }, None)]);
+        let Event::GroupEnded { outcome, nursery: None, ref swept, .. } = end else { panic!("{end:?}") };
+        assert_eq!((outcome, &swept.held[..]), (expected, &pids[..]));
+        supervisor.close(false).unwrap();
+        elasticrs_core::sys::wait::reap(pids[0]);
+        close(supervisor);
+    }
 }
 
 #[test]

@@ -168,6 +168,7 @@ class Agent:
                     supervisor.close(
                         keep_descendants=self._job.linger is None and self._result.exit_code == 0
                     )
+                    self._hear_out(supervisor)
             finally:
                 try:
                     self._workers.close()
@@ -238,6 +239,10 @@ class Agent:
                 f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
             )
         # What was wrong with the files is often found by the last look at them.
+        self._hear_out(supervisor)
+
+    def _hear_out(self, supervisor: _core.Supervisor) -> None:
+        """What the supervisor has still to say."""
         while (event := supervisor.next_event(0.0)) is not None:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _TRANSLATORS[type(event)](self, supervisor, event)

@@ -23,6 +23,7 @@
 //! | [`server`] | the nursery's program |
 //! | [`launch`] | the agent: starting a nursery |
 //! | [`sweep`] | the agent: what to do when the nursery itself was lost |
+//! | [`held`] | both: who has ended and is held by a tracer |
 //! | [`fence`] | both: the deadline that they share |
 //! | [`start`] | both: what the nursery is told at its start |
 //! | [`token`], [`tree`] | both: who descends from whom |
@@ -30,6 +31,7 @@
 
 pub mod cleaner;
 pub mod fence;
+pub mod held;
 #[cfg(feature = "agent")]
 pub mod launch;
 pub mod link;

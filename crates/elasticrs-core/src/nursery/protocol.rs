@@ -12,7 +12,7 @@ use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 
 /// Changes with every change of this file.
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
@@ -160,6 +160,8 @@ pub enum Reply {
         stuck: Vec<Descendant>,
         /// Descendants that were spared: in a session of their own, with the token reset.
         spared: Vec<Descendant>,
+        /// Descendants, workers included, that have ended and that a tracer does not let go.
+        held: Vec<i32>,
     },
 }
 

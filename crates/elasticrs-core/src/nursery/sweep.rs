@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::cleaner::{LAST_MOMENT, LONGEST, Patience};
+use super::held;
 use super::protocol::Descendant;
 use super::token::Token;
 use super::tree::{self, Ended, Listed, Target};
-use crate::sys::wait;
+use crate::sys::wait::{self, Waited};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
 /// A process that forks, exits and goes on in its child is always among the newest: those are looked at first, and
@@ -30,6 +31,8 @@ pub struct Outcome {
     pub ended: Ended,
     /// Who was not gone after `give_up`.
     pub stuck: Vec<Descendant>,
+    /// Children that have ended and that a tracer does not let go.
+    pub held: Vec<i32>,
 }
 
 /// One look at the processes that may have to go.
@@ -38,6 +41,8 @@ struct Look {
     alive: BTreeSet<i32>,
     /// Somebody is spared who cleans up.
     cleaners: bool,
+    /// Children that have ended and that cannot be collected.
+    held: Vec<i32>,
     /// Somebody vanished while we looked, and may have left children that were not seen.
     unsure: bool,
 }
@@ -81,11 +86,13 @@ pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration)
             if Token::of(pid).is_none() && !workers.contains(&target.status.session) {
                 continue;
             }
-            if !target.status.has_ended() {
+            if !tree::has_died(pid, target.status) {
                 look.kill(pid, &target, ended);
             } else if parent == me {
-                wait::try_reap(pid);
-                look.unsure = true;
+                match wait::try_reap(pid) {
+                    Waited::Pending => look.held.push(pid),
+                    Waited::Changed { .. } | Waited::NoChildren => look.unsure = true,
+                }
             }
         }
         look
@@ -100,7 +107,7 @@ impl Look {
         // The token is read again behind the descriptor: the pid may have changed its owner.
         match Target::open_any(pid) {
             Some(target) if Token::of(pid) == Some(token) => {
-                if !target.status.has_ended() {
+                if !tree::has_died(pid, target.status) {
                     self.kill(pid, &target, ended);
                 }
             }
@@ -141,13 +148,16 @@ fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcom
     let (seen, ended, patience) = (BTreeSet::new(), Ended::default(), Patience::default());
     let mut tally = Tally { seen, ended, patience, acts_until: give_up + GRACE_OF_A_LOOK };
     let mut empty = 0;
+    let mut held_since: Option<Instant> = None;
     let mut pause = FIRST_PAUSE;
     loop {
         let known = tally.seen.len();
         let look = look(&mut tally);
         let now = Instant::now();
         let is_quiet = look.alive.is_empty() && !look.unsure;
-        empty = if is_quiet && !look.cleaners { empty + 1 } else { 0 };
+        let is_over = is_quiet && !look.cleaners;
+        empty = if is_over && look.held.is_empty() { empty + 1 } else { 0 };
+        held_since = is_over.then(|| held_since.unwrap_or(now));
         if is_quiet && look.cleaners && tally.patience.begin(now) {
             give_up = give_up.max(now + LONGEST);
         } else if now >= give_up && look.cleaners && tally.patience.end() {
@@ -155,10 +165,11 @@ fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcom
             give_up = now + LAST_MOMENT;
         }
         tally.acts_until = give_up + GRACE_OF_A_LOOK;
-        if empty == 2 || now >= give_up {
-            let stuck: Vec<i32> = if empty == 2 { Vec::new() } else { look.alive.into_iter().collect() };
+        let is_over = empty == 2 || held_since.is_some_and(|since| now >= since + held::LIMIT);
+        if is_over || now >= give_up {
+            let stuck: Vec<i32> = if is_over { Vec::new() } else { look.alive.into_iter().collect() };
             let ended = tally.ended.without(&stuck);
-            return Outcome { ended, stuck: stuck.into_iter().map(tree::describe).collect() };
+            return Outcome { ended, stuck: stuck.into_iter().map(tree::describe).collect(), held: look.held };
         }
         // Whoever forks faster than we look must be looked at again at once; nobody tells us when the others end.
         if empty == 0 && tally.seen.len() == known {

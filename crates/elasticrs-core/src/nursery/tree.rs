@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 
 use nix::errno::Errno;
 use nix::sys::signal::{self, Signal};
@@ -49,7 +50,7 @@ impl Status {
         Self::in_stat(&Stat::of(pid)?)
     }
 
-    fn in_stat(stat: &Stat) -> Option<Self> {
+    pub(super) fn in_stat(stat: &Stat) -> Option<Self> {
         Some(Self {
             state: stat.field(3)?,
             parent: stat.field(4)?,
@@ -64,6 +65,15 @@ impl Status {
     pub fn has_ended(self) -> bool {
         matches!(self.state, 'Z' | 'X') && self.threads <= 1
     }
+}
+
+/// As [`Status::has_ended`], or all of its threads have ended and a tracer has not collected them.
+pub fn has_died(pid: i32, status: Status) -> bool {
+    let has_ended = |thread: &Path| Stat::in_folder(thread).is_none_or(|stat| matches!(stat.field(3), Some('Z' | 'X')));
+    status.has_ended()
+        || matches!(status.state, 'Z')
+            && fs::read_dir(format!("/proc/{pid}/task"))
+                .is_ok_and(|threads| threads.flatten().all(|thread| has_ended(&thread.path())))
 }
 
 /// All processes below `root`, parents before their children, without those in `except` and what is below them.

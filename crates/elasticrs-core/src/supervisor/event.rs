@@ -237,6 +237,8 @@ pub struct Swept {
     pub stuck: Vec<Descendant>,
     /// Those that were left alone.
     pub spared: Vec<Descendant>,
+    /// Those that have ended and that a tracer does not let go; each is told as [`Event::Degraded`], too.
+    pub held: Vec<i32>,
 }
 
 impl Swept {
@@ -244,7 +246,7 @@ impl Swept {
     pub(super) fn follow_up(&mut self, later: Self) {
         self.ended.extend(later.ended);
         self.more += later.more;
-        (self.stuck, self.spared) = (later.stuck, later.spared);
+        (self.stuck, self.spared, self.held) = (later.stuck, later.spared, later.held);
     }
 }
 

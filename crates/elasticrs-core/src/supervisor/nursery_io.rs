@@ -2,7 +2,7 @@
 
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use tokio::io::Interest;
@@ -23,7 +23,12 @@ pub(super) enum FromNursery {
     Reply(Reply, Vec<OwnedFd>),
     /// It has ended, and all that it had said before was handed out.
     Died(WorkerExit),
+    /// It does not end after SIGKILL: its control group is frozen, or it hangs in the kernel.
+    GivenUp,
 }
+
+/// How long a nursery may take to die. It is small, so this is for a machine that is very busy.
+const DEATH_LIMIT: Duration = Duration::from_secs(5);
 
 /// A running nursery.
 #[derive(Debug)]
@@ -35,6 +40,8 @@ pub(super) struct Nursery {
     stages: OwnedFd,
     link_is_open: bool,
     has_died: bool,
+    /// Since when it is to be dead.
+    ending: Option<Instant>,
     /// It was killed because it hung.
     pub(super) hung: bool,
 }
@@ -50,6 +57,7 @@ impl Nursery {
             stages,
             link_is_open: true,
             has_died: false,
+            ending: None,
             hung: false,
         })
     }
@@ -73,7 +81,8 @@ impl Nursery {
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGCONT);
     }
 
-    pub(super) fn kill(&self) {
+    pub(super) fn kill(&mut self) {
+        self.ending.get_or_insert_with(Instant::now);
         // The only error is ESRCH: it has ended already, which is what was wanted.
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
     }
@@ -101,9 +110,10 @@ impl Nursery {
                     if end.is_err_and(|error| error.kind() != ErrorKind::UnexpectedEof) {
                         self.give_up();
                     }
-                    return FromNursery::Died(self.wait_for_end().await);
+                    return self.wait_for_end().await;
                 }
             }
+            let ending = self.ending;
             let wants_to_write = self.link.get_ref().has_unsent();
             // Readiness is cleared before the next read: a frame that comes in between sets it anew.
             // An error of it means that the runtime shuts down, and then nobody waits for this future either.
@@ -117,12 +127,14 @@ impl Nursery {
                     }
                 }
                 _ = self.pidfd.readable() => self.has_died = true,
+                () = death_limit(ending), if ending.is_some() => return FromNursery::GivenUp,
             }
         }
     }
 
-    /// Tells it to leave what is there alone, or hangs up, which makes it end everything; waits until it is gone.
-    pub(super) async fn end(mut self, leave: bool, limit: Duration) {
+    /// Tells it to leave what is there alone, or hangs up, which makes it end everything; waits until it is gone, and says
+    /// whether it is.
+    pub(super) async fn end(mut self, leave: bool, limit: Duration) -> bool {
         if leave {
             self.send(&Request::Leave, Vec::new());
         }
@@ -131,16 +143,30 @@ impl Nursery {
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);
-            let _ = pidfd.readable().await;
+            if tokio::time::timeout(DEATH_LIMIT, pidfd.readable()).await.is_err() {
+                return false;
+            }
         }
         exit_of(pidfd.get_ref());
+        true
     }
 
-    async fn wait_for_end(&mut self) -> WorkerExit {
+    async fn wait_for_end(&mut self) -> FromNursery {
         // The stream ends a moment before the process does.
-        let _ = self.pidfd.readable().await;
-        exit_of(self.pidfd.get_ref())
+        let ending = *self.ending.get_or_insert_with(Instant::now);
+        tokio::select! {
+            biased;
+            _ = self.pidfd.readable() => FromNursery::Died(exit_of(self.pidfd.get_ref())),
+            () = death_limit(Some(ending)) => {
+                self.kill();
+                FromNursery::GivenUp
+            }
+        }
     }
+}
+
+async fn death_limit(ending: Option<Instant>) {
+    tokio::time::sleep_until((ending.unwrap_or_else(Instant::now) + DEATH_LIMIT).into()).await;
 }
 
 /// Reaps a child of ours; unknown when somebody else has.

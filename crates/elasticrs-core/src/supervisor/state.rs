@@ -17,7 +17,7 @@ pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
 /// From SIGTERM to SIGKILL for descendants that outstayed `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
 /// The sweep's own limit when workers were given up already: their descendants will not end either.
-const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
+pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 
 /// What happened to the group.
 #[derive(Debug, Clone, PartialEq, Eq)]

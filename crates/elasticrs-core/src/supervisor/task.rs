@@ -1,5 +1,6 @@
 //! The runtime thread: one loop that owns the nursery's link, the pidfds and the deadlines, and carries effects out.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,7 +12,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinHandle, JoinSet, LocalSet};
 
 use super::deadlines::{Deadlines, Timer, after};
-use super::event::{Event, NurseryEnd, StartFailure, Swept};
+use super::event::{Event, StartFailure, Swept};
 use super::evidence::Found;
 use super::handle::{Command, Config, Reply, Shared, SupervisorError};
 use super::nursery_io::{FromNursery, Nursery};
@@ -19,7 +20,6 @@ use super::start::{Starting, spawn_requests};
 use super::state::{Effect, End, Group, Input};
 use super::watch::{self, Watched};
 use crate::clock::Stamp;
-use crate::exit::WorkerExit;
 use crate::nursery::protocol::{PROTOCOL, Reply as FromLink};
 use crate::nursery::token::Token;
 use crate::panics;
@@ -33,6 +33,7 @@ mod ending;
 pub(super) mod exits;
 mod guard;
 mod hang;
+mod loss;
 mod members;
 mod watchdog;
 
@@ -85,6 +86,8 @@ struct Running {
     members: Vec<Member>,
     /// Pids that were dead, and not reported so, at the last check.
     unreported: Vec<i32>,
+    /// Pids that had ended at the last check, and that a tracer held.
+    held: Vec<i32>,
 }
 
 struct Member {
@@ -123,6 +126,10 @@ struct Task {
     hangs: Hangs,
     gathering: Option<Gathering>,
     exits: Exits,
+    /// The longest sweep after the loss of a nursery, which itself may be what cannot be ended.
+    sweep_limit: Duration,
+    /// Who has ended and is held by a tracer: each is told once.
+    held: BTreeSet<i32>,
 }
 
 /// What woke the loop.
@@ -164,6 +171,8 @@ impl Task {
             hangs: Hangs::default(),
             gathering: None,
             exits: Exits::default(),
+            sweep_limit: Duration::MAX,
+            held: BTreeSet::new(),
         };
         task.use_nursery(nursery);
         Ok(task)
@@ -172,6 +181,7 @@ impl Task {
     fn use_nursery(&mut self, nursery: Nursery) {
         self.shared.nursery_pid.store(nursery.pid, Ordering::Relaxed);
         self.token = nursery.token;
+        self.sweep_limit = Duration::MAX;
         self.nursery = Some(nursery);
         self.send_guard();
         self.send_fence();
@@ -182,6 +192,7 @@ impl Task {
             match self.wake(&mut inbox).await {
                 Wake::Nursery(FromNursery::Reply(reply, fds)) => self.on_reply(reply, fds),
                 Wake::Nursery(FromNursery::Died(exit)) => self.on_nursery_death(exit),
+                Wake::Nursery(FromNursery::GivenUp) => self.give_up_nursery(),
                 Wake::Member(Watched { pid, exit, seen }) => self.input(Input::Exited { pid, exit, usage: None, seen }),
                 Wake::Swept(swept) => self.on_swept(swept),
                 Wake::Task(ended) => self.on_task_end(ended),
@@ -244,8 +255,8 @@ impl Task {
             }
             FromLink::Stopped { pid, signal } => self.input(Input::Paused { pid, signal }),
             FromLink::Continued { pid } => self.input(Input::Continued { pid }),
-            FromLink::Swept { number, ended, more, stuck, spared } => {
-                self.swept.follow_up(Swept { ended, more, stuck, spared });
+            FromLink::Swept { number, ended, more, stuck, spared, held } => {
+                self.swept.follow_up(Swept { ended, more, stuck, spared, held });
                 if number == self.sweeps {
                     let swept = std::mem::take(&mut self.swept);
                     self.on_swept(swept);
@@ -352,7 +363,7 @@ impl Task {
         self.shared
             .queue
             .push(Event::GroupStarted { pids: members.iter().map(|m| m.pid).collect(), started: Stamp::now() });
-        self.current = Current::Running(Running { group, members, unreported: Vec::new() });
+        self.current = Current::Running(Running { group, members, unreported: Vec::new(), held: Vec::new() });
         self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
         self.begin_watch();
         for input in early {
@@ -367,15 +378,6 @@ impl Task {
         self.shared.queue.push(Event::StartFailed(failure));
     }
 
-    fn on_hung_start(&mut self) {
-        let Current::Starting(starting) = &mut self.current else { return };
-        if let Some(nursery) = &self.nursery {
-            starting.hung(nursery.stage_reached(), &watch::wait_channel_of_child(nursery.pid));
-            // The child that hangs dies with it, as far as it can: `on_nursery_death` sweeps, for so long as that takes.
-            nursery.kill();
-        }
-    }
-
     // --- running ----------------------------------------------------------------------------------------------
 
     fn stop(&mut self, policy: StopPolicy, elsewhere: Option<Elsewhere>) {
@@ -384,7 +386,7 @@ impl Task {
             Current::Starting(starting) => {
                 starting.stop(policy);
                 if policy.signal == Signal::KILL
-                    && let Some(nursery) = &self.nursery
+                    && let Some(nursery) = &mut self.nursery
                 {
                     // Its workers die with it, and so does a start that hangs.
                     nursery.kill();
@@ -406,30 +408,6 @@ impl Task {
                 Timer::Hang => self.look(),
                 Timer::Exit(local_rank) => self.on_exit_deadline(local_rank),
                 Timer::Kill | Timer::GiveUp | Timer::Paused(_) => self.input(Input::Expired(timer)),
-            }
-        }
-    }
-
-    fn on_nursery_death(&mut self, exit: WorkerExit) {
-        self.swept = Swept::default();
-        let hung = self.nursery.take().is_some_and(|nursery| nursery.hung);
-        let end = NurseryEnd { exit, hung };
-        self.shared.nursery_pid.store(0, Ordering::Relaxed);
-        match &mut self.current {
-            Current::Idle => {}
-            Current::Starting(starting) => {
-                starting.nursery_lost(end);
-                self.deadlines.disarm(Timer::Start);
-                self.sweep(Duration::ZERO, Duration::ZERO, super::state::GIVE_UP_AFTER);
-            }
-            Current::Running(running) => {
-                // Nobody reports their exits any more.
-                for member in running.members.iter().filter(|member| !member.adopted) {
-                    if running.group.living().any(|pid| pid == member.pid) {
-                        self.watched.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd), None));
-                    }
-                }
-                self.input(Input::NurseryLost(end));
             }
         }
     }
@@ -520,7 +498,10 @@ impl Task {
         };
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
         let leave = keep_descendants && matches!(self.current, Current::Idle);
-        nursery.end(leave, CLOSE_LIMIT).await;
+        let message = loss::left_behind(nursery.pid);
+        if !nursery.end(leave, CLOSE_LIMIT).await {
+            self.shared.queue.push(Event::Degraded { message });
+        }
     }
 }
 

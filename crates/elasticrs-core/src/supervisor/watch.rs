@@ -115,10 +115,10 @@ pub(super) fn sweep_after_loss(
     sessions: &[i32],
     give_up: Duration,
 ) -> Swept {
-    let sweep::Outcome { ended, stuck } = if owns_process {
+    let sweep::Outcome { ended, stuck, held } = if owns_process {
         sweep::sweep_children_of_self(adopted, sessions, give_up)
     } else {
         sweep::kill_by_token(token, give_up)
     };
-    Swept { more: ended.more(), ended: ended.named, stuck, spared: Vec::new() }
+    Swept { more: ended.more(), ended: ended.named, stuck, spared: Vec::new(), held }
 }

@@ -40,6 +40,7 @@ pub struct Swept {
     pub more: u32,
     pub stuck: Vec<Descendant>,
     pub spared: Vec<Descendant>,
+    pub held: Vec<i32>,
 }
 
 impl Swept {
@@ -155,7 +156,7 @@ impl Client {
 
     pub fn swept(&mut self) -> Swept {
         let pick = |reply: &Reply| match reply.clone() {
-            Reply::Swept { ended, more, stuck, spared, .. } => Some(Swept { ended, more, stuck, spared }),
+            Reply::Swept { ended, more, stuck, spared, held, .. } => Some(Swept { ended, more, stuck, spared, held }),
             _ => None,
         };
         self.find(pick).0

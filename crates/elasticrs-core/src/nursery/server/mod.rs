@@ -69,6 +69,8 @@ struct Nursery {
     sweep: Option<Sweep>,
     /// A start that came while a sweep runs, which would end the worker. What comes after it is not read meanwhile.
     postponed: Option<(Request, Vec<OwnedFd>)>,
+    /// Children that have ended and that tracers did not let go: told once, and waited for no more.
+    held_by_tracers: BTreeSet<i32>,
     /// What a sweep has ended that nobody had asked for: told with the next answer.
     untold: Ended,
     /// What is kept open for the agent.
@@ -118,6 +120,7 @@ impl Nursery {
             left_groups: BTreeMap::new(),
             sweep: None,
             postponed: None,
+            held_by_tracers: BTreeSet::new(),
             untold: Ended::default(),
             held: None,
             fence: None,
@@ -192,6 +195,7 @@ impl Nursery {
             match wait::any_child() {
                 Waited::Changed { pid, status, usage } => {
                     let exit = WorkerExit::from_wait_status(status);
+                    self.held_by_tracers.remove(&pid);
                     let is_worker =
                         if exit.is_some() { self.workers.remove(&pid) } else { self.workers.contains(&pid) };
                     if !is_worker {
@@ -278,10 +282,13 @@ impl Nursery {
                 }
                 self.sweep = Some(sweep);
             }
-            Verdict::Over { stuck, spared } => {
+            Verdict::Over { stuck, spared, held } => {
                 if self.orphaned {
                     return Served::Leave;
                 }
+                // The agent knows that these have ended, whenever their tracers let them go.
+                self.workers.retain(|pid| !held.contains(pid));
+                self.held_by_tracers.extend(&held);
                 self.sessions.clone_from(&self.workers);
                 self.reserve = reserve_of(&self.agent);
                 if let Some(nice) = self.nice.take() {
@@ -291,7 +298,7 @@ impl Nursery {
                 match sweep.into_answer(&stuck) {
                     (Some(number), ended) => {
                         let (more, ended) = (ended.more(), ended.named);
-                        self.tell(&Reply::Swept { number, ended, more, stuck, spared }, Vec::new());
+                        self.tell(&Reply::Swept { number, ended, more, stuck, spared, held }, Vec::new());
                     }
                     (None, ended) => self.untold = ended,
                 }

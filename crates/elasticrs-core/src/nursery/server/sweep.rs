@@ -11,6 +11,7 @@ use nix::sys::signal::Signal;
 
 use super::Nursery;
 use crate::nursery::cleaner::{LAST_MOMENT, LONGEST, Patience};
+use crate::nursery::held;
 use crate::nursery::protocol::Descendant;
 use crate::nursery::token::Token;
 use crate::nursery::tree::{self, Ended, Listed, Status, Target};
@@ -44,7 +45,7 @@ impl Deadlines {
 #[derive(Debug)]
 pub(super) enum Verdict {
     GoOn,
-    Over { stuck: Vec<Descendant>, spared: Vec<Descendant> },
+    Over { stuck: Vec<Descendant>, spared: Vec<Descendant>, held: Vec<i32> },
 }
 
 #[derive(Debug)]
@@ -60,6 +61,10 @@ pub(super) struct Sweep {
     patience: Patience,
     /// So many looks in a row have found nobody but cleaners and exempt processes.
     quiet_looks: u8,
+    /// Children that had ended at the last look. The next one finds only those that a tracer does not let go.
+    corpses: BTreeSet<i32>,
+    /// Since when there is nobody else.
+    only_held: Option<Instant>,
     pause: Duration,
 }
 
@@ -70,6 +75,8 @@ struct Look {
     exempt: Vec<i32>,
     /// Somebody is spared who cleans up.
     cleaners: bool,
+    /// They have ended, and `wait4` does not give them.
+    held: Vec<i32>,
     /// Somebody ended meanwhile, and may have left children to us that were not seen. A zombie that waits for another
     /// parent than us left them already.
     unsure: bool,
@@ -87,6 +94,8 @@ impl Sweep {
             ended,
             patience: Patience::default(),
             quiet_looks: 0,
+            corpses: BTreeSet::new(),
+            only_held: None,
             pause: Duration::ZERO,
         }
     }
@@ -120,7 +129,7 @@ impl Sweep {
 
     pub(super) fn step(&mut self, nursery: &Nursery, has_children: bool) -> Verdict {
         if !has_children {
-            return Verdict::Over { stuck: Vec::new(), spared: Vec::new() };
+            return Verdict::Over { stuck: Vec::new(), spared: Vec::new(), held: Vec::new() };
         }
         let now = Instant::now();
         let signal = match now {
@@ -140,11 +149,15 @@ impl Sweep {
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        let only_exempt = self.is_quiet() && !look.cleaners && !look.exempt.is_empty();
-        if only_exempt || now >= self.deadlines.give_up {
+        let may_stay = !look.exempt.is_empty() || !look.held.is_empty();
+        let only_harmless = is_quiet && !look.cleaners && may_stay;
+        self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));
+        let waits_for_tracer = look.held.iter().any(|pid| !nursery.held_by_tracers.contains(pid))
+            && self.only_held.is_some_and(|since| now < since + held::LIMIT);
+        if self.is_quiet() && only_harmless && !waits_for_tracer || now >= self.deadlines.give_up {
             let describe = |pids: Vec<i32>| pids.into_iter().map(tree::describe).collect();
             let stuck = look.others.iter().map(|listed| listed.pid).collect();
-            return Verdict::Over { stuck: describe(stuck), spared: describe(look.exempt) };
+            return Verdict::Over { stuck: describe(stuck), spared: describe(look.exempt), held: look.held };
         }
         // Whoever forks faster than we look must be looked at again at once; otherwise their ends wake us.
         self.pause = match (look.new, self.pause) {
@@ -158,13 +171,17 @@ impl Sweep {
     /// Looks at all descendants, and signals those that are due.
     fn look(&mut self, nursery: &Nursery, signal: Option<Signal>, now: Instant) -> Look {
         let mut look = Look::default();
+        let corpses = std::mem::take(&mut self.corpses);
         for listed in tree::descendants(nursery.pid, &[]) {
             let Some(target) = Target::open(nursery.pid, listed) else {
                 look.unsure = true;
                 continue;
             };
-            if target.status.has_ended() {
-                look.unsure |= listed.parent == nursery.pid;
+            if tree::has_died(listed.pid, target.status) {
+                if listed.parent == nursery.pid {
+                    self.corpses.insert(listed.pid);
+                    if corpses.contains(&listed.pid) { look.held.push(listed.pid) } else { look.unsure = true }
+                }
                 continue;
             }
             if nursery.is_exempt(listed.pid, target.status) {

@@ -5,8 +5,10 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use super::{Current, Running, Task};
+use crate::clock::Stamp;
+use crate::nursery::held::{self, Held};
 use crate::supervisor::deadlines::Timer;
-use crate::supervisor::event::TimerExpired;
+use crate::supervisor::event::{Event, TimerExpired};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 
@@ -38,20 +40,38 @@ impl Running {
 }
 
 impl Task {
-    /// A worker is dead without a word from the nursery: it is stopped. One that keeps silent for a whole interval
-    /// hangs.
+    /// A worker is dead without a word from the nursery: a tracer holds the worker, and its end is told from here. Or the
+    /// nursery is stopped. One that keeps silent for a whole interval hangs.
     pub(super) fn check(&mut self) {
         if self.config.owns_process && std::process::id() == 1 {
             watch::reap_orphans(self.nursery.as_ref().map(|nursery| nursery.pid));
         }
         let Current::Running(running) = &mut self.current else { return };
         let is_adopted = |pid: i32| running.members.iter().any(|m| m.pid == pid && m.adopted);
-        let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid)).collect();
+        let workers = running.group.living().filter(|&pid| !is_adopted(pid));
+        let held: Vec<_> = workers.filter_map(|pid| held::by_tracer(pid).map(|held| (pid, held))).collect();
+        let is_held = |pid: i32| held.iter().any(|(held, _)| *held == pid);
+        let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid) && !is_held(pid)).collect();
         let overdue = dead.iter().any(|pid| running.unreported.contains(pid));
         if let (false, Some(nursery)) = (dead.is_empty(), &mut self.nursery) {
             if overdue { nursery.kill_hung() } else { nursery.resume() }
         }
+        let pause = if dead.is_empty() && !held.is_empty() { held::LIMIT } else { CHECK_INTERVAL };
+        self.deadlines.arm(Timer::Check, pause, Instant::now());
         running.unreported = dead;
-        self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
+        let before = std::mem::replace(&mut running.held, held.iter().map(|(pid, _)| *pid).collect());
+        for (pid, Held { exit, told }) in held {
+            if before.contains(&pid) {
+                self.tell_held(pid, told);
+                self.input(Input::Exited { pid, exit, usage: None, seen: Stamp::now() });
+            }
+        }
+    }
+
+    /// Says once that a tracer holds a process which has ended.
+    pub(super) fn tell_held(&mut self, pid: i32, message: String) {
+        if self.held.insert(pid) {
+            self.shared.queue.push(Event::Degraded { message });
+        }
     }
 }

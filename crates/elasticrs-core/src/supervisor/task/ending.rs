@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{Current, Member, Task};
+use crate::nursery::held;
 use crate::nursery::protocol::Request;
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, Swept};
@@ -27,6 +28,7 @@ impl Task {
             };
             let pids = |adopted| members.iter().filter(|m| m.adopted == adopted).map(|m| m.pid).collect::<Vec<_>>();
             let (adopted, sessions) = (pids(true), pids(false));
+            let give_up = give_up.min(self.sweep_limit);
             let (token, owns_process) = (self.token, self.config.owns_process);
             self.own_sweep = Some(tokio::task::spawn_blocking(move || {
                 watch::sweep_after_loss(token, owns_process, &adopted, &sessions, give_up)
@@ -48,6 +50,9 @@ impl Task {
     }
 
     pub(super) fn on_swept(&mut self, swept: Swept) {
+        for &pid in &swept.held {
+            self.tell_held(pid, held::told(pid));
+        }
         self.deadlines.disarm(Timer::Sweep);
         match &mut self.current {
             Current::Idle => {}

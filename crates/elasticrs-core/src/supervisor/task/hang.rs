@@ -403,7 +403,7 @@ mod tests {
             let pidfd = Arc::new(pidfd::open(pid).expect("it lives"));
             Member { pid, pidfd, adopted, leads_a_group: false }
         });
-        let running = Running { group, members: members.into(), unreported: Vec::new() };
+        let running = Running { group, members: members.into(), unreported: Vec::new(), held: Vec::new() };
         let page = Arc::new(HeartbeatPage::new(0).expect("there is memory"));
         let hangs = Hangs { pages: vec![page], ..Hangs::default() };
         assert_eq!(hangs.seen(&running, 7), [Seen::Nothing]);

@@ -1,0 +1,65 @@
+//! A nursery that hangs, dies, or cannot even die.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::{Current, Task};
+use crate::exit::WorkerExit;
+use crate::supervisor::deadlines::Timer;
+use crate::supervisor::event::{Event, NurseryEnd, Swept};
+use crate::supervisor::state::{GIVE_UP_AFTER, HOPELESS_SWEEP, Input};
+use crate::supervisor::watch;
+
+impl Task {
+    pub(super) fn on_hung_start(&mut self) {
+        let Current::Starting(starting) = &mut self.current else { return };
+        if let Some(nursery) = &mut self.nursery {
+            starting.hung(nursery.stage_reached(), &watch::wait_channel_of_child(nursery.pid));
+            // The child that hangs dies with it, as far as it can: `on_nursery_death` sweeps, for so long as that takes.
+            nursery.kill();
+        }
+    }
+
+    /// Its workers do not die with it, so they are killed, and its descendants swept, as far as they can be. When it can be
+    /// ended, it ends: its SIGKILL is pending.
+    pub(super) fn give_up_nursery(&mut self) {
+        if let Some(nursery) = &mut self.nursery {
+            nursery.hung = false;
+            self.shared.queue.push(Event::Degraded { message: left_behind(nursery.pid) });
+            self.sweep_limit = HOPELESS_SWEEP;
+        }
+        self.on_nursery_death(WorkerExit::Unknown);
+    }
+
+    pub(super) fn on_nursery_death(&mut self, exit: WorkerExit) {
+        self.swept = Swept::default();
+        let hung = self.nursery.take().is_some_and(|nursery| nursery.hung);
+        let end = NurseryEnd { exit, hung };
+        self.shared.nursery_pid.store(0, Ordering::Relaxed);
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => {
+                starting.nursery_lost(end);
+                self.deadlines.disarm(Timer::Start);
+                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
+            }
+            Current::Running(running) => {
+                // Nobody reports their exits any more.
+                for member in running.members.iter().filter(|member| !member.adopted) {
+                    if running.group.living().any(|pid| pid == member.pid) {
+                        self.watched.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd), None));
+                    }
+                }
+                self.input(Input::NurseryLost(end));
+            }
+        }
+    }
+}
+
+/// The line for a nursery that is given up.
+pub(super) fn left_behind(nursery: i32) -> String {
+    let channel = watch::wait_channel(nursery);
+    let channel = if channel.is_empty() { "the kernel" } else { &channel };
+    format!("the nursery (pid {nursery}) does not end after SIGKILL (waits in {channel}): it is left behind")
+}
