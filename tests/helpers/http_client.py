@@ -8,11 +8,11 @@ from helpers.launcher import Launched
 from helpers.procs import HANG
 
 
-def get(port: int, path: str, method: str = "GET") -> tuple[int, str, str]:
-    """Status, content type and content."""
+def get(port: int, path: str, method: str = "GET", host: str | None = None) -> tuple[int, str, str]:
+    """Status, content type and content; ``host`` is what is asked for, where it is another name."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
     try:
-        connection.request(method, path)
+        connection.request(method, path, headers={} if host is None else {"Host": host})
         response = connection.getresponse()
         return response.status, response.headers["Content-Type"], response.read().decode()
     finally:

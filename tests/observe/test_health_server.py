@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 import pytest
 from helpers.describe_api import describe
 from helpers.http_client import get, get_json
-from helpers.procs import wait_readable
+from helpers.procs import HANG, wait_readable
 
 from elasticrs import _core
 from elasticrs.agent.server import health_check_server
@@ -102,6 +103,45 @@ def test_a_callback_that_raises_is_death_and_is_called_once_for_each_question(se
     assert get_json(server.port, "/healthz")[0] == 503
     assert len(asked) == 1
     assert said == ["the alive_callback failed"]
+
+
+@pytest.mark.parametrize("path", ["/status", "/metrics"])
+def test_what_tells_of_the_job_is_told_under_names_of_this_machine_alone(serve, path):
+    port = serve(time.time).port
+    own = ("127.0.0.1", f"10.1.2.3:{port}", "[::1]:1", "localhost", "LOCALHOST.:80", socket.gethostname())
+    for host in own:
+        assert get(port, path, host=host)[0] == 200, host
+    for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example"):
+        status, kind, text = get(port, path, host=host)
+        assert (status, kind.partition(";")[0]) == (421, "text/plain")
+        assert "--health-check-host" in text
+
+
+def test_probes_may_ask_under_any_name(serve):
+    port = serve(time.time).port
+    assert get(port, "/healthz", host="job.cluster.example")[0] == 200
+    assert get(port, "/readyz", host="job.cluster.example")[0] == 503
+
+
+def test_the_chosen_host_is_a_name_of_this_machine():
+    # An alias that no file has: the resolver of the C library makes an address of it.
+    server = _core.HealthServer("127.1", 0, 60.0)
+    try:
+        assert get(server.port, "/status", host="127.1:80")[0] == 200
+        assert get(server.port, "/status", host="127.2")[0] == 421
+    finally:
+        server.close()
+
+
+def test_whoever_goes_on_and_on_behind_a_request_is_closed_and_keeps_nobody_waiting(serve):
+    port = serve(time.time).port
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        # More than sockets and the server take together.
+        much = bytes(64 << 20)
+        with pytest.raises(ConnectionError):
+            client.sendall(much)
+    assert get_json(port, "/healthz")[0] == 200
 
 
 def test_many_who_ask_at_once_wake_it_once(serve):

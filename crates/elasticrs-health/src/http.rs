@@ -8,6 +8,8 @@ pub const MAX_HEAD: usize = 8 * 1024;
 pub struct Request {
     /// Without the query.
     pub path: String,
+    /// To whom it was sent, as it says.
+    pub host: Option<String>,
     /// Only the head of the answer is wanted.
     pub head_only: bool,
 }
@@ -59,6 +61,7 @@ fn reason(status: u16) -> &'static str {
         200 => "OK",
         404 => "Not Found",
         405 => "Method Not Allowed",
+        421 => "Misdirected Request",
         431 => "Request Header Fields Too Large",
         503 => "Service Unavailable",
         505 => "HTTP Version Not Supported",
@@ -78,7 +81,7 @@ pub fn is_whole(bytes: &[u8]) -> bool {
     })
 }
 
-/// Reads the first line of a whole head.
+/// Reads what matters of a whole head.
 ///
 /// # Errors
 /// The answer to what is no request of ours.
@@ -103,7 +106,20 @@ pub fn parse(head: &[u8]) -> Result<Request, Response> {
         _ => return Err(Response::text(405, "only GET and HEAD")),
     };
     let path = target.split(['?', '#']).next().unwrap_or_default();
-    Ok(Request { path: path.to_owned(), head_only })
+    Ok(Request { path: path.to_owned(), host: host(head)?, head_only })
+}
+
+fn host(head: &[u8]) -> Result<Option<String>, Response> {
+    let fields = head.split(|&byte| byte == b'\n').skip_while(|line| line.trim_ascii().is_empty()).skip(1);
+    let mut found = fields.filter_map(|line| {
+        let at = line.iter().position(|&byte| byte == b':')?;
+        let is_host = line[..at].eq_ignore_ascii_case(b"host");
+        is_host.then(|| String::from_utf8_lossy(line[at + 1..].trim_ascii()).into_owned())
+    });
+    match (found.next(), found.next()) {
+        (host, None) => Ok(host),
+        _ => Err(Response::text(400, "more than one Host")),
+    }
 }
 
 #[cfg(test)]
@@ -124,7 +140,7 @@ mod tests {
     #[test]
     fn the_path_is_what_counts() {
         let of = |head: &[u8]| parse(head).map_err(|response| response.status);
-        let request = |path: &str, head_only| Ok(Request { path: path.into(), head_only });
+        let request = |path: &str, head_only| Ok(Request { path: path.into(), host: None, head_only });
         assert_eq!(of(b"GET /healthz?verbose=1 HTTP/1.1\r\n\r\n"), request("/healthz", false));
         assert_eq!(of(b"\r\nHEAD / HTTP/1.0\n\n"), request("/", true));
         assert_eq!(of(b"POST /healthz HTTP/1.1\r\n\r\n"), Err(405));
@@ -132,6 +148,14 @@ mod tests {
         for bad in [&b"GET\r\n\r\n"[..], b"GET  / HTTP/1.1\r\n\r\n", b"GET / FTP\n\n", b"\xff / HTTP/1.1\n\n", b""] {
             assert_eq!(of(bad), Err(400));
         }
+    }
+
+    #[test]
+    fn the_host_is_found_among_the_fields() {
+        let of = |head: &[u8]| parse(head).map(|request| request.host).map_err(|response| response.status);
+        assert_eq!(of(b"\r\nGET / HTTP/1.1\r\nA: Host: x\r\nhOST:  a:8 \r\n\r\n"), Ok(Some("a:8".into())));
+        assert_eq!(of(b"GET / HTTP/1.1\nHost: a\nHost: b\n\n"), Err(400));
+        assert_eq!(of(b"GET /Host: HTTP/1.1\n\n"), Ok(None));
     }
 
     #[test]

@@ -23,6 +23,7 @@ pub mod http;
 pub mod liveness;
 pub mod log_sizes;
 pub mod metrics;
+pub mod names;
 pub mod processes;
 pub mod server;
 mod spans;

@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use elasticrs_core::clock::Stamp;
 use elasticrs_core::counters::{Counters, Turn};
 use elasticrs_core::supervisor::{Heartbeat, Supervisor, Task};
+use elasticrs_core::threads;
 use elasticrs_store::door::{Door, Purpose};
 use elasticrs_store::listen::{ListenError, Port, listen};
 use elasticrs_store::notices::{Notices, Tell};
@@ -17,13 +18,14 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, oneshot};
-use tokio::task::{AbortHandle, JoinSet, LocalSet};
+use tokio::task::{AbortHandle, JoinSet, LocalSet, yield_now};
 use tokio::time::{timeout, timeout_at};
 
 use crate::http::{self, JSON, MAX_HEAD, METRICS, Request, Response};
 use crate::liveness::{Ask, Liveness, Verdict};
 use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, usages};
+use crate::names;
 use crate::processes;
 use crate::spans::Activity;
 
@@ -33,13 +35,15 @@ pub const MAX_CONNECTIONS: usize = 64;
 pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
 /// How long a request for `/healthz` waits for the loop; then it tells what is known.
 pub const PATIENCE: Duration = Duration::from_secs(1);
+/// So much of what comes behind a request is read away.
+const MAX_DROPPED: usize = 256 * 1024;
 /// A page of metrics serves for so long.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
 
 /// How a server works.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Where it listens; loopback unless somebody else is to ask.
+    /// Where it listens; loopback unless somebody else is to ask. A name is one that requests may be sent to.
     pub host: String,
     /// 0: any free port.
     pub port: u16,
@@ -81,6 +85,7 @@ struct Published {
 /// Between the handle and the thread.
 struct Shared {
     began: Instant,
+    host: String,
     wake: EventFd,
     liveness: Mutex<Liveness>,
     answered: Notify,
@@ -129,6 +134,7 @@ impl Handle {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let shared = Arc::new(Shared {
             began: now,
+            host: settings.host.clone(),
             wake: EventFd::from_flags(flags).map_err(|errno| failed(errno.into()))?,
             liveness: Mutex::new(Liveness::new(settings.limit)),
             answered: Notify::new(),
@@ -144,7 +150,7 @@ impl Handle {
         let (stop, stopped) = oneshot::channel();
         let served = Arc::clone(&shared);
         let body = move || LocalSet::new().block_on(&runtime, run(listener, served, Notices::new(tell), stopped));
-        let thread = std::thread::Builder::new().name("elasticrs-health".into()).spawn(body).map_err(failed)?;
+        let thread = threads::start(Builder::new().name("elasticrs-health".into()), body).map_err(failed)?;
         Ok(Self { port: bound, shared, thread: Mutex::new(Some((stop, thread))), owner: std::process::id() })
     }
 
@@ -322,7 +328,7 @@ async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
 }
 
 /// Sends all, says so, and waits until the client has closed: closing first could take the answer back when more of its
-/// request is on the way.
+/// request is on the way. One that goes on and on is closed.
 async fn send(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         stream.writable().await?;
@@ -334,18 +340,28 @@ async fn send(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     }
     nix::sys::socket::shutdown(std::os::fd::AsRawFd::as_raw_fd(stream), nix::sys::socket::Shutdown::Write)?;
     let mut block = [0; 1024];
-    loop {
+    let mut left = MAX_DROPPED;
+    while left > 0 {
         stream.readable().await?;
         match stream.try_read(&mut block) {
             Ok(0) => return Ok(()),
-            Ok(_) => {}
+            Ok(count) => left = left.saturating_sub(count),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(error),
         }
+        // There may be more at once, always: others, and the time limit, get their turn all the same.
+        yield_now().await;
     }
+    Ok(())
 }
 
 async fn respond(request: &Request, shared: &Shared) -> Response {
+    // Probes tell next to nothing, and one that is refused may end a healthy agent.
+    let is_private = matches!(request.path.as_str(), "/metrics" | "/status");
+    if is_private && !names::is_ours(request.host.as_deref(), &shared.host) {
+        let said = "only by an address or a name of this machine, or the name that is given as --health-check-host";
+        return Response::text(421, said);
+    }
     match request.path.as_str() {
         "/healthz" => shared.health(shared.ask().await),
         "/readyz" => shared.ready(),

@@ -1,0 +1,117 @@
+//! Which names a request may have been sent to.
+//!
+//! A browser lets a page read what comes from the page's own name, and whoever owns that name can let it lead to this machine
+//! (DNS rebinding). The `Host` of such a request is that name, so what tells of the job is told under names of ours alone. An
+//! address needs no name, and whoever sends no `Host` is no browser.
+
+use std::fs;
+use std::net::{IpAddr, Ipv6Addr};
+
+/// Whether a request with this `Host` was meant for us; `listens_on` is the host that the user chose.
+///
+/// Reads a few files for a name that is not plain. Nothing is resolved: that may take long, and says what others say.
+pub fn is_ours(host: Option<&str>, listens_on: &str) -> bool {
+    let Some(name) = host.map(without_port).filter(|name| !name.is_empty()) else { return true };
+    if is_address_or_loopback(&name) {
+        return true;
+    }
+    // A file that is not there names nothing.
+    let read = |path| fs::read_to_string(path).unwrap_or_default();
+    let machine = nix::sys::utsname::uname().map(|uts| uts.nodename().to_string_lossy().into_owned());
+    let machine = plain(&machine.unwrap_or_default());
+    name == plain(listens_on) || is_of_machine(&name, &machine, &read("/etc/hosts"), &read("/etc/resolv.conf"))
+}
+
+/// Names are compared so: in small letters, without the dot of the root.
+fn plain(name: &str) -> String {
+    name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase()
+}
+
+fn without_port(host: &str) -> String {
+    let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit());
+    plain(match host.rsplit_once(':') {
+        // Within the brackets of an address of IPv6 there are colons, too.
+        Some((name, port)) if is_port(port) => name,
+        _ => host,
+    })
+}
+
+fn is_address_or_loopback(name: &str) -> bool {
+    let in_brackets = name.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+    let is_address = in_brackets.map_or_else(
+        || name.parse::<IpAddr>().is_ok(),
+        // With the interface of one that is local to a link.
+        |address| address.split('%').next().unwrap_or_default().parse::<Ipv6Addr>().is_ok(),
+    );
+    is_address || matches!(name, "localhost" | "ip6-localhost" | "ip6-loopback") || name.ends_with(".localhost")
+}
+
+/// The machine's own name, what `/etc/hosts` calls it besides, and both within the domains of `/etc/resolv.conf`.
+fn is_of_machine(name: &str, machine: &str, hosts: &str, resolver: &str) -> bool {
+    let short = machine.split('.').next().unwrap_or_default();
+    if short.is_empty() {
+        return false;
+    }
+    let is_own = |candidate: &str| candidate == machine || candidate == short;
+    let without_comment = |line: &str| plain(line.split(['#', ';']).next().unwrap_or_default());
+    let is_alias = |line: &str| {
+        let line = without_comment(line);
+        let names = || line.split_ascii_whitespace().skip(1).map(plain);
+        names().any(|own| is_own(&own)) && names().any(|alias| alias == name)
+    };
+    let is_in_domain = |line: &str| {
+        let line = without_comment(line);
+        let mut words = line.split_ascii_whitespace();
+        let domains = matches!(words.next(), Some("search" | "domain")).then_some(words).into_iter().flatten();
+        let mut hosts = domains.filter_map(|domain| name.strip_suffix(&plain(domain))?.strip_suffix('.'));
+        hosts.any(is_own)
+    };
+    is_own(name) || hosts.lines().any(is_alias) || resolver.lines().any(is_in_domain)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOSTS: &str =
+        "127.0.0.1 localhost evil\n# 10.0.0.1 node1 no.example\n10.0.0.1 Node1.cluster.example node1 a # b\n";
+    const RESOLVER: &str = "nameserver 10.0.0.2\nsearch example rack.example. svc.example\ndomain old.example\n";
+
+    #[test]
+    fn addresses_loopback_and_the_chosen_host_are_ours() {
+        for host in
+            ["127.0.0.1:80", "10.1.2.3", "[::1]:8080", "[fe80::1%eth0]", "localhost", "LocalHost.:1", "a.localhost"]
+        {
+            assert!(is_ours(Some(host), "0.0.0.0"), "{host}");
+        }
+        assert!(is_ours(None, "x") && is_ours(Some(""), "x") && is_ours(Some("Metrics.Example:9"), "metrics.example"));
+        for host in ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "[evil]", "xlocalhost"] {
+            assert!(!is_ours(Some(host), "127.0.0.1"), "{host}");
+        }
+    }
+
+    #[test]
+    fn the_machine_goes_by_its_name_its_aliases_and_its_domains() {
+        let ours = |name, machine| is_of_machine(name, machine, HOSTS, RESOLVER);
+        for name in
+            ["node1", "node1.cluster.example", "a", "node1.rack.example", "node1.svc.example", "node1.old.example"]
+        {
+            assert!(ours(name, "node1"), "{name}");
+            assert!(ours(name, "node1.cluster.example"), "{name}");
+        }
+        assert!(ours("node1.cluster.example.svc.example", "node1.cluster.example"));
+        for name in [
+            "evil",
+            "no.example",
+            "b",
+            "node2",
+            "node1.evil.example",
+            "rack.example",
+            "xnode1.rack.example",
+            "10.0.0.1",
+        ] {
+            assert!(!ours(name, "node1"), "{name}");
+        }
+        assert!(!is_of_machine("", "", HOSTS, RESOLVER) && !is_of_machine(".rack.example", "", "", RESOLVER));
+    }
+}
