@@ -11,7 +11,7 @@ def main(which):
     else:
         from elasticrs import _core
 
-        # On the runtime thread of an agent, as in a job.
+        # With a supervisor beside it, as in a job.
         supervisor = _core.Supervisor()
         server = _core.WorkerStore()
         server.serve(supervisor)

@@ -724,8 +724,9 @@ class WorkerStore:
     @property
     def port(self) -> int: ...
     def serve(self, supervisor: Supervisor | None = None) -> None:
-        """Begin to answer: on the supervisor's thread, or on one that all stores without a supervisor share.
-        Returns at once.
+        """Begin to answer, on the thread that all stores of a process share. Returns at once.
+
+        A store of a supervisor's takes that thread when its first client comes.
 
         With a supervisor, lines for the user come as :class:`Degraded`; otherwise see :meth:`take_notices`.
 
@@ -871,14 +872,15 @@ class CoordinationServer:
         run_id: clients of other runs are refused; ``None``: all are served, and see the same keys.
         token: clients must know it, too.
         max_connections: further ones are refused.
-        max_bytes: of keys, values and history; what does not fit is refused.
-        supervisor: serve on its thread, and tell the user something as :class:`Degraded`; otherwise on one
-            that all stores without a supervisor share, see :meth:`take_notices`.
+        max_bytes: of all that clients make it hold: keys, values and history, watches, what has come of
+            requests and what was not read of answers. What does not fit ends the client that has most of it.
+        request_timeout: how many seconds a request may take from its first byte to its last.
+        supervisor: tell the user something as its :class:`Degraded`; otherwise see :meth:`take_notices`. All
+            stores of a process share a thread, which is never the supervisor's.
 
     Raises:
-        OSError: an address cannot be had; names address and port.
-        SupervisorError: the supervisor has ended.
-        ValueError: no address, an empty token, a run id of more than 512 bytes.
+        OSError: an address cannot be had; names address and port. No thread is left.
+        ValueError: no address, an empty token, a run id of more than 512 bytes, a time that is none.
     """
 
     def __new__(
@@ -889,6 +891,7 @@ class CoordinationServer:
         token: bytes | None = None,
         max_connections: int = ...,
         max_bytes: int = ...,
+        request_timeout: float = ...,
         supervisor: Supervisor | None = None,
     ) -> CoordinationServer: ...
     @property
@@ -901,6 +904,9 @@ class CoordinationServer:
         Raises:
             OSError: no descriptor is left.
         """
+    @property
+    def has_ended(self) -> bool:
+        """True when it was closed, or an error within it has ended it; :meth:`take_notices` then says why."""
     def sessions(self) -> int:
         """How many clients are connected."""
     def take_notices(self) -> list[str]:

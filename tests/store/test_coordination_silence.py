@@ -3,6 +3,7 @@
 import contextlib
 import resource
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import procs
-from helpers.coordination import ALIVE, RUN, Client, RawClient, serving, text
+from helpers.coordination import ALIVE, MAGIC, RUN, Client, RawClient, serving, text
+from helpers.groups import Group
 
 from elasticrs import _core
 
@@ -29,6 +31,15 @@ print("READY", flush=True)
 sys.stdin.readline()
 print(*[type(event).__name__ + getattr(event, "kind", "") for event in client.take()], flush=True)
 """
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group(_core.Supervisor())
+    yield group
+    group.supervisor.close()
+    # pytest holds on to the group for longer than the guard against leaks waits.
+    del group.supervisor
 
 
 @pytest.fixture
@@ -194,6 +205,46 @@ def test_connections_go_on_while_nobody_listens():
         assert store.inner.sessions() == 2
         for each in (client, refused, again):
             each.close()
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has closed it by now."""
+    connection.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while connection.recv(4096):
+            continue
+        return True
+    return False
+
+
+def test_a_session_that_is_lost_does_not_end_its_connection_before_the_workers_have(group):
+    supervisor = group.supervisor
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(listener.getsockname()[1], supervisor=supervisor)
+        connection, _ = listener.accept()
+    with connection:
+        connection.settimeout(procs.HANG)
+        welcome = struct.pack("<HH", 1, 0) + text(RUN) + b"\0"
+        ready = struct.pack("<QQII", 1, 0, 1000, 60_000) + b"\0"
+        for kind, body in ((0x81, welcome), (0x82, ready)):
+            connection.sendall(
+                (MAGIC if kind == 0x81 else b"") + struct.pack("<IB", len(body) + 1, kind) + body
+            )
+        client.connected()
+        group.start(["sleep", "inf"])
+        # This side gives up, with workers that run.
+        connection.sendall(struct.pack("<IB", 1, 0x81))
+        assert client.lost().kind == "protocol"
+        client.close()
+        supervisor.fence_at(None)
+        # Whatever the nursery was told before this has been done.
+        supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
+        group.end()
+        assert not has_ended(connection)
+        supervisor.release_connection()
+        connection.setblocking(True)
+        while connection.recv(4096):
+            continue
 
 
 def test_the_clocks_of_one_machine_are_the_same():

@@ -170,6 +170,18 @@ def test_strangers_are_closed_with_one_notice_each(sent, notice):
         client.close()
 
 
+def test_whoever_is_refused_and_goes_on_and_on_is_closed():
+    with serving() as store:
+        client = RawClient(store.port).connected()
+        client.send(0x77, b"")
+        assert "does not understand" in client.refusal()
+        # More than sockets and the store take together.
+        much = bytes(64 << 20)
+        with pytest.raises(ConnectionError):
+            client.socket.sendall(much)
+        client.close()
+
+
 def test_a_supervisor_tells_of_strangers_by_itself():
     supervisor = _core.Supervisor()
     server = _core.CoordinationServer([("127.0.0.1", 0)], run_id=None, supervisor=supervisor)
@@ -237,7 +249,7 @@ def test_a_request_that_is_too_large_is_not_sent():
 def test_a_store_that_is_full_says_so():
     with serving(max_bytes=100_000) as store:
         client = Client(store.port).connected()
-        client.put("k", bytes(70_000))
+        client.put("k", bytes(50_000))
         client.inner.txn(2, [], [("put", "l", bytes(20_000), False)])
         found = client.lost()
         assert found.kind == "limit"

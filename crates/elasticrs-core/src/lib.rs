@@ -33,4 +33,6 @@ pub mod supervisor;
 #[expect(unsafe_code, reason = "the one place for it; every block carries its SAFETY")]
 pub mod sys;
 #[cfg(feature = "agent")]
+pub mod threads;
+#[cfg(feature = "agent")]
 pub mod timer;

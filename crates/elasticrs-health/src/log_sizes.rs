@@ -12,10 +12,11 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use elasticrs_core::logs::Dest;
+use elasticrs_core::threads;
 use tokio::sync::Notify;
 use tokio::time::timeout_at;
 
@@ -257,7 +258,7 @@ impl LogSizes {
                 let _alive = alive;
                 shared.run(look);
             };
-            let handle = std::thread::Builder::new().name("elasticrs-sizes".into()).spawn(body)?;
+            let handle = threads::start(Builder::new().name("elasticrs-sizes".into()), body)?;
             *thread = Some((ended, handle));
         }
         Ok(())

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use elasticrs_store::coordination::client::{Client, Options};
 use elasticrs_store::coordination::events::Event;
 use elasticrs_store::coordination::leases::Leases;
-use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, Server, ServerError};
+use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
 use elasticrs_store::notices::List;
 use pyo3::exceptions::PyValueError;
@@ -18,22 +18,24 @@ use crate::error::{SupervisorError, listen_error, os_error};
 use crate::event::object;
 use crate::lease;
 use crate::spec::duration;
-use crate::store_runtime::Home;
+use crate::store_runtime::{Home, Stores, teller};
 use crate::supervisor::{LOOK, Supervisor};
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct CoordinationServer {
     inner: Server,
-    home: Home,
+    home: Stores,
     notices: Arc<List>,
 }
 
 #[pymethods]
 impl CoordinationServer {
     #[new]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands out owned values")]
     #[pyo3(signature = (
-        addresses, *, run_id, token=None, max_connections=MAX_CONNECTIONS, max_bytes=MAX_BYTES, supervisor=None
+        addresses, *, run_id, token=None, max_connections=MAX_CONNECTIONS, max_bytes=MAX_BYTES,
+        request_timeout=REQUEST_TIMEOUT.as_secs_f64(), supervisor=None
     ))]
     fn new(
         py: Python<'_>,
@@ -42,6 +44,7 @@ impl CoordinationServer {
         token: Option<Vec<u8>>,
         max_connections: usize,
         max_bytes: usize,
+        request_timeout: f64,
         supervisor: Option<Py<Supervisor>>,
     ) -> PyResult<Self> {
         if addresses.is_empty() {
@@ -50,10 +53,14 @@ impl CoordinationServer {
         if let Some(run_id) = &run_id {
             check_run_id(run_id)?;
         }
-        let home = Home::new(supervisor)?;
-        let config = Config { run_id, token: checked_token(token)?, max_connections, max_bytes };
+        let request_timeout = match duration(request_timeout, "request_timeout")? {
+            Duration::ZERO => return Err(PyValueError::new_err("request_timeout must be more than 0 seconds")),
+            limit => limit,
+        };
+        let home = Stores::entered()?;
+        let config = Config { run_id, token: checked_token(token)?, max_connections, max_bytes, request_timeout };
         let notices = Arc::<List>::default();
-        let tell = home.teller(&notices);
+        let tell = teller(supervisor.as_ref(), &notices);
         let inner = py.detach(|| Server::start(&home, &addresses, config, tell));
         Ok(Self { inner: inner.map_err(|error| server_error(&error))?, home, notices })
     }
@@ -67,6 +74,11 @@ impl CoordinationServer {
     fn fd(&self) -> PyResult<i32> {
         let fd = self.notices.fd().map_err(|error| os_error(&error, "make a descriptor for notices"))?;
         Ok(fd.as_raw_fd())
+    }
+
+    #[getter]
+    fn has_ended(&self) -> bool {
+        self.inner.has_ended()
     }
 
     fn sessions(&self) -> usize {

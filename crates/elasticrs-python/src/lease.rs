@@ -19,13 +19,14 @@ impl Guard for Nursery {
         }
     }
 
-    fn deadline(&self, boot_ns: Option<u64>) {
+    fn deadline(&self, boot_ns: u64) {
         // A deadline that had passed is told as `Fenced`.
-        let _ = self.0.fence(boot_ns);
+        let _ = self.0.fence(Some(boot_ns));
     }
 
-    fn ended(&self) {
+    fn closed(&self) {
         self.0.guard(None);
+        let _ = self.0.fence(None);
     }
 }
 

@@ -1,9 +1,12 @@
-//! The thread on which stores and their clients run, and how they tell the user something.
+//! The thread on which stores run, and the one of their clients.
 //!
-//! 1. With a supervisor both are the supervisor's: its thread, and its events ([`Degraded`](crate::event::Degraded)).
-//! 2. Without one all share a thread that ends with the last of them, and what they tell is kept until somebody asks.
+//! 1. All stores of a process share a thread, which ends with the last of them; those of an agent leave it when the supervisor is
+//!    closed, so that it is there for the next attempt.
+//! 2. The client that holds an agent's lease is on the supervisor's thread: with a store that is busy on the other one, signals and
+//!    keep-alives are in time. Clients without a supervisor share the stores' thread.
 //! 3. A forked child has neither: nothing of its parent's is waited for.
 
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use elasticrs_store::notices::{List, Tell};
@@ -13,56 +16,55 @@ use pyo3::prelude::*;
 use crate::error::{SupervisorError, os_error};
 use crate::supervisor::Supervisor;
 
-/// All that have no supervisor share one thread, which ends with the last of them. With the pid, as a forked child must
-/// not use the thread of its parent.
+/// The one thread of all stores. With the pid, as a forked child must not use the thread of its parent.
 static SHARED: Mutex<Option<(u32, Weak<Runtime>)>> = Mutex::new(None);
 
-/// Where the futures of one object run.
-pub enum Home {
-    Agent(Py<Supervisor>),
-    Own { runtime: Mutex<Option<Arc<Runtime>>>, owner: u32 },
+/// A share in the stores' thread.
+pub struct Stores {
+    runtime: Mutex<Option<Arc<Runtime>>>,
+    owner: u32,
 }
 
-impl Home {
-    /// The supervisor's thread, or the shared one.
-    pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
-        let owner = std::process::id();
-        let Some(supervisor) = supervisor else {
+impl Stores {
+    /// None yet.
+    pub fn new() -> Self {
+        Self { runtime: Mutex::default(), owner: std::process::id() }
+    }
+
+    /// One that has its share.
+    pub fn entered() -> PyResult<Self> {
+        let stores = Self::new();
+        stores.enter().map_err(|error| os_error(&error, "start the thread of the stores"))?;
+        Ok(stores)
+    }
+
+    /// Takes a share; the first one starts the thread.
+    pub fn enter(&self) -> io::Result<()> {
+        let mut own = lock(&self.runtime);
+        if own.is_none() {
             let mut shared = lock(&SHARED);
-            let known = shared.as_ref().filter(|(pid, _)| *pid == owner).and_then(|(_, runtime)| runtime.upgrade());
+            let known =
+                shared.as_ref().filter(|(pid, _)| *pid == self.owner).and_then(|(_, runtime)| runtime.upgrade());
             let runtime = match known {
                 Some(runtime) => runtime,
-                None => Arc::new(Runtime::new().map_err(|error| os_error(&error, "start the thread of the stores"))?),
+                None => Arc::new(Runtime::new()?),
             };
-            *shared = Some((owner, Arc::downgrade(&runtime)));
-            return Ok(Self::Own { runtime: Mutex::new(Some(runtime)), owner });
-        };
-        Ok(Self::Agent(supervisor))
+            *shared = Some((self.owner, Arc::downgrade(&runtime)));
+            *own = Some(runtime);
+        }
+        Ok(())
     }
 
     /// Raises in a forked child: the thread is its parent's.
     pub fn check_owner(&self) -> PyResult<()> {
-        match self {
-            Self::Own { owner, .. } if *owner != std::process::id() => {
-                Err(SupervisorError::new_err(format!("the process was forked: the store belongs to pid {owner}")))
-            }
-            // A supervisor checks for itself.
-            Self::Own { .. } | Self::Agent(_) => Ok(()),
+        let owner = self.owner;
+        if owner == std::process::id() {
+            return Ok(());
         }
+        Err(SupervisorError::new_err(format!("the process was forked: the store belongs to pid {owner}")))
     }
 
-    /// What tells the user something: the supervisor, or a list that is asked.
-    pub fn teller(&self, list: &Arc<List>) -> Tell {
-        match self {
-            Self::Agent(supervisor) => Box::new(supervisor.get().inner.teller()),
-            Self::Own { .. } => {
-                let list = Arc::clone(list);
-                Box::new(move |line| list.add(line))
-            }
-        }
-    }
-
-    /// Ends what runs here, and gives the thread back. Raises in a forked child.
+    /// Ends what runs here, and gives the share back. Raises in a forked child.
     pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         self.check_owner()?;
         py.detach(|| {
@@ -72,33 +74,79 @@ impl Home {
         Ok(())
     }
 
-    /// Gives the shared thread back; the last one who does waits for its end.
+    /// Gives the share back; the last one who does waits for the end of the thread.
     pub fn leave(&self) {
-        if let Self::Own { runtime, owner } = self {
-            let left = lock(runtime).take();
-            if *owner != std::process::id() {
-                // Waiting for a thread that this process does not have would never end.
-                std::mem::forget(left);
+        let left = lock(&self.runtime).take();
+        if self.owner != std::process::id() {
+            // Waiting for a thread that this process does not have would never end.
+            std::mem::forget(left);
+        }
+    }
+}
+
+impl Spawn for Stores {
+    fn spawn(&self, task: Task) -> bool {
+        lock(&self.runtime).as_ref().is_some_and(|runtime| runtime.spawn(task))
+    }
+}
+
+impl Drop for Stores {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+/// Where a client runs.
+pub enum Home {
+    Agent(Py<Supervisor>),
+    Stores(Stores),
+}
+
+impl Home {
+    /// The supervisor's thread, or that of the stores.
+    pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
+        supervisor.map_or_else(|| Stores::entered().map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
+    }
+
+    /// Raises in a forked child.
+    pub fn check_owner(&self) -> PyResult<()> {
+        match self {
+            Self::Stores(stores) => stores.check_owner(),
+            // A supervisor checks for itself.
+            Self::Agent(_) => Ok(()),
+        }
+    }
+
+    /// As [`Stores::close`].
+    pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
+        match self {
+            Self::Stores(stores) => stores.close(py, end),
+            Self::Agent(_) => {
+                py.detach(end);
+                Ok(())
             }
         }
     }
 }
 
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Spawn for Home {
     fn spawn(&self, task: Task) -> bool {
         match self {
-            Self::Agent(supervisor) => supervisor.get().inner.spawn(task).is_ok(),
-            Self::Own { runtime, .. } => lock(runtime).as_ref().is_some_and(|runtime| runtime.spawn(task)),
+            Self::Agent(supervisor) => Spawn::spawn(&supervisor.get().inner, task),
+            Self::Stores(stores) => stores.spawn(task),
         }
     }
 }
 
-impl Drop for Home {
-    fn drop(&mut self) {
-        self.leave();
+/// What tells the user something: the supervisor's events, or a list that is asked.
+pub fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
+    if let Some(supervisor) = supervisor {
+        return Box::new(supervisor.get().inner.teller());
     }
+    let list = Arc::clone(list);
+    Box::new(move |line| list.add(line))
+}
+
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

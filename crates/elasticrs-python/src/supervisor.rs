@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticrs_core::clock::boot_now;
@@ -17,6 +18,7 @@ use crate::error::{Error, os_error};
 use crate::event::{FdReady, Heartbeat, heartbeat, object, to_python};
 use crate::nursery;
 use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
+use crate::store_runtime::Stores;
 
 /// How long a wait may last without a look at Python's signals. One that comes between the last look and the system call
 /// that waits, or that the kernel hands to another thread, interrupts nothing. As long as the agent's own safety tick, so
@@ -26,6 +28,8 @@ pub(crate) const LOOK: Duration = Duration::from_secs(5);
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct Supervisor {
     pub(crate) inner: core::Supervisor,
+    /// The thread of its stores, once one was used.
+    pub(crate) stores: Arc<Stores>,
 }
 
 #[pymethods]
@@ -35,7 +39,7 @@ impl Supervisor {
     fn new(py: Python<'_>, owns_process: bool, nursery: &str) -> PyResult<Self> {
         let config = Config { nursery: nursery::images(py, nursery)?, owns_process };
         let inner = py.detach(|| core::Supervisor::new(config)).map_err(Error)?;
-        Ok(Self { inner })
+        Ok(Self { inner, stores: Arc::new(Stores::new()) })
     }
 
     #[getter]
@@ -193,6 +197,11 @@ impl Supervisor {
 
     #[pyo3(signature = (keep_descendants=false))]
     fn close(&self, py: Python<'_>, keep_descendants: bool) -> PyResult<()> {
-        Ok(py.detach(|| self.inner.close(keep_descendants)).map_err(Error)?)
+        let closed = py.detach(|| {
+            let closed = self.inner.close(keep_descendants);
+            self.stores.leave();
+            closed
+        });
+        Ok(closed.map_err(Error)?)
     }
 }

@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex};
 
 use elasticrs_store::listen::Port;
 use elasticrs_store::notices::List;
+use elasticrs_store::runtime::Spawn;
 use elasticrs_store::worker::{self, Limits};
 use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, listen_error};
-use crate::store_runtime::{Home, lock};
+use crate::store_runtime::{Stores, lock, teller};
 use crate::supervisor::Supervisor;
 
 #[derive(Clone, Copy, FromPyObject)]
@@ -21,8 +22,8 @@ enum PortOrRange {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct WorkerStore {
     inner: worker::WorkerStore,
-    /// From `serve` on.
-    home: Mutex<Option<Home>>,
+    /// From `serve` on, without a supervisor.
+    home: Mutex<Option<Stores>>,
     notices: Arc<List>,
 }
 
@@ -50,12 +51,27 @@ impl WorkerStore {
 
     #[pyo3(signature = (supervisor=None))]
     fn serve(&self, py: Python<'_>, supervisor: Option<Py<Supervisor>>) -> PyResult<()> {
-        let home = Home::new(supervisor)?;
-        let tell = home.teller(&self.notices);
-        let served = py.detach(|| self.inner.serve(&home, tell));
-        served.map_err(|error| SupervisorError::new_err(error.to_string()))?;
-        *lock(&self.home) = Some(home);
-        Ok(())
+        let tell = teller(supervisor.as_ref(), &self.notices);
+        let served = if let Some(supervisor) = supervisor {
+            let Supervisor { inner, stores } = supervisor.get();
+            let (stores, say) = (Arc::clone(stores), inner.teller());
+            let hand_over = Box::new(move |task| match stores.enter() {
+                Ok(()) => stores.spawn(task),
+                Err(error) => {
+                    say(format!("cannot start the thread of the stores: {error}"));
+                    false
+                }
+            });
+            self.inner.serve_elsewhere(inner, hand_over, tell)
+        } else {
+            let home = Stores::entered()?;
+            let served = py.detach(|| self.inner.serve(&home, tell));
+            if served.is_ok() {
+                *lock(&self.home) = Some(home);
+            }
+            served
+        };
+        served.map_err(|error| SupervisorError::new_err(error.to_string()))
     }
 
     fn waiting(&self, py: Python<'_>) -> BTreeMap<String, Vec<String>> {

@@ -11,7 +11,7 @@ use elasticrs_store::coordination::client::{Client, Options};
 use elasticrs_store::coordination::events::Event;
 use elasticrs_store::coordination::guard::NoGuard;
 use elasticrs_store::coordination::protocol::{Hello, Request, VERSION};
-use elasticrs_store::coordination::server::{Config, MAX_BYTES, Server};
+use elasticrs_store::coordination::server::{Config, MAX_BYTES, REQUEST_TIMEOUT, Server};
 use elasticrs_store::coordination::types::{Compare, Op, Txn, Watch};
 use elasticrs_store::coordination::wire::{Frames, MAGIC};
 use elasticrs_store::runtime::Runtime;
@@ -29,7 +29,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     let (store, users) = (Runtime::new()?, Runtime::new()?);
-    let config = Config { run_id: None, token: None, max_connections: 100_000, max_bytes: MAX_BYTES };
+    let config = Config {
+        run_id: None,
+        token: None,
+        max_connections: 100_000,
+        max_bytes: MAX_BYTES,
+        request_timeout: REQUEST_TIMEOUT,
+    };
     let server = Server::start(&store, &[("127.0.0.1".into(), 0)], config, Box::new(drop))?;
     let port = server.addresses()[0].port();
     let mut out = io::stdout().lock();

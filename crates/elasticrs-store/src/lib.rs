@@ -3,8 +3,9 @@
 //! [`coordination`] is the one in which the agents meet, [`worker`] the one that torch's workers use. They share where they
 //! run ([`runtime`]), how they listen ([`listen`]) and how they tell their user something ([`notices`]); nothing else.
 //!
-//! Everything here is a future that stays on the thread it was made on; [`runtime::Spawn`] says which thread that is: the
-//! agent's one runtime thread, or an own one where there is no agent. A handle (`WorkerStore`, `Server`, `Client`) belongs to
+//! Everything here is a future that stays on the thread it was made on; [`runtime::Spawn`] says which thread that is. Servers
+//! have one of their own, apart from the supervision of workers; the client that holds an agent's lease is on that of the
+//! supervisor. A handle (`WorkerStore`, `Server`, `Client`) belongs to
 //! whoever made it and may be used from any thread; sockets, keys and connections belong to the thread alone.
 //!
 //! - **STORE-1** a handle that is closed or dropped ends all that it started; `close` returns when it has ended;

@@ -1,16 +1,17 @@
 //! Where the futures of this crate run.
 
 use std::io;
-use std::pin::Pin;
-use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::thread::{Builder, JoinHandle};
 
+use elasticrs_core::supervisor::Supervisor;
+use elasticrs_core::threads;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::LocalSet;
 
-/// Makes a future on the thread on which it then runs, so that the future itself need not be `Send`.
-pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
+pub use elasticrs_core::supervisor::Task;
+
+/// Gives a task to another thread, once; `false` when there is none, and the task will never run.
+pub type HandOver = Box<dyn FnOnce(Task) -> bool + Send>;
 
 /// A thread that runs futures.
 pub trait Spawn {
@@ -18,28 +19,14 @@ pub trait Spawn {
     fn spawn(&self, task: Task) -> bool;
 }
 
-/// How often somebody who waits for an answer looks whether there is still anybody to give one.
-const LOOK: Duration = Duration::from_millis(100);
-
-/// Asks a task for something and waits for it; `None`: the task has ended.
-///
-/// That a question is dropped with its inbox is not enough: one that is sent in the moment in which the task ends can stay
-/// behind in the channel for as long as its sender lives.
-pub(crate) fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>) -> Q) -> Option<A> {
-    let (reply, answer) = sync_channel(1);
-    inbox.send(question(reply)).ok()?;
-    loop {
-        match answer.recv_timeout(LOOK) {
-            Ok(answer) => return Some(answer),
-            Err(RecvTimeoutError::Disconnected) => return None,
-            // The task answers before it drops its inbox.
-            Err(RecvTimeoutError::Timeout) if inbox.is_closed() => return answer.try_recv().ok(),
-            Err(RecvTimeoutError::Timeout) => {}
-        }
+/// For what must not wait for a store: the client that holds a lease, and the look for the first client.
+impl Spawn for Supervisor {
+    fn spawn(&self, task: Task) -> bool {
+        Supervisor::spawn(self, task).is_ok()
     }
 }
 
-/// A thread of our own, for programs without an agent: a server that stands alone, a user's store object.
+/// The thread of the stores: of an agent's, of a server that stands alone, of a user's store object.
 #[derive(Debug)]
 pub struct Runtime {
     tasks: Option<UnboundedSender<Task>>,
@@ -54,7 +41,7 @@ impl Runtime {
     pub fn new() -> io::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (tasks, mut inbox) = unbounded_channel::<Task>();
-        let thread = std::thread::Builder::new().name("elasticrs-store".into()).spawn(move || {
+        let thread = threads::start(Builder::new().name("elasticrs-store".into()), move || {
             LocalSet::new().block_on(&runtime, async move {
                 while let Some(task) = inbox.recv().await {
                     tokio::task::spawn_local(task());
@@ -87,33 +74,6 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use super::*;
-
-    #[test]
-    fn a_question_is_answered_until_the_task_has_ended() {
-        let (inbox, mut questions) = unbounded_channel::<SyncSender<u8>>();
-        let task = std::thread::spawn(move || {
-            questions.blocking_recv().unwrap().send(7).unwrap();
-            // Dropped without an answer.
-            drop(questions.blocking_recv());
-        });
-        assert_eq!(ask(&inbox, |reply| reply), Some(7));
-        assert_eq!(ask(&inbox, |reply| reply), None);
-        task.join().unwrap();
-        assert_eq!(ask(&inbox, |reply| reply), None);
-    }
-
-    #[test]
-    fn a_question_that_stays_behind_is_given_up() {
-        let (inbox, questions) = unbounded_channel::<()>();
-        let mut kept = None;
-        let answer = ask::<_, u8>(&inbox, |reply| {
-            // As if it was sent in the moment in which the inbox went: nobody drops it.
-            kept = Some(reply);
-            std::thread::spawn(move || drop(questions));
-        });
-        assert_eq!(answer, None);
-        drop(kept);
-    }
 
     #[test]
     fn tasks_run_on_its_thread_and_are_dropped_with_it() {

@@ -1,7 +1,8 @@
 """``python -m elasticrs.store``: the rendezvous store as a separate process, off the training nodes.
 
 Prints one line with its address when it serves. SIGTERM, SIGINT and SIGHUP end it in order, with one line and
-exit code 0. What does not fit is one line on stderr, and exit code 2.
+exit code 0; an error within it ends it with exit code 1. What does not fit is one line on stderr, and exit
+code 2.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token-file", help="token that clients must present (default: $ELASTICRS_TOKEN)")
     parser.add_argument("--max-connections", type=int, help="limit of connections (default: 16384)")
     parser.add_argument(
-        "--max-mib", type=int, default=256, help="memory for keys, values and history, in MiB (default: 256)"
+        "--max-mib",
+        type=int,
+        default=256,
+        help="memory for all that clients make it hold, in MiB (default: 256)",
     )
     return parser
 
@@ -52,14 +56,16 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
     return token
 
 
-def _serve(server: _core.CoordinationServer, stop: socket.socket) -> signal.Signals:
-    """Serve until a signal comes; return the signal."""
+def _serve(server: _core.CoordinationServer, stop: socket.socket) -> signal.Signals | None:
+    """Serve until a signal comes; return the signal, or ``None`` when an error has ended the store."""
     poll = select.poll()
     poll.register(stop, select.POLLIN)
     poll.register(server.fd, select.POLLIN)
     while all(fd != stop.fileno() for fd, _ in poll.poll()):
         for line in server.take_notices():
             _say(line)
+        if server.has_ended:
+            return None
     return signal.Signals(stop.recv(1)[0])
 
 
@@ -112,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"elasticrs store: serving at {host}:{server.port}", flush=True)
         try:
             ended_by = _serve(server, stop)
+            if ended_by is None:
+                return 1
             _say(f"{ended_by.name}: closing (connected clients: {server.sessions()})")
         finally:
             server.close()

@@ -38,7 +38,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -55,6 +55,7 @@ use pump::{Command, Pump};
 use crate::clock::Stamp;
 use crate::counters::{LogCounts, LogTotals};
 use crate::panics;
+use crate::threads;
 
 /// How long [`Logs::close`] waits for a thread that is not stuck.
 const CLOSE_GRACE: Duration = Duration::from_millis(200);
@@ -322,7 +323,7 @@ impl Logs {
         let (outputs, output_of) = Output::pair(console);
         let (shared, notify) = (Arc::clone(&self.shared), Arc::clone(&self.notify));
         let (alive, ended) = mpsc::channel::<()>();
-        let handle = std::thread::Builder::new().name("elasticrs-logs".to_owned()).spawn(move || {
+        let handle = threads::start(Builder::new().name("elasticrs-logs".to_owned()), move || {
             let _alive = alive;
             run_guarded(&shared, outputs, &notify);
         })?;

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, ppoll};
-use nix::sys::signal::SigSet;
 use nix::sys::time::TimeSpec;
 
 use super::console::Output;
@@ -50,8 +49,6 @@ impl Pump {
     }
 
     pub(super) fn run(mut self) {
-        // Python's handlers belong to its own threads. SIGPIPE, too: a lost reader is an error number here.
-        SigSet::all().thread_block().expect("the arguments are constants, and there is no other error");
         let mut news = News { commands: true, files: true };
         while self.turn(news).is_continue() {
             news = self.wait();

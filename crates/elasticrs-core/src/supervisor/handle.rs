@@ -7,12 +7,11 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::sys::inotify::Inotify;
-use nix::sys::signal::SigSet;
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
 use super::event::Heartbeat;
@@ -27,6 +26,7 @@ use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::pidfd;
+use crate::threads;
 use crate::timer::hang::{Elsewhere, Limits};
 
 /// How a supervisor works.
@@ -212,10 +212,8 @@ impl Supervisor {
         let thread = {
             let (queue, logs, nursery_pid) = (Arc::clone(&queue), Arc::clone(&logs), Arc::clone(&nursery_pid));
             let shared = Shared { queue, logs, nursery_pid, fence: fence.clone(), counters: counters.clone() };
-            std::thread::Builder::new().name("elasticrs".into()).stack_size(512 * 1024).spawn(move || {
-                leave_signals_to_others();
-                task::run(config, inbox, shared, &ready);
-            })?
+            let builder = Builder::new().name("elasticrs".into()).stack_size(512 * 1024);
+            threads::start(builder, move || task::run(config, inbox, shared, &ready))?
         };
         match started.recv() {
             Ok(Ok(())) => {}
@@ -478,9 +476,8 @@ impl Supervisor {
     }
 
     fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, SupervisorError> {
-        let (reply, answer) = sync_channel(1);
-        self.tell(command(reply))?;
-        answer.recv().map_err(|_| SupervisorError::Ended)
+        self.check_owner()?;
+        threads::ask(&self.commands, command).ok_or(SupervisorError::Ended)
     }
 }
 
@@ -492,9 +489,4 @@ impl Drop for Supervisor {
             std::mem::forget(Arc::clone(&self.logs));
         }
     }
-}
-
-/// Python's handlers belong to its own threads.
-fn leave_signals_to_others() {
-    SigSet::all().thread_block().expect("the arguments are constants, and there is no other error");
 }

@@ -9,6 +9,8 @@ pub mod command;
 pub mod duplicate;
 pub mod fds;
 pub mod features;
+#[cfg(feature = "agent")]
+pub mod heap;
 pub mod page;
 pub mod pidfd;
 #[cfg(feature = "agent")]

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
+use elasticrs_core::threads::ask;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::connect::{Lost, Opened, open};
@@ -18,7 +19,7 @@ use super::protocol::Request;
 use super::session::{Ended, Session};
 use super::types::{LostKind, Txn, Watch};
 use super::wire::MAX_REQUEST;
-use crate::runtime::{Spawn, ask};
+use crate::runtime::Spawn;
 
 /// Where a client connects, as what, and how patient it is.
 #[derive(Debug, Clone)]
@@ -154,16 +155,14 @@ async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: U
     let ended = match opened {
         Ok(opened) => {
             tell_connected(events, guard, &opened);
-            let ended = Session::new(options, opened, events, guard, early).run(&mut inbox).await;
-            guard.ended();
-            ended
+            Session::new(options, opened, events, guard, early).run(&mut inbox).await
         }
         Err(lost) => Ended::Lost(lost),
     };
     match ended {
         Ended::Lost(Lost { kind, message }) => events.push(Event::Lost { kind, message }, 0),
         Ended::Closed(reply) => {
-            guard.deadline(None);
+            guard.closed();
             events.finish();
             answer(reply);
         }
@@ -174,7 +173,7 @@ fn tell_connected(events: &Events, guard: &dyn Guard, opened: &Opened) {
     use std::os::fd::AsFd;
 
     guard.connected(opened.stream.as_fd());
-    guard.deadline(Some(opened.deadline()));
+    guard.deadline(opened.deadline());
     events.renewed(opened.deadline(), opened.sent, opened.sent, None);
     let connected = Event::Connected {
         revision: opened.revision,

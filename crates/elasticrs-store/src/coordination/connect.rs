@@ -3,8 +3,10 @@
 use std::cell::Cell;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::thread::Builder;
 use std::time::Duration;
 
+use elasticrs_core::threads;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -137,13 +139,11 @@ async fn resolve(options: &Options) -> Result<Vec<SocketAddr>, Lost> {
     let (found, answer) = tokio::sync::oneshot::channel();
     let name = (host.clone(), *port);
     // A thread of its own, that nobody waits for: a resolver may hang for longer than anybody wants to.
-    std::thread::Builder::new()
-        .name("elasticrs-dns".into())
-        .spawn(move || {
-            // Nobody listens when the time was over.
-            let _ = found.send(name.to_socket_addrs().map(Iterator::collect::<Vec<_>>));
-        })
-        .map_err(|error| unresolved(error.to_string()))?;
+    let started = threads::start(Builder::new().name("elasticrs-dns".into()), move || {
+        // Nobody listens when the time was over.
+        let _ = found.send(name.to_socket_addrs().map(Iterator::collect::<Vec<_>>));
+    });
+    started.map_err(|error| unresolved(error.to_string()))?;
     match answer.await {
         Ok(Ok(addresses)) if addresses.is_empty() => Err(unresolved("it has no address".into())),
         Ok(Ok(addresses)) => Ok(addresses),

@@ -1,14 +1,13 @@
 //! One connection of a server: the handshake, then requests until it ends.
 
 use std::io;
-use std::net::SocketAddr;
 use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::task::yield_now;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth::{self, Direction};
 use super::hub::{Hub, Refusal};
@@ -23,6 +22,9 @@ use super::wire::{Broken, Frames, MAGIC, MAX_REQUEST, MAX_UNPROVEN, Malformed};
 const HANDSHAKE: Duration = Duration::from_secs(5);
 /// How long a connection that was refused stays open for its reason to be read.
 const PARTING: Duration = Duration::from_secs(2);
+
+/// How much of what such a client still sends is read away: what was on its way when it was refused.
+const MAX_DROPPED: usize = 4 * MAX_REQUEST;
 
 /// How a connection came to its end.
 enum End {
@@ -56,20 +58,25 @@ impl From<Broken> for End {
     }
 }
 
+/// A request of which some has come.
+#[derive(Clone, Copy)]
+struct Begun {
+    until: Instant,
+    is_second_half: bool,
+}
+
 struct Connection {
     hub: Rc<Hub>,
     stream: TcpStream,
     frames: Frames,
     outbox: Rc<Outbox>,
-    peer: SocketAddr,
 }
 
 /// Serves one client until it is gone.
-pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
-    let outbox = Rc::new(Outbox::default());
+pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
     // Without it small messages would wait; that it can fail is no reason to serve nobody.
     let _ = stream.set_nodelay(true);
-    let mut connection = Connection { hub, stream, frames: Frames::new(MAX_UNPROVEN), outbox, peer };
+    let mut connection = Connection { hub, stream, frames: Frames::new(MAX_UNPROVEN), outbox };
     let met = timeout(HANDSHAKE, Box::pin(connection.handshake())).await;
     let session = match met {
         Ok(Ok(session)) => session,
@@ -156,22 +163,30 @@ impl Connection {
     }
 
     fn welcome(&self, run_id: String, challenge: Option<[u8; 32]>) {
-        self.outbox.push(Rc::new(MAGIC.to_vec()));
-        self.outbox.push(Rc::new(Answer::Welcome { version: VERSION, run_id, challenge }.encode()));
+        self.tell(MAGIC.to_vec());
+        self.tell(Answer::Welcome { version: VERSION, run_id, challenge }.encode());
     }
 
     fn ready(&self, hello: &Hello, proof: Option<[u8; 32]>) -> SessionId {
         let (session, revision, pace) = self.hub.begin(&self.outbox, hello.interval_ms, hello.attempts);
-        self.outbox.push(Rc::new(Answer::Ready { session, revision, pace, proof }.encode()));
+        self.tell(Answer::Ready { session, revision, pace, proof }.encode());
         session
+    }
+
+    fn tell(&self, message: Vec<u8>) {
+        self.outbox.push(self.outbox.message(message));
     }
 
     /// Requests and answers, until the connection ends.
     async fn converse(&mut self, session: SessionId) -> End {
+        let mut begun = None;
         loop {
             while !self.outbox.is_closing() {
                 match self.frames.cut() {
                     Ok(Some(frame)) => {
+                        begun = None;
+                        // It is whole, and gone when it has been carried out.
+                        self.outbox.set_unparsed(0);
                         let done = Request::decode(frame)
                             .map_err(End::from)
                             .and_then(|request| self.hub.request(session, request, &self.outbox).map_err(End::Refused));
@@ -186,8 +201,36 @@ impl Connection {
             if self.outbox.is_closing() {
                 return End::Gone;
             }
-            if let Err(end) = self.read().await {
+            if let Err(end) = self.read_on(&mut begun).await {
                 return end;
+            }
+        }
+    }
+
+    /// Waits for more bytes: of a request that was begun for as long as it may take, in two halves, so that a clock that
+    /// jumps (this process was stopped) does not count as a long silence.
+    async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), End> {
+        self.frames.rest();
+        self.hub.hold(&self.outbox, self.frames.capacity());
+        if self.outbox.is_closing() {
+            return Ok(());
+        }
+        if self.frames.unread().is_empty() {
+            return self.read().await;
+        }
+        let limit = self.hub.config.request_timeout;
+        let half = || Instant::now() + limit / 2;
+        let Begun { until, is_second_half } =
+            *begun.get_or_insert_with(|| Begun { until: half(), is_second_half: false });
+        match timeout_at(until, self.read()).await {
+            Ok(read) => read,
+            Err(_) if is_second_half => {
+                let said = format!("a request did not arrive whole within {} s", limit.as_secs_f32());
+                Err(End::Refused((LostKind::Timeout, said)))
+            }
+            Err(_) => {
+                *begun = Some(Begun { until: half(), is_second_half: true });
+                Ok(())
             }
         }
     }
@@ -230,19 +273,20 @@ impl Connection {
     }
 
     /// Ends the connection; a reason is sent first, and there is a while to read it.
-    async fn part(self, end: End) {
+    async fn part(mut self, end: End) {
         match end {
             End::Gone => {}
             End::Foreign => {
                 let what = describe(self.frames.unread());
-                return self.hub.notices.say(format!("closed a connection from {}: {what}", self.peer));
+                return self.hub.notices.say(format!("closed a connection from {}: {what}", self.outbox.peer));
             }
             End::Refused((kind, message)) => {
-                self.hub.notices.say(format!("refused {}: {message}", self.peer));
+                self.hub.notices.say(format!("refused {}: {message}", self.outbox.peer));
                 self.outbox.refuse(kind, message);
             }
         }
         if self.outbox.is_closing() {
+            self.frames = Frames::new(0);
             // Who does not read its reason in time learns of the end by the end.
             let _ = timeout(PARTING, self.say_why()).await;
         }
@@ -255,14 +299,20 @@ impl Connection {
         nix::sys::socket::shutdown(std::os::fd::AsRawFd::as_raw_fd(&self.stream), nix::sys::socket::Shutdown::Write)?;
         // What they still send is read away: closing a socket with unread bytes would reset the connection, and the
         // reason might be lost with it.
-        loop {
+        let mut left = MAX_DROPPED;
+        while left > 0 {
             self.stream.ready(Interest::READABLE).await?;
-            match self.stream.try_read(&mut self.hub.scratch.borrow_mut()) {
+            let read = self.stream.try_read(&mut self.hub.scratch.borrow_mut());
+            match read {
                 Ok(0) => return Ok(()),
-                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
-                Ok(_) | Err(_) => {}
+                Ok(length) => left = left.saturating_sub(length),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
             }
+            // One client that sends without a pause must not keep the others waiting.
+            yield_now().await;
         }
+        Ok(())
     }
 }
 

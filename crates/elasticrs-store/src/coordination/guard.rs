@@ -7,11 +7,12 @@ pub trait Guard: Send {
     /// The session has begun on this socket. A duplicate of it, held elsewhere, keeps the session until it is closed,
     /// even when this process dies; only [`super::client::Client::close`] ends it all the same.
     fn connected(&self, socket: BorrowedFd<'_>);
-    /// The session is sure to last until this moment on the boot clock, in nanoseconds; `None`: it was given up by its
-    /// owner, and nothing depends on it any more.
-    fn deadline(&self, boot_ns: Option<u64>);
-    /// The session is over. A deadline that was set before stands until its owner has done what the end asks for.
-    fn ended(&self);
+    /// The session is sure to last until this moment on the boot clock, in nanoseconds.
+    fn deadline(&self, boot_ns: u64);
+    /// It was closed by its owner: nothing depends on it any more. One that is lost is not told of here. Its last deadline
+    /// stands, and the duplicate stays, until its owner has done what the loss asks for: the store must not see the end
+    /// of the connection before that.
+    fn closed(&self);
 }
 
 /// For clients on which nothing depends.
@@ -20,6 +21,6 @@ pub struct NoGuard;
 
 impl Guard for NoGuard {
     fn connected(&self, _socket: BorrowedFd<'_>) {}
-    fn deadline(&self, _boot_ns: Option<u64>) {}
-    fn ended(&self) {}
+    fn deadline(&self, _boot_ns: u64) {}
+    fn closed(&self) {}
 }

@@ -1,7 +1,8 @@
 //! What all connections of a server share: the state, who is to hear of what, and who is still there.
 //!
 //! - **HUB-1** everything that a revision tells a client is queued before the reply of that revision is;
-//! - **HUB-2** all sessions that end in one wake-up end in one revision.
+//! - **HUB-2** all sessions that end in one wake-up end in one revision;
+//! - **HUB-3** what clients make the server hold stays below its limit: whoever holds the most is ended.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -10,11 +11,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use elasticrs_core::sys::heap;
 use tokio::sync::Notify;
 use tokio::task::{JoinSet, yield_now};
 
 use super::clock::{boot_ns, wall_ns};
 use super::leases::Leases;
+use super::memory::{CONNECTION_COST, Held, Message};
 use super::outbox::Outbox;
 use super::protocol::{Answer, Pace, Request, encode_changes};
 use super::server::Config;
@@ -26,6 +29,9 @@ use crate::notices::Notices;
 /// The most watches of one client.
 const MAX_WATCHES: usize = 1024;
 
+/// How long freed memory is left to the allocator, which may need it again at once.
+const TRIM_AFTER: Duration = Duration::from_millis(100);
+
 #[derive(Debug)]
 struct Shared {
     state: State,
@@ -35,6 +41,8 @@ struct Shared {
     /// Sessions that are over, but whose keys are still there.
     ended: Vec<SessionId>,
     next_session: SessionId,
+    /// The most that was in use since the kernel was last given memory back.
+    peak: usize,
 }
 
 /// One per server; lives on its thread.
@@ -46,9 +54,11 @@ pub(super) struct Hub {
     pub(super) tasks: RefCell<JoinSet<()>>,
     /// Where bytes are read to, whosever they are.
     pub(super) scratch: RefCell<Vec<u8>>,
+    pub(super) held: Rc<Held>,
     shared: RefCell<Shared>,
     reap: Notify,
     replan: Notify,
+    trim: Notify,
 }
 
 /// Why a request ends its connection.
@@ -63,6 +73,7 @@ impl Hub {
             open: HashMap::new(),
             ended: Vec::new(),
             next_session: 1,
+            peak: 0,
         };
         Self {
             config,
@@ -70,9 +81,11 @@ impl Hub {
             sessions,
             tasks: RefCell::default(),
             scratch: RefCell::new(vec![0; 64 * 1024]),
+            held: Rc::default(),
             shared: RefCell::new(shared),
             reap: Notify::new(),
             replan: Notify::new(),
+            trim: Notify::new(),
         }
     }
 
@@ -91,7 +104,50 @@ impl Hub {
 
     /// The session is over; its keys go with all that end in this wake-up.
     pub(super) fn end(&self, session: SessionId) {
-        self.end_in(&mut self.shared.borrow_mut(), session);
+        let mut shared = self.shared.borrow_mut();
+        self.end_in(&mut shared, session);
+        self.keep_within_limit(&mut shared);
+    }
+
+    /// Whether there is room for one more connection. An eighth is left for what is said on those that there are: strangers
+    /// who only connect end nobody.
+    pub(super) fn has_room(&self) -> bool {
+        let shared = self.shared.borrow();
+        self.used(&shared) + CONNECTION_COST <= shared.state.shared_limit() / 8 * 7
+    }
+
+    /// A client has begun a request, of which so much has come.
+    pub(super) fn hold(&self, outbox: &Outbox, unparsed: usize) {
+        outbox.set_unparsed(unparsed);
+        self.keep_within_limit(&mut self.shared.borrow_mut());
+    }
+
+    fn used(&self, shared: &Shared) -> usize {
+        self.held.bytes() + shared.watches.bytes() + shared.state.entry_bytes()
+    }
+
+    /// HUB-3. Keys are limited by themselves, so it always ends.
+    fn keep_within_limit(&self, shared: &mut Shared) {
+        let limit = shared.state.shared_limit();
+        while self.used(shared) > limit {
+            let held = shared.open.iter().map(|(id, outbox)| (outbox.holds() + shared.watches.bytes_of(*id), *id));
+            let Some((bytes, session)) = held.max() else { break };
+            if let Some(outbox) = shared.open.get(&session).cloned() {
+                let said = format!(
+                    "the store is full: of what its clients have begun to send, not read or watch, this one has the \
+                     most, {bytes} bytes"
+                );
+                self.notices.say(format!("refused {}: {said}", outbox.peer));
+                outbox.abandon(LostKind::Limit, said);
+            }
+            self.end_in(shared, session);
+        }
+        let used = self.used(shared);
+        shared.peak = shared.peak.max(used);
+        if shared.peak > 2 * used && shared.peak - used > limit / 16 {
+            shared.peak = used;
+            self.trim.notify_one();
+        }
     }
 
     fn end_in(&self, shared: &mut Shared, session: SessionId) {
@@ -107,10 +163,22 @@ impl Hub {
     /// Carries out a request of an open session.
     pub(super) fn request(&self, session: SessionId, request: Request, outbox: &Outbox) -> Result<(), Refusal> {
         let mut shared = self.shared.borrow_mut();
+        self.carry_out(&mut shared, session, request, outbox)?;
+        self.keep_within_limit(&mut shared);
+        Ok(())
+    }
+
+    fn carry_out(
+        &self,
+        shared: &mut Shared,
+        session: SessionId,
+        request: Request,
+        outbox: &Outbox,
+    ) -> Result<(), Refusal> {
         let answer = match request {
-            Request::Txn { tag, txn } => self.txn(&mut shared, session, tag, &txn)?,
+            Request::Txn { tag, txn } => self.txn(shared, session, tag, &txn)?,
             Request::Watch { tag, watch, snapshot, from_revision } => {
-                return Self::watch(&mut shared, session, tag, watch, snapshot, from_revision, outbox);
+                return Self::watch(shared, session, tag, watch, snapshot, from_revision, outbox);
             }
             Request::Unwatch(watch) => {
                 shared.watches.remove(session, &watch);
@@ -164,7 +232,7 @@ impl Hub {
         answer_to(outbox, &Answer::Reply { tag, ok: true, revision, results })?;
         for past in history {
             let changes = covered(past, &watch);
-            if !changes.is_empty() && !outbox.push(Rc::new(encode_changes(past.number, changes.into_iter()))) {
+            if !changes.is_empty() && !outbox.push(outbox.message(encode_changes(past.number, changes.into_iter()))) {
                 return Err(too_slow());
             }
         }
@@ -175,7 +243,7 @@ impl Hub {
     fn publish(&self, shared: &mut Shared, revision: &Revision) {
         for delivery in shared.watches.deliveries(revision) {
             let changes = delivery.changes.iter().map(|position| &revision.changes[*position]);
-            let message = Rc::new(encode_changes(revision.number, changes));
+            let message = Message::new(&self.held, encode_changes(revision.number, changes));
             for client in delivery.clients {
                 let slow = shared.open.get(&client).filter(|outbox| !outbox.push(Rc::clone(&message)));
                 if let Some(outbox) = slow.cloned() {
@@ -198,6 +266,16 @@ impl Hub {
             if let Some(revision) = shared.state.end_sessions(&ended) {
                 self.publish(&mut shared, &revision);
             }
+            self.keep_within_limit(&mut shared);
+        }
+    }
+
+    /// Gives the kernel back what many clients, or one with much, have left behind. Never ends by itself.
+    pub(super) async fn trim(self: Rc<Self>) {
+        loop {
+            self.trim.notified().await;
+            tokio::time::sleep(TRIM_AFTER).await;
+            heap::trim();
         }
     }
 
@@ -233,9 +311,47 @@ async fn sleep_ns(duration: Option<u64>) {
 }
 
 fn answer_to(outbox: &Outbox, answer: &Answer) -> Result<(), Refusal> {
-    if outbox.push(Rc::new(answer.encode())) { Ok(()) } else { Err(too_slow()) }
+    if outbox.push(outbox.message(answer.encode())) { Ok(()) } else { Err(too_slow()) }
 }
 
 fn too_slow() -> Refusal {
     (LostKind::Slow, "this client reads too slowly: more than 8 MiB were waiting for it".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use tokio::sync::mpsc::unbounded_channel;
+    use tokio::task::{LocalSet, spawn_local};
+
+    use super::super::server::{MAX_BYTES, REQUEST_TIMEOUT, run};
+    use super::*;
+
+    #[tokio::test(flavor = "current_thread")]
+    #[expect(clippy::await_holding_refcell_ref, reason = "what makes the other side panic")]
+    async fn a_server_in_which_nobody_would_die_ends_loudly() {
+        let (told, notices) = channel();
+        let notices_of_it = Notices::new(Box::new(move |line| told.send(line).unwrap()));
+        let config = Config {
+            run_id: None,
+            token: None,
+            max_connections: 1,
+            max_bytes: MAX_BYTES,
+            request_timeout: REQUEST_TIMEOUT,
+        };
+        let hub = Rc::new(Hub::new(config, notices_of_it, Arc::default()));
+        let (commands, inbox) = unbounded_channel();
+        let serving = async {
+            let serving = spawn_local(run(Rc::clone(&hub), Vec::new(), inbox));
+            let taken = hub.shared.borrow_mut();
+            hub.reap.notify_one();
+            commands.closed().await;
+            drop(taken);
+            serving.await
+        };
+        LocalSet::new().run_until(serving).await.unwrap();
+        let line = notices.recv().unwrap();
+        assert!(line.starts_with("the store has ended"), "{line}");
+    }
 }

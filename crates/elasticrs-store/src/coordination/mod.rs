@@ -6,7 +6,7 @@
 //!
 //! A server's hub owns keys, watches and leases; a connection's task owns its socket, and shares with the hub only what it has
 //! not sent yet. A client's task owns its socket and its deadline; its user owns the list of events. The invariants stand where
-//! they are kept: `STATE`, `WATCH`, `LEASE` and `HUB` for the server, `CLIENT` and `CLOCK` for the client, `WIRE` and `PROTO` for
+//! they are kept: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server, `CLIENT` and `CLOCK` for the client, `WIRE` and `PROTO` for
 //! the bytes.
 
 pub mod auth;
@@ -18,6 +18,7 @@ pub mod events;
 pub mod guard;
 mod hub;
 pub mod leases;
+mod memory;
 mod outbox;
 mod probe;
 pub mod protocol;

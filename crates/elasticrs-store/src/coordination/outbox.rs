@@ -3,11 +3,13 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
+use std::net::SocketAddr;
 use std::rc::Rc;
 
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 
+use super::memory::{CONNECTION_COST, Charge, Held, Message};
 use super::protocol::Answer;
 use super::types::LostKind;
 use super::wire::MAGIC;
@@ -19,9 +21,10 @@ pub(super) const MAX_UNREAD: usize = 8 << 20;
 const BATCH: usize = 64;
 
 /// Messages in order; several clients may share one.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Outbox {
-    queue: RefCell<VecDeque<Rc<Vec<u8>>>>,
+    pub(super) peer: SocketAddr,
+    queue: RefCell<VecDeque<Rc<Message>>>,
     /// Bytes of the first message that have been sent.
     sent: Cell<usize>,
     unread: Cell<usize>,
@@ -30,11 +33,33 @@ pub(super) struct Outbox {
     is_closing: Cell<bool>,
     /// Wakes the connection's task.
     pub(super) wake: Notify,
+    all: Rc<Held>,
+    /// The connection, and what it has sent that is no whole request yet.
+    connection: Charge,
 }
 
 impl Outbox {
+    pub(super) fn new(all: &Rc<Held>, peer: SocketAddr) -> Self {
+        Self {
+            peer,
+            queue: RefCell::default(),
+            sent: Cell::default(),
+            unread: Cell::default(),
+            has_begun: Cell::default(),
+            is_closing: Cell::default(),
+            wake: Notify::new(),
+            all: Rc::clone(all),
+            connection: Charge::new(all, CONNECTION_COST),
+        }
+    }
+
+    /// A message for one or several.
+    pub(super) fn message(&self, bytes: Vec<u8>) -> Rc<Message> {
+        Message::new(&self.all, bytes)
+    }
+
     /// Adds a message; false when the client has too much unread before it.
-    pub(super) fn push(&self, message: Rc<Vec<u8>>) -> bool {
+    pub(super) fn push(&self, message: Rc<Message>) -> bool {
         if self.is_closing.get() {
             return true;
         }
@@ -47,6 +72,16 @@ impl Outbox {
         true
     }
 
+    /// So many bytes wait for the rest of their request.
+    pub(super) fn set_unparsed(&self, bytes: usize) {
+        self.connection.set(CONNECTION_COST + bytes);
+    }
+
+    /// What this client alone makes the store hold, about: of messages that several share each counts the whole.
+    pub(super) fn holds(&self) -> usize {
+        self.connection.bytes() + self.unread.get()
+    }
+
     /// Says why the connection ends, in place of all that has not been sent: nothing follows.
     pub(super) fn refuse(&self, kind: LostKind, message: String) {
         if self.is_closing.replace(true) {
@@ -57,7 +92,19 @@ impl Outbox {
         queue.truncate(usize::from(self.sent.get() > 0));
         let mut last = if self.has_begun.get() { Vec::new() } else { MAGIC.to_vec() };
         last.extend(Answer::Refused { kind, message }.encode());
-        queue.push_back(Rc::new(last));
+        queue.push_back(Message::last(&self.all, last));
+        self.wake.notify_one();
+    }
+
+    /// As [`Self::refuse`], and keeps nothing: a client that has begun a message does not hear why.
+    pub(super) fn abandon(&self, kind: LostKind, message: String) {
+        // It is on its way out, and what ends others must not count for what is still open.
+        self.connection.set(0);
+        if self.sent.replace(0) == 0 {
+            return self.refuse(kind, message);
+        }
+        self.queue.take();
+        self.is_closing.set(true);
         self.wake.notify_one();
     }
 
@@ -90,6 +137,10 @@ impl Outbox {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) => return Err(error),
             }
+        }
+        // Room for the many that a flood has left behind is not kept.
+        if queue.capacity() > 2 * BATCH {
+            queue.shrink_to(BATCH);
         }
         Ok(true)
     }

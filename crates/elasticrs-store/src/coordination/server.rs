@@ -7,11 +7,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Duration;
 
+use elasticrs_core::threads::ask;
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 
 use super::connection;
 use super::hub::Hub;
@@ -20,7 +22,7 @@ use super::types::LostKind;
 use crate::door::{Door, Purpose};
 use crate::listen::{ListenError, listen_at_all};
 use crate::notices::{Notices, Tell};
-use crate::runtime::{Spawn, ask};
+use crate::runtime::Spawn;
 
 /// How a server works.
 #[derive(Debug, Clone)]
@@ -31,16 +33,21 @@ pub struct Config {
     pub token: Option<Vec<u8>>,
     /// Connections beyond are refused.
     pub max_connections: usize,
-    /// Bytes of keys, values and history.
+    /// Bytes of all that clients make it hold: keys, values and history, watches, what has come of requests and what was
+    /// not read of answers.
     pub max_bytes: usize,
+    /// How long a request may take from its first byte to its last.
+    pub request_timeout: Duration,
 }
 
 /// Connections that a server takes when nobody says how many.
 pub const MAX_CONNECTIONS: usize = 16_384;
 /// What a server holds when nobody says how much.
 pub const MAX_BYTES: usize = 256 << 20;
+/// [`Config::request_timeout`] when nobody says how long: the largest request at a fifth of a slow line's megabit.
+pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-enum Command {
+pub(super) enum Command {
     StopListening(SyncSender<()>),
     Listen(Vec<TcpListener>, SyncSender<io::Result<()>>),
     Close(SyncSender<()>),
@@ -109,6 +116,11 @@ impl Server {
         self.sessions.load(Ordering::Relaxed)
     }
 
+    /// Whether it has ended: it was closed, its thread has ended, or a part of it has panicked.
+    pub fn has_ended(&self) -> bool {
+        self.commands.is_closed()
+    }
+
     /// Closes the listening sockets; connections go on. Blocks until they are closed.
     pub fn stop_listening(&self) {
         // A server that has ended has nothing open.
@@ -142,16 +154,25 @@ impl Drop for Server {
     }
 }
 
-async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: UnboundedReceiver<Command>) {
+/// Ends with the server's handle, or when one of those ends that it cannot do without.
+pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: UnboundedReceiver<Command>) {
     let mut keepers = JoinSet::new();
     keepers.spawn_local(Rc::clone(&hub).reap());
     keepers.spawn_local(Rc::clone(&hub).expire());
+    keepers.spawn_local(Rc::clone(&hub).trim());
     let mut accepting = JoinSet::new();
     if let Err(error) = listen(&hub, &mut accepting, listeners) {
         hub.notices.say(format!("the store cannot listen: {error}"));
     }
     let closed = loop {
-        match inbox.recv().await {
+        let command = tokio::select! {
+            biased;
+            command = inbox.recv() => command,
+            // They have no end but a panic. A store in which nobody dies, or to which nobody comes, is worse than none.
+            Some(ended) = keepers.join_next() => break tell_panic(&hub, &mut inbox, ended),
+            Some(ended) = accepting.join_next() => break tell_panic(&hub, &mut inbox, ended),
+        };
+        match command {
             Some(Command::StopListening(reply)) => {
                 accepting.shutdown().await;
                 // Nobody waits for the answer any more: as good as told.
@@ -172,6 +193,19 @@ async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: UnboundedRece
     if let Some(reply) = closed {
         let _ = reply.send(());
     }
+}
+
+/// Whoever hears of it finds the server ended.
+fn tell_panic(
+    hub: &Hub,
+    inbox: &mut UnboundedReceiver<Command>,
+    ended: Result<(), JoinError>,
+) -> Option<SyncSender<()>> {
+    inbox.close();
+    if let Err(error) = ended {
+        hub.notices.say(format!("the store has ended, and all its connections: {error}"));
+    }
+    None
 }
 
 fn listen(hub: &Rc<Hub>, accepting: &mut JoinSet<()>, listeners: Vec<TcpListener>) -> io::Result<()> {
@@ -196,13 +230,18 @@ fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
         }
     }
     let limit = hub.config.max_connections;
-    if tasks.len() < limit {
-        tasks.spawn_local(connection::serve(Rc::clone(hub), stream, peer));
+    let said = if tasks.len() >= limit {
+        format!("the store has reached its limit of {limit} connections")
+    } else if hub.has_room() {
+        // Made here, so that it counts before the next one comes.
+        let outbox = Rc::new(Outbox::new(&hub.held, peer));
+        tasks.spawn_local(connection::serve(Rc::clone(hub), stream, outbox));
         return;
-    }
-    let said = format!("the store has reached its limit of {limit} connections");
+    } else {
+        "the store is full".into()
+    };
     hub.notices.say(format!("refused {peer}: {said}"));
-    let outbox = Outbox::default();
+    let outbox = Outbox::new(&hub.held, peer);
     outbox.refuse(LostKind::Limit, said);
     // A socket that is new takes so little at once; one that does not is closed without a word.
     if outbox.flush(&stream).is_ok() {

@@ -279,7 +279,7 @@ impl<'a> Session<'a> {
         self.pace = pace;
         self.deadline = deadline(sent, pace);
         self.next_beat = self.next_beat.min(now + u64::from(pace.interval_ms) * 1_000_000);
-        self.guard.deadline(Some(self.deadline));
+        self.guard.deadline(self.deadline);
         self.events.renewed(self.deadline, sent, now, Some(wall_ns));
         Ok(())
     }

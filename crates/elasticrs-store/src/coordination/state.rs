@@ -46,9 +46,9 @@ pub enum Exceeded {
         /// Bytes that may be in it.
         limit: usize,
     },
-    /// Carried out, but what it read is too much for one answer.
-    #[error("the answer is larger than {MAX_ANSWER} bytes")]
-    Answer,
+    /// Carried out, but what it read is more than this, which is what one answer may have.
+    #[error("the answer is larger than {0} bytes")]
+    Answer(usize),
     /// Carried out, but it was not searched on for what it reads.
     #[error("the searches of the transaction went through more than {MAX_SEARCHED} keys")]
     Searched,
@@ -59,6 +59,8 @@ pub enum Exceeded {
 struct Budget {
     /// Bytes of its answer.
     room: Option<usize>,
+    /// What there was of them.
+    most: usize,
     /// Keys to search among.
     searched: Option<usize>,
 }
@@ -66,9 +68,9 @@ struct Budget {
 impl Budget {
     fn exceeded(&self) -> Option<Exceeded> {
         match self {
-            Self { room: None, .. } => Some(Exceeded::Answer),
+            Self { room: None, most, .. } => Some(Exceeded::Answer(*most)),
             Self { searched: None, .. } => Some(Exceeded::Searched),
-            Self { room: Some(_), searched: Some(_) } => None,
+            Self { room: Some(_), searched: Some(_), .. } => None,
         }
     }
 }
@@ -133,6 +135,21 @@ impl State {
         self.compacted + 1
     }
 
+    /// What keys and values take.
+    pub fn entry_bytes(&self) -> usize {
+        self.entry_bytes
+    }
+
+    /// What they may take together with all that clients make the server hold beside them. The rest is the history's, and
+    /// keys have at most three quarters of this, so that there is always room for what is on its way.
+    pub fn shared_limit(&self) -> usize {
+        self.max_bytes - self.max_bytes / 5
+    }
+
+    fn room(&self) -> usize {
+        MAX_ANSWER.min(self.shared_limit() - self.entry_bytes)
+    }
+
     /// Begins a session.
     pub fn begin_session(&mut self, session: SessionId) {
         self.sessions.insert(session, BTreeSet::new());
@@ -157,12 +174,13 @@ impl State {
         let ok = txn.compares.iter().all(|compare| self.holds(compare));
         let ops = if ok { &txn.then } else { &txn.otherwise };
         let added: usize = ops.iter().map(cost_of_op).sum();
-        let limit = self.max_bytes - self.max_bytes / 5;
+        let limit = self.max_bytes / 5 * 3;
         if added > 0 && self.entry_bytes + added > limit {
             return Err(Exceeded::Full { held: self.entry_bytes, limit });
         }
         let mut changes = Vec::new();
-        let mut budget = Budget { room: Some(MAX_ANSWER), searched: Some(MAX_SEARCHED) };
+        let most = self.room();
+        let mut budget = Budget { room: Some(most), most, searched: Some(MAX_SEARCHED) };
         // Every op is applied, even when what was read is too much to tell: the transaction is whole.
         let results = ops.iter().map(|op| self.apply(session, op, &mut changes, &mut budget)).collect();
         let results = budget.exceeded().map_or(Ok(results), Err);
@@ -174,13 +192,14 @@ impl State {
     /// # Errors
     /// [`Exceeded::Answer`].
     pub fn snapshot(&self, covers: &Watch) -> Result<Vec<Entry>, Exceeded> {
-        let mut room = Some(MAX_ANSWER);
+        let most = self.room();
+        let mut room = Some(most);
         let found = if covers.exact {
             self.get(&covers.prefix, &mut room).into_iter().collect()
         } else {
             self.range(&covers.prefix, 0, &mut room)
         };
-        if room.is_some() { Ok(found) } else { Err(Exceeded::Answer) }
+        if room.is_some() { Ok(found) } else { Err(Exceeded::Answer(most)) }
     }
 
     /// The revisions from this one on; `None` when some of them have left the history, or are yet to come.
@@ -205,7 +224,7 @@ impl State {
     }
 
     fn apply(&mut self, session: SessionId, op: &Op, changes: &mut Vec<Change>, budget: &mut Budget) -> OpResult {
-        let Budget { room, searched } = budget;
+        let Budget { room, searched, .. } = budget;
         match op {
             Op::Put { key, value, leased } => {
                 OpResult::Count(u64::from(self.put(key, value, leased.then_some(session), changes)))

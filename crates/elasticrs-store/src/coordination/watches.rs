@@ -1,13 +1,17 @@
 //! Who hears of what. Pure.
 //!
 //! - **WATCH-1** a client gets each revision at most once, with every change that any of its watches covers, in order;
-//! - **WATCH-2** clients that are to hear of the same changes share one message.
+//! - **WATCH-2** clients that are to hear of the same changes share one message;
+//! - **WATCH-3** what all watches take is known.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::state::{Revision, SessionId};
 use super::types::{Change, Watch};
+
+/// What a watch takes beside its prefix: its places in three tables.
+const WATCH_COST: usize = 192;
 
 /// All watches of all clients.
 #[derive(Debug, Default)]
@@ -16,6 +20,7 @@ pub struct Watches {
     /// By the length of the prefix: there are few lengths, so a key is looked up a few times, however many watch.
     prefixes: BTreeMap<usize, HashMap<Arc<str>, Vec<SessionId>>>,
     of_client: HashMap<SessionId, Vec<Watch>>,
+    bytes: usize,
 }
 
 /// One message, and who gets it.
@@ -35,6 +40,7 @@ impl Watches {
             return;
         }
         own.push(watch.clone());
+        self.bytes += cost(&watch);
         let keys = if watch.exact { &mut self.exact } else { self.prefixes.entry(watch.prefix.len()).or_default() };
         keys.entry(watch.prefix).or_default().push(client);
     }
@@ -42,7 +48,9 @@ impl Watches {
     /// Ends a watch.
     pub fn remove(&mut self, client: SessionId, watch: &Watch) {
         if let Some(own) = self.of_client.get_mut(&client) {
+            let before = own.len();
             own.retain(|other| other != watch);
+            self.bytes -= (before - own.len()) * cost(watch);
             if own.is_empty() {
                 self.of_client.remove(&client);
             }
@@ -53,6 +61,7 @@ impl Watches {
     /// Ends all watches of a client.
     pub fn remove_client(&mut self, client: SessionId) {
         for watch in self.of_client.remove(&client).unwrap_or_default() {
+            self.bytes -= cost(&watch);
             self.forget(client, &watch);
         }
     }
@@ -60,6 +69,16 @@ impl Watches {
     /// How many watches a client has.
     pub fn count(&self, client: SessionId) -> usize {
         self.of_client.get(&client).map_or(0, Vec::len)
+    }
+
+    /// What all watches take.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// What those of one client take.
+    pub fn bytes_of(&self, client: SessionId) -> usize {
+        self.of_client.get(&client).map_or(0, |own| own.iter().map(cost).sum())
     }
 
     fn forget(&mut self, client: SessionId, watch: &Watch) {
@@ -112,6 +131,10 @@ impl Watches {
             self.prefixes.range(..=key.len()).filter_map(move |(length, keys)| keys.get(key.get(..*length)?)).flatten();
         self.exact.get(key).into_iter().flatten().chain(by_prefix).copied()
     }
+}
+
+fn cost(watch: &Watch) -> usize {
+    WATCH_COST + watch.prefix.len()
 }
 
 /// What a watch that begins now is told of a revision of the past.

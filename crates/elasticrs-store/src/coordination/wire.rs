@@ -194,6 +194,10 @@ impl Writer {
     pub fn finish(mut self) -> Vec<u8> {
         let length = u32::try_from(self.bytes.len() - 4).unwrap_or(u32::MAX);
         self.bytes[..4].copy_from_slice(&length.to_le_bytes());
+        // It may lie for as long as its reader likes.
+        if self.bytes.capacity() - self.bytes.len() > MAX_IDLE {
+            self.bytes.shrink_to_fit();
+        }
         self.bytes
     }
 }
@@ -207,6 +211,13 @@ pub enum Broken {
     /// A frame of no bytes, or of more than are allowed.
     #[error("a message of {0} bytes")]
     Length(usize),
+}
+
+/// What a stream at rest may keep of its buffer.
+const MAX_IDLE: usize = 4096;
+
+fn length_of(bytes: [u8; 4]) -> usize {
+    usize::try_from(u32::from_le_bytes(bytes)).unwrap_or(usize::MAX)
 }
 
 /// Cuts a stream of bytes, however it was split, into frames.
@@ -232,7 +243,19 @@ impl Frames {
     /// Adds what has arrived.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.compact();
+        let needed = self.buffer.len() + bytes.len();
+        if needed > self.buffer.capacity() {
+            // By doubling, but not beyond the frame that is being waited for.
+            let whole = self.buffer.first_chunk().map_or(0, |length| length_of(*length).saturating_add(4));
+            let most = (2 * self.buffer.capacity()).min(whole);
+            self.buffer.reserve_exact(needed.max(most) - self.buffer.len());
+        }
         self.buffer.extend_from_slice(bytes);
+    }
+
+    /// What the buffer takes.
+    pub fn capacity(&self) -> usize {
+        self.buffer.capacity()
     }
 
     /// Whether nothing has arrived.
@@ -259,7 +282,7 @@ impl Frames {
             self.start = seen;
         }
         let Some((length, rest)) = self.unread().split_first_chunk::<4>() else { return Ok(None) };
-        let length = usize::try_from(u32::from_le_bytes(*length)).unwrap_or(usize::MAX);
+        let length = length_of(*length);
         if length == 0 || length > self.limit {
             return Err(Broken::Length(length));
         }
@@ -273,15 +296,11 @@ impl Frames {
 
     /// Drops what was handed out; a stream at rest holds next to nothing.
     fn compact(&mut self) {
-        if self.start == self.buffer.len() {
-            self.buffer.clear();
-            if self.buffer.capacity() > 4096 {
-                self.buffer = Vec::new();
-            }
-        } else {
-            self.buffer.drain(..self.start);
-        }
+        self.buffer.drain(..self.start);
         self.start = 0;
+        if self.buffer.capacity() > MAX_IDLE.max(4 * self.buffer.len()) {
+            self.buffer.shrink_to(2 * self.buffer.len());
+        }
     }
 
     /// As [`Self::feed`] with nothing, for when a stream comes to rest.

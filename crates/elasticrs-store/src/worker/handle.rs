@@ -6,12 +6,13 @@ use std::net::TcpListener;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use elasticrs_core::threads::ask;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::server::{self, Limits};
 use crate::listen::{ListenError, Port, listen};
 use crate::notices::{Notices, Tell};
-use crate::runtime::{Spawn, ask};
+use crate::runtime::{HandOver, Spawn};
 
 /// Why a store does not answer.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +74,31 @@ impl WorkerStore {
     /// # Errors
     /// It is served already, or closed; the thread has ended.
     pub fn serve(&self, on: &dyn Spawn, tell: Tell) -> Result<(), ServeError> {
+        self.begin(|listener, inbox| {
+            let limits = self.limits.clone();
+            on.spawn(Box::new(move || Box::pin(server::run(listener, limits, Notices::new(tell), inbox))))
+        })
+    }
+
+    /// The same, but another thread answers, from the first client on: `hand_over` gives it the task then. Until that,
+    /// `on` looks whether anybody comes.
+    ///
+    /// # Errors
+    /// As [`Self::serve`].
+    pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
+        self.begin(|listener, inbox| {
+            let limits = self.limits.clone();
+            let wait = async move {
+                if let Some((listener, inbox)) = server::first_client(listener, inbox).await {
+                    let serve = move || server::run(listener, limits, Notices::new(tell), inbox);
+                    hand_over(Box::new(move || Box::pin(serve())));
+                }
+            };
+            on.spawn(Box::new(move || Box::pin(wait)))
+        })
+    }
+
+    fn begin(&self, spawn: impl FnOnce(TcpListener, UnboundedReceiver<Question>) -> bool) -> Result<(), ServeError> {
         let mut state = self.state();
         let listener = match std::mem::replace(&mut *state, State::Closed) {
             State::Listening(listener) => listener,
@@ -83,8 +109,7 @@ impl WorkerStore {
             }
         };
         let (questions, inbox) = unbounded_channel();
-        let limits = self.limits.clone();
-        if !on.spawn(Box::new(move || Box::pin(server::run(listener, limits, Notices::new(tell), inbox)))) {
+        if !spawn(listener, inbox) {
             return Err(ServeError::Ended);
         }
         *state = State::Serving(questions);

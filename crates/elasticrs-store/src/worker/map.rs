@@ -14,6 +14,9 @@ pub const READY: u8 = 0;
 const MISSING: u8 = 1;
 const CANCELLED: u8 = 1;
 
+/// The longest value that is stored: one that was appended to, and can still be read.
+pub const MAX_VALUE_STORED: usize = MAX_MESSAGE - 8;
+
 /// What an entry takes besides its bytes, about.
 const OVERHEAD: usize = 96;
 
@@ -34,6 +37,9 @@ pub enum Refused {
     /// See [`MAX_MESSAGE`].
     #[error("a reply of {0} bytes (the limit is {MAX_MESSAGE})")]
     Reply(usize),
+    /// Appending would make a value that no reply can carry.
+    #[error("a value of {0} bytes (the limit is {MAX_VALUE_STORED})")]
+    Value(usize),
 }
 
 /// Bytes that are in use for whatever peers have sent, and how many may be.
@@ -224,7 +230,15 @@ impl Map {
 
     fn append(&mut self, key: &[u8], value: &[u8], woken: &mut Vec<Id>) -> Result<(), Refused> {
         let Some(old) = self.values.get_mut(key) else { return self.set(key, value, woken) };
+        let length = old.len() + value.len();
+        if length > MAX_VALUE_STORED {
+            return Err(Refused::Value(length));
+        }
         self.budget.charge(value.len())?;
+        if length > old.capacity() {
+            // Not by doubling: what is spare is not counted.
+            old.reserve_exact(value.len().max(old.len() / 8));
+        }
         old.extend_from_slice(value);
         self.wake_all(key, woken);
         Ok(())
@@ -240,20 +254,18 @@ impl Map {
     ) -> Result<(), Refused> {
         let is_to_be_set = match self.values.get(key) {
             Some(current) if current == expected => true,
-            Some(current) => {
-                put_bytes(reply, current);
-                false
-            }
-            None if expected.is_empty() => true,
-            None => {
-                // As torch's server: what was expected, though there is no such key.
-                put_bytes(reply, expected);
-                false
-            }
+            Some(_) => false,
+            None => expected.is_empty(),
         };
         if is_to_be_set {
+            self.check_reply(8 + desired.len())?;
             self.set(key, desired, woken)?;
             put_bytes(reply, desired);
+        } else {
+            // As torch's server: what was expected, where there is no such key.
+            let current = self.values.get(key).map_or(expected, Vec::as_slice);
+            self.check_reply(8 + current.len())?;
+            put_bytes(reply, current);
         }
         Ok(())
     }

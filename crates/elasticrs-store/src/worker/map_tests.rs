@@ -384,3 +384,29 @@ fn what_is_too_much_is_refused_and_changes_nothing() {
     assert_eq!(apply(&mut map, 0, &Op::Barrier(4, 2)), Err(Refused::Full(300)));
     assert_eq!((map.values.len(), map.budget().used()), (1, used));
 }
+
+#[test]
+fn a_value_that_was_appended_to_can_be_read_and_leaves_little_spare() {
+    let mut map = Map::new(1 << 30);
+    let piece = vec![1; 8 << 20];
+    let appended = (0..17).map_while(|_| apply(&mut map, 0, &Op::Append(1, piece.clone())).ok()).count();
+    assert_eq!(appended, MAX_MESSAGE / piece.len() - 1);
+    let used = map.budget().used();
+    let value = &map.values[&[1][..]];
+    assert!(value.capacity() <= value.len() / 8 * 9 + piece.len(), "{} {}", value.capacity(), value.len());
+    assert_eq!(apply(&mut map, 0, &Op::Get(1)).unwrap().0.len(), 8 + value_of(&map).len());
+    assert_eq!(used, map.budget().used());
+}
+
+fn value_of(map: &Map) -> &[u8] {
+    &map.values[&[1][..]]
+}
+
+#[test]
+fn a_comparison_is_not_answered_beyond_the_limit() {
+    let mut map = Map::new(1000);
+    apply(&mut map, 0, &Op::Set(1, vec![7; 600])).unwrap();
+    assert_eq!(apply(&mut map, 0, &Op::Get(1)), Err(Refused::Full(1000)));
+    assert_eq!(apply(&mut map, 0, &Op::CompareSet(1, vec![], vec![1])), Err(Refused::Full(1000)));
+    assert_eq!(value_of(&map), [7; 600]);
+}

@@ -9,11 +9,15 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::task::Waker;
 use std::time::Duration;
 
+use elasticrs_core::sys::readiness::register;
+use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinSet};
@@ -114,6 +118,34 @@ impl Hub {
 
 fn clip(key: &[u8]) -> String {
     String::from_utf8_lossy(&key[..key.len().min(200)]).into_owned()
+}
+
+/// Waits until somebody connects, so that a store that nobody uses needs no thread; `None`: it was closed before.
+pub(super) async fn first_client(
+    listener: std::net::TcpListener,
+    mut questions: UnboundedReceiver<Question>,
+) -> Option<(std::net::TcpListener, UnboundedReceiver<Question>)> {
+    let listener = Arc::new(OwnedFd::from(listener));
+    // Without a watch it is handed over at once; whoever serves it finds out what is wrong, and says so.
+    if let Ok(watched) = register(Arc::clone(&listener), Interest::READABLE) {
+        loop {
+            let question = tokio::select! {
+                biased;
+                question = questions.recv() => question?,
+                _ = watched.readable() => break,
+            };
+            // Whoever has asked may have given up since.
+            match question {
+                Question::Waiting(reply) => drop(reply.send(BTreeMap::new())),
+                Question::Close(reply) => {
+                    drop((watched, listener));
+                    let _ = reply.send(());
+                    return None;
+                }
+            }
+        }
+    }
+    Some((Arc::into_inner(listener)?.into(), questions))
 }
 
 /// The task of a store: ends when it is told to, or when the handle is gone.

@@ -191,6 +191,9 @@ class Session:
         first.
         """
         self.disconnect()
+        if self._supervisor is not None:
+            # Nothing of a session that was lost runs here any more: now its connection may end.
+            self._supervisor.release_connection()
         if self._may_decide_again and self._server is None:
             question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
             self._hosting = self._ask(question, _PATIENCE) or self._hosting

@@ -3,6 +3,7 @@ use proptest::prelude::*;
 
 use super::*;
 
+const NOBODY: [SessionId; 0] = [];
 const S: u64 = 1_000 * MS;
 
 fn expired(leases: &mut Leases, now: u64) -> Vec<SessionId> {
@@ -15,7 +16,7 @@ fn a_silent_session_ends_after_its_time_to_live() {
     let mut leases = Leases::new();
     assert_eq!(leases.begin(1, 1000, 5, 10 * S), Pace { interval_ms: 1000, ttl_ms: 5000 });
     assert_eq!(leases.renew(1, 11 * S), Some(Pace { interval_ms: 1000, ttl_ms: 5000 }));
-    assert_eq!(expired(&mut leases, 16 * S - 1), []);
+    assert_eq!(expired(&mut leases, 16 * S - 1), NOBODY);
     assert_eq!(expired(&mut leases, 16 * S), [1]);
     leases.end(1);
     assert_eq!((expired(&mut leases, 99 * S), leases.plan(99 * S), leases.renew(1, 99 * S)), (vec![], None, None));
@@ -27,8 +28,8 @@ fn time_in_which_the_store_did_not_run_is_not_counted() {
     leases.begin(1, 1000, 5, 0);
     assert_eq!(leases.plan(0), Some(S));
     // Stopped from here on: the look of 1 s comes at 11 s.
-    assert_eq!(expired(&mut leases, 11 * S), []);
-    assert_eq!(expired(&mut leases, 15 * S - 1), []);
+    assert_eq!(expired(&mut leases, 11 * S), NOBODY);
+    assert_eq!(expired(&mut leases, 15 * S - 1), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S), [1]);
 }
 
@@ -40,10 +41,10 @@ fn nor_is_a_stop_in_the_middle_of_a_look() {
     leases.plan(0);
     leases.look(S);
     // Stopped here, or behind the next line.
-    assert_eq!(leases.expired(), []);
+    assert_eq!(leases.expired(), NOBODY);
     assert_eq!(leases.plan(11 * S), Some(12 * S));
-    assert_eq!(expired(&mut leases, 12 * S), []);
-    assert_eq!(expired(&mut leases, 15 * S - 1), []);
+    assert_eq!(expired(&mut leases, 12 * S), NOBODY);
+    assert_eq!(expired(&mut leases, 15 * S - 1), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S), [1]);
 }
 

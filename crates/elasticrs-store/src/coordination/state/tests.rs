@@ -334,10 +334,13 @@ fn an_answer_that_is_too_large_leaves_the_transaction_whole() {
         state.txn(1, &Txn { then: vec![put], ..Txn::default() }).unwrap();
     }
     let everything = Watch { prefix: "".into(), exact: false };
-    assert_eq!(state.snapshot(&everything), Err(Exceeded::Answer));
+    assert_eq!(state.snapshot(&everything), Err(Exceeded::Answer(MAX_ANSWER)));
     let range = Op::Range { prefix: "big/".into(), limit: 0 };
     let done = state.txn(1, &Txn { then: vec![range, Op::Delete("big/0".into())], ..Txn::default() }).unwrap();
-    assert_eq!((done.results, done.revision.map(|revision| revision.number)), (Err(Exceeded::Answer), Some(66)));
+    assert_eq!(
+        (done.results, done.revision.map(|revision| revision.number)),
+        (Err(Exceeded::Answer(MAX_ANSWER)), Some(66))
+    );
 }
 
 /// So many keys of one prefix, one after the other.

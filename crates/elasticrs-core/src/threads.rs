@@ -1,0 +1,88 @@
+//! Threads of ours in a process that belongs to somebody else, and questions to those that run futures.
+
+use std::io;
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+use nix::sys::signal::{SigSet, SigmaskHow};
+use tokio::sync::mpsc::UnboundedSender;
+
+/// How often somebody who waits for an answer looks whether there is still anybody to give one.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Starts a thread that no signal is delivered to: Python's handlers belong to its own threads. SIGPIPE is among them, so
+/// that a peer that has gone is an error here also in a program in which it would end the process.
+///
+/// # Errors
+/// There is no thread left.
+pub fn start<T: Send + 'static>(
+    builder: Builder,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    // Inherited, so that there is no moment in which it takes one.
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
+    let started = builder.spawn(body);
+    before.thread_set_mask()?;
+    started
+}
+
+/// Asks a task for something and waits for it; `None`: the task has ended.
+///
+/// That a question is dropped with its inbox is not enough: one that is sent in the moment in which the task ends can stay
+/// behind in the channel for as long as its sender lives.
+pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>) -> Q) -> Option<A> {
+    let (reply, answer) = sync_channel(1);
+    inbox.send(question(reply)).ok()?;
+    loop {
+        match answer.recv_timeout(LOOK) {
+            Ok(answer) => return Some(answer),
+            Err(RecvTimeoutError::Disconnected) => return None,
+            // The task answers before it drops its inbox.
+            Err(RecvTimeoutError::Timeout) if inbox.is_closed() => return answer.try_recv().ok(),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::mpsc::unbounded_channel;
+
+    use super::*;
+
+    #[test]
+    fn a_question_is_answered_until_the_task_has_ended() {
+        let (inbox, mut questions) = unbounded_channel::<SyncSender<u8>>();
+        let task = std::thread::spawn(move || {
+            questions.blocking_recv().unwrap().send(7).unwrap();
+            // Dropped without an answer.
+            drop(questions.blocking_recv());
+        });
+        assert_eq!(ask(&inbox, |reply| reply), Some(7));
+        assert_eq!(ask(&inbox, |reply| reply), None);
+        task.join().unwrap();
+        assert_eq!(ask(&inbox, |reply| reply), None);
+    }
+
+    #[test]
+    fn a_question_that_stays_behind_is_given_up() {
+        let (inbox, questions) = unbounded_channel::<()>();
+        let mut kept = None;
+        let answer = ask::<_, u8>(&inbox, |reply| {
+            // As if it was sent in the moment in which the inbox went: nobody drops it.
+            kept = Some(reply);
+            std::thread::spawn(move || drop(questions));
+        });
+        assert_eq!(answer, None);
+        drop(kept);
+    }
+
+    #[test]
+    fn no_signal_is_delivered_to_a_thread_of_ours() {
+        let masked = start(Builder::new(), || SigSet::thread_get_mask().unwrap()).unwrap().join().unwrap();
+        assert!(
+            masked.contains(nix::sys::signal::Signal::SIGPIPE) && masked.contains(nix::sys::signal::Signal::SIGTERM)
+        );
+    }
+}

@@ -1,0 +1,101 @@
+//! What clients make a server hold beside its keys: counted where it is held.
+//!
+//! - **MEM-1** what is counted is given back once, however its holder ends; what several share is counted once.
+
+use std::cell::Cell;
+use std::ops::Deref;
+use std::rc::Rc;
+
+/// A connection without any bytes: its task, its socket, and its places in the tables.
+pub(super) const CONNECTION_COST: usize = 2048;
+/// A message without its bytes.
+const MESSAGE_COST: usize = 96;
+
+/// Bytes that are held for all connections of a server.
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    bytes: Cell<usize>,
+}
+
+impl Held {
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes.get()
+    }
+}
+
+/// Some of these bytes, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Charge {
+    all: Rc<Held>,
+    bytes: Cell<usize>,
+}
+
+impl Charge {
+    pub(super) fn new(all: &Rc<Held>, bytes: usize) -> Self {
+        let charge = Self { all: Rc::clone(all), bytes: Cell::new(0) };
+        charge.set(bytes);
+        charge
+    }
+
+    pub(super) fn set(&self, bytes: usize) {
+        let others = self.all.bytes.get() - self.bytes.replace(bytes);
+        self.all.bytes.set(others + bytes);
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes.get()
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.set(0);
+    }
+}
+
+/// A message on its way to one client or several.
+#[derive(Debug)]
+pub(super) struct Message {
+    bytes: Vec<u8>,
+    _charge: Charge,
+}
+
+impl Message {
+    pub(super) fn new(all: &Rc<Held>, bytes: Vec<u8>) -> Rc<Self> {
+        let charge = Charge::new(all, MESSAGE_COST + bytes.capacity());
+        Rc::new(Self { bytes, _charge: charge })
+    }
+
+    /// The reason of an end: short, and soon gone. It must not count, or an end would free nothing.
+    pub(super) fn last(all: &Rc<Held>, bytes: Vec<u8>) -> Rc<Self> {
+        Rc::new(Self { bytes, _charge: Charge::new(all, 0) })
+    }
+}
+
+impl Deref for Message {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_shared_counts_once_and_all_of_it_is_given_back() {
+        let all = Rc::new(Held::default());
+        let message = Message::new(&all, vec![0; 100]);
+        let other = Rc::clone(&message);
+        assert_eq!(all.bytes(), MESSAGE_COST + 100);
+        drop(message);
+        assert_eq!(all.bytes(), MESSAGE_COST + 100);
+        let buffer = Charge::new(&all, 10);
+        buffer.set(30);
+        assert_eq!((buffer.bytes(), all.bytes()), (30, MESSAGE_COST + 130));
+        drop((other, buffer));
+        assert_eq!(all.bytes(), 0);
+    }
+}

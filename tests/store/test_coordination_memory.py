@@ -1,0 +1,153 @@
+"""All that clients make a store hold is within one limit, and the system gets its memory back."""
+
+import contextlib
+import re
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.coordination import RUN, Client, RawClient, serving, text
+from helpers.procs import HANG
+
+LIMIT_MIB = 16
+# Code, stacks, what the allocator keeps, and the request that is being carried out.
+SLACK_MIB = 24
+REQUEST = 1 << 20
+
+
+class Store:
+    """``python -m elasticrs.store`` in a process of its own, whose memory is nobody else's."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.pid = process.pid
+        self.port = int(process.stdout.readline().rsplit(":", 1)[1])
+        self.client = Client(self.port, interval=60.0).connected()
+        self.client.put("first", b"")
+        self.base = self.mib("VmRSS")
+
+    def mib(self, field: str) -> float:
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1024
+
+    def gives_memory_back(self) -> None:
+        deadline = time.monotonic() + HANG
+        while (now := self.mib("VmRSS")) > self.base + LIMIT_MIB / 2:
+            assert time.monotonic() < deadline, f"{now} MiB, {self.base} at first"
+            self.client.put("still", b"served")
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    command = [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"]
+    command += ["--run-id", RUN, "--max-mib", str(LIMIT_MIB)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        store = Store(process)
+        yield store
+        store.client.close()
+        process.terminate()
+
+
+def send(client: RawClient, data: bytes) -> None:
+    """Send; the store may end the connection meanwhile."""
+    with contextlib.suppress(ConnectionError):
+        client.socket.sendall(data)
+
+
+def put_of(size: int) -> bytes:
+    """A request of so many bytes, with its length."""
+    head = struct.pack("<BQI", 3, 1, 0) + struct.pack("<I", 1) + b"\0" + text("k") + b"\0"
+    value = size - len(head) - 4 - 4
+    return struct.pack("<I", size) + head + struct.pack("<I", value) + bytes(value) + bytes(4)
+
+
+def get_of(key: str) -> bytes:
+    body = struct.pack("<BQI", 3, 1, 0) + struct.pack("<I", 1) + b"\3" + text(key) + bytes(4)
+    return struct.pack("<I", len(body)) + body
+
+
+def test_requests_that_never_end_stay_within_the_limit(store):
+    begun = put_of(REQUEST)[:-1]
+    clients = [RawClient(store.port).connected() for _ in range(150)]
+    for client in clients:
+        send(client, begun)
+    # The one that holds next to nothing is served all the same.
+    store.client.put("k", b"v")
+    assert store.mib("VmHWM") < store.base + LIMIT_MIB + SLACK_MIB
+    for client in clients:
+        client.close()
+    store.gives_memory_back()
+
+
+def test_answers_that_nobody_reads_stay_within_the_limit(store):
+    store.client.put("large", bytes(REQUEST // 2))
+    clients = [RawClient(store.port, receive_buffer=4096).connected() for _ in range(30)]
+    for client in clients:
+        send(client, 30 * get_of("large"))
+    store.client.put("k", b"v")
+    assert store.mib("VmHWM") < store.base + LIMIT_MIB + SLACK_MIB
+    for client in clients:
+        client.close()
+    store.gives_memory_back()
+
+
+def test_a_request_that_was_begun_must_end_in_time():
+    with serving(request_timeout=0.2) as store:
+        whole = Client(store.port).connected()
+        client = RawClient(store.port).connected()
+        send(client, put_of(1000)[:500])
+        assert "did not arrive whole" in client.refusal()
+        client.close()
+        # One without a request is not bound to send any.
+        whole.put("k", b"v")
+        whole.close()
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
+def test_a_time_for_requests_that_is_none_is_refused(timeout):
+    with pytest.raises(ValueError, match="request_timeout"), serving(request_timeout=timeout):
+        pass
+
+
+def test_watches_count_and_whoever_holds_the_most_is_ended():
+    with serving(max_bytes=1 << 20) as store:
+        small = Client(store.port).connected()
+        small.watch("k")
+        first, second = (Client(store.port).connected() for _ in range(2))
+        for number in range(400):
+            first.watch(f"{number:01000}")
+        for number in range(400):
+            second.watch(f"{number:01000}")
+        assert first.lost().kind == "limit"
+        small.put("k", b"v")
+        assert small.changes() == [("k", b"v")]
+        for client in (small, first, second):
+            client.close()
+
+
+def test_connections_count_and_strangers_end_nobody():
+    with serving(max_bytes=40_000) as store:
+        first = Client(store.port).connected()
+        clients = [RawClient(store.port) for _ in range(40)]
+        refused = 0
+        for client in clients:
+            with contextlib.suppress(ConnectionError, AssertionError):
+                client.connected()
+                continue
+            refused += 1
+        assert 0 < refused < 40
+        first.put("k", bytes(500))
+        for client in (first, *clients):
+            client.close()
+
+
+def test_values_leave_room_for_what_is_on_its_way():
+    with serving(max_bytes=1_000_000) as store:
+        client = Client(store.port).connected()
+        client.put("a", bytes(590_000))
+        client.inner.txn(2, [], [("put", "b", bytes(20_000), False)])
+        assert client.lost().kind == "limit"
+        client.close()

@@ -1,0 +1,146 @@
+"""The threads of stores and health checks: signals, SIGPIPE, and who waits for whom."""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import procs
+from helpers.coordination import Client, RawClient, text
+from helpers.held import held, thread_of
+
+from elasticrs import _core
+
+PROGRAM = """
+import signal, sys
+from elasticrs import _core
+# As in a command-line tool whose output may go to `head`.
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+server = _core.CoordinationServer([("127.0.0.1", 0)], run_id=None)
+print(server.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def get_of_nothing() -> bytes:
+    body = struct.pack("<BQI", 3, 1, 0) + struct.pack("<I", 1) + b"\3" + text("k") + bytes(4)
+    return struct.pack("<I", len(body)) + body
+
+
+def test_a_client_that_leaves_without_its_answers_ends_nobody():
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        port = int(program.stdout.readline())
+        # All of it, and the end of the connection, is there when the store looks: the answers, more than one
+        # system call takes, meet a socket that is closed.
+        client = RawClient(port).connected()
+        program.send_signal(signal.SIGSTOP)
+        procs.wait_state(program.pid, "T")
+        client.socket.sendall(1000 * get_of_nothing())
+        client.close()
+        program.send_signal(signal.SIGCONT)
+        other = Client(port).connected()
+        other.put("k", b"v")
+        other.close()
+        program.communicate()
+    assert program.returncode == 0
+
+
+def blocked_signals() -> dict[str, int]:
+    """The masks of our threads, by name."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        if (name := fields["Name"].strip()).startswith("elasticrs"):
+            found[name] = int(fields["SigBlk"], 16)
+    return found
+
+
+def test_no_signal_is_delivered_to_a_thread_of_ours():
+    supervisor = _core.Supervisor()
+    store = _core.WorkerStore()
+    store.serve()
+    health = _core.HealthServer("127.0.0.1", 0, 60.0)
+    try:
+        deadline = time.monotonic() + procs.HANG
+        # A new thread names itself.
+        while set(blocked := blocked_signals()) < {"elasticrs", "elasticrs-store", "elasticrs-healt"}:
+            assert time.monotonic() < deadline, blocked
+        for signum in (signal.SIGPIPE, signal.SIGTERM, signal.SIGCHLD):
+            assert [name for name, mask in blocked.items() if not mask >> (signum - 1) & 1] == []
+    finally:
+        health.close()
+        store.close()
+        supervisor.close()
+
+
+AGENT = """
+import signal, sys
+from elasticrs import _core
+supervisor = _core.Supervisor()
+server = _core.CoordinationServer([("127.0.0.1", 0)], run_id=None, supervisor=supervisor)
+client = _core.CoordinationClient("127.0.0.1", server.port, run_id="r", supervisor=supervisor)
+client.wait(None)
+specs = [_core.ProcessSpec(rank, ["sleep", "inf"], env={"PATH": "/usr/bin:/bin"}) for rank in range(2)]
+supervisor.start(_core.GroupSpec(specs, on_failure=_core.StopPolicy(signal.SIGTERM, 60.0)))
+while not isinstance(event := supervisor.next_event(), _core.GroupEnded):
+    if isinstance(event, _core.GroupStarted):
+        print(*event.pids, flush=True)
+print("ended", flush=True)
+sys.stdin.read()
+client.close()
+server.close()
+supervisor.close()
+"""
+
+
+def test_a_store_that_is_busy_does_not_hold_up_the_workers_of_its_agent():
+    command = [sys.executable, "-c", AGENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        pids = [int(pid) for pid in agent.stdout.readline().split()]
+        # As with a search of 100 ms or an answer of 64 MiB, for as long as it takes.
+        with held(thread_of(agent.pid, "elasticrs-store")):
+            os.kill(pids[0], signal.SIGKILL)
+            procs.assert_gone(pids)
+            assert agent.stdout.readline() == "ended\n"
+        agent.communicate()
+    assert agent.returncode == 0
+
+
+PING = b"\r" + b"ping"
+
+
+def ask(port: int) -> None:
+    """Be a client of a workers' store."""
+    with socket.create_connection(("127.0.0.1", port), timeout=procs.HANG) as client:
+        client.sendall(b"\x00\xce\xf7\x85\x3c" + PING)
+        assert client.recv(4) == PING[1:]
+
+
+def test_the_thread_of_an_agents_stores_begins_with_the_first_client_and_stays():
+    own = os.getpid()
+    supervisor = _core.Supervisor()
+    try:
+        first, second, unused = _core.WorkerStore(), _core.WorkerStore(), _core.WorkerStore()
+        for store in (first, second, unused):
+            store.serve(supervisor)
+        assert first.waiting() == {}
+        assert thread_of(own, "elasticrs-store") is None
+        unused.close()
+        ask(first.port)
+        thread = thread_of(own, "elasticrs-store")
+        assert thread is not None
+        first.close()
+        ask(second.port)
+        second.close()
+        assert thread_of(own, "elasticrs-store") == thread
+        with pytest.raises(ConnectionRefusedError):
+            ask(unused.port)
+    finally:
+        supervisor.close()
+    assert thread_of(own, "elasticrs-store") is None
