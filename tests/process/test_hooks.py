@@ -8,6 +8,8 @@ import pytest
 from helpers import ports, procs
 from helpers.schema import check, schemas
 
+from elasticrs.agent.signals import ECHO
+
 HOST = '''
 import json, os, signal, sys
 from elasticrs.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
@@ -285,6 +287,8 @@ except SignalException as error:
     started.wait_for_line("READY")
     started.signal(signal.SIGTERM)
     started.wait_for_line("DEAF")
+    # Until then it would belong to the first request.
+    started.read_for(1.5 * ECHO)
     started.signal(signal.SIGINT)
     assert told(started) == ["SIGINT"]
 
