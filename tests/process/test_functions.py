@@ -442,7 +442,7 @@ def work():
     pipe = os.pipe()
     def upload():
         os.read(pipe[0], 1)
-    if rank() == 0:
+    if rank() != 1:
         upload()
     threading.Thread(target=upload).start()
     raise ValueError("no such batch")
