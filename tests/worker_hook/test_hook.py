@@ -244,6 +244,35 @@ def test_the_state_of_the_interpreter_is_the_same(
     assert states[1]["environ"].get("PYTHONPATH") == pythonpath
 
 
+FINDERS = "import sys; print(*(type(finder).__name__ for finder in sys.meta_path))"
+WATCHED = {"ELASTICRS_HEARTBEAT": "9:9:9"}
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_a_finder_stands_before_the_others_only_where_heartbeats_are_watched(
+    worker: Worker, python: str
+) -> None:
+    off = {**WATCHED, "ELASTICRS_AUTO_HEARTBEAT": "0"}
+    bare = worker.run(FINDERS, hooked=False, python=python).stdout
+    assert [worker.run(FINDERS, python=python, **env).stdout for env in ({}, off)] == [bare, bare]
+    assert worker.run(FINDERS, python=python, **WATCHED).stdout == f"_OptimizerImport {bare}"  # HOOK-5
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_the_finder_leaves_with_the_import_also_where_nothing_of_ours_can_be_had(
+    worker: Worker, python: str
+) -> None:
+    package = worker.directory / "torch" / "optim"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "optimizer.py").write_text("print(__spec__.loader.name, 'exec_module' in vars(__loader__))")
+    source = f"import sys; sys.modules['elasticrs'] = None; import torch.optim.optimizer; {FINDERS}"
+    states = [worker.run(source, hooked=hooked, python=python, **WATCHED) for hooked in (False, True)]
+    assert states[0].stderr == states[1].stderr == ""
+    assert states[0].stdout == states[1].stdout
+
+
 @pytest.mark.parametrize("how", ["-m", "-c", "stdin"])
 def test_every_way_of_starting_works(worker: Worker, how: str) -> None:
     (worker.directory / "module.py").write_text("raise KeyError('here')")

@@ -26,6 +26,8 @@ _LAST = 127
 _UNLIMITED = 2**64 - 1
 
 _words: memoryview | None = None
+_automatic: memoryview | None = None
+"""What the steps of optimizers write into, until the program gives a heartbeat of its own."""
 _count = 0
 _mark = 1
 """The lowest bit of a time: 1 when it ends a step, 0 when it ends a part of a section."""
@@ -111,8 +113,35 @@ else:
     heartbeat.section = Section
 
 
+def automatic_heartbeat(step: int | None) -> None:
+    """Give a heartbeat, unless the program has given one itself, or this is a child of the worker.
+
+    Args:
+        step: as for :func:`heartbeat`.
+    """
+    global _automatic, _count  # noqa: PLW0603 -- as in `_heartbeat`
+    if _words is not None:
+        return
+    words = _automatic
+    if words is None:
+        words = _automatic = _take_page()
+    # The stores of `_heartbeat`, which calls nothing for them.
+    words[_TIMES + (_count & _LAST)] = monotonic_ns() | 1
+    _count += 1
+    words[_COUNT] = _count
+    if step is not None:
+        words[_STEP] = step + 1
+
+
 def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
+    _words = words = _take_page()
+    # Steps that were counted by themselves are not the program's.
+    words[_STEP] = 0
+    return words
+
+
+def _take_page() -> memoryview:
     words = _page(os.environ.get("ELASTICRS_HEARTBEAT", ""))
     if words is None:
         words = memoryview(bytearray(_SIZE)).cast("Q")
@@ -121,7 +150,6 @@ def _attach() -> memoryview:
 
         answer_with_stacks()
         os.register_at_fork(after_in_child=_detach)
-    _words = words
     return words
 
 
@@ -133,8 +161,8 @@ def _detach() -> None:
 
 def start_afresh() -> None:
     """Forget the page, and what was counted: for a forked worker, which has one of its own."""
-    global _words, _count, _mark
-    _words, _count, _mark = None, 0, 1
+    global _words, _automatic, _count, _mark
+    _words, _automatic, _count, _mark = None, None, 0, 1
 
 
 def _page(variable: str) -> memoryview | None:

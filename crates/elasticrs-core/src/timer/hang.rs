@@ -10,7 +10,8 @@
 //!   for [`LEAST_WAIT`], which keeps a limit of nearly nothing from occupying the caller;
 //! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all;
 //! - **HANG-5** nobody is blamed by what was seen while the group was suspended: it is looked at again;
-//! - **HANG-6** who has given a sign of life since the look is not hung, whatever was seen then: see [`still_late`].
+//! - **HANG-6** who has given a sign of life since the look is not hung, whatever was seen then: see [`still_late`];
+//! - **HANG-7** [`Watch::unwatched`] names only ranks that no limit is for, and only once for a group.
 
 use std::time::Duration;
 
@@ -158,6 +159,7 @@ pub struct Watch {
     looked: u64,
     frozen_at: Option<u64>,
     thawed: u64,
+    unwatched_told: bool,
 }
 
 impl Watch {
@@ -170,6 +172,7 @@ impl Watch {
             looked: started,
             frozen_at: None,
             thawed: started,
+            unwatched_told: false,
         }
     }
 
@@ -208,6 +211,24 @@ impl Watch {
     /// of their own limit, has passed; the one with the oldest sign of life first.
     pub fn suspects(&mut self, now: u64, seen: &[Seen], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
+    }
+
+    /// The ranks that have no limit, as they have given no heartbeat, when the limit of steps has passed since the start,
+    /// and that limit. `None` while there are none, and once they were told.
+    pub fn unwatched(&mut self, now: u64, seen: &[Seen], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
+        let limit = self.step_limit(seen);
+        if self.unwatched_told || self.frozen_at.is_some() {
+            return None;
+        }
+        let watched: Vec<usize> = self.terms(seen, line, limit).iter().map(|term| term.rank).collect();
+        let has_run =
+            |rank: usize| now.saturating_sub(self.started).saturating_sub(self.credits[rank].of(self.started));
+        let is_unwatched = |rank: usize| {
+            seen[rank] == Seen::Nothing && !watched.contains(&rank) && has_run(rank) >= nanoseconds(limit)
+        };
+        let ranks: Vec<usize> = (0..seen.len()).filter(|rank| is_unwatched(*rank)).collect();
+        self.unwatched_told = !ranks.is_empty();
+        self.unwatched_told.then_some((ranks, limit))
     }
 
     /// Who is late, and when the next one will be due.

@@ -10,6 +10,8 @@ importable there. What it promises:
 - **HOOK-3** the hook that was in ``sys.excepthook`` still prints; ours only writes the error file, and only
   in the process in which it was installed (not in one forked from it).
 - **HOOK-4** what is needed only after a failure is loaded only then.
+- **HOOK-5** a finder stands in ``sys.meta_path`` only where the agent watches heartbeats, and only until
+  ``torch.optim.optimizer`` is imported; it finds nothing by itself.
 """
 
 import os
@@ -19,6 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable
+    from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WRITER = os.path.join(os.path.dirname(_HERE), "error_file.py")
@@ -171,9 +174,51 @@ def _install(path: str) -> None:
         faulthandler.register(SIGRTMIN + 12, descriptor, all_threads=True)
 
 
+class _OptimizerImport:
+    """Notices the import of torch's optimizers, whose steps then give heartbeats."""
+
+    name = "torch.optim.optimizer"
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        if name != self.name:
+            return None
+        finders: list[Any] = list(sys.meta_path)
+        for finder in finders:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    self._follow(spec.loader)
+                    return spec
+        return None
+
+    def _follow(self, loader: "Any") -> None:
+        def exec_module(module: object) -> None:
+            del loader.exec_module
+            loader.exec_module(module)
+            finders: list[Any] = sys.meta_path
+            if self in finders:
+                finders.remove(self)
+                _beat_with_steps(module)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            return  # A loader in C: the steps give no heartbeats, which the agent tells.
+
+
+def _beat_with_steps(optimizers: object) -> None:
+    try:
+        from elasticrs._worker.optimizer_steps import beat_with_steps
+    except ImportError:
+        return  # This Python has no elasticrs. The agent tells that the rank is not watched.
+    beat_with_steps(optimizers)
+
+
 def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if "ELASTICRS_HEARTBEAT" in os.environ and os.environ.get("ELASTICRS_AUTO_HEARTBEAT") != "0":
+        sys.meta_path.insert(0, _OptimizerImport())  # type: ignore[arg-type]
     del sys.modules["sitecustomize"]
     failed = True
     try:

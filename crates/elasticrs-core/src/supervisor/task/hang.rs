@@ -181,6 +181,10 @@ impl Task {
         let Some(watch) = &mut self.hangs.watch else { return };
         match watch.look(now.0, &seen, line) {
             Verdict::LookAgain(at) => {
+                if let Some((ranks, limit)) = watch.unwatched(now.0, &seen, line) {
+                    let ranks = ranks.iter().filter_map(|rank| running.group.rank_of(running.members[*rank].pid));
+                    self.shared.queue.push(Event::Degraded { message: unwatched(&ranks.collect::<Vec<_>>(), limit) });
+                }
                 let delay = Duration::from_nanos(at.saturating_sub(now.0));
                 self.deadlines.arm(Timer::Hang, delay, Instant::now());
             }
@@ -364,6 +368,18 @@ impl Task {
             ranks,
         })
     }
+}
+
+/// The reason names all that it can be: which of them it is only the worker knows.
+fn unwatched(local_ranks: &[u32], limit: Duration) -> String {
+    let (number, names) = (local_ranks.len(), local_ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", "));
+    let (ranks, are) = if number == 1 { ("rank", "is") } else { ("ranks", "are") };
+    format!(
+        "local {ranks} {names} {are} not watched for hangs yet: no heartbeat in the first {} s. There was no call of \
+         elasticrs.timer.heartbeat(), and no step of a torch optimizer was seen: torch is not used, has taken no step \
+         so far, or heartbeats of steps are off",
+        limit.as_secs_f64()
+    )
 }
 
 fn title(then: &Then) -> String {

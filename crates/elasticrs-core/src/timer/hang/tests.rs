@@ -33,6 +33,34 @@ fn a_rank_is_watched_from_its_first_heartbeat() {
 }
 
 #[test]
+fn ranks_without_a_heartbeat_are_told_once_after_the_limit_of_steps() {
+    // HANG-7
+    let told = |limits, seen: &[Seen], line: Option<u64>| {
+        let mut ranks = Watch::new(limits, seen.len(), 0);
+        let tell = |now: u64| Some((now, ranks.unwatched(now * SECOND, seen, line.map(|at| at * SECOND))?.0));
+        (1..=30).filter_map(tell).collect::<Vec<_>>()
+    };
+    let nobody = [Seen::Nothing, Seen::Nothing];
+    assert_eq!(told(fixed(10), &nobody, None), [(10, vec![0, 1])]);
+    assert_eq!(told(fixed(10), &[Seen::Nothing, beat(1), Seen::Ended], None), [(10, vec![0])]);
+    assert_eq!(told(fixed(10), &[beat(1), section(1, None)], None), [], "who has given one is watched by its limits");
+    assert_eq!(told(fixed(10), &nobody, Some(3)), [], "their lines are watched");
+    assert_eq!(told(Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) }, &nobody, None), []);
+}
+
+#[test]
+fn suspended_time_does_not_make_ranks_unwatched() {
+    let seen = [Seen::Nothing];
+    let mut ranks = Watch::new(fixed(10), 1, 0);
+    assert_eq!(watch(&mut ranks, 1, 3, &seen, None), None);
+    ranks.freeze(3 * SECOND);
+    assert_eq!(ranks.unwatched(50 * SECOND, &seen, None), None);
+    ranks.thaw(90 * SECOND, &seen, None);
+    assert_eq!(ranks.unwatched(96 * SECOND, &seen, None), None);
+    assert_eq!(ranks.unwatched(97 * SECOND, &seen, None), Some((vec![0], Duration::from_secs(10))));
+}
+
+#[test]
 fn a_start_has_a_limit_of_its_own() {
     let limits = Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) };
     let mut ranks = Watch::new(limits, 2, 0);

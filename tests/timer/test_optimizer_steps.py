@@ -1,0 +1,122 @@
+"""Heartbeats without a line in the script: each step of a torch optimizer is one."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers.procs import wait_readable
+
+TRAINING = """
+    import os, select
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
+
+    def train(steps):
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+"""
+STUCK = "os.read(os.pipe()[0], 1)"
+
+
+@pytest.fixture
+def job(launch, worker_script):
+    """A script that trains, and a job of one rank that runs it."""
+
+    def start(source, *options, env=None, **more):
+        script = worker_script(TRAINING + "\n".join(f"    {line}" for line in source))
+        return launch("--nproc-per-node=1", *options, script, env=env, **more)
+
+    return start
+
+
+def test_a_script_that_says_nothing_is_found_with_its_step(job):
+    launched = job(["train(25)", STUCK], "--hang-timeout=2")
+    assert launched.wait(120) == 1
+    # Of two optimizers the steps of the first are counted, from 0.
+    line = r"hung: no heartbeat for [\d.]+ s \(limit 2 s\); stopped at step 24; it is in <module> \("
+    assert re.search(line, launched.stderr), launched.stderr
+
+
+def test_steps_are_silent_from_the_first_heartbeat_of_the_program_on(job):
+    source = ["train(5)", "from elasticrs.timer import heartbeat", "heartbeat(700)", "train(5)", STUCK]
+    launched = job(source, "--hang-timeout=2")
+    assert launched.wait(120) == 1
+    assert re.search(r"hung: no heartbeat .*stopped at step 700;", launched.stderr), launched.stderr
+
+
+def test_a_forked_child_gives_no_sign_of_life(job):
+    source = [
+        "train(5)",
+        "if os.fork() == 0:",
+        "    while True:",
+        "        optimizers[0].step()",
+        "        os.write(1, b'CHILD\\n')",
+        "        select.select([], [], [], 0.1)",
+        STUCK,
+    ]
+    launched = job(source, "--hang-timeout=2")
+    assert launched.wait(120) == 1
+    assert launched.stdout.count("CHILD\n") > 1
+    assert "stopped at step 4;" in launched.stderr, launched.stderr
+
+
+UNWATCHED = {
+    "switched off": ("train(25)", {"ELASTICRS_AUTO_HEARTBEAT": "0"}),
+    "no step": ("train(0)", None),
+}
+
+
+@pytest.mark.parametrize("why", UNWATCHED)
+def test_a_rank_that_is_not_watched_is_told_once(job, why):
+    source, env = UNWATCHED[why]
+    reader, writer = os.pipe()
+    launched = job([source, "os.read(0, 1)"], "--hang-timeout=0.5", env=env, stdin=reader)
+    os.close(reader)
+    launched.wait_for_line("local rank 0 is not watched for hangs", stream="stderr")
+    # Several limits long.
+    assert not wait_readable(launched.pidfd, 2)
+    os.close(writer)
+    assert launched.wait(120) == 0, launched.stderr
+    assert launched.stderr.count("not watched") == 1
+    assert "hung" not in launched.stderr
+
+
+def test_without_the_option_torch_has_no_hook_and_the_import_no_finder(job):
+    source = [
+        "import sys",
+        "from torch.optim.optimizer import _global_optimizer_post_hooks as hooks",
+        "names = {type(finder).__name__ for finder in sys.meta_path}",
+        "print('HOOKS', len(hooks), '_OptimizerImport' in names, 'elasticrs' in sys.modules)",
+    ]
+    told = [job(source, *options) for options in ((), ("--hang-timeout=60",))]
+    assert [launched.wait(120) for launched in told] == [0, 0]
+    assert [launched.stdout for launched in told] == ["HOOKS 0 False False\n", "HOOKS 1 False True\n"]
+
+
+COMPILED = """
+import sys
+import torch
+from elasticrs._worker.optimizer_steps import beat_with_steps
+
+beat_with_steps(sys.modules["torch.optim.optimizer"])
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = torch.compile(optimizer.step, backend="eager")
+for _ in range(5):
+    model(torch.ones(1, 2)).sum().backward()
+    step()
+"""
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_traced_without_a_word():
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "Python extension" not in done.stderr
