@@ -12,7 +12,8 @@ import os
 import sys
 
 _is_command = __name__ == "__main__" or os.path.basename((sys.argv or [""])[0]) == "elasticrun"
-if _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+_ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+if _ends_by_sigint:
     # Until there are handlers, Ctrl-C ends this process as any other signal does, without a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
@@ -64,13 +65,25 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     _open_standard_descriptors()
     # Before all imports that take time: from here on no signal ends the process half-way.
-    signals = catch_signals(_FIRST_SIGNALS)
+    signals = _catch_first_signals()
     try:
         return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
     finally:
         if signals is not None:
             # The exit code stands, and no signal shall take its place while the interpreter shuts down.
             signals.close(ignore=args is None)
+
+
+def _catch_first_signals() -> SignalPipe | None:
+    if not _ends_by_sigint:
+        return catch_signals(_FIRST_SIGNALS)
+    # Forked functions get back what Python had installed. Blocked meanwhile, or Ctrl-C would raise here.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return catch_signals(_FIRST_SIGNALS)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool) -> int:

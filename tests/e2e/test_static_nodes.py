@@ -320,7 +320,7 @@ def test_missing_ranks_are_named(launch):
     nodes = Nodes(launch, 4, conf={"join_timeout": 2})
     agents = [nodes.start(rank) for rank in (0, 2)]
     for agent in agents:
-        line_of(agent, "node rank 0 is ", "node rank 2 is ", "nobody has node rank 1, 3")
+        line_of(agent, "node rank 0 is ", "node rank 2 is ", "no node has node rank 1, 3")
 
 
 @pytest.mark.beyond_torchrun

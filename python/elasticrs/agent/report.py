@@ -54,7 +54,9 @@ def first_of(attempt: Attempt) -> str:
     why = attempt.why_expired(failure.local_rank)
     if why is not None:
         return f"{who}: {why}"
-    if failure.error_file != NOT_AVAILABLE and not failure.signal_number():
+    # Of a rank that raised, and that we stopped before it had ended, the exception is the reason.
+    ended_by_itself = worker.sent_signal is None and bool(failure.signal_number())
+    if failure.error_file != NOT_AVAILABLE and not ended_by_itself:
         from elasticrs.agent.headline import headline
 
         return f"{who}: {headline(traceback_text(failure)) or attempt.how_it_ended(worker)}"
