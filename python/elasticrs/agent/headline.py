@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from elasticrs.agent.texts import printable
+
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 """In paths of code that is hardly the user's."""
 
@@ -32,12 +34,12 @@ def headline(text: str) -> str | None:
     is_traceback = last >= 0 or bool(frames)
     # The first line of the exception says most; of another message the last one does.
     said = next((line for line in block if not line.startswith((" ", "…"))), None) if is_traceback else None
-    said = _printable((said or lines[-1]).strip())
+    said = printable((said or lines[-1]).strip(), _LIMIT)
     if not frames:
         return said
     own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)]
     path, number = (own or frames)[-1]
-    return f"{said} ({_printable(os.path.basename(path))}:{number})"
+    return f"{said} ({printable(os.path.basename(path), _LIMIT)}:{number})"
 
 
 def _begins(line: str) -> bool:
@@ -49,8 +51,3 @@ def _frame(line: str) -> tuple[str, str] | None:
         return None
     path, found, rest = line[len('  File "') :].rpartition('", line ')
     return (path, rest.partition(",")[0]) if found else None
-
-
-def _printable(text: str) -> str:
-    shown = "".join(character if character.isprintable() else "?" for character in text[:_LIMIT])
-    return f"{shown}…" if len(text) > _LIMIT else shown

@@ -141,9 +141,9 @@ def timer_expired(timer: TimerExpired) -> str:
     Args:
         timer: that expired; its texts are the worker's, and may hold anything.
     """
-    at = f" at {_printable(timer.at)}" if timer.at else ""
+    at = f" at {printable(timer.at)}" if timer.at else ""
     others = f", {timer.others} other timer{'s' if timer.others != 1 else ''} live" if timer.others else ""
-    return f"timer expired: scope '{_printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"
+    return f"timer expired: scope '{printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"
 
 
 def _clock(seconds: float) -> str:
@@ -153,6 +153,7 @@ def _clock(seconds: float) -> str:
         return f"{seconds:g} s after 1970"
 
 
-def _printable(text: str) -> str:
-    shown = "".join(character if character.isprintable() else "?" for character in text[:200])
-    return f"{shown}…" if len(text) > 200 else shown
+def printable(text: str, limit: int = 200) -> str:
+    """Text of a worker, which may hold anything: cut to ``limit`` characters, ``?`` for unprintable ones."""
+    shown = "".join(character if character.isprintable() else "?" for character in text[:limit])
+    return f"{shown}…" if len(text) > limit else shown
