@@ -297,9 +297,10 @@ class Settings(Value):
         for key in KEYS:
             if key.is_stored:
                 setattr(self, key.name, given.get(key.name, key.default))
-        self.is_settle_given = given.get("settle") is not None
-        if not self.is_settle_given:
-            self.settle = grace + self.ttl + _SETTLE_MARGIN
+        is_settle_given = given.get("settle") is not None
+        object.__setattr__(self, "is_settle_given", is_settle_given)
+        if not is_settle_given:
+            object.__setattr__(self, "settle", grace + self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
         """Return a copy for an agent whose times were not known when these were read.

@@ -1,0 +1,86 @@
+"""Records: annotations are fields."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import KW_ONLY  # noqa: TC003 -- an annotation
+from typing import ClassVar
+
+import pytest
+
+from elasticrs._value import Record, Value, fresh
+
+
+class Point(Value):
+    dimensions: ClassVar[int] = 2
+    x: int
+    y: int = 0
+    _: KW_ONLY
+    names: list[str] = fresh(factory=list)
+    colour: str | None = None
+
+
+class Above(Point):
+    z: int = 7
+
+
+class Count(Record):
+    done: int
+    seen: list[int] = fresh(factory=list)
+
+
+class Checked(Record):
+    size: int
+
+    def __init__(self, text: str) -> None:
+        self.size = len(text)
+
+
+def test_fields_come_by_position_by_name_and_by_default():
+    assert Point(1, 2, colour="red") == Point(x=1, y=2, names=[], colour="red")
+    assert repr(Point(1)) == "Point(x=1, y=0, names=[], colour=None)"
+    assert (Above(1, 2, 3).z, Above(1).z, Above(1, names=["a"]).names) == (3, 7, ["a"])
+
+
+def test_each_object_has_a_default_of_its_own():
+    Point(1).names.append("a")
+    assert Point(1).names == []
+    assert Count(1).seen is not Count(1).seen
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "word"),
+    [
+        ((), {}, "missing: x"),
+        ((1, 2, 3), {}, "3 values for 2 fields"),
+        ((1,), {"x": 1}, "x"),
+        ((1,), {"depth": 1}, "depth"),
+        ((1,), {"dimensions": 3}, "dimensions"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(args, given, word):
+    with pytest.raises(TypeError, match=word):
+        Point(*args, **given)
+
+
+def test_values_compare_by_type_and_fields_and_records_by_identity():
+    assert Point(1, names=()) == Point(1, names=())
+    assert hash(Point(1, names=())) == hash(Point(1, names=()))
+    assert Point(1) != Point(2)
+    assert Point(1) != Above(1)
+    assert Count(1) != Count(1)
+
+
+def test_nothing_but_fields_can_be_set():
+    count = Count(1)
+    count.done = 2
+    assert count.done == 2
+    with pytest.raises(AttributeError):
+        count.other = 1
+    assert Checked("abc").size == 3
+
+
+def test_copies_and_pickles_are_equal():
+    point = Point(1, colour="red")
+    assert copy.copy(point) == pickle.loads(pickle.dumps(point)) == point
