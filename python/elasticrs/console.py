@@ -11,7 +11,7 @@ import os
 import select
 import sys
 
-from elasticrs.agent.texts import PREFIX, visible
+from elasticrs.texts import PREFIX, visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

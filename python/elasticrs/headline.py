@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from elasticrs.agent.texts import printable
+from elasticrs.texts import printable
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 """In paths of code that is hardly the user's."""

@@ -25,7 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs.agent.console import Console
+    from elasticrs.console import Console
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.observer import Observer
@@ -106,7 +106,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
-    from elasticrs.agent.console import Console, prefix_of
+    from elasticrs.console import Console, prefix_of
     from elasticrs.workers import CommandWorkers, WorkerSetup
 
     console = Console(prefix=prefix_of(launch.job.rendezvous is not None or launch.handler is not None))
@@ -267,8 +267,8 @@ def _print_help(what: str) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    from elasticrs.agent.console import Console
-    from elasticrs.agent.texts import PREFIX
+    from elasticrs.console import Console
+    from elasticrs.texts import PREFIX
 
     Console().write(PREFIX + message + os.linesep, _PATIENCE)
     return code

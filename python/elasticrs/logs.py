@@ -11,7 +11,7 @@ import os
 import stat
 
 from elasticrs._value import Value
-from elasticrs.agent.texts import visible
+from elasticrs.texts import visible
 from elasticrs.config import DEFAULT_PREFIX_TEMPLATE, LogSettings, UsageError
 
 TYPE_CHECKING = False

@@ -414,7 +414,7 @@ def _command(values: Namespace, use_env: bool) -> tuple[Callable[..., Any] | str
 
 
 def _say(line: str) -> None:
-    from elasticrs.agent.console import Console
+    from elasticrs.console import Console
 
     Console().say(line)
 

@@ -12,7 +12,8 @@ from unittest import mock
 
 import pytest
 
-from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.attempt import Attempt
+from elasticrs.plan import Plan
 from elasticrs.agent.report import failures
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.attempt import Attempt
+from elasticrs.plan import Plan
 from elasticrs.agent.timeline import records, write
 
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.attempt import Attempt
+from elasticrs.plan import Plan
 from elasticrs.agent.cause import (
     MAX_LINE,
     MAX_LINES,

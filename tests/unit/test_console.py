@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from elasticrs.agent.console import Console
+from elasticrs.console import Console
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elasticrs.agent.headline import headline
+from elasticrs.headline import headline
 
 LIBRARY = """Traceback (most recent call last):
   File "/data/me/train.py", line 41, in <module>

@@ -6,7 +6,8 @@ import pytest
 
 from elasticrs import _core
 from elasticrs.agent import state as machine
-from elasticrs.agent.attempt import Attempt, Plan
+from elasticrs.agent.attempt import Attempt
+from elasticrs.plan import Plan
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.loop import Agent
 from elasticrs.config import JobConfig

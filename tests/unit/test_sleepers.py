@@ -10,7 +10,8 @@ from helpers import procs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.sleepers import Sleepers, overdue, read_state, since
+from elasticrs.agent.sleepers import Sleepers, overdue, since
+from elasticrs.utils.process_state import read_state
 
 PIDS = st.integers(1, 4)
 LOOKS = st.lists(st.tuples(st.floats(0.01, 5), st.dictionaries(PIDS, st.sampled_from("RSDZ"))), max_size=20)

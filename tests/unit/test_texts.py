@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from elasticrs.agent.texts import (
+from elasticrs.texts import (
     duration,
     how_it_ended,
     how_the_nursery_ended,

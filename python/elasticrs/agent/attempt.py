@@ -1,54 +1,12 @@
-"""One attempt, as it was planned and as it went."""
+"""One attempt, as it went."""
 
 from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised, WorkerStore
+    from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.logs import LogPaths
-    from elasticrs.ports import ReservedPort
-    from elasticrs.ranks import WorkerRanks
-
-
-class Plan:
-    """What the rendezvous gave for an attempt.
-
-    Args:
-        ranks: of this node's workers.
-        master_addr: where the workers' store listens.
-        master_port: its port.
-        reserved: holds a port of ours for as long as the attempt lasts, when rank 0 hosts the store.
-        store: the workers' store, served, when this agent hosts it.
-        use_agent_store: whether an agent hosts the store; otherwise rank 0 does.
-    """
-
-    __slots__ = ("master_addr", "master_port", "ranks", "reserved", "store", "use_agent_store")
-
-    def __init__(
-        self,
-        ranks: Sequence[WorkerRanks],
-        master_addr: str,
-        master_port: int,
-        reserved: ReservedPort | None = None,
-        *,
-        store: WorkerStore | None = None,
-        use_agent_store: bool = False,
-    ) -> None:
-        self.ranks = ranks
-        self.master_addr = master_addr
-        self.master_port = master_port
-        self.reserved = reserved
-        self.store = store
-        self.use_agent_store = use_agent_store
-
-    def close(self) -> None:
-        """Give the port back, and end the store with its connections. Idempotent."""
-        if self.reserved is not None:
-            self.reserved.close()
-        if self.store is not None:
-            self.store.close()
+    from elasticrs.plan import Plan
 
 
 class Attempt:
@@ -127,7 +85,7 @@ class Attempt:
         from elasticrs import _core
 
         if isinstance(event, _core.TimerExpired):
-            from elasticrs.agent.texts import timer_expired
+            from elasticrs.texts import timer_expired
 
             return timer_expired(event)
         if isinstance(event, _core.WorkerRaised):
@@ -143,7 +101,7 @@ class Attempt:
 
     def how_it_ended(self, worker: WorkerExited) -> str:
         """How a worker ended by itself, to follow its name."""
-        from elasticrs.agent import texts
+        from elasticrs import texts
 
         return texts.SILENT if worker.local_rank in self.silent else texts.how_it_ended(worker.exitcode)
 

@@ -21,7 +21,7 @@ import time
 
 from elasticrs.agent.report import failures
 from elasticrs.agent.state import HungElsewhere
-from elasticrs.agent.texts import how_the_nursery_ended
+from elasticrs.texts import how_the_nursery_ended
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims

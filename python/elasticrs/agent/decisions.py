@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from typing import Any, Protocol
 
     from elasticrs import _core
-    from elasticrs.agent.attempt import Attempt, Plan
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.plan import Plan
     from elasticrs.config import JobConfig
 
     class Planner(Protocol):

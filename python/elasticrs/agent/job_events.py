@@ -12,7 +12,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
-from elasticrs.agent import texts
+from elasticrs import texts
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import Phase, Rendezvous, Start
 from elasticrs.events import Event, EventSource, get_logging_handler, record
@@ -22,7 +22,8 @@ from elasticrs.events.hostname import fq_hostname
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from elasticrs.agent.attempt import Attempt, Plan
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.plan import Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig

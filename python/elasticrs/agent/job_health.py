@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from elasticrs.agent.attempt import Attempt, Plan
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.plan import Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.server.health_check_server import HealthCheckServer
     from elasticrs.agent.state import Action

@@ -15,9 +15,9 @@ from collections import deque
 
 from elasticrs import _core
 from elasticrs.agent import state as machine
-from elasticrs.agent import texts
+from elasticrs import texts
 from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.console import Console
+from elasticrs.console import Console
 from elasticrs.agent.evidence import oom_kills, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict

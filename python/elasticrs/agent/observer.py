@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs import _core
-    from elasticrs.agent.attempt import Attempt, Plan
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.plan import Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.state import Action
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 from elasticrs import _core
-from elasticrs.agent import texts
-from elasticrs.agent.console import prefix_of
+from elasticrs import texts
+from elasticrs.console import prefix_of
 from elasticrs.agent.evidence import oom_note, probably_oom
 from elasticrs.logs import hang_file
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -57,7 +57,7 @@ def first_of(attempt: Attempt) -> str:
     # Of a rank that raised, and that we stopped before it had ended, the exception is the reason.
     ended_by_itself = worker.sent_signal is None and bool(failure.signal_number())
     if failure.error_file != NOT_AVAILABLE and not ended_by_itself:
-        from elasticrs.agent.headline import headline
+        from elasticrs.headline import headline
 
         return f"{who}: {headline(traceback_text(failure)) or attempt.how_it_ended(worker)}"
     is_oom = probably_oom(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)

@@ -11,8 +11,8 @@ import signal
 from functools import partial
 
 from elasticrs.agent import state as machine
-from elasticrs.agent import texts
-from elasticrs.agent.attempt import Plan
+from elasticrs import texts
+from elasticrs.plan import Plan
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.config import SAFETY_TICK
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.agent.console import Console
+    from elasticrs.console import Console
     from elasticrs.config import JobConfig
     from elasticrs.rendezvous.elastic.session import Home
     from elasticrs.store import Store

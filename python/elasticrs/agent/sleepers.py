@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import time
 
+from elasticrs.utils.process_state import PROC, read_state
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-PROC = "/proc"
 
 _LOOKS = 4
 """At least so many in the time that a worker may sleep."""
@@ -78,20 +78,3 @@ class Sleepers:
         self._first_seen = since(self._first_seen, states, now)
         slept = overdue(self._first_seen, now, self._limit)
         return {local_rank: slept[pid] for local_rank, pid in pids.items() if pid in slept}
-
-
-def read_state(pid: int, proc: str = PROC) -> str:
-    """The letter of a process's state; empty when it is not there.
-
-    Args:
-        pid: of the process.
-        proc: where ``/proc`` is mounted.
-    """
-    try:
-        with open(f"{proc}/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        # It has ended.
-        return ""
-    # The name before it may hold anything, parentheses and spaces as well.
-    return text.rpartition(b")")[2].split()[0].decode()

@@ -24,7 +24,7 @@ from __future__ import annotations
 from enum import Enum
 
 from elasticrs._value import Value
-from elasticrs.agent import texts
+from elasticrs import texts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import os
 import time
 
 from elasticrs import _core
-from elasticrs.agent import texts
+from elasticrs import texts
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import AnnounceRestart, Phase
 
@@ -18,7 +18,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from elasticrs.agent.attempt import Attempt, Plan
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.plan import Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig

@@ -11,7 +11,7 @@ import os
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, TextIO
 
-from elasticrs.agent.console import Console
+from elasticrs.console import Console
 
 __all__ = ["EVENT_HANDLERS", "UnknownDestinationError", "get_logging_handler"]
 

@@ -14,7 +14,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
-from elasticrs.agent import texts
+from elasticrs import texts
 from elasticrs.agent.loop import suspend
 from elasticrs.agent.observing import check_destination, open_server
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import TypeGuard
 
-    from elasticrs.agent.console import Console
+    from elasticrs.console import Console
     from elasticrs.agent.server import RunResult
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.config import HandlerSettings, JobConfig

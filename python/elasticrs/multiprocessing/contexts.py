@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs._worker import hook_environment, inherited_environment
-from elasticrs.agent.texts import SILENT
+from elasticrs.texts import SILENT
 from elasticrs.config import stop_scope_of
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options

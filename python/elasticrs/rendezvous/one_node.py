@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from elasticrs import _core
-from elasticrs.agent.attempt import Plan
+from elasticrs.plan import Plan
 from elasticrs.ports import ReservedPort, agent_hosts_store
 from elasticrs.ranks import NodeShare, assign
 

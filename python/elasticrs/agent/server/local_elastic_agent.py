@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from elasticrs import _core
 from elasticrs import config as defaults
 from elasticrs._worker import hook_environment, inherited_environment
-from elasticrs.agent import texts
-from elasticrs.agent.attempt import Plan
-from elasticrs.agent.console import Console, prefix_of
+from elasticrs import texts
+from elasticrs.plan import Plan
+from elasticrs.console import Console, prefix_of
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent, JobResult
 from elasticrs.agent.observing import make_observers, make_observers_of_hooks

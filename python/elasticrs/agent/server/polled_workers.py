@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs import _core
 from elasticrs.agent import state as machine
-from elasticrs.agent import texts
+from elasticrs import texts
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.loop import Agent, suspend
@@ -26,8 +26,9 @@ from elasticrs.multiprocessing.not_started import not_started
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elasticrs.agent.attempt import Attempt, Plan
-    from elasticrs.agent.console import Console
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.plan import Plan
+    from elasticrs.console import Console
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.config import JobConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs.agent.texts import signal_name
+from elasticrs.texts import signal_name
 
 __all__ = ["describe_exit", "signal_name"]
 

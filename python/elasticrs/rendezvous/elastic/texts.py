@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from elasticrs.agent.texts import SILENT, how_it_ended
+from elasticrs.texts import SILENT, how_it_ended
 from elasticrs.rendezvous.elastic.records import blame_of
 
 TYPE_CHECKING = False
@@ -78,7 +78,7 @@ def _error_of(cause: Mapping[str, Any]) -> str | None:
     exitcode = cause.get("exitcode")
     if len(_lines(cause)) < 2 or not isinstance(exitcode, int) or exitcode < 0:
         return None
-    from elasticrs.agent.headline import headline
+    from elasticrs.headline import headline
 
     return headline(str(cause["message"]))
 
