@@ -25,11 +25,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs.console import Console
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
+    from elasticrs.console import Console
     from elasticrs.launcher.arguments import Launch
     from elasticrs.logs import LogPaths
     from elasticrs.workers import Workers, WorkerSetup
@@ -48,9 +48,9 @@ _FIRST_SIGNALS = (
 def __getattr__(name: str) -> object:
     # The functions of torch.distributed.launch; the command line has no use for argparse.
     if name in {"get_args_parser", "launch", "parse_args", "run"}:
-        from elasticrs.launcher import before_torchrun
+        from elasticrs.launcher import torch_launch
 
-        return getattr(before_torchrun, name)
+        return getattr(torch_launch, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -214,7 +214,7 @@ def _decisions(launch: Launch, console: Console) -> Decisions:
 def _observers(launch: Launch, console: Console) -> Sequence[Observer]:
     if launch.observe.is_off:
         return ()
-    from elasticrs.agent.observing import make_observers
+    from elasticrs.agent.observer_factory import make_observers
 
     return make_observers(launch.job, launch.observe, console.say)
 

@@ -11,8 +11,8 @@ import os
 import stat
 
 from elasticrs._value import Value
-from elasticrs.texts import visible
 from elasticrs.config import DEFAULT_PREFIX_TEMPLATE, LogSettings, UsageError
+from elasticrs.texts import visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -349,7 +349,7 @@ def _health_check_server(values: Namespace) -> HealthCheckServer | None:
     if values.health_check_port is None:
         # The agent itself looks at the variable.
         return None
-    from elasticrs.agent.observing import open_server
+    from elasticrs.agent.observer_factory import open_server
 
     host = values.health_check_host or os.environ.get("ELASTICRS_HEALTH_CHECK_HOST") or defaults.LOOPBACK
     settings = defaults.ObserveSettings(

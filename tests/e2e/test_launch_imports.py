@@ -49,7 +49,12 @@ def test_one_node_loads_nothing_of_several():
 
 
 def test_nobody_is_loaded_who_is_told_nothing():
-    watchers = ("elasticrs.events", "elasticrs.metrics", "elasticrs.agent.job_", "elasticrs.agent.observing")
+    watchers = (
+        "elasticrs.events",
+        "elasticrs.metrics",
+        "elasticrs.agent.job_",
+        "elasticrs.agent.observer_factory",
+    )
     assert not {name for name in loaded("--no-python", "true") if name.startswith(watchers)}
 
 

@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 
 from elasticrs.agent.attempt import Attempt
-from elasticrs.plan import Plan
 from elasticrs.agent.report import failures
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
+from elasticrs.plan import Plan
 from elasticrs.ranks import NodeShare, assign
 
 NOW = time.monotonic_ns()

@@ -5,8 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from elasticrs.agent.attempt import Attempt
-from elasticrs.plan import Plan
 from elasticrs.agent.timeline import records, write
+from elasticrs.plan import Plan
 
 
 def failed_and_restarted() -> list[Attempt]:

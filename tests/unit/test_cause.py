@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrs.agent.attempt import Attempt
-from elasticrs.plan import Plan
 from elasticrs.agent.cause import (
     MAX_LINE,
     MAX_LINES,
@@ -23,6 +22,7 @@ from elasticrs.agent.report import all_failures
 from elasticrs.clock import Clock
 from elasticrs.logs import LogPaths
 from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.plan import Plan
 from elasticrs.ranks import NodeShare, assign
 from elasticrs.rendezvous.elastic.records import bound_cause
 from elasticrs.rendezvous.elastic.texts import failure_of

@@ -7,10 +7,10 @@ import pytest
 from elasticrs import _core
 from elasticrs.agent import state as machine
 from elasticrs.agent.attempt import Attempt
-from elasticrs.plan import Plan
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.loop import Agent
 from elasticrs.config import JobConfig
+from elasticrs.plan import Plan
 
 REAL = _core.Supervisor
 

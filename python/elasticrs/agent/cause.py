@@ -21,11 +21,11 @@ import time
 
 from elasticrs.agent.report import failures
 from elasticrs.agent.state import HungElsewhere
-from elasticrs.texts import how_the_nursery_ended
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
 from elasticrs.rendezvous.elastic.records import silence_of, step_of
+from elasticrs.texts import how_the_nursery_ended
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

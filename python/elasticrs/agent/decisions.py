@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.plan import Plan
     from elasticrs.config import JobConfig
+    from elasticrs.plan import Plan
 
     class Planner(Protocol):
         """Where plans come from."""

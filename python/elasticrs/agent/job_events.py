@@ -11,8 +11,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from elasticrs import _core
-from elasticrs import texts
+from elasticrs import _core, texts
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import Phase, Rendezvous, Start
 from elasticrs.events import Event, EventSource, get_logging_handler, record
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.plan import Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
     from elasticrs.events import EventMetadataValue
     from elasticrs.multiprocessing.errors import ProcessFailure
+    from elasticrs.plan import Plan
     from elasticrs.ranks import WorkerRanks
 
 _NAME = "torchelastic.worker.status."

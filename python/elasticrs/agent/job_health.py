@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.plan import Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.server.health_check_server import HealthCheckServer
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
+    from elasticrs.plan import Plan
 
 SCHEMA = 1
 

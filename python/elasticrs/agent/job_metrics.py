@@ -15,10 +15,10 @@ from elasticrs.agent.state import Phase, Rendezvous, Start
 from elasticrs.metrics.api import put_metric
 
 if TYPE_CHECKING:
-    from elasticrs.plan import Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
+    from elasticrs.plan import Plan
 
 
 class MetricRecorder(Observer):

@@ -13,17 +13,16 @@ import signal
 import time
 from collections import deque
 
-from elasticrs import _core
+from elasticrs import _core, texts
 from elasticrs.agent import state as machine
-from elasticrs import texts
 from elasticrs.agent.attempt import Attempt
-from elasticrs.console import Console
 from elasticrs.agent.evidence import oom_kills, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.signals import StopRequests
 from elasticrs.agent.story import Story
 from elasticrs.clock import Clock
+from elasticrs.console import Console
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

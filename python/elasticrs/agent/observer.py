@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.plan import Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.state import Action
+    from elasticrs.plan import Plan
 
 
 class Observer:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 
-from elasticrs import _core
-from elasticrs import texts
-from elasticrs.console import prefix_of
+from elasticrs import _core, texts
 from elasticrs.agent.evidence import oom_note, probably_oom
+from elasticrs.console import prefix_of
 from elasticrs.logs import hang_file
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE

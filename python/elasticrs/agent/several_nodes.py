@@ -10,12 +10,12 @@ import os
 import signal
 from functools import partial
 
-from elasticrs.agent import state as machine
 from elasticrs import texts
-from elasticrs.plan import Plan
+from elasticrs.agent import state as machine
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.config import SAFETY_TICK
+from elasticrs.plan import Plan
 from elasticrs.ports import agent_hosts_store
 from elasticrs.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.console import Console
     from elasticrs.config import JobConfig
+    from elasticrs.console import Console
     from elasticrs.rendezvous.elastic.session import Home
     from elasticrs.store import Store
 

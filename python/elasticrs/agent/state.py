@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from elasticrs._value import Value
 from elasticrs import texts
+from elasticrs._value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

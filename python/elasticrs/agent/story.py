@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs import _core
-from elasticrs import texts
+from elasticrs import _core, texts
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import AnnounceRestart, Phase
 
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.plan import Plan
     from elasticrs.agent.loop import JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
+    from elasticrs.plan import Plan
 
 _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
 from elasticrs import events
-from elasticrs.agent.observing import check_destination
+from elasticrs.agent.observer_factory import check_destination
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.agent.server.health_check_server import _AliveCallbackProxy
 from elasticrs.metrics import MetricsConfig, initialize_metrics

@@ -13,10 +13,9 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core
-from elasticrs import texts
+from elasticrs import _core, texts
 from elasticrs.agent.loop import suspend
-from elasticrs.agent.observing import check_destination, open_server
+from elasticrs.agent.observer_factory import check_destination, open_server
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.config import UsageError
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import TypeGuard
 
-    from elasticrs.console import Console
     from elasticrs.agent.server import RunResult
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.config import HandlerSettings, JobConfig
+    from elasticrs.console import Console
     from elasticrs.launcher.arguments import Launch
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.workers import Workers

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs._worker import hook_environment, inherited_environment
-from elasticrs.texts import SILENT
 from elasticrs.config import stop_scope_of
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.group import ProcessGroup
 from elasticrs.multiprocessing.tail_log import replaced_streams
+from elasticrs.texts import SILENT
 
 if TYPE_CHECKING:
     import signal

@@ -12,15 +12,12 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core
+from elasticrs import _core, texts
 from elasticrs import config as defaults
 from elasticrs._worker import hook_environment, inherited_environment
-from elasticrs import texts
-from elasticrs.plan import Plan
-from elasticrs.console import Console, prefix_of
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent, JobResult
-from elasticrs.agent.observing import make_observers, make_observers_of_hooks
+from elasticrs.agent.observer_factory import make_observers, make_observers_of_hooks
 from elasticrs.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -42,6 +39,7 @@ from elasticrs.agent.signals import catch_signals, ignored_signals
 from elasticrs.agent.sleepers import Sleepers
 from elasticrs.agent.state import Phase
 from elasticrs.config import JobConfig, ObserveSettings
+from elasticrs.console import Console, prefix_of
 from elasticrs.events.hostname import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
@@ -50,6 +48,7 @@ from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.multiprocessing.tail_log import replaced_streams
+from elasticrs.plan import Plan
 from elasticrs.ports import ReservedPort
 from elasticrs.ranks import NodeShare, WorkerRanks, assign
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError

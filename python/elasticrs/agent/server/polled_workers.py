@@ -13,9 +13,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from elasticrs import _core
+from elasticrs import _core, texts
 from elasticrs.agent import state as machine
-from elasticrs import texts
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.loop import Agent, suspend
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from elasticrs.agent.attempt import Attempt
-    from elasticrs.plan import Plan
-    from elasticrs.console import Console
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.config import JobConfig
+    from elasticrs.console import Console
+    from elasticrs.plan import Plan
     from elasticrs.workers import Workers
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from elasticrs.texts import SILENT, how_it_ended
 from elasticrs.rendezvous.elastic.records import blame_of
+from elasticrs.texts import SILENT, how_it_ended
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
