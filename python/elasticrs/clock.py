@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+from elasticrs._value import Value
 
-class Clock:
+
+class Clock(Value):
     """The wall clock of the store, seen from here.
 
     Args:
@@ -13,11 +15,8 @@ class Clock:
         error_ns: how far off that may be; ``None`` as long as nobody has measured it.
     """
 
-    __slots__ = ("error_ns", "offset_ns")
-
-    def __init__(self, offset_ns: int = 0, error_ns: int | None = 0) -> None:
-        self.offset_ns = offset_ns
-        self.error_ns = error_ns
+    offset_ns: int = 0
+    error_ns: int | None = 0
 
     def from_monotonic(self, ns: int) -> int:
         """The store's wall clock at a moment on this node's monotonic clock."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import sys
 
-from elasticrs._value import Value
+from elasticrs._value import Record, Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from dataclasses import KW_ONLY
 
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
@@ -42,7 +43,7 @@ class UsageError(ValueError):
     """A mistake of the user: its text is one line that names the option, what it got, and what it accepts."""
 
 
-class JobConfig:
+class JobConfig(Record):
     """One job, as the agent of one node runs it.
 
     Args:
@@ -71,73 +72,27 @@ class JobConfig:
         exit_timeout: seconds in which a worker must end after an exception that nobody caught; 0: any time.
     """
 
-    __slots__ = (
-        "cpus",
-        "exit_timeout",
-        "forwarded",
-        "hang_startup_timeout",
-        "hang_timeout",
-        "linger",
-        "master_addr",
-        "master_port",
-        "max_restarts",
-        "name",
-        "nproc",
-        "rendezvous",
-        "role",
-        "run_id",
-        "shutdown_timeout",
-        "signals",
-        "start_deadline",
-        "stop_scope",
-        "uninterruptible_state_timeout",
-        "virtual_local_rank",
-    )
-
-    def __init__(
-        self,
-        nproc: int,
-        run_id: str,
-        *,
-        role: str = "default",
-        name: str = "",
-        max_restarts: int = 0,
-        shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
-        signals: Sequence[int] = (),
-        forwarded: Sequence[int] = (),
-        stop_scope: str = "worker",
-        linger: float | None = DEFAULT_LINGER,
-        master_addr: str = "localhost",
-        master_port: int | None = None,
-        start_deadline: float = START_DEADLINE,
-        rendezvous: Rendezvous | None = None,
-        cpus: Sequence[Sequence[int]] | None = None,
-        virtual_local_rank: bool = False,
-        uninterruptible_state_timeout: float = 0.0,
-        hang_timeout: float | str | None = None,
-        hang_startup_timeout: float | None = None,
-        exit_timeout: float = DEFAULT_EXIT_TIMEOUT,
-    ) -> None:
-        self.nproc = nproc
-        self.run_id = run_id
-        self.role = role
-        self.name = name
-        self.max_restarts = max_restarts
-        self.shutdown_timeout = shutdown_timeout
-        self.signals = tuple(signals)
-        self.forwarded = tuple(forwarded)
-        self.stop_scope = stop_scope
-        self.linger = linger
-        self.master_addr = master_addr
-        self.master_port = master_port
-        self.start_deadline = start_deadline
-        self.rendezvous = rendezvous
-        self.cpus = cpus
-        self.virtual_local_rank = virtual_local_rank
-        self.uninterruptible_state_timeout = uninterruptible_state_timeout
-        self.hang_timeout = hang_timeout
-        self.hang_startup_timeout = hang_startup_timeout
-        self.exit_timeout = exit_timeout
+    nproc: int
+    run_id: str
+    _: KW_ONLY
+    role: str = "default"
+    name: str = ""
+    max_restarts: int = 0
+    shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
+    signals: Sequence[int] = ()
+    forwarded: Sequence[int] = ()
+    stop_scope: str = "worker"
+    linger: float | None = DEFAULT_LINGER
+    master_addr: str = "localhost"
+    master_port: int | None = None
+    start_deadline: float = START_DEADLINE
+    rendezvous: Rendezvous | None = None
+    cpus: Sequence[Sequence[int]] | None = None
+    virtual_local_rank: bool = False
+    uninterruptible_state_timeout: float = 0.0
+    hang_timeout: float | str | None = None
+    hang_startup_timeout: float | None = None
+    exit_timeout: float = DEFAULT_EXIT_TIMEOUT
 
 
 class LogSettings(Value):
@@ -155,39 +110,15 @@ class LogSettings(Value):
         specs: name of a class of the user's that decides in place of all this; ``None`` for none.
     """
 
-    __slots__ = (
-        "capture_stderr",
-        "local_ranks_filter",
-        "log_dir",
-        "prefix_template",
-        "redirects",
-        "specs",
-        "stderr_filters",
-        "stdout_filters",
-        "tee",
-    )
-
-    def __init__(
-        self,
-        log_dir: str | None = None,
-        redirects: int | Mapping[int, int] = 0,
-        tee: int | Mapping[int, int] = 0,
-        local_ranks_filter: frozenset[int] | None = None,
-        prefix_template: str | None = None,
-        capture_stderr: bool = False,
-        stdout_filters: Sequence[str] = (),
-        stderr_filters: Sequence[str] = (),
-        specs: str | None = None,
-    ) -> None:
-        self.log_dir = log_dir
-        self.redirects = redirects
-        self.tee = tee
-        self.local_ranks_filter = local_ranks_filter
-        self.prefix_template = prefix_template
-        self.capture_stderr = capture_stderr
-        self.stdout_filters = tuple(stdout_filters)
-        self.stderr_filters = tuple(stderr_filters)
-        self.specs = specs
+    log_dir: str | None = None
+    redirects: int | Mapping[int, int] = 0
+    tee: int | Mapping[int, int] = 0
+    local_ranks_filter: frozenset[int] | None = None
+    prefix_template: str | None = None
+    capture_stderr: bool = False
+    stdout_filters: Sequence[str] = ()
+    stderr_filters: Sequence[str] = ()
+    specs: str | None = None
 
 
 class ObserveSettings(Value):
@@ -203,33 +134,13 @@ class ObserveSettings(Value):
         health_timeout: seconds without progress after which the agent counts as dead.
     """
 
-    __slots__ = (
-        "entry_point",
-        "event_log_handler",
-        "has_metrics",
-        "health_host",
-        "health_port",
-        "health_timeout",
-        "rdzv_backend",
-    )
-
-    def __init__(
-        self,
-        event_log_handler: str = "null",
-        entry_point: str = "",
-        rdzv_backend: str = "c10d",
-        has_metrics: bool = False,
-        health_port: int | None = None,
-        health_host: str = LOOPBACK,
-        health_timeout: float = DEFAULT_HEALTH_TIMEOUT,
-    ) -> None:
-        self.event_log_handler = event_log_handler
-        self.entry_point = entry_point
-        self.rdzv_backend = rdzv_backend
-        self.has_metrics = has_metrics
-        self.health_port = health_port
-        self.health_host = health_host
-        self.health_timeout = health_timeout
+    event_log_handler: str = "null"
+    entry_point: str = ""
+    rdzv_backend: str = "c10d"
+    has_metrics: bool = False
+    health_port: int | None = None
+    health_host: str = LOOPBACK
+    health_timeout: float = DEFAULT_HEALTH_TIMEOUT
 
     @property
     def is_off(self) -> bool:
@@ -251,36 +162,14 @@ class HandlerSettings(Value):
         monitor_interval: seconds between two looks.
     """
 
-    __slots__ = (
-        "backend",
-        "config",
-        "endpoint",
-        "exit_barrier_timeout",
-        "local_addr",
-        "monitor_interval",
-        "nodes",
-        "run_id",
-    )
-
-    def __init__(
-        self,
-        backend: str,
-        endpoint: str,
-        run_id: str,
-        nodes: tuple[int, int],
-        config: Mapping[str, object],
-        local_addr: str | None,
-        exit_barrier_timeout: float,
-        monitor_interval: float,
-    ) -> None:
-        self.backend = backend
-        self.endpoint = endpoint
-        self.run_id = run_id
-        self.nodes = nodes
-        self.config = config
-        self.local_addr = local_addr
-        self.exit_barrier_timeout = exit_barrier_timeout
-        self.monitor_interval = monitor_interval
+    backend: str
+    endpoint: str
+    run_id: str
+    nodes: tuple[int, int]
+    config: Mapping[str, object]
+    local_addr: str | None
+    exit_barrier_timeout: float
+    monitor_interval: float
 
 
 def random_run_id() -> str:

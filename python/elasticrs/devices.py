@@ -32,11 +32,8 @@ class Gpu(Value):
         uuid: ``GPU-…``; empty when the driver does not tell.
     """
 
-    __slots__ = ("address", "uuid")
-
-    def __init__(self, address: str, uuid: str = "") -> None:
-        self.address = address
-        self.uuid = uuid
+    address: str
+    uuid: str = ""
 
 
 class Count(Value):
@@ -48,12 +45,9 @@ class Count(Value):
         source: who says so.
     """
 
-    __slots__ = ("kind", "number", "source")
-
-    def __init__(self, number: int, kind: str, source: str) -> None:
-        self.number = number
-        self.kind = kind
-        self.source = source
+    number: int
+    kind: str
+    source: str
 
 
 class CountError(ValueError):

@@ -20,49 +20,22 @@ class NodeShare(Value):
         local_world_size: how many workers it runs.
     """
 
-    __slots__ = ("local_world_size", "role")
-
-    def __init__(self, role: str, local_world_size: int) -> None:
-        self.role = role
-        self.local_world_size = local_world_size
+    role: str
+    local_world_size: int
 
 
 class WorkerRanks(Value):
     """The ranks of one worker."""
 
-    __slots__ = (
-        "global_rank",
-        "group_rank",
-        "group_world_size",
-        "local_rank",
-        "local_world_size",
-        "role",
-        "role_rank",
-        "role_world_size",
-        "world_size",
-    )
-
-    def __init__(
-        self,
-        role: str,
-        local_rank: int,
-        global_rank: int,
-        group_rank: int,
-        role_rank: int,
-        local_world_size: int,
-        world_size: int,
-        group_world_size: int,
-        role_world_size: int,
-    ) -> None:
-        self.role = role
-        self.local_rank = local_rank
-        self.global_rank = global_rank
-        self.group_rank = group_rank
-        self.role_rank = role_rank
-        self.local_world_size = local_world_size
-        self.world_size = world_size
-        self.group_world_size = group_world_size
-        self.role_world_size = role_world_size
+    role: str
+    local_rank: int
+    global_rank: int
+    group_rank: int
+    role_rank: int
+    local_world_size: int
+    world_size: int
+    group_world_size: int
+    role_world_size: int
 
 
 def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
@@ -95,30 +68,12 @@ class NodeRanks(Value):
         role_world_size: workers of its role.
     """
 
-    __slots__ = (
-        "first_rank",
-        "first_role_rank",
-        "group_rank",
-        "group_world_size",
-        "role_world_size",
-        "world_size",
-    )
-
-    def __init__(
-        self,
-        group_rank: int,
-        group_world_size: int,
-        first_rank: int,
-        world_size: int,
-        first_role_rank: int,
-        role_world_size: int,
-    ) -> None:
-        self.group_rank = group_rank
-        self.group_world_size = group_world_size
-        self.first_rank = first_rank
-        self.world_size = world_size
-        self.first_role_rank = first_role_rank
-        self.role_world_size = role_world_size
+    group_rank: int
+    group_world_size: int
+    first_rank: int
+    world_size: int
+    first_role_rank: int
+    role_world_size: int
 
     def workers(self, me: NodeShare) -> list[WorkerRanks]:
         """The ranks of the node's workers, by local rank.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elasticrs._value import Record, fresh
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
@@ -9,7 +11,7 @@ if TYPE_CHECKING:
     from elasticrs.plan import Plan
 
 
-class Attempt:
+class Attempt(Record):
     """What happened in one attempt.
 
     Attributes:
@@ -32,46 +34,24 @@ class Attempt:
         stamps: ``started``, ``failure_seen``, ``siblings_signalled``, ``ended``: monotonic nanoseconds.
     """
 
-    __slots__ = (
-        "exits",
-        "expired",
-        "first_failure",
-        "heartbeats",
-        "name",
-        "nursery_exitcode",
-        "nursery_hung",
-        "oom_kills",
-        "oom_kills_after",
-        "paths",
-        "pids",
-        "plan",
-        "raised",
-        "restarts",
-        "round",
-        "signalled",
-        "silent",
-        "stamps",
-    )
-
-    def __init__(self, round: int, restarts: int, plan: Plan, name: str = "") -> None:  # noqa: A002 -- the field's own word
-        self.round = round
-        self.restarts = restarts
-        self.name = name or str(restarts)
-        self.plan = plan
-        self.paths: LogPaths | None = None
-        self.pids: list[int] = []
-        self.exits: dict[int, WorkerExited] = {}
-        self.first_failure: int | None = None
-        self.raised: set[int] = set()
-        self.expired: dict[int, TimerExpired | WorkerHung | WorkerRaised] = {}
-        self.heartbeats: list[Heartbeat] = []
-        self.oom_kills: dict[str, int] = {}
-        self.oom_kills_after: dict[str, int] = {}
-        self.signalled = 0
-        self.silent: frozenset[int] = frozenset()
-        self.nursery_exitcode: int | None = None
-        self.nursery_hung = False
-        self.stamps: dict[str, int] = {}
+    round: int
+    restarts: int
+    plan: Plan
+    name: str = ""
+    paths: LogPaths | None = None
+    pids: list[int] = fresh(factory=list)
+    exits: dict[int, WorkerExited] = fresh(factory=dict)
+    first_failure: int | None = None
+    raised: set[int] = fresh(factory=set)
+    expired: dict[int, TimerExpired | WorkerHung | WorkerRaised] = fresh(factory=dict)
+    heartbeats: list[Heartbeat] = fresh(factory=list)
+    oom_kills: dict[str, int] = fresh(factory=dict)
+    oom_kills_after: dict[str, int] = fresh(factory=dict)
+    signalled: int = 0
+    silent: frozenset[int] = frozenset()
+    nursery_exitcode: int | None = None
+    nursery_hung: bool = False
+    stamps: dict[str, int] = fresh(factory=dict)
 
     def running(self) -> dict[int, int]:
         """Pids of the workers that have not ended, by local rank: those of others may be anybody's by now."""

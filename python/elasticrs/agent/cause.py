@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 
+from elasticrs._value import Value
 from elasticrs.agent.report import failures
 from elasticrs.agent.state import HungElsewhere
 from elasticrs.multiprocessing.errors import ProcessFailure
@@ -46,7 +47,7 @@ MAX_LINES = 8
 MAX_LINE = 120
 
 
-class Place:
+class Place(Value):
     """Which node this is in a round.
 
     Args:
@@ -55,12 +56,9 @@ class Place:
         group_rank: its rank.
     """
 
-    __slots__ = ("group_rank", "host", "node")
-
-    def __init__(self, node: str, host: str, group_rank: int) -> None:
-        self.node = node
-        self.host = host
-        self.group_rank = group_rank
+    node: str
+    host: str
+    group_rank: int
 
     def fields(self) -> dict[str, Any]:
         """As they stand in a cause."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 
 from elasticrs import _core, texts
+from elasticrs._value import Record, fresh
 from elasticrs.agent import state as machine
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.evidence import oom_kills, read_counters
@@ -43,7 +44,7 @@ DRAIN_TIMEOUT = 10.0
 """Seconds that a slow console gets at the end; the files have everything in any case."""
 
 
-class JobResult:
+class JobResult(Record):
     """How a job ended on this node.
 
     Attributes:
@@ -58,28 +59,15 @@ class JobResult:
         return_values: by global rank.
     """
 
-    __slots__ = (
-        "attempts",
-        "clock",
-        "exit_code",
-        "first_cause",
-        "message",
-        "phase",
-        "return_values",
-        "signum",
-        "start_errno",
-    )
-
-    def __init__(self) -> None:
-        self.phase = machine.Phase.INIT
-        self.exit_code = 1
-        self.signum: int | None = None
-        self.message: str | None = None
-        self.start_errno: int | None = None
-        self.first_cause: dict[str, Any] | None = None
-        self.clock = Clock()
-        self.attempts: list[Attempt] = []
-        self.return_values: dict[int, object] = {}
+    phase: machine.Phase = machine.Phase.INIT
+    exit_code: int = 1
+    signum: int | None = None
+    message: str | None = None
+    start_errno: int | None = None
+    first_cause: dict[str, Any] | None = None
+    clock: Clock = Clock()
+    attempts: list[Attempt] = fresh(factory=list)
+    return_values: dict[int, object] = fresh(factory=dict)
 
 
 class Agent:

@@ -28,7 +28,7 @@ from elasticrs._value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Literal, TypeAlias
+    from typing import Any, Literal, TypeAlias
 
     Outcome: TypeAlias = Literal["succeeded", "failed", "stopped", "lost"]
 
@@ -71,51 +71,24 @@ class AgentState(Value):
             :class:`GroupEnded`.
     """
 
-    __slots__ = (
-        "group_exists",
-        "max_restarts",
-        "phase",
-        "port_retries",
-        "restarts",
-        "round",
-        "shutdown_timeout",
-        "signum",
-        "worker_failed",
-    )
-
-    def __init__(
-        self,
-        max_restarts: int,
-        shutdown_timeout: float,
-        phase: Phase = Phase.INIT,
-        round: int = 1,  # noqa: A002 -- the field's own word
-        restarts: int = 0,
-        port_retries: int = 0,
-        signum: int | None = None,
-        worker_failed: bool = False,
-        group_exists: bool = False,
-    ) -> None:
-        self.max_restarts = max_restarts
-        self.shutdown_timeout = shutdown_timeout
-        self.phase = phase
-        self.round = round
-        self.restarts = restarts
-        self.port_retries = port_retries
-        self.signum = signum
-        self.worker_failed = worker_failed
-        self.group_exists = group_exists
+    max_restarts: int
+    shutdown_timeout: float
+    phase: Phase = Phase.INIT
+    round: int = 1
+    restarts: int = 0
+    port_retries: int = 0
+    signum: int | None = None
+    worker_failed: bool = False
+    group_exists: bool = False
 
     @property
     def restarts_left(self) -> int:
         """Restarts that may still be charged."""
         return self.max_restarts - self.restarts
 
-    def _next(self, phase: Phase, **changes: object) -> AgentState:
-        new = AgentState.__new__(AgentState)
-        for name in self.__slots__:
-            setattr(new, name, changes.get(name, getattr(self, name)))
-        new.phase = phase
-        return new
+    def _next(self, phase: Phase, **changes: Any) -> AgentState:
+        same = {name: getattr(self, name) for name in self.__slots__}
+        return AgentState(**{**same, **changes, "phase": phase})
 
 
 # --- events ---
@@ -124,19 +97,13 @@ class AgentState(Value):
 class Event(Value):
     """Something that happened."""
 
-    __slots__ = ()
-
 
 class Begin(Event):
     """The loop is ready."""
 
-    __slots__ = ()
-
 
 class RendezvousCompleted(Event):
     """Ranks and addresses of the next attempt are known."""
-
-    __slots__ = ()
 
 
 class RendezvousFailed(Event):
@@ -146,16 +113,11 @@ class RendezvousFailed(Event):
         message: why, for the user.
     """
 
-    __slots__ = ("message",)
-
-    def __init__(self, message: str) -> None:
-        self.message = message
+    message: str
 
 
 class Started(Event):
     """All workers of the attempt run."""
-
-    __slots__ = ()
 
 
 class StartFailed(Event):
@@ -166,11 +128,8 @@ class StartFailed(Event):
         transient: the same start may succeed a moment later (no memory, no process slots, a killed nursery).
     """
 
-    __slots__ = ("message", "transient")
-
-    def __init__(self, message: str, transient: bool = False) -> None:
-        self.message = message
-        self.transient = transient
+    message: str
+    transient: bool = False
 
 
 class FailureSeen(Event):
@@ -180,10 +139,7 @@ class FailureSeen(Event):
         local_rank: which.
     """
 
-    __slots__ = ("local_rank",)
-
-    def __init__(self, local_rank: int) -> None:
-        self.local_rank = local_rank
+    local_rank: int
 
 
 class WorkerExited(Event):
@@ -194,11 +150,8 @@ class WorkerExited(Event):
         exitcode: its exit code, the negative number of a signal, or ``None`` when nobody can tell.
     """
 
-    __slots__ = ("exitcode", "local_rank")
-
-    def __init__(self, local_rank: int, exitcode: int | None) -> None:
-        self.local_rank = local_rank
-        self.exitcode = exitcode
+    local_rank: int
+    exitcode: int | None
 
 
 class GroupEnded(Event):
@@ -211,19 +164,10 @@ class GroupEnded(Event):
         unfit: why this node cannot be used again, when it is not for ``stuck_ranks``.
     """
 
-    __slots__ = ("outcome", "port_conflict", "stuck_ranks", "unfit")
-
-    def __init__(
-        self,
-        outcome: Outcome,
-        stuck_ranks: tuple[int, ...] = (),
-        port_conflict: bool = False,
-        unfit: str | None = None,
-    ) -> None:
-        self.outcome = outcome
-        self.stuck_ranks = stuck_ranks
-        self.port_conflict = port_conflict
-        self.unfit = unfit
+    outcome: Outcome
+    stuck_ranks: tuple[int, ...] = ()
+    port_conflict: bool = False
+    unfit: str | None = None
 
     @property
     def why_unfit(self) -> str | None:
@@ -238,10 +182,7 @@ class SignalReceived(Event):
         signum: by which signal.
     """
 
-    __slots__ = ("signum",)
-
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
+    signum: int
 
 
 # --- actions ---
@@ -250,26 +191,18 @@ class SignalReceived(Event):
 class Action(Value):
     """Something that the loop has to do."""
 
-    __slots__ = ()
-
 
 class Rendezvous(Action):
     """Agree on ranks and addresses for an attempt; answered by one of the two rendezvous events."""
 
-    __slots__ = ("round",)
-
-    def __init__(self, round: int) -> None:  # noqa: A002 -- the field's own word
-        self.round = round
+    round: int
 
 
 class Start(Action):
     """Start the workers; answered by :class:`Started`, :class:`StartFailed` or :class:`GroupEnded`."""
 
-    __slots__ = ("restarts", "round")
-
-    def __init__(self, round: int, restarts: int) -> None:  # noqa: A002 -- the field's own word
-        self.round = round
-        self.restarts = restarts
+    round: int
+    restarts: int
 
 
 class HungElsewhere(Value):
@@ -281,12 +214,9 @@ class HungElsewhere(Value):
         frame: where its main thread stands, as in ``RankSeen``, if that is known.
     """
 
-    __slots__ = ("frame", "silence", "step")
-
-    def __init__(self, silence: float, step: int | None = None, frame: str | None = None) -> None:
-        self.silence = silence
-        self.step = step
-        self.frame = frame
+    silence: float
+    step: int | None = None
+    frame: str | None = None
 
 
 class Stop(Action):
@@ -300,21 +230,14 @@ class Stop(Action):
             taken first.
     """
 
-    __slots__ = ("grace", "hung", "is_announced", "signum")
-
-    def __init__(
-        self, signum: int, grace: float, is_announced: bool = False, hung: HungElsewhere | None = None
-    ) -> None:
-        self.signum = signum
-        self.grace = grace
-        self.is_announced = is_announced
-        self.hung = hung
+    signum: int
+    grace: float
+    is_announced: bool = False
+    hung: HungElsewhere | None = None
 
 
 class CollectEvidence(Action):
     """Keep what tells why the attempt failed, before the next one begins."""
-
-    __slots__ = ()
 
 
 class AnnounceRestart(Action):
@@ -325,11 +248,8 @@ class AnnounceRestart(Action):
         charged: whether it was taken from the budget.
     """
 
-    __slots__ = ("charged", "restarts_left")
-
-    def __init__(self, restarts_left: int, charged: bool = True) -> None:
-        self.restarts_left = restarts_left
-        self.charged = charged
+    restarts_left: int
+    charged: bool = True
 
 
 class ReportFailure(Action):
@@ -339,16 +259,11 @@ class ReportFailure(Action):
         message: the reason when it is not a worker's failure.
     """
 
-    __slots__ = ("message",)
-
-    def __init__(self, message: str | None = None) -> None:
-        self.message = message
+    message: str | None = None
 
 
 class CloseRendezvous(Action):
     """No further attempt of this job will follow, on any node."""
-
-    __slots__ = ()
 
 
 class Exit(Action):
@@ -358,10 +273,7 @@ class Exit(Action):
         code: the exit code of the launcher.
     """
 
-    __slots__ = ("code",)
-
-    def __init__(self, code: int) -> None:
-        self.code = code
+    code: int
 
 
 # --- the function ---

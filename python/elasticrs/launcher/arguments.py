@@ -11,6 +11,7 @@ import os
 import sys
 
 from elasticrs import config
+from elasticrs._value import Value
 from elasticrs.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
 from elasticrs.launcher.options import NEWER, OPTIONS, OURS, Option
 
@@ -59,7 +60,7 @@ class HelpRequested(Exception):  # noqa: N818 -- not an error
         self.what = what
 
 
-class Launch:
+class Launch(Value):
     """A job that is ready to run, and the command of its workers.
 
     Args:
@@ -74,39 +75,15 @@ class Launch:
         handler: the nodes meet through a handler that polls; ``None``: not so.
     """
 
-    __slots__ = (
-        "command",
-        "handler",
-        "job",
-        "logs",
-        "notices",
-        "observe",
-        "runs_path",
-        "start_method",
-        "variables",
-    )
-
-    def __init__(
-        self,
-        job: JobConfig,
-        logs: LogSettings,
-        command: list[str],
-        notices: list[str],
-        variables: dict[str, str],
-        observe: ObserveSettings,
-        runs_path: bool = False,
-        handler: HandlerSettings | None = None,
-        start_method: str = "spawn",
-    ) -> None:
-        self.job = job
-        self.logs = logs
-        self.command = command
-        self.notices = notices
-        self.variables = variables
-        self.observe = observe
-        self.runs_path = runs_path
-        self.handler = handler
-        self.start_method = start_method
+    job: JobConfig
+    logs: LogSettings
+    command: list[str]
+    notices: list[str]
+    variables: dict[str, str]
+    observe: ObserveSettings
+    runs_path: bool = False
+    handler: HandlerSettings | None = None
+    start_method: str = "spawn"
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
@@ -403,7 +380,7 @@ def _useless(args: Namespace) -> Iterator[str]:
             yield f"--duplicate-{name}-filters has no effect here: it copies what --tee shows of {name}"
 
 
-class _Meeting:
+class _Meeting(Value):
     """Where the workers meet, and with which nodes the agent does.
 
     Args:
@@ -414,21 +391,11 @@ class _Meeting:
         handler: in place of a rendezvous of ours.
     """
 
-    __slots__ = ("handler", "master_addr", "master_port", "rendezvous", "run_id")
-
-    def __init__(
-        self,
-        run_id: str,
-        master_addr: str,
-        master_port: int | None,
-        rendezvous: Rendezvous | None = None,
-        handler: HandlerSettings | None = None,
-    ) -> None:
-        self.run_id = run_id
-        self.master_addr = master_addr
-        self.master_port = master_port
-        self.rendezvous = rendezvous
-        self.handler = handler
+    run_id: str
+    master_addr: str
+    master_port: int | None
+    rendezvous: Rendezvous | None = None
+    handler: HandlerSettings | None = None
 
 
 def _meeting(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> _Meeting:

@@ -8,11 +8,13 @@ one.
 from __future__ import annotations
 
 from elasticrs import config
+from elasticrs._value import Value
 from elasticrs.logs import parse_streams
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from dataclasses import KW_ONLY
 
 OURS = "elasticrs"
 NEWER = frozenset(("exit-barrier-timeout",))
@@ -22,7 +24,7 @@ NEWER = frozenset(("exit-barrier-timeout",))
 SHELLS = ("bash", "zsh", "tcsh")
 
 
-class Option:
+class Option(Value):
     """One option.
 
     Args:
@@ -36,28 +38,15 @@ class Option:
         has_variable: whether ``PET_<NAME>`` sets it.
     """
 
-    __slots__ = ("convert", "default", "group", "has_variable", "help", "metavar", "name", "short")
-
-    def __init__(
-        self,
-        name: str,
-        default: object,
-        convert: Callable[[str], object] | None,
-        help: str,  # noqa: A002 -- argparse's word
-        *,
-        short: str | None = None,
-        metavar: str = "VALUE",
-        group: str = "torchrun",
-        has_variable: bool = True,
-    ) -> None:
-        self.name = name
-        self.default = default
-        self.convert = convert
-        self.help = help
-        self.short = short
-        self.metavar = metavar
-        self.group = group
-        self.has_variable = has_variable
+    name: str
+    default: object
+    convert: Callable[[str], object] | None
+    help: str
+    _: KW_ONLY
+    short: str | None = None
+    metavar: str = "VALUE"
+    group: str = "torchrun"
+    has_variable: bool = True
 
     @property
     def dest(self) -> str:
