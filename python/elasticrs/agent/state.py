@@ -87,7 +87,7 @@ class AgentState(Value):
         return self.max_restarts - self.restarts
 
     def _next(self, phase: Phase, **changes: Any) -> AgentState:
-        same = {name: getattr(self, name) for name in self.__slots__}
+        same = {name: getattr(self, name) for name in self._names}
         return AgentState(**{**same, **changes, "phase": phase})
 
 
