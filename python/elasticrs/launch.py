@@ -192,10 +192,10 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
 
 def _script_workers(setup: WorkerSetup, launch: Launch) -> Workers:
     if launch.start_method != "spawn":
-        from elasticrs.multiprocessing.kept_workers import KeptScriptWorkers
+        from elasticrs.multiprocessing.function_workers import KeptScriptWorkers
 
         return KeptScriptWorkers(setup, launch.command, launch.start_method)
-    from elasticrs.multiprocessing.spawn import ScriptWorkers
+    from elasticrs.multiprocessing.function_process import ScriptWorkers
 
     return ScriptWorkers(setup, launch.command)
 

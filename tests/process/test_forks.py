@@ -12,8 +12,8 @@ from helpers import functions, procs
 from helpers.launcher import Launched
 
 from elasticrs.multiprocessing import DefaultLogsSpecs, start_processes
-from elasticrs.multiprocessing.group import ProcessGroup
-from elasticrs.multiprocessing.starting import START_METHODS
+from elasticrs.multiprocessing.start_methods import START_METHODS
+from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 
 TIMES = 20
 
@@ -132,7 +132,7 @@ def test_a_worker_that_starts_processes_hears_its_signals(method: str) -> None:
 def test_a_wait_ends_beside_a_descriptor_that_is_always_ready() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"x")
-    group = ProcessGroup()
+    group = SupervisedGroup()
     try:
         group.watch(reader, lambda: None)
         assert not group.wait_until(lambda: False, 0.0)

@@ -14,7 +14,7 @@ from helpers import functions, procs
 
 from elasticrs import multiprocessing
 from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
-from elasticrs.multiprocessing.starting import START_METHODS
+from elasticrs.multiprocessing.start_methods import START_METHODS
 
 PACKAGE = str(Path(multiprocessing.__file__).parent)
 

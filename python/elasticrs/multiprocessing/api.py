@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from elasticrs import logs
 from elasticrs.config import DEFAULT_SIGNALS, LogSettings
 from elasticrs.forks import is_undone, undo_in_children
-from elasticrs.multiprocessing import group
+from elasticrs.multiprocessing import supervised_group
 from elasticrs.multiprocessing.tail_log import TailLog
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  #
     """Raise :class:`SignalException`, at once or as soon as nothing is lost by it."""
     sigval = signal.Signals(signum)
     error = SignalException(f"Process {os.getpid()} got signal: {sigval.value}", sigval=sigval)
-    if not group.interrupt(error):
+    if not supervised_group.interrupt(error):
         raise error
 
 
@@ -462,7 +462,7 @@ class PContext(ABC):
 
         The signals are those of ``TORCHELASTIC_SIGNALS_TO_HANDLE``; they raise :class:`SignalException`.
         """
-        with group.held():
+        with supervised_group.held():
             if threading.current_thread() is threading.main_thread():
                 names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE") or DEFAULT_SIGNALS
                 self._caught += caught_signals.catch(names.split(","))
@@ -520,7 +520,7 @@ class PContext(ABC):
             death_sig: the signal; SIGTERM when ``None``.
             timeout: seconds until SIGKILL, one deadline for all.
         """
-        with group.held():
+        with supervised_group.held():
             try:
                 self._close(death_sig or signal.SIGTERM, timeout)
             finally:

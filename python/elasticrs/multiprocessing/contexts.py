@@ -14,7 +14,7 @@ from elasticrs.config import stop_scope_of
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
-from elasticrs.multiprocessing.group import ProcessGroup
+from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 from elasticrs.multiprocessing.tail_log import replaced_streams
 from elasticrs.texts import SILENT
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from elasticrs.multiprocessing.api import LogsSpecs
     from elasticrs.multiprocessing.foreign import ForeignPrograms
-    from elasticrs.multiprocessing.starting import FunctionStart
+    from elasticrs.multiprocessing.start_methods import FunctionStart
     from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
     from elasticrs.numa import NumaOptions
 
@@ -46,7 +46,7 @@ class _SupervisedContext(PContext):
     def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:
         super().__init__(*how)
         self._numa_options = numa_options
-        self._group: ProcessGroup | None = None
+        self._group: SupervisedGroup | None = None
         self._result: RunProcsResult | None = None
         self._prefixes: dict[int, str] = how[5] or {}
 
@@ -65,7 +65,7 @@ class _SupervisedContext(PContext):
     def _return_values(self) -> dict[int, Any]:
         """What the processes returned, all of which exited with 0."""
 
-    def _processes(self) -> ProcessGroup:
+    def _processes(self) -> SupervisedGroup:
         if self._group is None:
             raise AssertionError("start() comes first")
         return self._group
@@ -85,7 +85,7 @@ class _SupervisedContext(PContext):
         processes = self._processes()
         processes.wait_until(lambda: processes.end is not None, seconds)
 
-    def _make_result(self, processes: ProcessGroup) -> RunProcsResult:
+    def _make_result(self, processes: SupervisedGroup) -> RunProcsResult:
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
         failed = [ended for ended in processes.exits.values() if ended.exitcode != 0]
         failed.sort(key=lambda ended: (ended.local_rank != processes.first_failure, ended.seen_ns))
@@ -100,7 +100,7 @@ class _SupervisedContext(PContext):
         return True
 
     def _failure(
-        self, ended: _core.WorkerExited, processes: ProcessGroup, cause: str | None = None
+        self, ended: _core.WorkerExited, processes: SupervisedGroup, cause: str | None = None
     ) -> ProcessFailure:
         rank = ended.local_rank
         both = (("stdout", self.stdouts[rank]), ("stderr", self.stderrs[rank]))
@@ -202,7 +202,7 @@ class SubprocessContext(_SupervisedContext):
             )
             for rank, command in commands.items()
         ]
-        self._group = ProcessGroup(stop_scope=stop_scope_of(None, self.entrypoint))
+        self._group = SupervisedGroup(stop_scope=stop_scope_of(None, self.entrypoint))
         self._group.start(specs, self._streams)
         self.subprocess_handlers = {
             rank: SubprocessHandler.of_group(self._group, rank, command) for rank, command in commands.items()
@@ -281,7 +281,7 @@ class MultiprocessContext(_SupervisedContext):
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
-        from elasticrs.multiprocessing.starting import START_METHODS
+        from elasticrs.multiprocessing.start_methods import START_METHODS
 
         if start_method not in START_METHODS:
             raise ValueError(
@@ -302,7 +302,7 @@ class MultiprocessContext(_SupervisedContext):
         self._functions: FunctionStart | None = None
 
     def _start(self) -> None:
-        from elasticrs.multiprocessing.starting import START_METHODS
+        from elasticrs.multiprocessing.start_methods import START_METHODS
 
         if self._functions is not None:
             raise ValueError("start() was called twice")
@@ -318,7 +318,7 @@ class MultiprocessContext(_SupervisedContext):
             return super()._unknown_end()
         return "the parent of the functions (their keeper) was killed, and the process with it"
 
-    def _make_result(self, processes: ProcessGroup) -> RunProcsResult:
+    def _make_result(self, processes: SupervisedGroup) -> RunProcsResult:
         result = super()._make_result(processes)
         if not result.is_failed() and self._functions is not None:
             for rank, ended in processes.exits.items():

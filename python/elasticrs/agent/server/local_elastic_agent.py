@@ -381,11 +381,11 @@ class LocalElasticAgent(SimpleElasticAgent):
             *(ignored_signals(), filters, {1, 2} - replaced_streams().keys()),
         )
         if callable(spec.entrypoint) and self._start_method != "spawn":
-            from elasticrs.multiprocessing.kept_workers import KeptWorkers
+            from elasticrs.multiprocessing.function_workers import KeptWorkers
 
             return KeptWorkers(setup, spec.entrypoint, spec.args, self._start_method)
         if callable(spec.entrypoint):
-            from elasticrs.multiprocessing.spawn import FunctionWorkers
+            from elasticrs.multiprocessing.function_process import FunctionWorkers
 
             return FunctionWorkers(setup, spec.entrypoint, spec.args)
         command = [str(spec.entrypoint), *map(str, spec.args)]

@@ -19,8 +19,8 @@ from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.loop import Agent, suspend
 from elasticrs.multiprocessing.api import RunProcsResult
-from elasticrs.multiprocessing.group import LATE
 from elasticrs.multiprocessing.not_started import not_started
+from elasticrs.multiprocessing.supervised_group import LATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

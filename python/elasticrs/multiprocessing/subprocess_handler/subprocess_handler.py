@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs.multiprocessing.binding import cpus_of_options
-from elasticrs.multiprocessing.group import ProcessGroup, SupervisedProcess
+from elasticrs.multiprocessing.supervised_group import SupervisedGroup, SupervisedProcess
 
 if TYPE_CHECKING:
     from elasticrs.numa import NumaOptions
@@ -62,7 +62,7 @@ class SubprocessHandler:
             stderr=stderr or None,
             cpus=None if cpus is None else cpus[local_rank_id],
         )
-        self._group = ProcessGroup()
+        self._group = SupervisedGroup()
         try:
             self._group.start([spec])
         except BaseException:
@@ -71,7 +71,7 @@ class SubprocessHandler:
         self.proc = SupervisedProcess(self._group, 0, argv, is_alone=True)
 
     @classmethod
-    def of_group(cls, group: ProcessGroup, local_rank: int, argv: list[str]) -> SubprocessHandler:
+    def of_group(cls, group: SupervisedGroup, local_rank: int, argv: list[str]) -> SubprocessHandler:
         """The handler of a process that was started together with others.
 
         Args:

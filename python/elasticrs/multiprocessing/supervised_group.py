@@ -33,7 +33,7 @@ always ready, there is more of it for ever."""
 _END_SLACK = 45.0
 """Seconds beyond the grace after which the group is given up: the core itself gives up after 30."""
 
-_waiting: list[ProcessGroup] = []
+_waiting: list[SupervisedGroup] = []
 """The group for which the main thread waits at this moment; several when a signal handler waits as well."""
 
 _holds: list[bool] = []
@@ -94,7 +94,7 @@ def raise_pending() -> None:
         raise error
 
 
-class ProcessGroup:
+class SupervisedGroup:
     """Starts processes, and records how they end.
 
     Args:
@@ -343,7 +343,7 @@ class SupervisedProcess:
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: SupervisedGroup,
         local_rank: int,
         args: Sequence[str],
         *,

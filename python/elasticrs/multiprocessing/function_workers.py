@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from elasticrs import _core
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.multiprocessing import keeper
-from elasticrs.multiprocessing.spawn import FunctionWorkers, RunScripts
-from elasticrs.multiprocessing.starting import KEPT, PATIENCE
+from elasticrs.multiprocessing.function_process import FunctionWorkers, RunScripts
+from elasticrs.multiprocessing.start_methods import KEPT, PATIENCE
 from elasticrs.workers import Leftovers
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.logs import LogPaths
-    from elasticrs.multiprocessing.starting import Kept
+    from elasticrs.multiprocessing.start_methods import Kept
     from elasticrs.workers import WorkerSetup
 
 _HEARTBEAT = "ELASTICRS_HEARTBEAT"

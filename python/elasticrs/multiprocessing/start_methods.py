@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from elasticrs import _core
 from elasticrs._worker import TOKEN_VARIABLE, inherited_environment
 from elasticrs.multiprocessing import keeper
-from elasticrs.multiprocessing.group import ProcessGroup, raise_pending
-from elasticrs.multiprocessing.spawn import PreparedFunction, ReturnPipe, call_and_return
+from elasticrs.multiprocessing.function_process import PreparedFunction, ReturnPipe, call_and_return
+from elasticrs.multiprocessing.supervised_group import SupervisedGroup, raise_pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,11 +70,11 @@ class FunctionStart(ABC):
         self._context = context
         self._cpus = cpus
         self._pipes: dict[int, ReturnPipe] = {}
-        self._group: ProcessGroup | None = None
+        self._group: SupervisedGroup | None = None
         self.values: dict[int, bytearray] = {}
 
     @abstractmethod
-    def start(self, streams: Sequence[_core.LogStream]) -> ProcessGroup:
+    def start(self, streams: Sequence[_core.LogStream]) -> SupervisedGroup:
         """Start all of them.
 
         Args:
@@ -86,7 +86,7 @@ class FunctionStart(ABC):
             pipe = self._pipes[rank] = ReturnPipe()
             self.values[rank] = pipe.data
 
-    def _read_pipes(self, group: ProcessGroup) -> None:
+    def _read_pipes(self, group: SupervisedGroup) -> None:
         for rank, pipe in self._pipes.items():
             pipe.forget_writer()
             group.watch(pipe.reader, lambda rank=rank: self._read(rank))  # type: ignore[misc]
@@ -118,12 +118,12 @@ class Spawn(FunctionStart):
         super().__init__(context, cpus)
         self._prepared: list[PreparedFunction] = []
 
-    def start(self, streams: Sequence[_core.LogStream]) -> ProcessGroup:
+    def start(self, streams: Sequence[_core.LogStream]) -> SupervisedGroup:
         """See the base class."""
         try:
             self._open_pipes()
             specs = [self._spec(rank) for rank in range(self._context.nprocs)]
-            self._group = ProcessGroup(stop_scope="worker")
+            self._group = SupervisedGroup(stop_scope="worker")
             self._group.start(specs, streams)
         except BaseException:
             if self._group is not None:
@@ -195,12 +195,12 @@ class Kept(FunctionStart):
             keeps: by local rank, descriptors that the worker needs besides.
         """
 
-    def start(self, streams: Sequence[_core.LogStream]) -> ProcessGroup:
+    def start(self, streams: Sequence[_core.LogStream]) -> SupervisedGroup:
         """See the base class."""
         try:
             self.launch()
             pids = self._wait_for_pids()
-            self._group = ProcessGroup(stop_scope="worker")
+            self._group = SupervisedGroup(stop_scope="worker")
             self._group.adopt(pids, self._statuses, streams)
             self._read_pipes(self._group)
             self.let_begin()
