@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from elasticrs.console import Console
     from elasticrs.launcher.arguments import Launch
     from elasticrs.logs import LogPaths
-    from elasticrs.workers import Workers, WorkerSetup
+    from elasticrs.workers import Workers
 
     AttemptLogs = Callable[[str, dict[int, dict[str, str]]], LogPaths]
 
@@ -125,7 +125,13 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     )
     for notice in launch.notices:
         console.say(notice)
-    workers = _script_workers(setup, launch) if launch.runs_path else CommandWorkers(setup, launch.command)
+    workers: Workers
+    if launch.runs_path:
+        from elasticrs.multiprocessing.function_workers import script_workers
+
+        workers = script_workers(setup, launch.command, launch.start_method)
+    else:
+        workers = CommandWorkers(setup, launch.command)
     if launch.handler is not None:
         from elasticrs.launcher.by_handler import run_by_handler
 
@@ -188,16 +194,6 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     specs = make_logs_specs(launch.logs, launch.job.nproc)
     # A class of the user's own keeps what it makes.
     return attempt_logs(specs), getattr(specs, "_remove_if_empty", lambda: None)
-
-
-def _script_workers(setup: WorkerSetup, launch: Launch) -> Workers:
-    if launch.start_method != "spawn":
-        from elasticrs.multiprocessing.function_workers import KeptScriptWorkers
-
-        return KeptScriptWorkers(setup, launch.command, launch.start_method)
-    from elasticrs.multiprocessing.function_process import ScriptWorkers
-
-    return ScriptWorkers(setup, launch.command)
 
 
 def _decisions(launch: Launch, console: Console) -> Decisions:

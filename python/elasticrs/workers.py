@@ -9,6 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 
 from elasticrs import _core
+from elasticrs._value import Value
 from elasticrs.config import UsageError, hang_limits
 from elasticrs.logs import LogPaths, RunLogs, coloured, hang_file, line_prefix, wants_colour
 from elasticrs.worker_env import virtual_local_rank, worker_env
@@ -16,6 +17,7 @@ from elasticrs.worker_env import virtual_local_rank, worker_env
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from dataclasses import KW_ONLY
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.config import JobConfig
@@ -54,7 +56,7 @@ def _enough(limit: float | None) -> float | None:
     return None if limit is None else max(0.001, limit)
 
 
-class WorkerSetup:
+class WorkerSetup(Value):
     """What all kinds of workers need.
 
     Args:
@@ -68,28 +70,16 @@ class WorkerSetup:
         consoles: those of 1 and 2 on which the core shows tee'd lines.
     """
 
-    __slots__ = ("consoles", "environ", "filters", "job", "keep_ignored", "logs", "prefix_template")
-
-    def __init__(
-        self,
-        job: JobConfig,
-        logs: Callable[[str, dict[int, dict[str, str]]], LogPaths],
-        prefix_template: str | None,
-        environ: Mapping[str, str],
-        keep_ignored: Sequence[int] = (),
-        filters: tuple[Sequence[str], Sequence[str]] = ((), ()),
-        consoles: Collection[int] = (1, 2),
-    ) -> None:
-        self.job = job
-        self.logs = logs
-        self.prefix_template = prefix_template
-        self.environ = environ
-        self.keep_ignored = keep_ignored
-        self.filters = filters
-        self.consoles = consoles
+    job: JobConfig
+    logs: Callable[[str, dict[int, dict[str, str]]], LogPaths]
+    prefix_template: str | None
+    environ: Mapping[str, str]
+    keep_ignored: Sequence[int] = ()
+    filters: tuple[Sequence[str], Sequence[str]] = ((), ())
+    consoles: Collection[int] = (1, 2)
 
 
-class Leftovers:
+class Leftovers(Value):
     """What workers left behind that the core did not start.
 
     Args:
@@ -98,14 +88,10 @@ class Leftovers:
         was_stopped: they were to go on for a while, and the group was stopped meanwhile.
     """
 
-    __slots__ = ("ended", "more_ended", "was_stopped")
-
-    def __init__(
-        self, ended: Sequence[tuple[int, str]] = (), more_ended: int = 0, *, was_stopped: bool = False
-    ) -> None:
-        self.ended = ended
-        self.more_ended = more_ended
-        self.was_stopped = was_stopped
+    ended: Sequence[tuple[int, str]] = ()
+    more_ended: int = 0
+    _: KW_ONLY
+    was_stopped: bool = False
 
 
 class Workers(ABC):
@@ -113,7 +99,18 @@ class Workers(ABC):
 
     Args:
         setup: what all kinds need.
+
+    Attributes:
+        are_started: True if all workers of the attempt run; may change with :meth:`started` and
+            :meth:`fd_ready`.
+        why_not_started: why workers that the core does not start could not be; the group is being ended.
+        leftovers: what became of what the core did not start; ``None`` until nothing is left of it. May
+            change with :meth:`ended` and :meth:`fd_ready`.
     """
+
+    are_started: bool = True
+    why_not_started: str | None = None
+    leftovers: Leftovers | None = Leftovers()
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
@@ -203,11 +200,6 @@ class Workers(ABC):
         supervisor.keep_evidence(evidence, py_spy=_py_spy(environ) if is_watched else None)
         return group
 
-    def cpus(self, local_rank: int) -> Sequence[int] | None:
-        """Those that a worker may run on."""
-        cpus = self._setup.job.cpus
-        return None if cpus is None else cpus[local_rank]
-
     @abstractmethod
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         """The processes of an attempt by local rank.
@@ -219,16 +211,6 @@ class Workers(ABC):
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for programs
         """All workers of the attempt that the core starts run; see :attr:`are_started` for others."""
-
-    @property
-    def are_started(self) -> bool:
-        """Whether all workers of the attempt run; may change with :meth:`started` and :meth:`fd_ready`."""
-        return True
-
-    @property
-    def why_not_started(self) -> str | None:
-        """Why workers that the core does not start could not be: the group is being ended for it."""
-        return None
 
     def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- nothing to do for programs
         """A descriptor that the workers' side watches is readable."""
@@ -246,13 +228,6 @@ class Workers(ABC):
             attempt: which.
             has_succeeded: as far as the core knows.
         """
-
-    @property
-    def leftovers(self) -> Leftovers | None:
-        """What became of what the core did not start; ``None`` until nothing is left of it. May change with
-        :meth:`ended` and :meth:`fd_ready`.
-        """
-        return Leftovers()
 
     def close(self) -> None:  # noqa: B027 -- nothing to do for programs
         """No attempt follows: end what there is, whatever happened, and release it. Idempotent."""
@@ -285,12 +260,84 @@ class Workers(ABC):
                     hostname=hostname,
                 )
                 if to in self._setup.consoles:
-                    prefix = os.fsencode(coloured(text, local_rank) if colour else text)
-                    streams.append(_core.LogStream(local_rank, path, 1 if to == 1 else 2, prefix))
+                    prefix = coloured(text, local_rank) if colour else text
+                    streams.append(console_stream(local_rank, path, to, prefix))
                 if contains:
                     plain = os.fsencode(text)
                     streams.append(_core.LogStream(local_rank, path, copy, plain, contains=contains))
         return streams
+
+
+def process_spec(
+    local_rank: int,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    stdout: str | None,
+    stderr: str | None,
+    *,
+    cpus: Sequence[int] | None,
+    pass_fds: Sequence[int] = (),
+) -> _core.ProcessSpec:
+    """One process, as the core takes it.
+
+    Args:
+        local_rank: its index in the group.
+        argv: program and arguments.
+        env: the whole environment.
+        stdout: a file; this process's own stream if empty.
+        stderr: the same.
+        cpus: those that it may run on; ``None`` for those of this process.
+        pass_fds: descriptors that it gets under the same numbers.
+    """
+    files = {"stdout": stdout or None, "stderr": stderr or None}
+    return _core.ProcessSpec(local_rank, argv, env=env, cpus=cpus, pass_fds=pass_fds, **files)
+
+
+def console_stream(local_rank: int, path: str, to: int, prefix: str) -> _core.LogStream:
+    """A log file that the core copies to the console.
+
+    Args:
+        local_rank: whose.
+        path: of the file.
+        to: 1 for standard output, 2 for standard error.
+        prefix: of each line.
+    """
+    return _core.LogStream(local_rank, path, 1 if to == 1 else 2, os.fsencode(prefix))
+
+
+def adopt(
+    supervisor: _core.Supervisor,
+    pids: Mapping[int, int],
+    statuses: Sequence[int],
+    pages: Mapping[int, int] | None = None,
+) -> bool:
+    """Have processes adopted that somebody else has started; False if the group has ended meanwhile.
+
+    Args:
+        supervisor: of a group that has begun.
+        pids: by local rank, from 0 on.
+        statuses: by local rank, the pipe into which their parent writes the exit status.
+        pages: by local rank, the memory for heartbeats.
+
+    Raises:
+        ProcessLookupError: one of them has ended.
+    """
+    try:
+        for local_rank, pid in pids.items():
+            supervisor.adopt(local_rank, pid, statuses[local_rank], (pages or {}).get(local_rank))
+    except _core.SupervisorError:
+        return False
+    return True
+
+
+def end_at_once(supervisor: _core.Supervisor) -> None:
+    """Kill a group."""
+    supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
+
+
+def heartbeat_page() -> tuple[int, str]:
+    """Make a page for the heartbeats of one worker; return its descriptor, and how the worker finds it."""
+    return _core.heartbeat_page()
 
 
 def _py_spy(environ: Mapping[str, str]) -> str | None:
@@ -315,14 +362,15 @@ class CommandWorkers(Workers):
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         """See the base class."""
+        cpus = self._setup.job.cpus
         return [
-            _core.ProcessSpec(
+            process_spec(
                 local_rank,
                 [self._command[0], *(_filled_in(argument, local_rank) for argument in self._command[1:])],
-                env=env,
-                stdout=paths.stdouts.get(local_rank) or None,
-                stderr=paths.stderrs.get(local_rank) or None,
-                cpus=self.cpus(local_rank),
+                env,
+                paths.stdouts.get(local_rank),
+                paths.stderrs.get(local_rank),
+                cpus=None if cpus is None else cpus[local_rank],
             )
             for local_rank, env in environments.items()
         ]

@@ -11,8 +11,8 @@ import pytest
 from helpers import functions, procs
 from helpers.launcher import Launched
 
+from elasticrs.config import START_METHODS
 from elasticrs.multiprocessing import DefaultLogsSpecs, start_processes
-from elasticrs.multiprocessing.start_methods import START_METHODS
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 
 TIMES = 20
@@ -134,10 +134,10 @@ def test_a_wait_ends_beside_a_descriptor_that_is_always_ready() -> None:
     os.write(writer, b"x")
     group = SupervisedGroup()
     try:
-        group.watch(reader, lambda: None)
+        group.watch_fd(reader)
         assert not group.wait_until(lambda: False, 0.0)
         group.poll()
-        group.unwatch(reader)
+        group.unwatch_fd(reader)
     finally:
         group.close()
         os.close(reader)

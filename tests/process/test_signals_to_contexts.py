@@ -13,8 +13,8 @@ import pytest
 from helpers import functions, procs
 
 from elasticrs import multiprocessing
+from elasticrs.config import START_METHODS
 from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
-from elasticrs.multiprocessing.start_methods import START_METHODS
 
 PACKAGE = str(Path(multiprocessing.__file__).parent)
 

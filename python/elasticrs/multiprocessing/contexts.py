@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs._worker import hook_environment, inherited_environment
-from elasticrs.config import stop_scope_of
+from elasticrs.config import START_METHODS, stop_scope_of
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 from elasticrs.multiprocessing.tail_log import replaced_streams
 from elasticrs.texts import SILENT
+from elasticrs.workers import console_stream, process_spec
 
 if TYPE_CHECKING:
     import signal
@@ -58,8 +59,8 @@ class _SupervisedContext(PContext):
             if to in replaced:
                 continue
             for local_rank, path in tail_log.take_files().items():
-                prefix = os.fsencode(self._prefixes.get(local_rank, f"[{self.name}{local_rank}]:"))
-                self._streams.append(_core.LogStream(local_rank, path, 1 if to == 1 else 2, prefix))
+                prefix = self._prefixes.get(local_rank, f"[{self.name}{local_rank}]:")
+                self._streams.append(console_stream(local_rank, path, to, prefix))
 
     @abstractmethod
     def _return_values(self) -> dict[int, Any]:
@@ -124,6 +125,9 @@ class _SupervisedContext(PContext):
     def _unknown_end(self) -> str:
         """What is known of a process whose exit status is lost."""
         return "its exit status is unknown"
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {**inherited_environment(), **self.envs[rank]}
 
     def _cpus(self) -> list[list[int]] | None:
         return cpus_of_options(self._numa_options, self.nprocs)
@@ -192,12 +196,12 @@ class SubprocessContext(_SupervisedContext):
         cpus = self._cpus()
         commands = {rank: [str(self.entrypoint), *map(str, self.args[rank])] for rank in range(self.nprocs)}
         specs = [
-            _core.ProcessSpec(
+            process_spec(
                 rank,
                 command,
-                env=hook_environment({**inherited_environment(), **self.envs[rank]}),
-                stdout=self.stdouts[rank] or None,
-                stderr=self.stderrs[rank] or None,
+                hook_environment(self._environment(rank)),
+                self.stdouts[rank],
+                self.stderrs[rank],
                 cpus=None if cpus is None else cpus[rank],
             )
             for rank, command in commands.items()
@@ -281,8 +285,6 @@ class MultiprocessContext(_SupervisedContext):
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
-        from elasticrs.multiprocessing.start_methods import START_METHODS
-
         if start_method not in START_METHODS:
             raise ValueError(
                 f"start_method: got {start_method!r}, expected one of {', '.join(START_METHODS)}"
@@ -299,15 +301,19 @@ class MultiprocessContext(_SupervisedContext):
             numa_options=numa_options,
         )
         self.start_method = start_method
+        self._function = entrypoint
         self._functions: FunctionStart | None = None
 
     def _start(self) -> None:
-        from elasticrs.multiprocessing.start_methods import START_METHODS
+        from elasticrs.multiprocessing.start_methods import BY_METHOD, Functions
 
         if self._functions is not None:
             raise ValueError("start() was called twice")
         self._show_by_core()
-        self._functions = START_METHODS[self.start_method](self, self._cpus())
+        environments = {rank: self._environment(rank) for rank in range(self.nprocs)}
+        files = (self.stdouts, self.stderrs)
+        functions = Functions(self.name, self._function, self.args, environments, *files, cpus=self._cpus())
+        self._functions = BY_METHOD[self.start_method](functions)
         self._group = self._functions.start(self._streams)
 
     def _is_told(self, ended: _core.WorkerExited) -> bool:

@@ -1,110 +1,229 @@
-"""Workers of an agent that are functions, started by ``fork`` or ``forkserver``: see :mod:`.keeper`.
+"""Workers of an agent that are functions, or scripts that a function runs, by any start method.
 
-The loop of the agent never waits for a keeper: it may import for long before there are workers, and what they
-leave behind may go on for a while. Both are told by descriptors, as everything else is.
+The loop of the agent never waits for a :mod:`keeper <elasticrs.multiprocessing.keeper>`: it may import for
+long before there are workers, and what they leave behind may go on for a while. Both are told by descriptors,
+as everything else is.
 """
 
 from __future__ import annotations
 
 import os
-import signal
+import pickle
+import select
+from enum import IntEnum, auto
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.multiprocessing import keeper
-from elasticrs.multiprocessing.function_process import FunctionWorkers, RunScripts
-from elasticrs.multiprocessing.start_methods import KEPT, PATIENCE
-from elasticrs.workers import Leftovers
+from elasticrs.multiprocessing.start_methods import BY_METHOD, PATIENCE, Functions, Kept
+from elasticrs.utils.api import macros
+from elasticrs.workers import Leftovers, Workers, adopt, end_at_once, heartbeat_page
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from elasticrs._core import ProcessSpec, Supervisor
     from elasticrs.agent.attempt import Attempt
     from elasticrs.logs import LogPaths
-    from elasticrs.multiprocessing.start_methods import Kept
+    from elasticrs.multiprocessing.start_methods import FunctionStart
     from elasticrs.workers import WorkerSetup
 
 _HEARTBEAT = "ELASTICRS_HEARTBEAT"
+_TRACKER_TIME = 1.0
 
 
-class KeptWorkers(FunctionWorkers):
-    """Workers that call a function, and whose parent is a keeper.
-
-    The group of the core starts without members, and adopts them before they begin.
+def function_workers(
+    setup: WorkerSetup,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    start_method: str,
+    *,
+    is_script: bool = False,
+) -> FunctionWorkers:
+    """Workers that call a function.
 
     Args:
         setup: what all kinds need.
-        function: with ``forkserver`` importable by name.
-        arguments: for all workers the same.
-        start_method: ``fork`` or ``forkserver``.
+        function: importable by name, but for ``fork``.
+        arguments: for all workers the same, but for ``${local_rank}`` in those that are text, as in torch.
+        start_method: ``spawn``, ``fork`` or ``forkserver``.
+        is_script: see :func:`script_workers`.
     """
+    kind = FunctionWorkers if start_method == "spawn" else KeptWorkers
+    return kind(setup, function, arguments, start_method, is_script=is_script)
+
+
+def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str) -> FunctionWorkers:
+    """Workers that run a script by :func:`run_script_path`, in a process that is ours alone.
+
+    Args:
+        setup: what all kinds need.
+        script: its path, and its arguments.
+        start_method: ``spawn``, ``fork`` or ``forkserver``.
+    """
+    return function_workers(setup, run_script_path, script, start_method, is_script=True)
+
+
+class FunctionWorkers(Workers):
+    """Those that the core starts; see :func:`function_workers`."""
 
     def __init__(
-        self, setup: WorkerSetup, function: Callable[..., Any], arguments: Sequence[Any], start_method: str
+        self,
+        setup: WorkerSetup,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        start_method: str,
+        *,
+        is_script: bool,
     ) -> None:
-        super().__init__(setup, function, arguments)
+        super().__init__(setup)
+        self._function = function
+        self._arguments = list(arguments)
         self._start_method = start_method
-        self._kept: Kept | None = None
-        self._watches: _core.Supervisor | None = None
-        self._attempt: Attempt | None = None
+        self._is_script = is_script
+        self._start: FunctionStart | None = None
+        self._values: dict[int, bytes] = {}
+        self._silent: list[int] = []
+        # For heartbeats of workers that the core does not start, by local rank.
         self._pages: dict[int, int] = {}
-        self._are_started = self._is_ending = self._has_succeeded = self._was_stopped = False
-        self._why_not_started: str | None = None
-        self._leftovers: Leftovers | None = None
 
-    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
-        """See the base class: has them started, to wait until they may begin; none is for the core."""
-        self._values.clear()
-        self._attempt = None
-        self._are_started = self._is_ending = self._has_succeeded = self._was_stopped = False
-        self._why_not_started = self._leftovers = None
-        own = {rank: dict(environment) for rank, environment in environments.items()}
-        if self._setup.job.hang_timeout is not None:
-            for rank, environment in own.items():
-                self._pages[rank], environment[_HEARTBEAT] = _core.heartbeat_page()
-        functions = _Functions(
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
+        """See the base class."""
+        return self._begin(paths, environments, {})
+
+    def _begin(
+        self,
+        paths: LogPaths,
+        environments: Mapping[int, dict[str, str]],
+        keeps: Mapping[int, Sequence[int]],
+    ) -> list[ProcessSpec]:
+        # Those of an earlier attempt may be of other ranks.
+        self._values, self._silent = {}, []
+        functions = Functions(
             self._setup.job.name,
             self._function,
-            {rank: self.arguments(rank) for rank in own},
-            own,
-            {rank: paths.stdouts.get(rank, "") for rank in own},
-            {rank: paths.stderrs.get(rank, "") for rank in own},
+            {rank: tuple(macros.substitute(self._arguments, str(rank))) for rank in environments},
+            environments,
+            {rank: paths.stdouts.get(rank, "") for rank in environments},
+            {rank: paths.stderrs.get(rank, "") for rank in environments},
+            self._setup.job.cpus,
+            keeps,
         )
-        self._kept = KEPT[self._start_method](functions, self._setup.job.cpus)
-        self._kept.launch({rank: (page,) for rank, page in self._pages.items()})
-        return []
+        self._start = BY_METHOD[self._start_method](functions)
+        return self._start.prepare()
 
-    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:
+    def started(self, supervisor: Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
+        """Read what they return from now on."""
+        if self._start is not None:
+            self._start.watch(supervisor)
+
+    def fd_ready(self, supervisor: Supervisor, fd: int) -> None:  # noqa: ARG002
+        """Read a piece of a return value."""
+        if self._start is not None:
+            self._start.fd_ready(fd)
+
+    def ended(self, supervisor: Supervisor, attempt: Attempt, *, has_succeeded: bool = False) -> None:  # noqa: ARG002
+        """Read what is left, and close everything."""
+        self._take_values(attempt)
+        if self._start is not None:
+            self._start.close()
+
+    def _take_values(self, attempt: Attempt) -> None:
+        if self._start is None or self._start.watcher is None:
+            return
+        self._start.read_out()
+        ranks = attempt.plan.ranks
+        for local_rank, data in self._start.values.items():
+            self._values[ranks[local_rank].global_rank] = bytes(data)
+            if not data and not self._is_script:
+                self._silent.append(local_rank)
+
+    def close(self) -> None:
+        """See the base class. Also end multiprocessing's own helper, which would outlive a launcher."""
+        start, self._start = self._start, None
+        if start is not None:
+            # The supervisor is closed.
+            start.watcher = None
+            start.close()
+        if self._is_script:
+            stop_tracker()
+
+    def silent_ranks(self) -> Collection[int]:
+        """Those that ended by ``os._exit``, say; none of scripts, which return nothing."""
+        return self._silent
+
+    def return_values(self) -> dict[int, object]:
+        """What the functions returned; nothing for scripts.
+
+        Raises:
+            pickle.UnpicklingError: or whatever else the value's own class raises.
+        """
+        if self._is_script:
+            return dict.fromkeys(range(self._setup.job.nproc))
+        return {rank: pickle.loads(data) for rank, data in self._values.items()}
+
+
+class _Phase(IntEnum):
+    """How far the workers of one attempt are."""
+
+    PREPARED = auto()
+    """Their keeper is on its way."""
+    STARTING = auto()
+    """The group of the core has begun, without members yet."""
+    RUNNING = auto()
+    """It has adopted them."""
+    SUCCEEDED = auto()
+    """They have, and what they left behind ends, or has time for it."""
+    ENDING = auto()
+    """The group has ended otherwise, and the keeper ends what is left."""
+    ABANDONED = auto()
+    """The group has ended before it had members, and the keeper may import for long yet."""
+
+
+class KeptWorkers(FunctionWorkers):
+    """Those whose parent is a keeper: the group of the core adopts them before they begin."""
+
+    _phase = _Phase.PREPARED
+    _was_stopped = False
+    _supervisor: Supervisor | None = None
+    _attempt: Attempt | None = None
+
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
+        """See the base class: the keeper starts them, to wait until they may begin."""
+        self._phase, self._was_stopped = _Phase.PREPARED, False
+        self.are_started, self.why_not_started, self.leftovers = False, None, None
+        if self._setup.job.hang_timeout is not None:
+            environments = {rank: dict(environment) for rank, environment in environments.items()}
+            for rank, environment in environments.items():
+                self._pages[rank], environment[_HEARTBEAT] = heartbeat_page()
+        return self._begin(paths, environments, {rank: (page,) for rank, page in self._pages.items()})
+
+    @property
+    def _kept(self) -> Kept | None:
+        return self._start if isinstance(self._start, Kept) else None
+
+    def started(self, supervisor: Supervisor, attempt: Attempt) -> None:
         """See the base class: their keeper is on its way."""
-        self._attempt = attempt
-        supervisor.watch_fd(self._running().control)
+        self._supervisor, self._attempt = supervisor, attempt
+        if self._kept is not None:
+            self._phase = _Phase.STARTING
+            supervisor.watch_fd(self._kept.control)
 
-    @property
-    def are_started(self) -> bool:
-        """See the base class."""
-        return self._are_started
-
-    @property
-    def why_not_started(self) -> str | None:
-        """See the base class."""
-        return self._why_not_started
-
-    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:
+    def fd_ready(self, supervisor: Supervisor, fd: int) -> None:
         """See the base class: the keeper tells of the workers, or has ended."""
         kept = self._kept
         if kept is None:
             return
-        if self._is_ending:
-            if fd == kept.keeper_pidfd:
-                supervisor.unwatch_fd(fd)
-                self._finish(kept)
-        elif not self._are_started and fd == kept.control:
+        if self._phase is _Phase.STARTING and fd == kept.control:
             self._take_in(supervisor, kept)
+        elif self._phase > _Phase.RUNNING and fd == kept.keeper_pidfd:
+            supervisor.unwatch_fd(fd)
+            self._finish(kept)
         else:
-            super().fd_ready(supervisor, fd)
+            kept.fd_ready(fd)
 
-    def _take_in(self, supervisor: _core.Supervisor, kept: Kept) -> None:
+    def _take_in(self, supervisor: Supervisor, kept: Kept) -> None:
         """Have them adopted, and let them begin."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
@@ -116,20 +235,16 @@ class KeptWorkers(FunctionWorkers):
             if pids is None:
                 return
             supervisor.unwatch_fd(kept.control)
-            for rank, pid in sorted(pids.items()):
-                supervisor.adopt(rank, pid, kept.statuses[rank], self._pages.get(rank))
-        except _core.SupervisorError:
-            return  # The group has ended meanwhile, which is told next.
+            if not adopt(supervisor, pids, kept.statuses, self._pages):
+                return  # The group has ended meanwhile, which is told next.
         except (OSError, RuntimeError) as error:
             supervisor.unwatch_fd(kept.control)
-            self._why_not_started = f"the workers could not be started: {error}"
-            supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
+            self.why_not_started = f"the workers could not be started: {error}"
+            end_at_once(supervisor)
             return
-        attempt.pids = [pids[rank] for rank in sorted(pids)]
-        self._results = dict(kept.pipes)
-        super().started(supervisor, attempt)
-        self._are_started = True
-        kept.let_begin()
+        attempt.pids = list(pids.values())
+        kept.watch(supervisor)
+        self._phase, self.are_started = _Phase.RUNNING, True
 
     def stop(self) -> None:
         """See the base class: what is not there yet is not wanted, and what may go on for a while no more.
@@ -137,54 +252,47 @@ class KeptWorkers(FunctionWorkers):
         Asked again, it does not wait for a keeper without workers, whose imports may hang in the kernel.
         """
         kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
-        if kept is not None and self._is_ending:
-            if was_stopped and not self._are_started and self._watches is not None:
-                self._watches.unwatch_fd(kept.keeper_pidfd)
-                self._finish(kept, 0.0)
-            else:
-                kept.begin_end(keeper.AT_ONCE)
+        if kept is None or self._phase <= _Phase.RUNNING:
+            return
+        if was_stopped and self._phase is _Phase.ABANDONED and self._supervisor is not None:
+            self._supervisor.unwatch_fd(kept.keeper_pidfd)
+            self._finish(kept, 0.0)
+        else:
+            kept.begin_end(keeper.AT_ONCE)
 
-    def ended(self, supervisor: _core.Supervisor, attempt: Attempt, *, has_succeeded: bool = False) -> None:
+    def ended(self, supervisor: Supervisor, attempt: Attempt, *, has_succeeded: bool = False) -> None:
         """Read what is left, and have ended what they have left behind."""
-        super().ended(supervisor, attempt)
+        self._take_values(attempt)
         self._close_pages()
         kept = self._kept
         if kept is None:
-            self._leftovers = Leftovers()
-        elif self._attempt is None:
+            self.leftovers = Leftovers()
+        elif self._phase is _Phase.PREPARED:
             # Nothing of it was told, so nothing more will be asked.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
-            if not self._are_started:
+            linger: float | None = keeper.AT_ONCE
+            if self._phase is _Phase.STARTING:
                 supervisor.unwatch_fd(kept.control)
-            # The core may have told of the end before it was told to stop.
-            may_linger = has_succeeded and self._are_started and not self._was_stopped
-            linger = self._setup.job.linger if may_linger else keeper.AT_ONCE
+                self._phase = _Phase.ABANDONED
+            elif has_succeeded:
+                self._phase = _Phase.SUCCEEDED
+                # The core may have told of the end before it was told to stop.
+                linger = keeper.AT_ONCE if self._was_stopped else self._setup.job.linger
+            else:
+                self._phase = _Phase.ENDING
             kept.begin_end(keeper.LEAVE if linger is None else linger)
-            self._is_ending, self._has_succeeded = True, has_succeeded
-            self._watches = supervisor
             supervisor.watch_fd(kept.keeper_pidfd)
 
     def _finish(self, kept: Kept, patience: float = PATIENCE) -> None:
-        self._kept = None
+        self._start = None
         kept.finish(patience)
-        was_stopped = self._has_succeeded and self._was_stopped
-        self._leftovers = Leftovers(kept.ended, kept.more_ended, was_stopped=was_stopped)
-
-    @property
-    def leftovers(self) -> Leftovers | None:
-        """See the base class."""
-        return self._leftovers
+        was_stopped = self._phase is _Phase.SUCCEEDED and self._was_stopped
+        self.leftovers = Leftovers(kept.ended, kept.more_ended, was_stopped=was_stopped)
 
     def close(self) -> None:
         """See the base class."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            # These pipes are its own.
-            self._results.clear()
-            kept.begin_end(keeper.AT_ONCE)
-            kept.finish()
         self._close_pages()
         super().close()
 
@@ -192,39 +300,22 @@ class KeptWorkers(FunctionWorkers):
         while self._pages:
             os.close(self._pages.popitem()[1])
 
-    def _running(self) -> Kept:
-        if self._kept is None:
-            raise AssertionError("`specs` comes first")
-        return self._kept
 
+def stop_tracker() -> None:
+    """End multiprocessing's own helper, if there is one; in a process that is ours alone.
 
-class KeptScriptWorkers(RunScripts, KeptWorkers):
-    """Those that run a script, in a process that is ours alone.
-
-    Args:
-        setup: what all kinds need.
-        script: its path, and its arguments.
-        start_method: ``fork`` or ``forkserver``.
+    It ends when nobody has its pipe any more. A descendant of a worker that was left alone may have it: the
+    helper ends with that one, then, and is not waited for.
     """
-
-    def __init__(self, setup: WorkerSetup, script: Sequence[str], start_method: str) -> None:
-        super().__init__(setup, run_script_path, script, start_method)
-
-
-class _Functions:
-    def __init__(
-        self,
-        name: str,
-        entrypoint: Callable[..., Any] | str,
-        args: dict[int, tuple[Any, ...]],
-        envs: dict[int, dict[str, str]],
-        stdouts: dict[int, str],
-        stderrs: dict[int, str],
-    ) -> None:
-        self.name = name
-        self.nprocs = len(args)
-        self.entrypoint = entrypoint
-        self.args = args
-        self.envs = envs
-        self.stdouts = stdouts
-        self.stderrs = stderrs
+    tracker: Any = resource_tracker._resource_tracker
+    pid, fd = tracker._pid, tracker._fd
+    if pid is None or fd is None:
+        return
+    tracker._pid = tracker._fd = None
+    os.close(fd)
+    pidfd = os.pidfd_open(pid)
+    try:
+        if select.select([pidfd], [], [], _TRACKER_TIME)[0]:
+            os.waitpid(pid, 0)
+    finally:
+        os.close(pidfd)

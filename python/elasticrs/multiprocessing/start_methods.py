@@ -1,4 +1,7 @@
-"""How the functions of a :class:`MultiprocessContext` get into processes of their own, by start method."""
+"""How functions get into processes of their own: ``spawn``, ``fork`` and ``forkserver``.
+
+A program's :class:`MultiprocessContext` and the agent's workers start them alike.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,23 @@ from contextlib import suppress
 from multiprocessing import forkserver, spawn, util
 from typing import TYPE_CHECKING, Any, Protocol
 
-from elasticrs import _core
-from elasticrs._worker import TOKEN_VARIABLE, inherited_environment
+from elasticrs._value import Value, fresh
+from elasticrs._worker import TOKEN_VARIABLE
 from elasticrs.multiprocessing import keeper
-from elasticrs.multiprocessing.function_process import PreparedFunction, ReturnPipe, call_and_return
+from elasticrs.multiprocessing.function_process import (
+    PreparedFunction,
+    ReturnPipe,
+    call_and_return,
+    close_all,
+)
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup, raise_pending
+from elasticrs.workers import process_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.process import BaseProcess
+
+    from elasticrs._core import LogStream, ProcessSpec
 
 
 _LOOK_FOR_SIGNALS = 0.1
@@ -33,132 +44,168 @@ PATIENCE = 30.0
 """Seconds that a keeper has to end in: more than it gives to all that it has to end."""
 
 
-class Functions(Protocol):
-    """What is to be started: a :class:`MultiprocessContext`, or the workers of an attempt.
+class Functions(Value):
+    """The functions that are started together.
 
-    Attributes:
-        name: of the processes.
-        nprocs: how many.
-        entrypoint: the function.
-        args: by local rank.
-        envs: added to the environment, by local rank.
+    Args:
+        name: of their processes.
+        function: what each calls.
+        arguments: by local rank ``0..n-1``.
+        envs: by local rank, the whole environment.
         stdouts: files by local rank, or empty.
         stderrs: the same.
+        cpus: by local rank, those that it may run on.
+        keeps: by local rank, descriptors that it inherits besides; not with ``spawn``.
     """
 
     name: str
-    nprocs: int
-    entrypoint: Callable[..., Any] | str
-    args: dict[int, tuple[Any, ...]]
-    envs: dict[int, dict[str, str]]
-    stdouts: dict[int, str]
-    stderrs: dict[int, str]
+    function: Callable[..., Any]
+    arguments: Mapping[int, tuple[Any, ...]]
+    envs: Mapping[int, dict[str, str]]
+    stdouts: Mapping[int, str]
+    stderrs: Mapping[int, str]
+    cpus: Sequence[Sequence[int]] | None = None
+    keeps: Mapping[int, Sequence[int]] = fresh(factory=dict)
+
+    def cpus_of(self, rank: int) -> Sequence[int] | None:
+        """Those that one may run on."""
+        return None if self.cpus is None else self.cpus[rank]
+
+
+class Watcher(Protocol):
+    """Tells when a descriptor is readable: a supervisor, or a group that has one."""
+
+    def watch_fd(self, fd: int) -> None: ...
+    def unwatch_fd(self, fd: int) -> None: ...
 
 
 class FunctionStart(ABC):
-    """Starts the functions of one context, and reads what they return.
+    """Starts functions once, and reads what they return.
 
     Args:
-        context: whose.
-        cpus: by local rank, those that it may run on.
+        functions: which.
 
     Attributes:
-        values: by local rank, what was returned, pickled; empty for a process that has returned nothing.
+        watcher: tells when a return value can be read; ``None`` before they run and after.
+        statuses: by local rank, the pipe into which their keeper, if they have one, writes the exit status.
     """
 
-    def __init__(self, context: Functions, cpus: Sequence[Sequence[int]] | None) -> None:
-        self._context = context
-        self._cpus = cpus
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
         self._pipes: dict[int, ReturnPipe] = {}
+        self._prepared: list[PreparedFunction] = []
         self._group: SupervisedGroup | None = None
-        self.values: dict[int, bytearray] = {}
+        self.statuses: list[int] = []
+        self.watcher: Watcher | None = None
 
-    @abstractmethod
-    def start(self, streams: Sequence[_core.LogStream]) -> SupervisedGroup:
-        """Start all of them.
+    @property
+    def values(self) -> dict[int, bytearray]:
+        """What was returned, pickled, by local rank; empty for a function that has returned nothing."""
+        return {rank: pipe.data for rank, pipe in self._pipes.items()}
+
+    def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
+        """Start all of them in a group of their own, or none.
 
         Args:
             streams: what is copied to the console meanwhile.
         """
-
-    def _open_pipes(self) -> None:
-        for rank in range(self._context.nprocs):
-            pipe = self._pipes[rank] = ReturnPipe()
-            self.values[rank] = pipe.data
-
-    def _read_pipes(self, group: SupervisedGroup) -> None:
-        for rank, pipe in self._pipes.items():
-            pipe.forget_writer()
-            group.watch(pipe.reader, lambda rank=rank: self._read(rank))  # type: ignore[misc]
-
-    def _read(self, rank: int) -> None:
-        pipe = self._pipes[rank]
-        if pipe.read():
-            self._unwatch(pipe)
-            pipe.close()
-
-    def _unwatch(self, pipe: ReturnPipe) -> None:
-        if pipe.is_watched and self._group is not None:
-            self._group.unwatch(pipe.reader)
-
-    def close(self) -> None:
-        """Read what is left, and close everything. Idempotent."""
-        for pipe in self._pipes.values():
-            if pipe.is_open:
-                while pipe.read() is None:
-                    continue
-                self._unwatch(pipe)
-                pipe.close()
-
-
-class Spawn(FunctionStart):
-    """A fresh interpreter for each, started by the core like a program."""
-
-    def __init__(self, context: Functions, cpus: Sequence[Sequence[int]] | None) -> None:
-        super().__init__(context, cpus)
-        self._prepared: list[PreparedFunction] = []
-
-    def start(self, streams: Sequence[_core.LogStream]) -> SupervisedGroup:
-        """See the base class."""
         try:
-            self._open_pipes()
-            specs = [self._spec(rank) for rank in range(self._context.nprocs)]
-            self._group = SupervisedGroup(stop_scope="worker")
-            self._group.start(specs, streams)
+            specs = self.prepare()
+            pids = self._wait_for_pids()
+            self._group = group = SupervisedGroup(stop_scope="worker")
+            group.on_fd = self.fd_ready
+            group.start(specs, streams)
+            group.adopt(pids, self.statuses)
+            self.watch(group)
         except BaseException:
             if self._group is not None:
                 self._group.close()
             self.close()
             raise
-        for prepared in self._prepared:
-            prepared.forget_childs_ends()
-        self._read_pipes(self._group)
-        return self._group
+        return group
 
-    def _spec(self, rank: int) -> _core.ProcessSpec:
-        context, pipe = self._context, self._pipes[rank]
-        prepared = PreparedFunction(
-            context.entrypoint,  # type: ignore[arg-type]  # a function in this kind of context
-            context.args[rank],
-            pipe.writer,
-            f"{context.name}:{rank}",
-        )
-        self._prepared.append(prepared)
-        return _core.ProcessSpec(
-            rank,
-            prepared.argv,
-            env={**inherited_environment(), **context.envs[rank]},
-            stdout=context.stdouts[rank] or None,
-            stderr=context.stderrs[rank] or None,
-            pass_fds=sorted({*prepared.fds, pipe.writer}),
-            cpus=None if self._cpus is None else self._cpus[rank],
-        )
+    @abstractmethod
+    def prepare(self) -> list[ProcessSpec]:
+        """Make all ready; return the processes that the core is to start."""
+
+    def _wait_for_pids(self) -> dict[int, int]:
+        """The processes that the core does not start, by local rank."""
+        return {}
+
+    def watch(self, watcher: Watcher) -> None:
+        """All run: leave their ends of the pipes to them, and have their return values read.
+
+        Args:
+            watcher: who calls :meth:`fd_ready` for them.
+        """
+        for prepared in self._prepared:
+            prepared.close_childs_ends()
+        self.watcher = watcher
+        for pipe in self._pipes.values():
+            pipe.close_writer()
+            watcher.watch_fd(pipe.reader)
+
+    def fd_ready(self, fd: int) -> None:
+        """Read a piece of a return value, if it is one's descriptor."""
+        for pipe in self._pipes.values():
+            if pipe.reader == fd and pipe.read():
+                self._close(pipe)
+
+    def read_out(self) -> None:
+        """Read what is left of the return values. Idempotent."""
+        for pipe in self._pipes.values():
+            if pipe.reader != -1:
+                while pipe.read() is None:
+                    continue
+                self._close(pipe)
+        self.watcher = None
+
+    def _close(self, pipe: ReturnPipe) -> None:
+        if self.watcher is not None:
+            self.watcher.unwatch_fd(pipe.reader)
+        pipe.close()
 
     def close(self) -> None:
-        """See the base class."""
-        super().close()
+        """Read what is left, and close everything. Idempotent."""
+        self.read_out()
         while self._prepared:
             self._prepared.pop().close()
+
+    def _ranks(self) -> range:
+        return range(len(self._functions.arguments))
+
+    def _open_pipes(self) -> None:
+        for rank in self._ranks():
+            self._pipes[rank] = ReturnPipe()
+
+    def _prepare(self, rank: int) -> PreparedFunction:
+        functions = self._functions
+        prepared = PreparedFunction(
+            functions.function,
+            functions.arguments[rank],
+            self._pipes[rank].writer,
+            f"{functions.name}:{rank}",
+        )
+        self._prepared.append(prepared)
+        return prepared
+
+
+class Spawn(FunctionStart):
+    """A fresh interpreter for each, started by the core like a program."""
+
+    def prepare(self) -> list[ProcessSpec]:
+        """See the base class."""
+        self._open_pipes()
+        return [self._spec(rank) for rank in self._ranks()]
+
+    def _spec(self, rank: int) -> ProcessSpec:
+        functions, prepared = self._functions, self._prepare(rank)
+        files = (functions.stdouts[rank], functions.stderrs[rank])
+        return process_spec(
+            *(rank, prepared.argv, functions.envs[rank], *files),
+            cpus=functions.cpus_of(rank),
+            pass_fds=prepared.fds,
+        )
 
 
 class Kept(FunctionStart):
@@ -169,8 +216,8 @@ class Kept(FunctionStart):
         more_ended: how many more.
     """
 
-    def __init__(self, context: Functions, cpus: Sequence[Sequence[int]] | None) -> None:
-        super().__init__(context, cpus)
+    def __init__(self, functions: Functions) -> None:
+        super().__init__(functions)
         self._control: socket.socket | None = None
         self._keeper: int | None = None
         self._keeper_pidfd = -1
@@ -178,45 +225,21 @@ class Kept(FunctionStart):
         self._has_told_pids = False
         self._gate = -1
         self._ours: list[int] = []
-        self._statuses: list[int] = []
         self.ended: list[tuple[int, str]] = []
         self.more_ended = 0
 
     @abstractmethod
-    def _start_keeper(
-        self, statuses: list[int], control: int, gate: int, keeps: Mapping[int, Sequence[int]]
-    ) -> int:
+    def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
         """Start it, and return its pid.
 
         Args:
             statuses: by local rank, the descriptor for the exit status.
             control: its end of the socket.
             gate: the pipe from which the workers take a byte each.
-            keeps: by local rank, descriptors that the worker needs besides.
         """
 
-    def start(self, streams: Sequence[_core.LogStream]) -> SupervisedGroup:
-        """See the base class."""
-        try:
-            self.launch()
-            pids = self._wait_for_pids()
-            self._group = SupervisedGroup(stop_scope="worker")
-            self._group.adopt(pids, self._statuses, streams)
-            self._read_pipes(self._group)
-            self.let_begin()
-        except BaseException:
-            if self._group is not None:
-                self._group.close()
-            self.close()
-            raise
-        return self._group
-
-    def launch(self, keeps: Mapping[int, Sequence[int]] | None = None) -> None:
-        """Begin to start all, each of which waits to begin; for who supervises them without a group of ours.
-
-        Args:
-            keeps: by local rank, descriptors that it inherits.
-        """
+    def prepare(self) -> list[ProcessSpec]:
+        """See the base class: the keeper starts all, each of which waits to begin; none is for the core."""
         ends: list[int] = []
         try:
             self._open_pipes()
@@ -225,15 +248,16 @@ class Kept(FunctionStart):
             gate_reader, self._gate = self._pipe(ends)
             self._ours.append(self._gate)
             statuses: list[int] = []
-            for _ in range(self._context.nprocs):
+            for _ in self._ranks():
                 reader, writer = self._pipe(ends, reads=False)
                 statuses.append(writer)
-                self._statuses.append(reader)
+                self.statuses.append(reader)
             # Before the threads of the group begin: a fork copies none of their locks.
-            self._keeper = self._start_keeper(statuses, ends[0], gate_reader, keeps or {})
+            self._keeper = self._start_keeper(statuses, ends[0], gate_reader)
             self._keeper_pidfd = os.pidfd_open(self._keeper)
         finally:
-            _close_all(ends)
+            close_all(ends)
+        return []
 
     @property
     def control(self) -> int:
@@ -251,7 +275,8 @@ class Kept(FunctionStart):
         Raises:
             RuntimeError: they could not be started.
         """
-        size = struct.calcsize("i") * self._context.nprocs
+        count = len(self._ranks())
+        size = struct.calcsize("i") * count
         try:
             piece = self._socket().recv(size - len(self._said), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -263,25 +288,16 @@ class Kept(FunctionStart):
         self._said += piece
         if len(self._said) < size:
             return None
-        pids = struct.unpack(f"{self._context.nprocs}i", self._said)
+        pids = struct.unpack(f"{count}i", self._said)
         if not all(pids):
             raise RuntimeError("a process ended before it could run its function; see its stderr")
         self._has_told_pids = True
         return dict(enumerate(pids))
 
-    @property
-    def statuses(self) -> list[int]:
-        """By local rank, the pipe into which the keeper writes the exit status."""
-        return self._statuses
-
-    @property
-    def pipes(self) -> dict[int, ReturnPipe]:
-        """By local rank, for the return value."""
-        return self._pipes
-
-    def let_begin(self) -> None:
-        """All are supervised."""
-        os.write(self._gate, keeper.GO * self._context.nprocs)
+    def watch(self, watcher: Watcher) -> None:
+        """See the base class. All are supervised, so they begin."""
+        super().watch(watcher)
+        os.write(self._gate, keeper.GO * len(self._pipes))
 
     def _pipe(self, ends: list[int], *, reads: bool = True) -> tuple[int, int]:
         """A pipe, one end of which is the keeper's."""
@@ -303,7 +319,7 @@ class Kept(FunctionStart):
 
     def _socket(self) -> socket.socket:
         if self._control is None:
-            raise AssertionError("`launch` comes first")
+            raise AssertionError("`prepare` comes first")
         return self._control
 
     def close(self) -> None:
@@ -362,8 +378,8 @@ class Kept(FunctionStart):
                 if self._has_told_pids:
                     self._take_names(control)
         super().close()
-        _close_all(self._ours)
-        _close_all(self._statuses)
+        close_all(self._ours)
+        close_all(self.statuses)
 
     def _take_names(self, control: socket.socket) -> None:
         said = b""
@@ -373,6 +389,14 @@ class Kept(FunctionStart):
         *names, more = said.decode().split("\n")[:-1] or ["0"]
         self.ended = [(int(pid), name) for pid, name in (line.split(" ", 1) for line in names)]
         self.more_ended = int(more)
+
+    def _plan(
+        self, rank: int, run: Callable[[], int], status: int, keeps: Sequence[int]
+    ) -> keeper.WorkerPlan:
+        functions = self._functions
+        kept = [*keeps, *functions.keeps.get(rank, ())]
+        files = (functions.stdouts[rank], functions.stderrs[rank])
+        return keeper.WorkerPlan(run, *files, functions.cpus_of(rank), status, kept)
 
 
 def _has_ended(pidfd: int, patience: float) -> bool:
@@ -384,41 +408,28 @@ def _has_ended(pidfd: int, patience: float) -> bool:
 class Fork(Kept):
     """Copies of this process: anything can be passed, and nothing is pickled but what is returned."""
 
-    def _start_keeper(
-        self, statuses: list[int], control: int, gate: int, keeps: Mapping[int, Sequence[int]]
-    ) -> int:
+    def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
         # For `multiprocessing.parent_process()`: ends with the program.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:
-            return self._fork(self._plans(statuses, sentinel, keeps), control, gate)
+            return self._fork(self._plans(statuses, sentinel), control, gate)
         finally:
             os.close(sentinel)
 
-    def _plans(
-        self, statuses: list[int], sentinel: int, keeps: Mapping[int, Sequence[int]]
-    ) -> list[keeper.WorkerPlan]:
-        context = self._context
+    def _plans(self, statuses: list[int], sentinel: int) -> list[keeper.WorkerPlan]:
+        functions = self._functions
         make: Any = multiprocessing.get_context("fork").Process
-        processes = [
-            make(
+        plans: list[keeper.WorkerPlan] = []
+        for rank, pipe in self._pipes.items():
+            process = make(
                 target=call_and_return,
-                args=(context.entrypoint, context.args[rank], self._pipes[rank].writer),
-                name=f"{context.name}:{rank}",
+                args=(functions.function, functions.arguments[rank], pipe.writer),
+                name=f"{functions.name}:{rank}",
             )
-            for rank in range(context.nprocs)
-        ]
-        return [
-            keeper.WorkerPlan(
-                _RunForked(process, context.envs[rank], sentinel),
-                context.stdouts[rank],
-                context.stderrs[rank],
-                None if self._cpus is None else self._cpus[rank],
-                statuses[rank],
-                [self._pipes[rank].writer, *keeps.get(rank, ())],
-            )
-            for rank, process in enumerate(processes)
-        ]
+            run = _RunForked(process, functions.envs[rank], sentinel)
+            plans.append(self._plan(rank, run, statuses[rank], [pipe.writer]))
+        return plans
 
     def _fork(self, workers: list[keeper.WorkerPlan], control: int, gate: int) -> int:
         for stream in (sys.stdout, sys.stderr):
@@ -428,7 +439,7 @@ class Fork(Kept):
         pid = _fork()
         if pid == 0:
             try:
-                self._forget_programs_ends()
+                self._close_programs_ends()
                 keeper.keep(workers, control, gate, parent)
             except BaseException as error:
                 os.write(2, f"the functions could not be started: {error!r}\n".encode(errors="replace"))
@@ -436,11 +447,11 @@ class Fork(Kept):
                 os._exit(0)
         return pid
 
-    def _forget_programs_ends(self) -> None:
+    def _close_programs_ends(self) -> None:
         if self._control is not None:
             self._control.close()
-        _close_all(self._ours)
-        _close_all(self._statuses)
+        close_all(self._ours)
+        close_all(self.statuses)
         for pipe in self._pipes.values():
             os.close(pipe.reader)
 
@@ -448,53 +459,29 @@ class Fork(Kept):
 class ForkServer(Kept):
     """Copies of a fresh interpreter that has imported what multiprocessing preloads."""
 
-    def __init__(self, context: Functions, cpus: Sequence[Sequence[int]] | None) -> None:
-        super().__init__(context, cpus)
-        self._prepared: list[PreparedFunction] = []
-
-    def _start_keeper(
-        self, statuses: list[int], control: int, gate: int, keeps: Mapping[int, Sequence[int]]
-    ) -> int:
-        context = self._context
+    def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
         workers: list[keeper.WorkerPlan] = []
-        for rank in range(context.nprocs):
-            writer = self._pipes[rank].writer
-            prepared = PreparedFunction(
-                context.entrypoint,  # type: ignore[arg-type]  # a function in this kind of context
-                context.args[rank],
-                writer,
-                f"{context.name}:{rank}",
-            )
-            self._prepared.append(prepared)
-            environment = {**inherited_environment(), **context.envs[rank]}
-            workers.append(
-                keeper.WorkerPlan(
-                    keeper.RunPrepared(environment, prepared.tracker_fd, prepared.pipe_handle),
-                    context.stdouts[rank],
-                    context.stderrs[rank],
-                    None if self._cpus is None else self._cpus[rank],
-                    statuses[rank],
-                    sorted({writer, *prepared.fds, *keeps.get(rank, ())} - {prepared.tracker_fd}),
-                )
-            )
+        passed = {control, gate, *statuses}
+        for rank in self._ranks():
+            prepared = self._prepare(rank)
+            run = keeper.RunPrepared(self._functions.envs[rank], prepared.tracker_fd, prepared.pipe_handle)
+            keeps = [fd for fd in prepared.fds if fd != prepared.tracker_fd]
+            workers.append(self._plan(rank, run, statuses[rank], keeps))
+            passed.update((prepared.tracker_fd, *workers[-1].keeps))
         server: Any = forkserver._forkserver
         data = spawn.get_preparation_data("ignore")
-        main_path, argv = data.get("init_main_from_path"), data["sys_argv"]
+        arguments = (workers, control, gate, os.getpid())
         plan = os.memfd_create("elasticrs-fork-server")
         try:
             with open(plan, "wb", closefd=False) as file:
-                pickle.dump(
-                    (list(server._preload_modules), main_path, argv, (workers, control, gate, os.getpid())),
-                    file,
-                )
+                preload, main_path = list(server._preload_modules), data.get("init_main_from_path")
+                pickle.dump((preload, main_path, data["sys_argv"], arguments), file)
             os.lseek(plan, 0, os.SEEK_SET)
-            passed = {plan, control, gate, *statuses, *(fd for worker in workers for fd in worker.keeps)}
-            passed.update(prepared.tracker_fd for prepared in self._prepared)
-            return self._run(plan, sorted(passed))
+            return self._run(plan, sorted({plan, *passed}))
         finally:
             os.close(plan)
             for prepared in self._prepared:
-                prepared.forget_childs_ends()
+                prepared.close_childs_ends()
 
     def _run(self, plan: int, passed: list[int]) -> int:
         program = os.fsdecode(spawn.get_executable())
@@ -506,14 +493,8 @@ class ForkServer(Kept):
         start: Any = util.spawnv_passfds
         return int(start(os.fsencode(program), [program, *flags, "-c", code], passed))
 
-    def finish(self, patience: float = PATIENCE) -> None:
-        """See the base class."""
-        super().finish(patience)
-        while self._prepared:
-            self._prepared.pop().close()
 
-
-class _RunForked:
+class _RunForked(Value):
     """Runs a function in a copy of this process.
 
     Args:
@@ -522,20 +503,19 @@ class _RunForked:
         sentinel: a pipe that ends with the program.
     """
 
-    def __init__(self, process: BaseProcess, env: dict[str, str], sentinel: int) -> None:
-        self._process = process
-        self._env = env
-        self._sentinel = sentinel
+    process: BaseProcess
+    env: dict[str, str]
+    sentinel: int
 
     def __call__(self) -> int:
         """Run it, and return the exit code."""
         os.environ.pop(TOKEN_VARIABLE, None)
-        os.environ.update(self._env)
+        os.environ.update(self.env)
         heartbeats = sys.modules.get("elasticrs.timer.heartbeats")
         if heartbeats is not None:
             heartbeats.start_afresh()
-        run: Callable[[int], int] = self._process._bootstrap  # type: ignore[attr-defined]
-        return run(self._sentinel)
+        run: Callable[[int], int] = self.process._bootstrap  # type: ignore[attr-defined]
+        return run(self.sentinel)
 
 
 def _fork() -> int:
@@ -545,12 +525,4 @@ def _fork() -> int:
         return os.fork()
 
 
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
-
-
-KEPT: dict[str, type[Kept]] = {"fork": Fork, "forkserver": ForkServer}
-"""Those with a keeper."""
-
-START_METHODS: dict[str, type[FunctionStart]] = {"spawn": Spawn, **KEPT}
+BY_METHOD: dict[str, type[FunctionStart]] = {"spawn": Spawn, "fork": Fork, "forkserver": ForkServer}

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from elasticrs import _core
 from elasticrs.multiprocessing.not_started import not_started
+from elasticrs.workers import adopt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 DRAIN_TIMEOUT = 10.0
 """Seconds that a slow console gets at the end; the files have everything in any case."""
@@ -107,6 +108,8 @@ class SupervisedGroup:
         exits: by local rank, in the order in which they were seen.
         first_failure: the local rank that failed first.
         end: what was told when nothing was left.
+        on_fd: called, in whichever thread waits, with a descriptor that :meth:`watch_fd` watches and that is
+            readable.
 
     Raises:
         _core.SupervisorError: there is no supervisor to be had.
@@ -118,7 +121,7 @@ class SupervisedGroup:
         self._stop_scope = stop_scope
         self._turn = threading.Condition()
         self._waiter: int | None = None
-        self._on_fd: dict[int, Callable[[], None]] = {}
+        self.on_fd: Callable[[int], None] = lambda _fd: None
         self.pids: dict[int, int] = {}
         self.exits: dict[int, _core.WorkerExited] = {}
         self.first_failure: int | None = None
@@ -162,42 +165,30 @@ class SupervisedGroup:
             text = f"the processes could not be started: {self._failure.message}"
             raise not_started(text, self._failure.errno)
 
-    def adopt(
-        self, pids: dict[int, int], statuses: Sequence[int], streams: Sequence[_core.LogStream] = ()
-    ) -> None:
-        """Adopt processes that another process has started and that wait to begin.
+    def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
+        """Adopt processes that another process has started and that wait to begin; after :meth:`start`.
 
         Args:
             pids: by local rank.
             statuses: by local rank, the pipe into which their parent writes their exit status.
-            streams: what is copied to the console meanwhile.
 
         Raises:
             RuntimeError: one has ended already.
-            _core.SupervisorError: see the class.
         """
-        self.start([], streams)
-        supervisor = self._running()
         try:
-            for local_rank, pid in pids.items():
-                supervisor.adopt(local_rank, pid, statuses[local_rank])
-        except (ProcessLookupError, _core.SupervisorError) as error:
-            raise RuntimeError("a process ended before it could run its function") from error
+            are_ours = adopt(self._running(), pids, statuses)
+        except ProcessLookupError:
+            are_ours = False
+        if not are_ours:
+            raise RuntimeError("a process ended before it could run its function")
         self.pids.update(pids)
 
-    def watch(self, fd: int, on_ready: Callable[[], None]) -> None:
-        """Call back while ``fd`` is readable, from whichever thread waits.
-
-        Args:
-            fd: stays the caller's; until :meth:`unwatch`.
-            on_ready: reads it.
-        """
-        self._on_fd[fd] = on_ready
+    def watch_fd(self, fd: int) -> None:
+        """Call :attr:`on_fd` while ``fd`` is readable, until :meth:`unwatch_fd`."""
         self._running().watch_fd(fd)
 
-    def unwatch(self, fd: int) -> None:
-        """End what :meth:`watch` began."""
-        del self._on_fd[fd]
+    def unwatch_fd(self, fd: int) -> None:
+        """End what :meth:`watch_fd` began."""
         if self._supervisor is not None:
             self._supervisor.unwatch_fd(fd)
 
@@ -268,8 +259,8 @@ class SupervisedGroup:
         if isinstance(event, _core.FdReady):
             if event.fd == self._bell:
                 os.eventfd_read(self._bell)
-            elif (on_ready := self._on_fd.get(event.fd)) is not None:
-                on_ready()
+            else:
+                self.on_fd(event.fd)
         elif isinstance(event, _core.GroupStarted):
             self.pids.update(enumerate(event.pids))
             self._is_started = True

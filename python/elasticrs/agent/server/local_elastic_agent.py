@@ -380,14 +380,10 @@ class LocalElasticAgent(SimpleElasticAgent):
             *(job, attempt_logs(self._logs_specs), self._prefix_template(), environ),
             *(ignored_signals(), filters, {1, 2} - replaced_streams().keys()),
         )
-        if callable(spec.entrypoint) and self._start_method != "spawn":
-            from elasticrs.multiprocessing.function_workers import KeptWorkers
-
-            return KeptWorkers(setup, spec.entrypoint, spec.args, self._start_method)
         if callable(spec.entrypoint):
-            from elasticrs.multiprocessing.function_process import FunctionWorkers
+            from elasticrs.multiprocessing.function_workers import function_workers
 
-            return FunctionWorkers(setup, spec.entrypoint, spec.args)
+            return function_workers(setup, spec.entrypoint, spec.args, self._start_method)
         command = [str(spec.entrypoint), *map(str, spec.args)]
         return CommandWorkers(setup, command)
 

@@ -6,9 +6,9 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup, SupervisedProcess
+from elasticrs.workers import process_spec
 
 if TYPE_CHECKING:
     from elasticrs.numa import NumaOptions
@@ -54,14 +54,8 @@ class SubprocessHandler:
         self.local_rank_id = local_rank_id
         argv = [entrypoint, *map(str, args)]
         cpus = cpus_of_options(numa_options, local_rank_id + 1)
-        spec = _core.ProcessSpec(
-            0,
-            argv,
-            env={**os.environ, **env},
-            stdout=stdout or None,
-            stderr=stderr or None,
-            cpus=None if cpus is None else cpus[local_rank_id],
-        )
+        own_cpus = None if cpus is None else cpus[local_rank_id]
+        spec = process_spec(0, argv, {**os.environ, **env}, stdout, stderr, cpus=own_cpus)
         self._group = SupervisedGroup()
         try:
             self._group.start([spec])
