@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import time
 
 import pytest
 from helpers import procs
@@ -32,14 +31,6 @@ STUBBORN = """
 def ready(job, count):
     """The pids of the workers, once all have said that they are ready."""
     return [int(match[1]) for match in job.wait_for_lines(r"^READY \d+ (\d+)$", count)]
-
-
-def wait_for_state(pid, state):
-    """Stopping takes a moment, and only /proc tells of it; the deadline guards against a hang."""
-    deadline = time.monotonic() + 10
-    while (now := process(pid).state) != state:
-        assert time.monotonic() < deadline, f"pid {pid} is {now}"
-        os.sched_yield()
 
 
 def test_workers_see_the_whole_contract(launch, worker_script):
@@ -214,7 +205,7 @@ def test_control_z_stops_the_workers_and_continuing_reverses_it(launch, worker_s
     job.signal(signal.SIGTSTP)
     os.waitid(os.P_PIDFD, job.pidfd, os.WSTOPPED | os.WNOWAIT)
     for pid in workers:
-        wait_for_state(pid, "T")
+        procs.wait_state(pid, "T")
     job.signal(signal.SIGCONT)
     job.signal(signal.SIGTERM)
     job.wait_for_lines("^GOT 15$", 2)

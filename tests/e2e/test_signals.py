@@ -126,8 +126,7 @@ def test_a_later_signal_shortens_the_grace_only_if_a_person_asks_again(running, 
 @pytest.mark.beyond_torchrun
 def test_a_signal_before_there_are_workers_is_handled(launch, worker_script):
     launched = launch("--nproc-per-node", str(N), worker_script(TALKATIVE))
-    while not _catches(launched.pid, signal.SIGTERM):
-        os.sched_yield()
+    procs.wait_until(lambda: _catches(launched.pid, signal.SIGTERM))
     launched.signal(signal.SIGTERM)
     assert launched.wait() == 1
 
@@ -206,8 +205,7 @@ def test_a_worker_that_does_not_know_such_a_signal_fails_by_it(running):
 def test_where_no_workers_run_nobody_gets_it(launch, worker_script):
     meeting = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     launched = launch(*meeting, worker_script("print('never')"))
-    while not _catches(launched.pid, signal.SIGUSR1):
-        os.sched_yield()
+    procs.wait_until(lambda: _catches(launched.pid, signal.SIGUSR1))
     launched.signal(signal.SIGUSR1)
     launched.wait_for_line("SIGUSR1 received: no workers run", "stderr")
     launched.signal(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""Processes, as the kernel tells of them.
+"""Processes, as the kernel shows them.
 
-Waiting is always for an event (a pidfd that becomes readable). Deadlines are hang guards: none of them is
-ever what a test measures.
+Waiting is for an event (a pidfd that becomes readable), or for a fact that nothing announces
+(:func:`wait_until`). Deadlines are hang guards: none of them is ever what a test measures.
 """
 
 import ctypes
@@ -9,10 +9,12 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Found = TypeVar("Found")
 
 HANG = 60.0
 """Seconds after which a wait has hung; less than a test may take, so that the message says what hung."""
@@ -24,11 +26,11 @@ bystanders: set[int] = set()
 
 
 HEADLESS = """
-import ctypes, os, threading
+import ctypes, os, signal, threading
 
 def go_on():
     while open(f"/proc/{os.getpid()}/stat").read().rpartition(")")[2].split()[0] != "Z":
-        os.sched_yield()
+        signal.sigtimedwait([], 0.001)
     os.write(1, b"HEADLESS %d\\n" % os.getpid())
     os.close(1)
     threading.Event().wait()
@@ -119,13 +121,18 @@ def wait_gone(pid: int, timeout: float = HANG) -> bool:
         os.close(pidfd)
 
 
-def wait_state(pid: int, state: str, timeout: float = HANG) -> None:
-    """Wait until a process is in this state. Nothing tells of it but to its parent, so this looks again."""
-    deadline = time.monotonic() + timeout
-    while (now := process(pid)) is None or now.state != state:
-        assert now is not None, f"{pid} is gone"
-        assert time.monotonic() < deadline, f"not in state {state}: {now}"
-        os.sched_yield()
+def wait_until(look: Callable[[], Found], is_so: Callable[[Found], bool] = bool) -> Found:
+    """Look again and again until it is so, and return what was seen: for facts that nothing announces."""
+    deadline = time.monotonic() + HANG
+    while not is_so(seen := look()):
+        assert time.monotonic() < deadline, f"still {seen!r} after {HANG} s"
+        signal.sigtimedwait([], 0.002)
+    return seen
+
+
+def wait_state(pid: int, state: str) -> None:
+    """Wait until a process is in this state."""
+    assert wait_until(lambda: process(pid), lambda now: now is None or now.state == state), f"{pid} is gone"
 
 
 def assert_gone(pids: Iterable[int], timeout: float = HANG) -> None:

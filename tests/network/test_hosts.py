@@ -131,20 +131,20 @@ def test_what_a_test_leaves_on_a_host_is_named_and_ended(tmp_path):
     network = Network(tmp_path, 1)
     (host,) = network.hosts
     with subprocess.Popen([*host.prefix(), "sleep", "1000"]) as left:
-        while [each.command for each in host.processes()] != ["sleep 1000"]:
-            os.sched_yield()  # nsenter, at first
+        # At first it is nsenter.
+        procs.wait_until(lambda: [each.command for each in host.processes()] == ["sleep 1000"])
         assert network.close() == [f"{left.pid} (S) sleep 1000 on node1 (10.77.0.1)"]
         assert left.wait(procs.HANG) == -signal.SIGKILL
 
 
 OWNER = """
-import os, subprocess, sys
+import subprocess, sys
 from pathlib import Path
+from helpers import procs
 from helpers.hosts import Network, network_of
 network = Network(Path(sys.argv[1]), 2)
 started = subprocess.Popen([*network.hosts[0].prefix(), "sleep", "1000"])
-while [each.command for each in network.hosts[0].processes()] != ["sleep 1000"]:
-    os.sched_yield()  # nsenter, at first
+procs.wait_until(lambda: [each.command for each in network.hosts[0].processes()] == ["sleep 1000"])
 print(started.pid, network.switch.pid, *(host.pid for host in network.hosts), flush=True)
 sys.stdin.read()
 """

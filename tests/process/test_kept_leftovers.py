@@ -10,11 +10,11 @@ from helpers import procs
 METHODS = pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 
 LEAVE = """
-    import os, subprocess
+    import os, signal, subprocess
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     # `vfork` returns a moment before the new program has its name.
     while not open(f"/proc/{child.pid}/cmdline").read():
-        os.sched_yield()
+        signal.sigtimedwait([], 0.001)
     os.write(1, b"LEFT %d %d\\n" % (os.getpid(), child.pid))
 """
 

@@ -107,8 +107,7 @@ def test_a_handler_does_not_wait_for_what_its_program_left(tmp_path, monkeypatch
     assert handlers[0].proc.wait(procs.HANG) == 0
     for handler in handlers[1:]:
         assert procs.wait_gone(handler.proc.pid)
-    while handlers[1].proc.poll() is None:
-        os.sched_yield()
+    procs.wait_until(handlers[1].proc.poll, lambda code: code is not None)
     handlers[2].close()
     for pid in map(int, out.read_text().split()):
         assert procs.process(pid) is not None

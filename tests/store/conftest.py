@@ -1,13 +1,11 @@
 """A workers' store for each test, and torch's own clients for it."""
 
-import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.procs import HANG
+from helpers.procs import wait_until
 from helpers.torch_clients import TorchClient, TorchClients
 
 from elasticrs import _core
@@ -60,10 +58,6 @@ def wait_for_waiters(store: _core.WorkerStore) -> Callable[[int], dict[str, list
     """Tells who waits once there are so many: that a wait has arrived can be seen nowhere else."""
 
     def wait(count: int) -> dict[str, list[str]]:
-        deadline = time.monotonic() + HANG
-        while len(told := store.waiting()) != count:
-            assert time.monotonic() < deadline, f"not {count}, but {told}"
-            os.sched_yield()
-        return told
+        return wait_until(store.waiting, lambda told: len(told) == count)
 
     return wait

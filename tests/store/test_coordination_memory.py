@@ -5,13 +5,12 @@ import re
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.coordination import RUN, Client, RawClient, serving, text
-from helpers.procs import HANG
+from helpers.procs import wait_until
 
 LIMIT_MIB = 16
 # Code, stacks, what the allocator keeps, and the request that is being carried out.
@@ -34,10 +33,11 @@ class Store:
         return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1024
 
     def gives_memory_back(self) -> None:
-        deadline = time.monotonic() + HANG
-        while (now := self.mib("VmRSS")) > self.base + LIMIT_MIB / 2:
-            assert time.monotonic() < deadline, f"{now} MiB, {self.base} at first"
+        def used() -> float:
             self.client.put("still", b"served")
+            return self.mib("VmRSS")
+
+        wait_until(used, lambda now: now <= self.base + LIMIT_MIB / 2)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from helpers import procs
@@ -32,12 +31,8 @@ STORES = {
 
 
 def descriptors(process, is_enough):
-    """How many there are, as soon as that is enough. Nothing tells of it, so this looks again."""
-    deadline = time.monotonic() + procs.HANG
-    while not is_enough(count := len(os.listdir(f"/proc/{process.pid}/fd"))):
-        assert time.monotonic() < deadline, count
-        os.sched_yield()
-    return count
+    """How many there are, as soon as that is enough."""
+    return procs.wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/fd")), is_enough)
 
 
 @pytest.mark.parametrize("kind", STORES)

@@ -395,15 +395,17 @@ def test_a_stopped_agent_finds_nobody_hung(launch, worker_script):
         os.write(1, b"UP\\n")
         while not over.wait(0.05):
             heartbeat()
+            os.write(1, b"ALIVE\\n")
     """)
     reader, writer = os.pipe()
     launched = launch("--nproc-per-node=1", "--hang-timeout=2", script, stdin=reader)
     os.close(reader)
     launched.wait_for_line("UP")
     launched.signal(signal.SIGSTOP)
-    assert not wait_readable(launched.pidfd, 2.3)
+    # For longer than the limit.
+    launched.wait_for_lines("ALIVE", 46)
     launched.signal(signal.SIGCONT)
-    assert not wait_readable(launched.pidfd, 0.5)
+    launched.wait_for_lines("ALIVE", 56)
     os.write(writer, b"x")
     assert launched.wait() == 0, launched.stderr
     os.close(writer)
