@@ -568,16 +568,19 @@ class Supervisor:
                 lets :mod:`faulthandler` write, and the one that is written.
             py_spy: the program, for workers that do not answer.
         """
-    def watch_exits(self, error_files: Sequence[str | PathLike[str]], limit: float | None = None) -> None:
+    def watch_exits(self, limit: float | None = None) -> str:
         """Watch for workers of the group that is started next which record an uncaught exception and do not
         end. :class:`WorkerRaised` tells of both.
 
         Args:
-            error_files: of the workers; their folders exist.
             limit: seconds within which a worker must have ended then; ``None``: any time.
+
+        Returns:
+            The name of an abstract socket to which such a worker sends a datagram; the kernel says who it is.
 
         Raises:
             ValueError: the limit is negative or not finite.
+            OSError: descriptors ran out.
         """
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeat of each worker that had any, of the group that runs or ran last."""

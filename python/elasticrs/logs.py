@@ -168,6 +168,29 @@ def hang_file(error_file: str) -> str:
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
 
 
+def fault_file(error_file: str) -> str:
+    """Where a worker's hook lets :mod:`faulthandler` write; the file is empty unless a fault struck.
+
+    Args:
+        error_file: of the worker.
+    """
+    return f"{error_file}.fault"
+
+
+def discard_empty_fault_file(error_file: str) -> None:
+    """Remove the file that :func:`fault_file` names if nothing was written to it; for after an attempt.
+
+    Args:
+        error_file: of the worker.
+    """
+    path = fault_file(error_file)
+    try:
+        if os.path.getsize(path) == 0:
+            os.unlink(path)
+    except OSError:
+        return  # There is none; or the disk is broken by now, and the job's result is none the worse for it.
+
+
 def followed_files(settings: LogSettings, nproc: int) -> int:
     """How many log files the agent keeps open for the console and for copies while workers run.
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from elasticrs import _core
 from elasticrs._value import Value
 from elasticrs.config import UsageError, hang_limits
-from elasticrs.logs import LogPaths, RunLogs, coloured, hang_file, line_prefix, wants_colour
+from elasticrs.logs import LogPaths, RunLogs, coloured, fault_file, hang_file, line_prefix, wants_colour
 from elasticrs.worker_env import virtual_local_rank, worker_env
 
 TYPE_CHECKING = False
@@ -176,6 +176,11 @@ class Workers(ABC):
             for local_rank, own in variables.items():
                 own.update(virtual_local_rank(local_rank, environ))
         attempt.paths = paths = self._setup.logs(attempt.name, variables)
+        files = [path for _, path in sorted(paths.error_files.items())]
+        are_watched = bool(files) and all(files)
+        notices = supervisor.watch_exits(job.exit_timeout or None) if are_watched else ""
+        for own in variables.values():
+            own["ELASTICRS_NOTICES"] = notices
         processes = self.specs(paths, {
             local_rank: {**environ, **own} for local_rank, own in variables.items()
         })  # fmt: skip
@@ -190,12 +195,7 @@ class Workers(ABC):
         streams = self._streams(attempt, paths)
         if streams:
             supervisor.follow(streams)
-        files = [path for _, path in sorted(paths.error_files.items())]
-        if files and all(files):
-            supervisor.watch_exits(files, job.exit_timeout or None)
-        else:
-            files = []
-        evidence = [(f"{path}.fault", hang_file(path)) for path in files]
+        evidence = [(fault_file(path), hang_file(path)) for path in files] if are_watched else []
         is_watched = self._timer_file is not None or job.hang_timeout is not None
         supervisor.keep_evidence(evidence, py_spy=_py_spy(environ) if is_watched else None)
         return group

@@ -162,12 +162,12 @@ def test_a_shell_that_starts_its_program_again_is_left_alone(launch, worker_scri
         try:
             os.mkdir("first")
         except FileExistsError:
-            select.select([], [], [], 1.0)
+            select.select([], [], [], 2.0)
         else:
             raise ValueError("again")
     """)
     loop = f"until {sys.executable} {script}; do :; done; echo WENT ON"
-    launched = launch("--exit-timeout=0.05", "--no-python", "/bin/sh", "-c", loop)
+    launched = launch("--exit-timeout=1", "--no-python", "/bin/sh", "-c", loop)
     assert launched.wait() == 0, launched.stderr
     assert "WENT ON" in launched.stdout
 

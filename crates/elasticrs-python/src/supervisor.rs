@@ -137,10 +137,10 @@ impl Supervisor {
         Ok(self.inner.keep_evidence(files, py_spy).map_err(Error)?)
     }
 
-    #[pyo3(signature = (error_files, limit=None))]
-    fn watch_exits(&self, py: Python<'_>, error_files: Vec<PathBuf>, limit: Option<f64>) -> PyResult<()> {
+    #[pyo3(signature = (limit=None))]
+    fn watch_exits(&self, limit: Option<f64>) -> PyResult<String> {
         let limit = limit.map(|seconds| duration(seconds, "the limit")).transpose()?;
-        Ok(py.detach(move || self.inner.watch_exits(&error_files, limit)).map_err(Error)?)
+        Ok(self.inner.watch_exits(limit).map_err(Error)?)
     }
 
     fn heartbeats(&self, py: Python<'_>) -> PyResult<Vec<Heartbeat>> {

@@ -84,22 +84,25 @@ def write_uncaught(path: str, error: BaseException) -> None:
         write_whole(path, error_document(error, "hook"))
 
 
-def give_notice(path: str) -> None:
+def give_notice(name: str) -> None:
     """Tell the agent that this process has written its error file and is about to end.
 
-    The agent watches the folder: it sees a file come and go, whose name has the pid. Nothing stays behind.
-
     Args:
-        path: of the error file.
+        name: ``ELASTICRS_NOTICES``, the agent's abstract socket; the kernel tells the agent who sent to it.
     """
-    if not may_be_replaced(path):
+    if not name:
         return
-    notice = "%s.%d.uncaught" % (path, os.getpid())  # noqa: UP031
+    from _socket import AF_UNIX, SOCK_DGRAM, socket
+
+    notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        os.close(os.open(notice, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        os.unlink(notice)
+        # The agent empties it at once; one that is stopped must not hold up a worker's end.
+        notices.settimeout(1)
+        notices.sendto(b"", "\0" + name)
     except OSError:
         return  # The agent learns of it when the process has ended.
+    finally:
+        notices.close()
 
 
 def _is_from_elsewhere(path: str) -> bool:

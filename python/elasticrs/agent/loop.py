@@ -24,6 +24,7 @@ from elasticrs.agent.signals import StopRequests
 from elasticrs.agent.story import Story
 from elasticrs.clock import Clock
 from elasticrs.console import Console
+from elasticrs.logs import discard_empty_fault_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -317,14 +318,9 @@ class Agent:
                 self._console.say(f"the timeline could not be written: {error}")
 
     def _discard_empty_fault_files(self) -> None:
-        from elasticrs.multiprocessing.errors.failure import discard_empty_fault_file
-
-        try:
-            for attempt in self._result.attempts:
-                for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
-                    discard_empty_fault_file(path)
-        except OSError as error:
-            self._console.say(f"{error.filename}, an empty file, could not be removed: {error.strerror}")
+        for attempt in self._result.attempts:
+            for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
+                discard_empty_fault_file(path)
 
     # --- events ---
 

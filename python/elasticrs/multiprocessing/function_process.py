@@ -205,7 +205,7 @@ def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], re
     except Exception:
         from elasticrs._worker.error_file import give_notice
 
-        give_notice(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+        give_notice(os.environ.get("ELASTICRS_NOTICES", ""))
         raise
 
 

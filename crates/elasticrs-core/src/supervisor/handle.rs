@@ -10,15 +10,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
-use nix::errno::Errno;
-use nix::sys::inotify::Inotify;
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
 use super::event::Heartbeat;
 use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;
-use super::task::exits::watch_folders;
+use super::task::exits::open_notices;
 use crate::counters::Counters;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
 use crate::nursery::fence;
@@ -113,7 +111,7 @@ pub(super) enum Command {
     WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
-    WatchExits(Result<Inotify, Errno>, Option<Duration>),
+    WatchExits(OwnedFd, Option<Duration>),
     Close { keep_descendants: bool },
 }
 
@@ -367,14 +365,16 @@ impl Supervisor {
         self.tell(Command::KeepEvidence(files, py_spy))
     }
 
-    /// Watches for workers of the group that is started next which have recorded an uncaught exception in these files, and do not
-    /// end within `limit`. [`super::Event::WorkerRaised`] tells of both. Looks up the folders, so it may block on a dead
-    /// network file system.
+    /// Watches for workers of the group that is started next which record an uncaught exception and do not end within
+    /// `limit`. [`super::Event::WorkerRaised`] tells of both. Returns the name of the abstract socket to which such a
+    /// worker sends a datagram.
     ///
     /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
-    pub fn watch_exits(&self, error_files: &[PathBuf], limit: Option<Duration>) -> Result<(), SupervisorError> {
-        self.tell(Command::WatchExits(watch_folders(error_files), limit))
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`]; the system's when there is no socket to be had.
+    pub fn watch_exits(&self, limit: Option<Duration>) -> Result<String, SupervisorError> {
+        let (notices, name) = open_notices()?;
+        self.tell(Command::WatchExits(notices, limit))?;
+        Ok(name)
     }
 
     /// The last heartbeat of each worker that had any, of the group that runs or ran last.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+from elasticrs.logs import fault_file
 from elasticrs.multiprocessing.errors.exits import describe_exit
 
 TYPE_CHECKING = False
@@ -220,21 +221,6 @@ def load_object(path: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError("not a JSON object, so there is no `message` in it")
     return data
-
-
-def fault_file(error_file: str) -> str:
-    """Where the hook lets :mod:`faulthandler` write; the file is empty unless a fault struck."""
-    return f"{error_file}.fault"
-
-
-def discard_empty_fault_file(error_file: str) -> None:
-    """Remove the file that :func:`fault_file` names, when nothing was written to it; for after an attempt."""
-    path = fault_file(error_file)
-    try:
-        if os.path.getsize(path) == 0:
-            os.unlink(path)
-    except OSError:
-        return  # There is none; or the disk is broken by now, and the job's result is none the worse for it.
 
 
 def _read_stack(error_file: str) -> str | None:

@@ -1,16 +1,16 @@
 //! Workers that have raised: their notice, and whether they have ended by the limit.
 //!
-//! A worker's hook makes a file beside its error file, with its pid in the name, and removes it again; the kernel tells
-//! of that. So a notice needs no descriptor in the worker, nothing is read from a disk here, and nobody is woken before.
+//! The hook of a worker sends an empty datagram to an abstract socket of the attempt, and the kernel adds the sender's pid.
+//! So nothing has to be believed, no file and no descriptor in the worker is needed, and nobody is woken before.
 
-use std::ffi::OsStr;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::Duration;
 
-use nix::errno::Errno;
-use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use nix::sys::socket::{
+    AddressFamily, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, UnixCredentials, bind, getsockname,
+    recvmsg, setsockopt, socket, sockopt,
+};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
@@ -23,23 +23,22 @@ use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
 
-/// How the name of a notice ends, behind the pid. `python/elasticrs/_worker/error_file.py` has it as well.
-const NOTICE: &str = ".uncaught";
-
-/// Watches for notices in the folders of these error files. Looks them up, so it may block on a dead file system.
-pub(in crate::supervisor) fn watch_folders(error_files: &[PathBuf]) -> Result<Inotify, Errno> {
-    let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
-    for folder in error_files.iter().filter_map(|file| file.parent()) {
-        inotify.add_watch(folder, AddWatchFlags::IN_DELETE | AddWatchFlags::IN_ONLYDIR)?;
-    }
-    Ok(inotify)
+/// A socket for notices, with a name that the kernel chose: no file, and gone with its descriptor.
+pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let notices = socket(AddressFamily::Unix, SockType::Datagram, flags, None)?;
+    setsockopt(&notices, sockopt::PassCred, &true)?;
+    bind(notices.as_raw_fd(), &UnixAddr::new_unnamed())?;
+    let address: UnixAddr = getsockname(notices.as_raw_fd())?;
+    let name = address.as_abstract().ok_or_else(|| io::Error::other("the kernel gave the socket no name"))?;
+    Ok((notices, String::from_utf8_lossy(name).into_owned()))
 }
 
 /// What is known of the group's workers that are about to end.
 #[derive(Default)]
 pub(super) struct Exits {
     limit: Option<Duration>,
-    notices: Option<(Inotify, AsyncFd<OwnedFd>)>,
+    notices: Option<AsyncFd<OwnedFd>>,
     /// By local rank, the process that has recorded its exception.
     raised: Vec<(u32, OwnedFd)>,
 }
@@ -52,7 +51,7 @@ impl Exits {
     /// A notice may be there. Cancel-safe.
     pub(super) async fn next(&self) {
         match &self.notices {
-            Some((_, ready)) => match ready.readable().await {
+            Some(notices) => match notices.readable().await {
                 Ok(mut ready) => ready.clear_ready(),
                 // The runtime shuts down.
                 Err(_) => std::future::pending().await,
@@ -61,17 +60,11 @@ impl Exits {
         }
     }
 
-    fn watch(&mut self, notices: Inotify) -> io::Result<()> {
-        let ready = register(notices.as_fd().try_clone_to_owned()?, Interest::READABLE)?;
-        self.notices = Some((notices, ready));
-        Ok(())
-    }
-
     /// Pids of those that have given notice.
     fn take(&self) -> Vec<i32> {
         let mut pids = Vec::new();
-        while let Some(Ok(events)) = self.notices.as_ref().map(|(notices, _)| notices.read_events()) {
-            pids.extend(events.iter().filter_map(|event| pid_of(event.name.as_deref()?)));
+        while let Some(Ok(pid)) = self.notices.as_ref().map(|notices| sender(notices.get_ref())) {
+            pids.extend(pid);
         }
         pids
     }
@@ -82,26 +75,32 @@ impl Exits {
     }
 }
 
-/// Of `error.json.123.uncaught`.
-fn pid_of(name: &OsStr) -> Option<i32> {
-    let name = name.to_str()?.strip_suffix(NOTICE)?;
-    Path::new(name).extension()?.to_str()?.parse().ok()
+/// Who sent the next datagram, as the kernel says; what else it holds is dropped.
+fn sender(notices: &OwnedFd) -> nix::Result<Option<i32>> {
+    let mut control = nix::cmsg_space!(UnixCredentials);
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+    let message = recvmsg::<()>(notices.as_raw_fd(), &mut [], Some(&mut control), flags)?;
+    Ok(message.cmsgs()?.find_map(|part| match part {
+        ControlMessageOwned::ScmCredentials(sender) => Some(sender.pid()),
+        _ => None,
+    }))
 }
 
 impl Task {
-    pub(super) fn watch_exits(&mut self, notices: Result<Inotify, Errno>, limit: Option<Duration>) {
-        self.exits = Exits { limit, ..Exits::default() };
-        let watched = notices.map_err(io::Error::from).and_then(|notices| self.exits.watch(notices));
-        if let Err(error) = watched {
-            let message = format!("workers that raise and do not end are not noticed: inotify failed: {error}");
-            self.shared.queue.push(Event::Degraded { message });
+    pub(super) fn watch_exits(&mut self, notices: OwnedFd, limit: Option<Duration>) {
+        match register(notices, Interest::READABLE) {
+            Ok(notices) => self.exits = Exits { limit, notices: Some(notices), raised: Vec::new() },
+            Err(error) => {
+                let message = format!("workers that raise and do not end are not noticed: {error}");
+                self.shared.queue.push(Event::Degraded { message });
+            }
         }
     }
 
     pub(super) fn on_notices(&mut self) {
         for pid in self.exits.take() {
             let Current::Running(running) = &self.current else { return };
-            // Any other process may have written there.
+            // Any other process may have sent one.
             let (Ok(process), Some(local_rank)) = (pidfd::open(pid), running.worker_of(pid)) else { continue };
             // Of several programs below one worker the first counts, as long as it lives.
             if watch::ended(&[process.as_fd()]) == [true] || !self.exits.has_ended(local_rank) {
@@ -125,18 +124,19 @@ impl Task {
 
 #[cfg(test)]
 mod tests {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixDatagram};
+
     use super::*;
 
     #[test]
-    fn the_pid_of_a_notice_is_in_its_name() {
-        for (name, pid) in [
-            ("error.json.123.uncaught", Some(123)),
-            ("a b.7.uncaught", Some(7)),
-            ("error.json.uncaught", None),
-            ("error.json.123.partial", None),
-            (".uncaught", None),
-        ] {
-            assert_eq!(pid_of(OsStr::new(name)), pid, "{name}");
+    fn the_kernel_says_who_sent_a_notice() {
+        let (notices, name) = open_notices().expect("a socket");
+        assert_eq!(sender(&notices), Err(nix::errno::Errno::EAGAIN));
+        let address = SocketAddr::from_abstract_name(name).expect("an address");
+        for text in [&b""[..], b"4711 is what I say"] {
+            UnixDatagram::unbound().expect("a socket").send_to_addr(text, &address).expect("sent");
+            assert_eq!(sender(&notices), Ok(Some(std::process::id().cast_signed())));
         }
     }
 }
