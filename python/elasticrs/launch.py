@@ -25,8 +25,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from elasticrs.agent.attempt import JobResult
     from elasticrs.agent.decisions import Decisions
-    from elasticrs.agent.loop import JobResult
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.console import Console

@@ -274,8 +274,8 @@ def test_a_console_that_nobody_reads_at_the_end_costs_no_success(launch, worker_
         sys.stdout.write("a line that nobody reads\\n" * 100_000)
     """)
     short = (
-        "import sys; from elasticrs.agent import loop; from elasticrs.launch import main;"
-        "loop.DRAIN_TIMEOUT = 0.2; sys.exit(main())"
+        "import sys; from elasticrs.agent import tracker; from elasticrs.launch import main;"
+        "tracker.DRAIN_TIMEOUT = 0.2; sys.exit(main())"
     )
     job = launch("-t", "1", "--log-dir", tmp_path / "logs", script, argv=[sys.executable, "-c", short])
     # Nobody reads its stdout until it has ended.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticrs.agent.attempt import Attempt
+from elasticrs.agent.attempt import Attempt, JobResult
 from elasticrs.agent.cause import (
     MAX_LINE,
     MAX_LINES,
@@ -17,7 +17,6 @@ from elasticrs.agent.cause import (
     own_cause,
     remote_failure,
 )
-from elasticrs.agent.loop import JobResult
 from elasticrs.agent.report import all_failures
 from elasticrs.clock import Clock
 from elasticrs.logs import LogPaths

@@ -95,11 +95,9 @@ def test_what_is_found_at_the_end_is_told_behind_a_descriptor_that_nobody_reads(
     told = []
     monkeypatch.setattr(_core, "Supervisor", Found)
     monkeypatch.setattr(_core, "LogTrouble", Trouble)
-    from elasticrs.agent import loop
+    from elasticrs.agent import tracker
 
-    monkeypatch.setitem(
-        loop._TRANSLATORS, Trouble, lambda _agent, _supervisor, event: told.append(event.path)
-    )
+    monkeypatch.setitem(tracker._RECORDERS, Trouble, lambda _tracker, event: told.append(event.path))
     agent([]).run()
     assert told == ["stdout.log"]
     os.close(reader)

@@ -1,11 +1,15 @@
-"""One attempt, as it went."""
+"""One attempt, as it went, and what became of the job."""
 
 from __future__ import annotations
 
 from elasticrs._value import Record, fresh
+from elasticrs.agent.state import Phase
+from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.logs import LogPaths
     from elasticrs.plan import Plan
@@ -99,3 +103,29 @@ class Attempt(Record):
             if worker.exitcode != 0 or worker.local_rank in self.expired or worker.local_rank in self.silent
         ]
         return sorted(failed, key=lambda worker: (worker.local_rank != self.first_failure, worker.seen_ns))
+
+
+class JobResult(Record):
+    """How a job ended on this node.
+
+    Attributes:
+        phase: one of the terminal phases.
+        exit_code: of the launcher.
+        signum: the signal that ended it, if one did.
+        message: the reason of a failure that is not a worker's.
+        start_errno: the system's error for which the last attempt could not be started.
+        first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
+        clock: of the store in which the nodes met.
+        attempts: all of them, the last one last.
+        return_values: by global rank.
+    """
+
+    phase: Phase = Phase.INIT
+    exit_code: int = 1
+    signum: int | None = None
+    message: str | None = None
+    start_errno: int | None = None
+    first_cause: dict[str, Any] | None = None
+    clock: Clock = Clock()
+    attempts: list[Attempt] = fresh(factory=list)
+    return_values: dict[int, object] = fresh(factory=dict)

@@ -21,8 +21,7 @@ from elasticrs.events.hostname import fq_hostname
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from elasticrs.agent.attempt import Attempt
-    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
     from elasticrs.events import EventMetadataValue

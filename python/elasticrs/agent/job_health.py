@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from elasticrs.agent.attempt import Attempt
-    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.server.health_check_server import HealthCheckServer
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig

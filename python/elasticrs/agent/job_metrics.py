@@ -15,7 +15,7 @@ from elasticrs.agent.state import Phase, Rendezvous, Start
 from elasticrs.metrics.api import put_metric
 
 if TYPE_CHECKING:
-    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.attempt import JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
     from elasticrs.plan import Plan

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs import _core
-    from elasticrs.agent.attempt import Attempt
-    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.state import Action
     from elasticrs.plan import Plan
 

@@ -20,8 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from elasticrs.agent.attempt import Attempt
-    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.config import JobConfig
 
 _TAIL_LINES = 50

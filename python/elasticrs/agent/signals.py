@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import TypeAlias
 
+    from elasticrs import _core
+
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 ECHO = 0.1
@@ -113,6 +115,22 @@ def without_what_was_taken_back(received: bytes) -> bytes:
     return bytes(
         signum for at, signum in enumerate(received) if signum != signal.SIGTSTP or (is_wanted and at == last)
     )
+
+
+def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
+    """Control-Z: the workers are not in the terminal's process group, so they are stopped from here.
+
+    Args:
+        supervisor: of the workers, if there are any.
+        signals: where the SIGTSTP was taken from.
+    """
+    if supervisor is not None:
+        supervisor.suspend()
+    try:
+        signals.stop_this_process()
+    finally:
+        if supervisor is not None:
+            supervisor.resume()
 
 
 class SignalPipe:

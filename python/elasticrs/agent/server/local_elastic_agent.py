@@ -16,7 +16,7 @@ from elasticrs import _core, texts
 from elasticrs import config as defaults
 from elasticrs._worker import hook_environment, inherited_environment
 from elasticrs.agent.decisions import OneNode
-from elasticrs.agent.loop import Agent, JobResult
+from elasticrs.agent.loop import Agent
 from elasticrs.agent.observer_factory import make_observers, make_observers_of_hooks
 from elasticrs.agent.server.api import (
     DEFAULT_ROLE,
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Protocol
 
+    from elasticrs.agent.attempt import JobResult
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.observer import Observer
     from elasticrs.multiprocessing.api import LogsSpecs

@@ -1,8 +1,8 @@
 """The workers of an agent whose hooks say when they start and stop.
 
-The loop of :mod:`elasticrs.agent.loop` asks decisions of its own and calls no hooks. Here it is turned
-around: a hook starts the workers, looks at them, waits for news, or stops them, and what happens in between
-is handled as there, in the same words. To frameworks that look into an agent this is its ``_pcontext``.
+A hook starts the workers, looks at them, waits for news, or stops them. What happens in between is recorded
+and told as in :mod:`elasticrs.agent.loop`, by the same tracker. To frameworks that look into an agent this is
+its ``_pcontext``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from elasticrs import _core, texts
+from elasticrs import texts
 from elasticrs.agent import state as machine
-from elasticrs.agent.decisions import Decisions
-from elasticrs.agent.evidence import read_counters
-from elasticrs.agent.loop import Agent, suspend
+from elasticrs.agent.signals import suspend
+from elasticrs.agent.tracker import AttemptTracker
 from elasticrs.multiprocessing.api import RunProcsResult
 from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.multiprocessing.supervised_group import LATE
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from elasticrs.workers import Workers
 
 
-class PolledWorkers(Agent):
+class PolledWorkers:
     """Starts, watches and stops the workers of one agent, one attempt after another.
 
     Args:
@@ -50,17 +49,11 @@ class PolledWorkers(Agent):
     def __init__(
         self, job: JobConfig, workers: Workers, console: Console, observers: Sequence[Observer] = ()
     ) -> None:
-        super().__init__(
-            job,
-            workers,
-            _HooksDecide(),
-            signals=None,
-            owns_process=False,
-            console=console,
-            observers=observers,
-        )
+        self._workers = workers
+        self._console = console
+        self._tracker = AttemptTracker(self, job, workers, console, observers)
+        self._result = self._tracker.result
         self.name = job.name
-        self._supervisor: _core.Supervisor | None = None
         self._has_started = False
         self._ended: machine.GroupEnded | None = None
         self._found: RunProcsResult | None = None
@@ -95,7 +88,10 @@ class PolledWorkers(Agent):
             self._suspends_by = signals
             os.eventfd_write(self._bell, 1)
         else:
-            suspend(self._supervisor, signals)
+            self._suspend(signals)
+
+    def _suspend(self, signals: SignalPipe) -> None:
+        suspend(self._tracker.supervisor if self._tracker.is_open else None, signals)
 
     def pass_on(self, signum: int) -> None:
         """Pass a signal on to the workers. For a signal handler.
@@ -125,31 +121,33 @@ class PolledWorkers(Agent):
         """
         if self._ended is not None and self._ended.stuck_ranks:
             raise RuntimeError(texts.not_restarted(texts.stuck(self._ended.stuck_ranks)))
-        supervisor = self._open()
-        self._decisions.release_plan()
+        tracker = self._tracker
+        if not tracker.is_open:
+            tracker.open(self._bell)
+        self._release_plan()
         with self._undisturbed():
-            self._decisions.plan = plan
             self._forget()
-            self._begin(supervisor, plan, restarts)
+            action = machine.Start(len(self._result.attempts) + 1, restarts)
+            tracker.observers.acting(action, plan)
+            try:
+                tracker.start(tracker.begin(action, plan))
+            except BaseException:
+                # No event will tell of an end.
+                self._ended = machine.GroupEnded("failed")
+                self._release_plan()
+                raise
+            self._note_events()
         while not self._has_started:
             if self._ended is not None:
-                self._decisions.release_plan()
+                self._release_plan()
                 text = self._result.message or "the workers could not be started"
                 raise not_started(text, self._result.start_errno)
             self._pump(None)
         return self.pids()
 
-    def _begin(self, supervisor: _core.Supervisor, plan: Plan, restarts: int) -> None:
-        action = machine.Start(len(self._result.attempts) + 1, restarts)
-        try:
-            self._observers.acting(action, plan)
-            self._start(supervisor, action)
-        except BaseException:
-            # No event will tell of an end.
-            self._ended = machine.GroupEnded("failed")
-            self._decisions.release_plan()
-            raise
-        self._note_events()
+    def _release_plan(self) -> None:
+        if self.attempt is not None:
+            self.attempt.plan.close()
 
     def pids(self) -> dict[int, int]:
         """Of the present workers, by local rank."""
@@ -158,7 +156,7 @@ class PolledWorkers(Agent):
     @property
     def attempt(self) -> Attempt | None:
         """The last one."""
-        return self._result.attempts[-1] if self._result.attempts else None
+        return self._tracker.attempt
 
     @property
     def is_running(self) -> bool:
@@ -209,56 +207,45 @@ class PolledWorkers(Agent):
             death_sig: the first signal; SIGTERM when ``None``.
             timeout: seconds until SIGKILL.
         """
-        if self._supervisor is not None and self.is_running:
-            self._stop(self._supervisor, machine.Stop(int(death_sig or signal.SIGTERM), timeout))
+        if self._tracker.is_open and self.is_running:
+            self._tracker.stop(machine.Stop(int(death_sig or signal.SIGTERM), timeout))
             self._note_events()
             self.wait()
-            self._decisions.release_plan()
+            self._release_plan()
 
     def release(self) -> None:
         """No workers follow: end what is left, and the supervisor. Idempotent."""
-        supervisor, self._supervisor = self._supervisor, None
         bell, self._bell = self._bell, -1
         try:
-            if supervisor is not None:
-                self._release_supervisor(supervisor)
+            if self._tracker.is_open:
+                self._end()
         finally:
             if bell != -1:
                 os.close(bell)
 
-    def _release_supervisor(self, supervisor: _core.Supervisor) -> None:
+    def _end(self) -> None:
+        tracker = self._tracker
         try:
-            self._drain(supervisor)
+            tracker.drain()
         finally:
-            self._decisions.release_plan()
-            has_succeeded = self._conclude()
-            supervisor.close(keep_descendants=self._job.linger is None and has_succeeded)
-            self._workers.close()
-            self._observers.ended(self._result)
-        self._discard_empty_fault_files()
-        self._write_timeline()
+            self._release_plan()
+            self._conclude()
+            tracker.close()
+            tracker.observers.ended(self._result)
+        tracker.tidy_up()
         self._console.flush()
 
-    def _conclude(self) -> bool:
-        """Note how the last workers ended, for whoever looks at the result: whether they have succeeded."""
+    def _conclude(self) -> None:
+        """Record how the last workers ended, for whoever looks at the result."""
         outcome = None if self._ended is None else self._ended.outcome
         if outcome == "succeeded":
             self._result.phase, self._result.exit_code = machine.Phase.SUCCEEDED, 0
         else:
             is_stopped = outcome == "stopped"
             self._result.phase = machine.Phase.STOPPED if is_stopped else machine.Phase.FAILED
-        return outcome == "succeeded"
 
     def _forget(self) -> None:
         self._has_started, self._ended, self._found = False, None, None
-
-    def _open(self) -> _core.Supervisor:
-        if self._supervisor is None:
-            self._supervisor = _core.Supervisor(owns_process=False)
-            self._supervisor.watch_fd(self._bell)
-            self._workers.watch_timers(self._supervisor)
-            self._observers.opened(self._supervisor)
-        return self._supervisor
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -273,31 +260,36 @@ class PolledWorkers(Agent):
     def _hear(self) -> None:
         """The signals that were kept: one that raises does so also in place of another error."""
         while self._to_pass_on:
-            signum = self._to_pass_on.pop(0)
-            self._forward(self._supervisor if self._has_started and self.is_running else None, signum)
+            are_running = self._has_started and self.is_running
+            self._tracker.forward(self._to_pass_on.pop(0), are_running=are_running)
         pending, self._pending = self._pending, None
         suspends_by, self._suspends_by = self._suspends_by, None
         if suspends_by is not None:
-            suspend(self._supervisor, suspends_by)
+            self._suspend(suspends_by)
         if pending is not None:
             raise pending
 
     def _pump(self, seconds: float | None) -> bool:
         """Handle one event: whether there was one."""
-        supervisor = self._open()
         self._console.flush()
         with self._undisturbed():
-            event = supervisor.next_event(seconds)
-            if isinstance(event, _core.FdReady) and event.fd == self._bell:
-                os.eventfd_read(self._bell)
-            elif event is not None:
-                self._take_in(supervisor, event)
-                self._note_events()
-        return event is not None
+            was_something = self._tracker.wait(seconds)
+            self._note_events()
+        return was_something
+
+    def on_fd(self, fd: int, *, is_over: bool) -> bool:
+        """See :class:`elasticrs.agent.tracker.Owner`."""
+        if is_over or fd != self._bell:
+            return False
+        os.eventfd_read(fd)
+        return True
+
+    def on_fence(self) -> None:
+        """Nothing: such workers have no lease."""
 
     def _note_events(self) -> None:
-        while self._events:
-            event = self._events.popleft()
+        while self._tracker.events:
+            event = self._tracker.events.popleft()
             if isinstance(event, machine.Started):
                 self._has_started = True
             elif isinstance(event, machine.GroupEnded):
@@ -326,24 +318,6 @@ class PolledWorkers(Agent):
             return result
         from elasticrs.agent.report import failures
 
-        attempt.oom_kills_after = read_counters(attempt.oom_kills)
+        self._tracker.count_oom_kills()
         result.failures = {local_ranks[rank]: failure for rank, failure in failures(attempt).items()}
         return result
-
-
-class _HooksDecide(Decisions):
-    """Stands where the loop would ask; the hooks of the agent have decided."""
-
-    @property
-    def phase(self) -> machine.Phase:
-        """See the base class."""
-        return machine.Phase.RUNNING
-
-    @property
-    def signum(self) -> int | None:
-        """See the base class."""
-        return None
-
-    def step(self, event: machine.Event) -> list[machine.Action]:  # noqa: ARG002 -- nothing follows
-        """See the base class."""
-        return []

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TextIO
 
-    from elasticrs.agent.attempt import Attempt
-    from elasticrs.agent.loop import JobResult
+    from elasticrs.agent.attempt import Attempt, JobResult
 
 
 class ReplacedConsole(Observer):

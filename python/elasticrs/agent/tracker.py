@@ -1,0 +1,407 @@
+"""The attempts of a job, one after another: starts their workers, and records what the core tells of them.
+
+Decides nothing. Its owner does: the loop of :mod:`elasticrs.agent.loop`, or an agent whose hooks decide.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import deque
+
+from elasticrs import _core, texts
+from elasticrs.agent import state as machine
+from elasticrs.agent.attempt import Attempt, JobResult
+from elasticrs.agent.evidence import oom_kills, read_counters
+from elasticrs.agent.observer import Observers
+from elasticrs.agent.port_conflict import is_port_conflict
+from elasticrs.agent.story import Story
+from elasticrs.logs import discard_empty_fault_file
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any, Protocol
+
+    from elasticrs.agent.observer import Observer
+    from elasticrs.config import JobConfig
+    from elasticrs.console import Console
+    from elasticrs.plan import Plan
+    from elasticrs.workers import Leftovers, Workers
+
+    class Owner(Protocol):
+        """Who decides. It hears of what concerns no attempt."""
+
+        def on_fd(self, fd: int, *, is_over: bool) -> bool:
+            """Read a descriptor that is readable, or return false if it is not the owner's."""
+
+        def on_fence(self) -> None:
+            """The lease of this node has ended."""
+
+
+_TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+
+DRAIN_TIMEOUT = 10.0
+"""Seconds that a slow console gets at the end; the files have everything in any case."""
+
+
+class AttemptTracker:
+    """Starts attempts and keeps the record of them.
+
+    Args:
+        owner: who decides.
+        job: what to run.
+        workers: starts the processes.
+        console: for lines to the user.
+        observers: hear of everything.
+        owns_process: the process is ours alone (the command line).
+
+    Attributes:
+        result: the job so far.
+        events: what has happened, oldest first; the owner takes them.
+        observers: all of them.
+        why_unfit: why no further attempt may run on this node; goes with the end of the group.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        job: JobConfig,
+        workers: Workers,
+        console: Console,
+        observers: Sequence[Observer],
+        *,
+        owns_process: bool = False,
+    ) -> None:
+        self._owner = owner
+        self._job = job
+        self._workers = workers
+        self._console = console
+        self._owns_process = owns_process
+        self.result = JobResult()
+        self.events: deque[machine.Event] = deque()
+        story = Story(job, self.result, console.say, owns_process=owns_process)
+        self.observers = Observers((story, *observers), console.say)
+        self.why_unfit: str | None = None
+        self._supervisor: _core.Supervisor | None = None
+        self._begun: _core.GroupStarted | None = None
+        self._over: _core.GroupEnded | None = None
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The last attempt."""
+        return self.result.attempts[-1] if self.result.attempts else None
+
+    @property
+    def is_open(self) -> bool:
+        """True if there is a supervisor."""
+        return self._supervisor is not None
+
+    @property
+    def supervisor(self) -> _core.Supervisor:
+        """Who runs the workers, between :meth:`open` and :meth:`close`."""
+        if self._supervisor is None:
+            raise RuntimeError("there is no supervisor")
+        return self._supervisor
+
+    def open(self, fd: int | None) -> None:
+        """Make the supervisor, which also watches ``fd``.
+
+        Raises:
+            _core.SupervisorError: there is none to be had.
+            OSError: descriptors ran out.
+            UsageError: see :meth:`elasticrs.workers.Workers.watch_timers`.
+        """
+        self._supervisor = supervisor = _core.Supervisor(owns_process=self._owns_process)
+        if fd is not None:
+            supervisor.watch_fd(fd)
+        self._workers.watch_timers(supervisor)
+        self.observers.opened(supervisor)
+
+    def close(self) -> None:
+        """End what is left, and release the supervisor. Idempotent."""
+        try:
+            if self._supervisor is not None:
+                may_go_on = self._job.linger is None and self.result.exit_code == 0
+                self._supervisor.close(keep_descendants=may_go_on)
+                self._hear_out()
+                self._supervisor = None
+        finally:
+            self._workers.close()
+
+    # --- what is done ---
+
+    def begin(self, action: machine.Start, plan: Plan) -> Attempt:
+        """Begin the record of an attempt."""
+        is_again = any(earlier.restarts == action.restarts for earlier in self.result.attempts)
+        name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
+        attempt = Attempt(action.round, action.restarts, plan, name)
+        self.result.attempts.append(attempt)
+        self.result.start_errno = None
+        self._begun = self._over = None
+        return attempt
+
+    def start(self, attempt: Attempt) -> None:
+        """Start the workers of an attempt, all or none; an event tells which.
+
+        Raises:
+            Exception: of the user's: a function that cannot be pickled. No event follows.
+        """
+        supervisor = self.supervisor
+        try:
+            group = self._workers.prepare(supervisor, attempt)
+            self.observers.prepared(attempt)
+            supervisor.start(group)
+        except BaseException as error:
+            self.observers.started()
+            self._workers.ended(supervisor, attempt)
+            if not isinstance(error, (OSError, _core.SupervisorError)):
+                raise
+            self.not_started(str(error), isinstance(error, OSError) and error.errno in _TRANSIENT)
+        else:
+            self.observers.started()
+
+    def not_started(self, why: str, is_transient: bool = False) -> None:
+        """Record why the workers could not be started, and whether that may pass."""
+        self.result.message = f"{texts.NOT_STARTED}: {why}"
+        self.events.append(machine.StartFailed(self.result.message, is_transient))
+
+    def stop(self, action: machine.Stop) -> None:
+        """Stop the workers."""
+        policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
+        if hung is None:
+            self.supervisor.stop(policy)
+        else:
+            self.supervisor.stop(policy, hung_for=hung.silence, hung_step=hung.step, hung_frame=hung.frame)
+        self._workers.stop()
+        self._follow_workers()
+
+    def forward(self, signum: int, *, are_running: bool) -> None:
+        """Pass a signal on to workers that run. Those that are being started have no handlers yet, and
+        nothing to save: it would only kill them.
+        """
+        name = texts.signal_name(signum)
+        if not are_running:
+            self._console.say(f"{name} received: no workers run, so nobody gets it")
+            return
+        self._console.say(f"{name} received: passing it on to the workers")
+        self.supervisor.forward(signum)
+
+    def count_oom_kills(self) -> None:
+        """Read the counters of the OOM killer once more, after the end of the last attempt."""
+        attempt = self.result.attempts[-1]
+        attempt.oom_kills_after = read_counters(attempt.oom_kills)
+
+    def drain(self) -> None:
+        """Let the console catch up, for a while, and hear the rest of what the supervisor has to say."""
+        left = self.supervisor.drain(DRAIN_TIMEOUT)
+        if left:
+            files = ", ".join(stream.path for stream in left)
+            self._console.say(
+                f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
+            )
+        # What was wrong with the files is often found by the last look at them.
+        self._hear_out()
+
+    def _hear_out(self) -> None:
+        while (event := self.supervisor.next_event(0.0)) is not None:
+            if isinstance(event, (_core.LogTrouble, _core.Degraded)):
+                _RECORDERS[type(event)](self, event)
+            elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
+                # Ready until it is read, and nobody reads it any more.
+                self.supervisor.unwatch_fd(event.fd)
+
+    def tidy_up(self) -> None:
+        """Remove empty files of the attempts, and write the timeline where one is asked for."""
+        for attempt in self.result.attempts:
+            for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
+                discard_empty_fault_file(path)
+        if os.environ.get("ELASTICRS_TIMELINE"):
+            from elasticrs.agent.timeline import write
+
+            try:
+                write(os.environ["ELASTICRS_TIMELINE"], self.result.attempts)
+            except OSError as error:
+                self._console.say(f"the timeline could not be written: {error}")
+
+    # --- what the core tells ---
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for an event of the supervisor, and record it; return false if there was none."""
+        event = self.supervisor.next_event(seconds)
+        if event is None:
+            return False
+        if isinstance(event, _core.FdReady):
+            self._on_fd(event.fd)
+        elif isinstance(event, _core.Fenced):
+            self._owner.on_fence()
+        else:
+            _RECORDERS[type(event)](self, event)
+        # Those two count when the workers' side is ready as well.
+        if not isinstance(event, (_core.GroupStarted, _core.GroupEnded)):
+            self.observers.seen(event, self.result)
+        return True
+
+    def _on_fd(self, fd: int) -> None:
+        if not self.observers.fd_ready(fd) and not self._owner.on_fd(fd, is_over=False):
+            self._workers.fd_ready(self.supervisor, fd)
+            self._follow_workers()
+
+    def _on_started(self, event: _core.GroupStarted) -> None:
+        attempt = self.result.attempts[-1]
+        attempt.pids = event.pids
+        self._begun = event
+        self._workers.started(self.supervisor, attempt)
+        self._follow_workers()
+
+    def _follow_workers(self) -> None:
+        """Go on when all workers run, or nothing is left: with other parents later than the core says."""
+        if self._begun is not None and self._workers.are_started:
+            begun, self._begun = self._begun, None
+            self._run_begins(begun)
+        if self._over is not None and (leftovers := self._workers.leftovers) is not None:
+            over, self._over = self._over, None
+            self._attempt_ends(over, leftovers)
+
+    def _run_begins(self, event: _core.GroupStarted) -> None:
+        attempt = self.result.attempts[-1]
+        # A group that begins empty gets its workers later.
+        attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
+        attempt.oom_kills = oom_kills(attempt.pids)
+        self.events.append(machine.Started())
+        self.observers.seen(event, self.result)
+
+    def _on_start_failed(self, event: _core.StartFailed) -> None:
+        self._workers.ended(self.supervisor, self.result.attempts[-1])
+        self.result.message, self.result.start_errno = event.message, event.errno
+        self.events.append(machine.StartFailed(event.message, event.errno in _TRANSIENT))
+
+    def _on_failure(self, event: _core.FailureSeen) -> None:
+        attempt = self.result.attempts[-1]
+        attempt.first_failure = event.local_rank
+        attempt.signalled = event.siblings
+        attempt.stamps["failure_seen"] = event.seen_ns
+        attempt.stamps["siblings_signalled"] = event.signalled_ns
+        self.events.append(machine.FailureSeen(event.local_rank))
+
+    def _on_timer(self, event: _core.TimerExpired) -> None:
+        _log_expired(self._job.run_id, event)
+        if event.signal is not None:
+            self.result.attempts[-1].expired.setdefault(event.local_rank, event)
+        else:
+            self._console.say(f"{self._who(event.local_rank, event.pid)}: {texts.timer_expired(event)}")
+
+    def _on_hung(self, event: _core.WorkerHung) -> None:
+        self.result.attempts[-1].expired.setdefault(event.local_rank, event)
+
+    def _on_raised(self, event: _core.WorkerRaised) -> None:
+        attempt = self.result.attempts[-1]
+        attempt.raised.add(event.local_rank)
+        if event.is_overdue:
+            attempt.expired.setdefault(event.local_rank, event)
+
+    def _on_exit(self, event: _core.WorkerExited) -> None:
+        self.result.attempts[-1].exits[event.local_rank] = event
+        self.events.append(machine.WorkerExited(event.local_rank, event.exitcode))
+
+    def _on_ended(self, event: _core.GroupEnded) -> None:
+        attempt = self.result.attempts[-1]
+        attempt.stamps["ended"] = event.ended_ns
+        attempt.nursery_exitcode = event.nursery_exitcode
+        attempt.nursery_hung = event.nursery_hung
+        if self._job.hang_timeout is not None:
+            attempt.heartbeats = self.supervisor.heartbeats()
+        self._begun, self._over = None, event
+        self._workers.ended(self.supervisor, attempt, has_succeeded=event.outcome == "succeeded")
+        self._follow_workers()
+
+    def _attempt_ends(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
+        if self._workers.why_not_started is not None:
+            self.result.message = self._workers.why_not_started
+            self.events.append(machine.StartFailed(self.result.message))
+        else:
+            self._tell_end(event, leftovers)
+        self.observers.seen(event, self.result)
+
+    def _tell_end(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
+        attempt = self.result.attempts[-1]
+        for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
+            self._console.say(
+                f"{self._who(rank)} did not end after SIGKILL (waits in {channel or 'the kernel'})"
+            )
+        for verb, left in (("could not end", event.stuck), ("left alone", event.spared)):
+            self._name_descendants(verb, [(process.pid, process.command) for process in left])
+        outcome = "stopped" if leftovers.was_stopped else event.outcome
+        if outcome == "succeeded":
+            ended = [*((process.pid, process.command) for process in event.ended), *leftovers.ended]
+            self._name_descendants("ended", ended, event.more_ended + leftovers.more_ended)
+            if self._has_silent(attempt, event):
+                outcome = "failed"
+        conflict = outcome == "failed" and is_port_conflict(attempt)
+        stuck = tuple(event.stuck_ranks)
+        self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
+
+    def _has_silent(self, attempt: Attempt, event: _core.GroupEnded) -> bool:
+        """Workers that only seemed to succeed have failed: an end in the middle is no result."""
+        attempt.silent = frozenset(self._workers.silent_ranks())
+        if not attempt.silent:
+            return False
+        attempt.first_failure = min(attempt.silent, key=lambda rank: attempt.exits[rank].seen_ns)
+        attempt.stamps["failure_seen"] = event.ended_ns
+        return True
+
+    def _on_paused(self, event: _core.WorkerPaused) -> None:
+        name = texts.signal_name(event.signal)
+        self._console.say(
+            f"{self._who(event.local_rank, event.pid)} is stopped ({name}); waiting until it continues"
+        )
+
+    def _on_resumed(self, event: _core.WorkerResumed) -> None:
+        self._console.say(f"{self._who(event.local_rank, event.pid)} continues")
+
+    def _on_log_trouble(self, event: _core.LogTrouble) -> None:
+        self._console.say(f"{self._who(event.local_rank)}: log file {event.path}: {os.strerror(event.errno)}")
+
+    def _on_degraded(self, event: _core.Degraded) -> None:
+        self._console.say(event.message)
+
+    def _name_descendants(self, verb: str, left: Sequence[tuple[int, str]], more: int = 0) -> None:
+        if left:
+            names = ", ".join(f"{pid} ({command})" for pid, command in left)
+            names += f" and {more} more" if more else ""
+            self._console.say(f"{verb} processes that workers left behind: {names}")
+
+    def _who(self, local_rank: int, pid: int | None = None) -> str:
+        rank = self.result.attempts[-1].plan.ranks[local_rank].global_rank
+        return f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
+
+
+def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
+    """As torch's server does: programs put a function of their own there."""
+    from elasticrs.timer import debug_info_logging
+    from elasticrs.timer.file_based_local_timer import FileTimerRequest
+
+    request = FileTimerRequest(event.pid, event.scope, event.deadline, event.signal or 0)
+    try:
+        debug_info_logging.log_debug_info_for_expired_timers(run_id, {event.pid: [request.to_json()]})
+    except Exception:
+        import logging
+
+        logging.getLogger("elasticrs.agent").exception("log_debug_info_for_expired_timers failed")
+
+
+_RECORDERS: dict[type, Callable[[AttemptTracker, Any], None]] = {
+    _core.GroupStarted: AttemptTracker._on_started,
+    _core.StartFailed: AttemptTracker._on_start_failed,
+    _core.FailureSeen: AttemptTracker._on_failure,
+    _core.TimerExpired: AttemptTracker._on_timer,
+    _core.WorkerHung: AttemptTracker._on_hung,
+    _core.WorkerRaised: AttemptTracker._on_raised,
+    _core.WorkerExited: AttemptTracker._on_exit,
+    _core.GroupEnded: AttemptTracker._on_ended,
+    _core.WorkerPaused: AttemptTracker._on_paused,
+    _core.WorkerResumed: AttemptTracker._on_resumed,
+    _core.LogTrouble: AttemptTracker._on_log_trouble,
+    _core.Degraded: AttemptTracker._on_degraded,
+}
