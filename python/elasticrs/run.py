@@ -27,7 +27,7 @@ from elasticrs.launcher.options import OPTIONS, SHELLS, Option
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs.agent.server.health_check_server import HealthCheckServer
+    from elasticrs.agent.health_check_server import HealthCheckServer
     from elasticrs.launcher.api import LaunchConfig
     from elasticrs.multiprocessing.api import LogsSpecs
 

@@ -70,7 +70,7 @@ def broken():
     raise OSError("no luck")
 """
 
-OURS = ("elasticrs.rendezvous", "elasticrs.rendezvous.file_store", "", "elasticrs.rendezvous_handlers")
+OURS = ("elasticrs.rendezvous", "elasticrs.compat.file_store", "", "elasticrs.rendezvous_handlers")
 TORCHS = ("torch.distributed.elastic.rendezvous", "torch.distributed", ", -1", "torchrun.handlers")
 
 SHOW = """

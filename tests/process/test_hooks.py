@@ -468,9 +468,9 @@ class Looking(LocalElasticAgent):
                 CALLS.append("heard")
             reader, writer = os.pipe()
             os.write(writer, b"x")
-            workers._supervisor.watch_fd(reader)
+            workers._tracker.supervisor.watch_fd(reader)
             CALLS.append(workers.wait(0))
-            workers._supervisor.unwatch_fd(reader)
+            workers._tracker.supervisor.unwatch_fd(reader)
             os.kill(workers.pids()[0], signal.SIGKILL)
         return super()._monitor_workers(group)
 """

@@ -4,14 +4,14 @@ import logging
 
 import pytest
 
+from elasticrs.compat.dynamic.decisions import Action
+from elasticrs.compat.dynamic.recording import Recorder
+from elasticrs.compat.dynamic.state import Node, Place, Standing, State
+from elasticrs.compat.file_store import FileStore
 from elasticrs.events import NodeState, RdzvEvent, _events_loggers, handlers
 from elasticrs.rendezvous import RendezvousConnectionError, RendezvousParameters
 from elasticrs.rendezvous.c10d_rendezvous_backend import create_backend
-from elasticrs.rendezvous.dynamic.decisions import Action
-from elasticrs.rendezvous.dynamic.recording import Recorder
-from elasticrs.rendezvous.dynamic.state import Node, Place, Standing, State
 from elasticrs.rendezvous.dynamic_rendezvous import create_handler
-from elasticrs.rendezvous.file_store import FileStore
 
 from .backends import MemoryBackend
 

@@ -7,18 +7,18 @@ from datetime import timedelta
 
 import pytest
 
+from elasticrs.compat.dynamic import decisions
+from elasticrs.compat.dynamic.settings import RendezvousSettings, RendezvousTimeout
+from elasticrs.compat.dynamic.state import MAX_BYTES, Node, Place, Standing, State, decode, encode
+from elasticrs.compat.dynamic.turns import LONGEST_PAUSE, Operation, SharedState
+from elasticrs.compat.file_store import FileStore
 from elasticrs.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousStateError,
 )
-from elasticrs.rendezvous.dynamic import decisions
-from elasticrs.rendezvous.dynamic.settings import RendezvousSettings, RendezvousTimeout
-from elasticrs.rendezvous.dynamic.state import MAX_BYTES, Node, Place, Standing, State, decode, encode
-from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, Operation, SharedState
 from elasticrs.rendezvous.dynamic_rendezvous import create_handler
-from elasticrs.rendezvous.file_store import FileStore
 
 from .backends import MemoryBackend
 

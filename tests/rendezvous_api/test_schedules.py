@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs.compat.dynamic import decisions
+from elasticrs.compat.dynamic.settings import RendezvousSettings, RendezvousTimeout
+from elasticrs.compat.dynamic.state import Node, Place, decode
+from elasticrs.compat.dynamic.turns import Operation, SharedState
 from elasticrs.rendezvous import RendezvousConnectionError, RendezvousError
-from elasticrs.rendezvous.dynamic import decisions
-from elasticrs.rendezvous.dynamic.settings import RendezvousSettings, RendezvousTimeout
-from elasticrs.rendezvous.dynamic.state import Node, Place, decode
-from elasticrs.rendezvous.dynamic.turns import Operation, SharedState
 
 from .backends import MemoryBackend
 

@@ -11,6 +11,7 @@ from importlib import metadata
 import pytest
 from helpers import ports, procs
 
+from elasticrs.compat.file_store import FileStore
 from elasticrs.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
@@ -22,7 +23,6 @@ from elasticrs.rendezvous import (
 from elasticrs.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from elasticrs.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from elasticrs.rendezvous.etcd_server import EtcdServer
-from elasticrs.rendezvous.file_store import FileStore
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 from elasticrs.store import DistStoreError

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from elasticrs.agent.server import rank_exchange
+from elasticrs.compat import rank_exchange
 from elasticrs.ranks import NodeShare, node_ranks
 
 SHARES = [NodeShare("trainer", 2), NodeShare("reader", 1), NodeShare("trainer", 3)]

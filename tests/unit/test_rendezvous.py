@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from elasticrs.compat.prefix_store import with_prefix
 from elasticrs.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -14,7 +15,6 @@ from elasticrs.rendezvous import (
     RendezvousStoreInfo,
 )
 from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
-from elasticrs.rendezvous.prefix_store import with_prefix
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.static import OneNodeRendezvous
 from elasticrs.store import DistNetworkError, Store

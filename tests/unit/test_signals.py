@@ -292,7 +292,7 @@ def send():
     os.kill(os.getpid(), signal.SIGTERM)
 # Of these hooks the last that was registered is called first: this one is called when signals are blocked.
 os.register_at_fork(before=send)
-from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.compat.raised_signals import raised_signals
 class Stopped(Exception):
     pass
 def fork():
@@ -322,7 +322,7 @@ def test_a_signal_during_a_fork_is_raised_and_is_not_the_childs(fork):
 
 TWO_AT_ONCE = """
 import signal
-from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.compat.raised_signals import raised_signals
 class Stopped(Exception):
     pass
 with raised_signals([signal.SIGTERM, signal.SIGHUP], lambda *_: Stopped(), lambda _: False):

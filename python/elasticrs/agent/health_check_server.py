@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from threading import Thread
 
-    from elasticrs.agent.server.progress import Progress
-
 __all__ = ["HealthCheckServer", "create_healthcheck_server"]
 
 PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
@@ -54,7 +52,7 @@ class HealthCheckServer:
         self._server: _core.HealthServer | None = None
         self._thread: Thread | None = None
         self._stop_fd = -1
-        self._progress: Progress | None = None
+        self._overdue: Callable[[], tuple[float, str | None]] | None = None
         self._supervisor: _core.Supervisor | None = None
 
     @property
@@ -99,13 +97,13 @@ class HealthCheckServer:
             )
             self._thread.start()
 
-    def attend_to(self, progress: Progress) -> None:
+    def attend_to(self, overdue: Callable[[], tuple[float, str | None]]) -> None:
         """Ask this as well as the callback, until :meth:`stop`. Not in torch.
 
         Args:
-            progress: of an agent whose hooks decide.
+            overdue: tells for how many seconds an agent should have been heard of, and of what.
         """
-        self._progress = progress
+        self._overdue = overdue
 
     def ask_through(self, supervisor: _core.Supervisor) -> None:
         """The thread of this supervisor has to be alive as well, until :meth:`stop`. Not in torch.
@@ -117,7 +115,7 @@ class HealthCheckServer:
 
     def stop(self) -> None:
         """End it; returns when the port is closed. Idempotent."""
-        self._progress = self._supervisor = None
+        self._overdue = self._supervisor = None
         thread, self._thread = self._thread, None
         if thread is not None:
             os.eventfd_write(self._stop_fd, 1)
@@ -136,14 +134,14 @@ class HealthCheckServer:
         Args:
             supervisor: whose thread has to be alive as well.
         """
-        server, progress = self._server, self._progress
+        server, find_overdue = self._server, self._overdue
         if server is None:
             return
         # First, so that a callback which fails is not called again for the same question.
         _take(server.fd)
         age, doing = max(0.0, time.time() - self._alive_callback()), None
-        if progress is not None:
-            overdue, place = progress.overdue()
+        if find_overdue is not None:
+            overdue, place = find_overdue()
             if overdue > 0:
                 age, doing = max(age, overdue), place
         server.answer(age, supervisor or self._supervisor, doing)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.agent.attempt import Attempt, JobResult
-    from elasticrs.agent.server.health_check_server import HealthCheckServer
+    from elasticrs.agent.health_check_server import HealthCheckServer
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
     from elasticrs.plan import Plan

@@ -9,8 +9,8 @@ from elasticrs.config import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from elasticrs.agent.health_check_server import HealthCheckServer
     from elasticrs.agent.observer import Observer
-    from elasticrs.agent.server.health_check_server import HealthCheckServer
     from elasticrs.config import JobConfig, ObserveSettings
 
 
@@ -93,7 +93,7 @@ def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Health
     """
     import time
 
-    from elasticrs.agent.server.health_check_server import HealthCheckServer
+    from elasticrs.agent.health_check_server import HealthCheckServer
 
     server = HealthCheckServer(
         time.time, settings.health_port or 0, settings.health_timeout, settings.health_host

@@ -10,11 +10,11 @@ from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
+from elasticrs.compat.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE
+from elasticrs.compat.dynamic_rendezvous import RendezvousBackend, Token
+from elasticrs.compat.file_store import FileStore, TemporaryFileStore
 from elasticrs.events import NodeState, construct_and_record_rdzv_event
 from elasticrs.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
-from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE
-from elasticrs.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
-from elasticrs.rendezvous.file_store import FileStore, TemporaryFileStore
 from elasticrs.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from elasticrs.store import DistNetworkError, Store
 

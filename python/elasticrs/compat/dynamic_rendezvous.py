@@ -1,7 +1,7 @@
 """The rendezvous over a back end of the user's own: torch's ``DynamicRendezvousHandler``.
 
 A back end keeps one value and replaces it only for who holds the token of the last one. What is in the value
-and when it changes is in :mod:`elasticrs.rendezvous.dynamic`. Different from torch:
+and when it changes is in :mod:`elasticrs.compat.dynamic`. Different from torch:
 
 - the value is JSON; nothing is ever unpickled, and a handler of torch cannot take part;
 - no clocks of different hosts are compared;
@@ -25,6 +25,12 @@ from datetime import timedelta
 from typing import Any
 
 from elasticrs import _core
+from elasticrs.compat.dynamic import decisions
+from elasticrs.compat.dynamic.recording import Recorder
+from elasticrs.compat.dynamic.settings import RendezvousSettings, RendezvousTimeout, check
+from elasticrs.compat.dynamic.state import Node, Place
+from elasticrs.compat.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE, Operation, SharedState
+from elasticrs.compat.prefix_store import with_prefix
 from elasticrs.events import NodeState, construct_and_record_rdzv_event
 from elasticrs.ports import ReservedPort, agent_hosts_store
 from elasticrs.rendezvous.api import (
@@ -36,12 +42,6 @@ from elasticrs.rendezvous.api import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from elasticrs.rendezvous.dynamic import decisions
-from elasticrs.rendezvous.dynamic.recording import Recorder
-from elasticrs.rendezvous.dynamic.settings import RendezvousSettings, RendezvousTimeout, check
-from elasticrs.rendezvous.dynamic.state import Node, Place
-from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE, Operation, SharedState
-from elasticrs.rendezvous.prefix_store import with_prefix
 from elasticrs.rendezvous.utils import _PeriodicTimer
 
 __all__ = [

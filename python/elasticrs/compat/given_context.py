@@ -14,7 +14,7 @@ from elasticrs.worker_env import virtual_local_rank, worker_env
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elasticrs.agent.server.worker_group import WorkerSpec
+    from elasticrs.compat.worker_group import WorkerSpec
     from elasticrs.multiprocessing.api import LogsSpecs, PContext, RunProcsResult
     from elasticrs.plan import Plan
 

@@ -16,9 +16,21 @@ from elasticrs import _core, texts
 from elasticrs import config as defaults
 from elasticrs._worker import hook_environment, inherited_environment
 from elasticrs.agent.decisions import OneNode
+from elasticrs.agent.health_check_server import HealthCheckServer as OurServer
+from elasticrs.agent.health_check_server import (
+    _AliveCallbackProxy,  # noqa: F401 -- here in torch
+    server_of_environment,
+)
 from elasticrs.agent.loop import Agent
 from elasticrs.agent.observer_factory import make_observers, make_observers_of_hooks
-from elasticrs.agent.server.api import (
+from elasticrs.agent.signals import catch_signals, ignored_signals
+from elasticrs.agent.sleepers import Sleepers
+from elasticrs.agent.state import Phase
+from elasticrs.compat.given_context import GivenContext, start_by
+from elasticrs.compat.polled_workers import PolledWorkers
+from elasticrs.compat.raised_signals import raised_signals
+from elasticrs.compat.replaced_console import ReplacedConsole
+from elasticrs.compat.simple_elastic_agent import (
     DEFAULT_ROLE,
     RunResult,
     SimpleElasticAgent,
@@ -26,18 +38,6 @@ from elasticrs.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from elasticrs.agent.server.given_context import GivenContext, start_by
-from elasticrs.agent.server.health_check_server import HealthCheckServer as OurServer
-from elasticrs.agent.server.health_check_server import (
-    _AliveCallbackProxy,  # noqa: F401 -- here in torch
-    server_of_environment,
-)
-from elasticrs.agent.server.polled_workers import PolledWorkers
-from elasticrs.agent.server.raised_signals import raised_signals
-from elasticrs.agent.server.replaced_console import ReplacedConsole
-from elasticrs.agent.signals import catch_signals, ignored_signals
-from elasticrs.agent.sleepers import Sleepers
-from elasticrs.agent.state import Phase
 from elasticrs.config import JobConfig, ObserveSettings
 from elasticrs.console import Console, prefix_of
 from elasticrs.events.hostname import fq_hostname
@@ -339,7 +339,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         elif self._health_check_server is not None:
             ours = self._server_of_ours()
             if ours is not None:
-                ours.attend_to(self._progress)
+                ours.attend_to(self._progress.overdue)
             self._health_check_server.start()
 
     @staticmethod

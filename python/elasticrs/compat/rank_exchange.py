@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from elasticrs.agent.server.worker_group import _RoleInstanceInfo
+from elasticrs.compat.worker_group import _RoleInstanceInfo
 from elasticrs.ranks import NodeRanks, NodeShare, node_ranks
 
 TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"

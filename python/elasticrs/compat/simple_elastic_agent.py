@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
-from elasticrs.agent.server import rank_exchange
-from elasticrs.agent.server.progress import START_ALLOWANCE, UNLIMITED, Progress
-from elasticrs.agent.server.worker_group import (
+from elasticrs.compat import rank_exchange
+from elasticrs.compat.progress import START_ALLOWANCE, UNLIMITED, Progress
+from elasticrs.compat.worker_group import (
     RunResult,
     Worker,
     WorkerGroup,

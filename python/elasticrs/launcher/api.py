@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
 from elasticrs import events
+from elasticrs.agent.health_check_server import _AliveCallbackProxy
 from elasticrs.agent.observer_factory import check_destination
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
-from elasticrs.agent.server.health_check_server import _AliveCallbackProxy
 from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elasticrs.agent.server import RunResult
-    from elasticrs.agent.server.local_elastic_agent import HealthCheckServer
+    from elasticrs.compat.local_elastic_agent import HealthCheckServer
     from elasticrs.rendezvous.api import RendezvousHandler
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from elasticrs import _core, texts
 from elasticrs.agent.observer_factory import check_destination, open_server
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
-from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.agent.signals import suspend
+from elasticrs.compat.raised_signals import raised_signals
 from elasticrs.config import UsageError
 from elasticrs.launcher.api import run_agent, shut_down
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException

@@ -1,3 +1,3 @@
 """The rendezvous over a user's own back end: state, decisions, turns. The handler is
-:mod:`elasticrs.rendezvous.dynamic_rendezvous`.
+:mod:`elasticrs.compat.dynamic_rendezvous`.
 """

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from elasticrs.rendezvous.dynamic.state import Node, Place, Standing, State, natural_order
+from elasticrs.compat.dynamic.state import Node, Place, Standing, State, natural_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from elasticrs.rendezvous.dynamic.settings import RendezvousSettings
+    from elasticrs.compat.dynamic.settings import RendezvousSettings
 
 ROLLBACK = 5.0
 """Seconds after the deadline in which a node may still take back that it wanted to join; as torch."""

@@ -11,14 +11,14 @@ import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from elasticrs.compat.dynamic.decisions import Action
+from elasticrs.compat.dynamic.state import Place
 from elasticrs.events import NodeState, RdzvEvent, get_logging_handler, record_rdzv_event
-from elasticrs.rendezvous.dynamic.decisions import Action
-from elasticrs.rendezvous.dynamic.state import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from elasticrs.rendezvous.dynamic.state import Node, State
+    from elasticrs.compat.dynamic.state import Node, State
 
 _FILE = "dynamic_rendezvous.py"
 _EXECUTOR = "_DistributedRendezvousOpExecutor"

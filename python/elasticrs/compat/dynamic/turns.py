@@ -11,21 +11,21 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
+from elasticrs.compat.dynamic import decisions
+from elasticrs.compat.dynamic.decisions import Action, Sightings, View
+from elasticrs.compat.dynamic.state import State, decode, encode
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from elasticrs.rendezvous.dynamic import decisions
-from elasticrs.rendezvous.dynamic.decisions import Action, Sightings, View
-from elasticrs.rendezvous.dynamic.state import State, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elasticrs.rendezvous.dynamic.settings import RendezvousSettings
-    from elasticrs.rendezvous.dynamic.state import Node
+    from elasticrs.compat.dynamic.settings import RendezvousSettings
+    from elasticrs.compat.dynamic.state import Node
 
 SHORTEST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0

@@ -1,0 +1,8 @@
+"""Torch's name of :mod:`elasticrs.agent.health_check_server`; the same module."""
+
+import sys
+
+from elasticrs.agent import health_check_server
+from elasticrs.agent.health_check_server import *  # noqa: F403 -- for type checkers
+
+sys.modules[__name__] = health_check_server
