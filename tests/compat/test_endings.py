@@ -62,7 +62,7 @@ def test_a_signal_that_is_not_handled(start, worker_script):
         launched = start(launcher, script)
         pid = int(launched.wait_for_line(r"READY (\d+)")[1])
         launched.signal(signal.SIGALRM)
-        assert launched.wait() == -signal.SIGALRM
+        launched.exits(-signal.SIGALRM)
         if launcher == "elasticrs":
             procs.reap_adopted()
             procs.assert_gone([pid])
@@ -82,8 +82,7 @@ CODES = [
 @pytest.mark.parametrize(("arguments", "theirs", "ours"), CODES)
 def test_a_mistake(start, arguments, theirs, ours):
     assert start("torchrun", *arguments).wait() == theirs
-    launched = start("elasticrs", *arguments)
-    assert launched.wait() == ours
+    launched = start("elasticrs", *arguments).exits(ours)
     assert launched.stderr.count("\n") == 1
 
 
@@ -131,8 +130,7 @@ def test_the_report_and_the_error_file(start, worker_script, tmp_path, how):
         logs = tmp_path / launcher / "logs"
         # Any free port: torch's default is everybody's.
         rendezvous = ("--rdzv-id=job", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-        launched = start(launcher, "--log-dir", logs, *rendezvous, script)
-        assert launched.wait() == 1
+        launched = start(launcher, "--log-dir", logs, *rendezvous, script).exits(1)
         reports[launcher] = normalised(launched.stderr)
         found = list(logs.glob("*/attempt_0/0/error.json"))
         errors[launcher] = [comparable(json.loads(file.read_text())) for file in found]

@@ -36,8 +36,7 @@ def test_a_restarted_worker_does_not_meet_the_keys_of_a_dead_one(start, worker_s
     """)
     found = {}
     for launcher in BOTH:
-        launched = start(launcher, "--standalone", "--max-restarts=1", script)
-        assert launched.wait() == 0
+        launched = start(launcher, "--standalone", "--max-restarts=1", script).exits(0)
         found[launcher] = launched.wait_for_line(r"FOUND (\w+)")[1]
     assert found == {"elasticrs": "False", "torchrun": "True"}
 
@@ -169,8 +168,7 @@ def test_what_a_crashed_worker_leaves_is_ended(start, worker_script):
         os._exit(5)
     """)
     for launcher in BOTH:
-        launched = start(launcher, script)
-        assert launched.wait() == 1
+        launched = start(launcher, script).exits(1)
         left = procs.process(int(launched.wait_for_line(r"LEFT (\d+)")[1]))
         assert (left is None) == (launcher == "elasticrs")
 
@@ -240,10 +238,10 @@ def test_a_record_about_somebody_else_is_refused(start, worker_script):
                 launched.wait_for_line(str(other.pid), "stderr")
                 assert other.poll() is None
                 launched.signal(signal.SIGTERM)
-                assert launched.wait() == 1
+                launched.exits(1)
                 other.kill()
             else:
-                assert launched.wait() == -signal.SIGKILL
+                launched.exits(-signal.SIGKILL)
                 assert other.wait(HANG) == -signal.SIGKILL
 
 
@@ -272,8 +270,7 @@ def test_the_shutdown_timeout_holds_after_a_failure_too(start, worker_script, tm
     for launcher in BOTH:
         fifo = tmp_path / f"{launcher}.fifo"
         os.mkfifo(fifo)
-        launched = start(launcher, "--nproc-per-node=2", "--shutdown-timeout=1", script, str(fifo))
-        assert launched.wait() == 1
+        launched = start(launcher, "--nproc-per-node=2", "--shutdown-timeout=1", script, str(fifo)).exits(1)
         launched.wait_for_line("TOLD")
         stays[launcher] = "STILL HERE" in launched.stdout
     assert stays == {"elasticrs": False, "torchrun": True}

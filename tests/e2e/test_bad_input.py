@@ -47,8 +47,7 @@ MARK = "print('STARTED')"
 )
 def test_mistakes_are_told_in_one_line(launch, worker_script, args, env, says):
     script = str(worker_script(MARK))
-    launched = launch(*(arg.format(script=script) for arg in args), env=env)
-    assert launched.wait() == 2
+    launched = launch(*(arg.format(script=script) for arg in args), env=env).exits(2)
     assert "STARTED" not in launched.stdout
     assert says in launched.stderr
     assert len(launched.stderr.splitlines()) == 1
@@ -56,7 +55,6 @@ def test_mistakes_are_told_in_one_line(launch, worker_script, args, env, says):
 
 def test_help_and_version_are_no_mistakes(launch):
     for flag, shows in (("--help", "--nproc-per-node"), ("--version", "elasticrs")):
-        launched = launch(flag)
-        assert launched.wait() == 0
+        launched = launch(flag).exits(0)
         assert shows in launched.stdout
         assert not launched.stderr

@@ -220,8 +220,7 @@ def test_a_restart_into_logs_that_became_read_only(broken_job, mounts):
 def test_logs_that_are_read_only_from_the_beginning(launch, worker_script, mounts, tmp_path):
     prefix = mounts('mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"')
     arguments = ("--log-dir", tmp_path / "logs", "--tee", "3")
-    launched = launch(*arguments, worker_script("print('STARTED')"), prefix=prefix)
-    assert launched.wait() == 2
+    launched = launch(*arguments, worker_script("print('STARTED')"), prefix=prefix).exits(2)
     assert "STARTED" not in launched.stdout
     (line,) = launched.stderr.splitlines()
     assert "Read-only file system" in line

@@ -119,8 +119,7 @@ def test_a_damaged_end_of_a_node_is_still_its_end(nodes):
 def test_a_job_that_never_formed_is_refused_by_its_damaged_record(launch, nodes):
     nodes.workers(0)
     (key,) = nodes.damage("job", b'["what"]')
-    late = launch(*nodes.options)
-    assert late.wait() == 1
+    late = launch(*nodes.options).exits(1)
     assert key in late.stderr
     assert "Traceback" not in late.stderr
     tell(nodes.workers(0), SUCCEED)

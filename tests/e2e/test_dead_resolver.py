@@ -41,5 +41,5 @@ def test_a_signal_is_heard_while_names_are_asked_for(launch, worker_script, name
     launched = launch("--nnodes=2", *where, worker_script("print('never')"), prefix=prefix)
     assert procs.wait_readable(sock.fileno())
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert launched.stdout == ""

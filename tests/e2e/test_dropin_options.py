@@ -18,7 +18,7 @@ SHOW = """
 def shown_by(launched):
     import json
 
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     shown = map(json.loads, launched.stdout.splitlines())
     return [list(each.values())[1:] for each in sorted(shown, key=lambda each: each["RANK"])]
 
@@ -58,31 +58,27 @@ def test_a_path_is_run_as_the_main_program_of_a_function(launch, worker_script, 
         sys.exit(0)
     """)
     how = ("--run-path", f"--start-method={method}", "--nproc-per-node=2")
-    launched = launch(*how, script, "a", "--b", env={"PYTHON_EXEC": "/no/python"})
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(*how, script, "a", "--b", env={"PYTHON_EXEC": "/no/python"}).exits(0)
     assert sorted(launched.stdout.splitlines()) == ["['a', '--b'] 0", "['a', '--b'] 1"]
 
 
 @pytest.mark.beyond_torchrun  # which knows sys.exit(0) alone
 @pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "os._exit(0)", ""])
 def test_a_path_may_end_as_scripts_do(launch, worker_script, end):
-    launched = launch("--run-path", worker_script(f"import os, sys\n{end}"))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--run-path", worker_script(f"import os, sys\n{end}")).exits(0)
     assert "Traceback" not in launched.stderr
 
 
 @METHODS
 def test_a_path_is_restarted_when_it_fails(launch, worker_script, method):
     script = worker_script("import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
-    launched = launch("--run-path", f"--start-method={method}", "--max-restarts=1", script)
-    assert launched.wait() == 0, launched.stderr
+    launch("--run-path", f"--start-method={method}", "--max-restarts=1", script).exits(0)
 
 
 @METHODS
 def test_a_path_that_fails_is_reported_with_its_exception(launch, worker_script, method):
     script = worker_script("raise KeyError('no such thing')")
-    launched = launch("--run-path", f"--start-method={method}", script)
-    assert launched.wait() == 1
+    launched = launch("--run-path", f"--start-method={method}", script).exits(1)
     assert "KeyError: 'no such thing'" in launched.stderr
 
 
@@ -100,7 +96,7 @@ def test_a_forked_path_has_none_of_the_launchers_signal_handlers(launch, worker_
     launched = launch("--run-path", f"--start-method={method}", script)
     launched.wait_for_line("RUNS")
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 def test_matching_lines_are_copied_with_their_prefix(launch, worker_script, tmp_path):
@@ -112,8 +108,7 @@ def test_matching_lines_are_copied_with_their_prefix(launch, worker_script, tmp_
     """)
     arguments = ("--log-dir", tmp_path / "logs", "--tee", "3", "--role", "trainer")
     filters = ("--duplicate-stdout-filters", "loss,nothing", "--duplicate_stderr_filters=a,, b")
-    launched = launch("--nproc-per-node=2", *arguments, *filters, script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node=2", *arguments, *filters, script).exits(0)
     (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
     copied = {
         name: sorted((attempt / f"filtered_{name}.log").read_text().splitlines())
@@ -129,8 +124,7 @@ def test_matching_lines_are_copied_with_their_prefix(launch, worker_script, tmp_
 @pytest.mark.beyond_torchrun  # its file is made, and stays empty
 def test_filters_copy_what_tee_shows(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--redirects=3", "--duplicate-stdout-filters=x")
-    launched = launch(*arguments, worker_script("print('x')"))
-    assert launched.wait() == 0
+    launched = launch(*arguments, worker_script("print('x')")).exits(0)
     assert "--duplicate-stdout-filters has no effect here" in launched.stderr
     assert not list((tmp_path / "logs").glob("*/attempt_0/filtered*"))
 
@@ -195,8 +189,7 @@ def test_a_class_of_the_users_decides_where_output_goes(
     arguments = ("--logs-specs=renamed", "--log-dir", tmp_path / "logs", "--tee=1:1", "--rdzv-id=job")
     meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
     script = worker_script("import os; os.write(1, f\"hello {os.environ['RANK']}\\n\".encode())")
-    launched = launch("--nproc-per-node=2", *arguments, *meeting, script, env=env)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node=2", *arguments, *meeting, script, env=env).exits(0)
     assert (tmp_path / "logs" / "mine" / "0.txt").read_text() == "hello 0\n"
     assert "[default1]:hello 1" in launched.stdout.splitlines()
 
@@ -212,8 +205,7 @@ def test_a_class_of_the_users_decides_where_output_goes(
 )
 def test_a_class_that_cannot_be_had_is_one_clear_line(launch, worker_script, plugin, name, line):
     env = plugin(OURS, "elasticrs.logs_specs")
-    launched = launch(f"--logs-specs={name}", worker_script("print('ran')"), env=env)
-    assert launched.wait() == 2
+    launched = launch(f"--logs-specs={name}", worker_script("print('ran')"), env=env).exits(2)
     assert line in launched.stderr
     assert len(launched.stderr.splitlines()) == 1
     assert launched.stdout == ""
@@ -230,10 +222,9 @@ def test_the_default_class_has_a_name(launch, worker_script, tmp_path):
 @pytest.mark.parametrize("tee", ["--tee=0", "--tee=0:1"])
 def test_a_class_of_the_users_is_told_that_stderr_is_captured(launch, worker_script, tmp_path, tee):
     arguments = ("--logs-specs=default", "--log-dir", tmp_path / "logs", "--capture-stderr", tee)
-    launched = launch(
-        "--nproc-per-node=2", *arguments, worker_script("import sys; print('x', file=sys.stderr)")
+    launch("--nproc-per-node=2", *arguments, worker_script("import sys; print('x', file=sys.stderr)")).exits(
+        0
     )
-    assert launched.wait() == 0
     files = {path.relative_to(path.parents[1]) for path in (tmp_path / "logs").rglob("stderr.log")}
     assert sorted(map(str, files)) == ["0/stderr.log", "1/stderr.log"]
 
@@ -250,8 +241,7 @@ def complete(parser, shell):
 def test_completion_comes_from_the_optional_package(launch, tmp_path):
     (tmp_path / "shtab.py").write_text(SHTAB)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    launched = launch("--print-completion", "zsh", env={"PYTHONPATH": path})
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--print-completion", "zsh", env={"PYTHONPATH": path}).exits(0)
     shell, program, *options = launched.stdout.split()
     assert (shell, program) == ("zsh", "elasticrun")
     assert {"--nproc-per-node", "--nproc_per_node", "-m", "--print-completion", "--help"} <= set(options)
@@ -260,15 +250,13 @@ def test_completion_comes_from_the_optional_package(launch, tmp_path):
 def test_without_the_package_completion_names_it(launch, tmp_path):
     (tmp_path / "shtab.py").write_text("raise ImportError")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    launched = launch("--print-completion=bash", env={"PYTHONPATH": path})
-    assert launched.wait() == 1
+    launched = launch("--print-completion=bash", env={"PYTHONPATH": path}).exits(1)
     assert re.search("--print-completion .*package:? .*pip install", launched.stderr.replace("'", ""))
 
 
 @pytest.mark.beyond_torchrun
 def test_the_count_of_devices_says_where_it_comes_from(launch):
-    launched = launch("--nproc-per-node=cpu", "--no-python", "true")
-    assert launched.wait() == 0
+    launched = launch("--nproc-per-node=cpu", "--no-python", "true").exits(0)
     count = len(os.sched_getaffinity(0))
     assert f"--nproc-per-node cpu is {count} (cpu, according to the operating system)" in launched.stderr
 
@@ -282,15 +270,14 @@ def test_cpus_are_those_that_the_launcher_may_use(launch, worker_script):
         launched = launch("--nproc-per-node=cpu", script)
     finally:
         os.sched_setaffinity(0, mine)
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     assert launched.stdout == "WORLD 1\n"
 
 
 @pytest.mark.beyond_torchrun
 def test_use_env_of_the_old_launcher_is_accepted(launch, worker_script):
     script = worker_script("import sys; print(sys.argv[1:])")
-    launched = launch("--use-env", script, "--local-rank=${local_rank}")
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--use-env", script, "--local-rank=${local_rank}").exits(0)
     assert launched.stdout == "['--local-rank=0']\n"
 
 
@@ -319,8 +306,7 @@ if __name__ == "__main__":
 @pytest.mark.beyond_torchrun
 def test_functions_and_programs_run_on_the_cpus_that_were_chosen(launch, tmp_path):
     (tmp_path / "host.py").write_text(BIND)
-    launched = launch(argv=(sys.executable, tmp_path / "host.py"))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(argv=(sys.executable, tmp_path / "host.py")).exits(0)
     cpus = sorted(os.sched_getaffinity(0))
     assert sorted(launched.stdout.splitlines()) == sorted([f"[{cpus[0]}]", f"[{cpus[-1]}]"])
 
@@ -346,8 +332,7 @@ for falls_back in (True, False):
 @pytest.mark.beyond_torchrun
 def test_a_binding_that_cannot_be_made_may_be_left_out(launch, tmp_path):
     (tmp_path / "host.py").write_text(FALL_BACK)
-    launched = launch(argv=(sys.executable, tmp_path / "host.py"), env={"CUDA_VISIBLE_DEVICES": ""})
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(argv=(sys.executable, tmp_path / "host.py"), env={"CUDA_VISIBLE_DEVICES": ""}).exits(0)
     why = "1 workers need one GPU each, and this machine has 0"
     assert launched.stdout.splitlines() == [f"ran workers are not bound to CPUs: {why}", f"refused: {why}"]
 
@@ -375,7 +360,6 @@ if __name__ == "__main__":
 @pytest.mark.beyond_torchrun
 def test_the_same_from_python(launch, tmp_path):
     (tmp_path / "host.py").write_text(FROM_PYTHON)
-    launched = launch(tmp_path / "logs", argv=(sys.executable, tmp_path / "host.py"))
-    assert launched.wait() == 0, launched.stderr
+    launch(tmp_path / "logs", argv=(sys.executable, tmp_path / "host.py")).exits(0)
     (copies,) = (tmp_path / "logs").glob("*/attempt_0/filtered_stdout.log")
     assert sorted(copies.read_text().splitlines()) == ["[default_role0]:loss", "[default_role1]:loss"]

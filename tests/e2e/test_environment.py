@@ -37,8 +37,9 @@ def shown(launch, worker_script):
 
     def run(names, *args, n=1, env=None):
         names = ["RANK", *names]
-        launched = launch(*args, "--nproc-per-node", str(n), worker_script(SHOW), ",".join(names), env=env)
-        assert launched.wait() == 0, launched.stderr
+        launched = launch(
+            *args, "--nproc-per-node", str(n), worker_script(SHOW), ",".join(names), env=env
+        ).exits(0)
         found = [json.loads(match[1]) for match in launched.wait_for_lines(r"ENV (.*)", n, "stdout")]
         return sorted(found, key=lambda each: int(each["RANK"]))
 
@@ -104,8 +105,7 @@ def test_all_workers_agree_on_a_master_that_can_be_bound(launch, worker_script):
                 bound = "bound"
         os.write(1, f"MASTER {addr} {port} {bound}\\n".encode())
     """)
-    launched = launch("--standalone", "--nproc-per-node", "3", script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--standalone", "--nproc-per-node", "3", script).exits(0)
     lines = launched.wait_for_lines(r"MASTER (\S+) (\d+) (\S+)", 3)
     assert len({(line[1], line[2]) for line in lines}) == 1
     socket.getaddrinfo(lines[0][1], int(lines[0][2]))
@@ -132,15 +132,13 @@ STORE = """
 )
 @pytest.mark.beyond_torchrun
 def test_the_agent_hosts_the_store_unless_told_otherwise(launch, worker_script, arguments, env, expected):
-    launched = launch(*arguments, worker_script(STORE), env=env)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(*arguments, worker_script(STORE), env=env).exits(0)
     assert launched.stdout.splitlines() == [expected]
 
 
 @pytest.mark.beyond_torchrun
 def test_a_port_of_the_users_is_left_to_rank_0(launch, worker_script):
-    launched = launch(f"--master-port={ports.free()}", worker_script(STORE))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(f"--master-port={ports.free()}", worker_script(STORE)).exits(0)
     assert launched.stdout.splitlines() == ["STORE False refuses"]
 
 
@@ -153,8 +151,7 @@ def test_a_stranger_at_the_store_is_told_of(launch, worker_script):
             stranger.sendall(b"GET / HTTP/1.1")
             stranger.recv(1)
     """)
-    launched = launch("--standalone", script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--standalone", script).exits(0)
     assert "not a client of a TCPStore" in launched.stderr
 
 
@@ -165,8 +162,7 @@ def test_every_attempt_has_a_master_port_of_its_own(launch, worker_script):
         os.write(1, f"PORT {os.environ['MASTER_PORT']}\\n".encode())
         raise SystemExit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "3")
     """)
-    launched = launch("--standalone", "--max-restarts", "3", script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--standalone", "--max-restarts", "3", script).exits(0)
     ports = [match[1] for match in launched.wait_for_lines(r"PORT (\d+)", 4)]
     assert len(set(ports)) == 4
 
@@ -174,8 +170,7 @@ def test_every_attempt_has_a_master_port_of_its_own(launch, worker_script):
 def test_arguments_arrive_as_they_were_given(launch, worker_script):
     arguments = ["--nproc-per-node", "-x", "a b", "", "ü", "--", "--help"]
     script = worker_script("import json, sys; print('ARGV', json.dumps(sys.argv))")
-    launched = launch(script, *arguments)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(script, *arguments).exits(0)
     assert json.loads(launched.wait_for_line(r"ARGV (.*)")[1]) == [str(script), *arguments]
 
 
@@ -185,14 +180,14 @@ def test_a_module_is_run_by_name(launch, tmp_path):
     (package / "__main__.py").write_text(
         "import sys; print('NAME', __name__, sys.argv[1:])\n", encoding="utf-8"
     )
-    launched = launch("-m", "mypackage", "one")
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("-m", "mypackage", "one").exits(0)
     assert launched.wait_for_line("NAME (.*)")[1] == "__main__ ['one']"
 
 
 def test_a_program_need_not_be_python(launch):
-    launched = launch("--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", 'echo "RANK is $RANK"')
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", 'echo "RANK is $RANK"').exits(
+        0
+    )
     assert {match[1] for match in launched.wait_for_lines(r"RANK is (\d)", 2)} == {"0", "1"}
 
 
@@ -202,37 +197,32 @@ def test_the_script_sees_a_plain_interpreter(launch, worker_script):
         folder = os.path.dirname(__file__)
         print("FACTS", __name__, sys.stdout.write_through, sys.argv[0] == __file__, sys.path[0] == folder)
     """)
-    launched = launch(script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(script).exits(0)
     assert launched.wait_for_line("FACTS (.*)")[1] == "__main__ True True True"
 
 
 def test_macros_in_arguments_are_filled_in(launch):
     # The dollar of a shell's own variables is doubled, as string.Template wants it.
     command = 'echo "MACRO ${local_rank} $$RANK"'
-    launched = launch("--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", command)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", command).exits(0)
     assert {match[1] for match in launched.wait_for_lines(r"MACRO (.*)", 2)} == {"0 0", "1 1"}
 
 
 def test_a_worker_inherits_three_descriptors(launch):
-    launched = launch("--no-python", "ls", "/proc/self/fd")
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--no-python", "ls", "/proc/self/fd").exits(0)
     # The last one is that of the list itself.
     assert launched.stdout.split() == ["0", "1", "2", "3"]
 
 
 def test_a_worker_leads_a_session_of_its_own(launch, worker_script):
     script = worker_script("import os; print('IDS', os.getpid(), os.getpgid(0), os.getsid(0))")
-    launched = launch(script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(script).exits(0)
     pid, group, session = launched.wait_for_line(r"IDS (\d+) (\d+) (\d+)").groups()
     assert pid == group == session
 
 
 def test_no_signal_is_blocked_or_ignored(launch):
-    launched = launch("--no-python", "grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status")
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--no-python", "grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status").exits(0)
     for name in ("SigBlk", "SigIgn"):
         assert int(launched.wait_for_line(rf"{name}:\s*(\w+)")[1], 16) == 0
 
@@ -242,7 +232,7 @@ def test_stdin_is_inherited(launch, worker_script):
     try:
         launched = launch(worker_script("print('READ', input())"), stdin=reader)
         os.write(writer, b"from the user\n")
-        assert launched.wait() == 0, launched.stderr
+        launched.exits(0)
     finally:
         os.close(reader)
         os.close(writer)
@@ -262,4 +252,4 @@ def test_sighup_stays_ignored_under_nohup(launch, worker_script):
     assert line[2] == "True"
     launched.signal(signal.SIGHUP)
     os.kill(int(line[1]), signal.SIGUSR1)
-    assert launched.wait() == 0
+    launched.exits(0)

@@ -16,8 +16,7 @@ FAIL_ONCE = """
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_success_is_0(launch, n):
-    launched = launch("--nproc-per-node", str(n), "--no-python", "/bin/true")
-    assert launched.wait() == 0, launched.stderr
+    launch("--nproc-per-node", str(n), "--no-python", "/bin/true").exits(0)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +29,7 @@ def test_failure_of_one_is_1_whatever_its_own_code(launch, worker_script, how):
             {how}
         signal.pause()
     """)
-    launched = launch("--nproc-per-node", "3", script)
-    assert launched.wait() == 1
+    launch("--nproc-per-node", "3", script).exits(1)
 
 
 def test_the_report_names_the_root_cause(launch, worker_script):
@@ -41,8 +39,7 @@ def test_the_report_names_the_root_cause(launch, worker_script):
             os.kill(os.getpid(), signal.SIGSEGV)
         signal.pause()
     """)
-    launched = launch("--nproc-per-node", "3", script)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node", "3", script).exits(1)
     root_cause = launched.stderr.partition("Root Cause (first observed failure)")[2]
     assert "rank      : 2 (local_rank: 2)" in root_cause
     assert "exitcode  : -11 (pid: " in root_cause
@@ -52,8 +49,7 @@ def test_the_report_names_the_root_cause(launch, worker_script):
 @pytest.mark.parametrize("failures", [1, 3])
 def test_restarts_within_the_budget_lead_to_success(launch, worker_script, failures):
     arguments = ("--nproc-per-node", "2", "--max-restarts", str(failures))
-    launched = launch(*arguments, worker_script(FAIL_ONCE), str(failures))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(*arguments, worker_script(FAIL_ONCE), str(failures)).exits(0)
     # The sibling may be stopped before it has come to its first line.
     starts = [match[1] for match in launched.wait_for_lines(r"START 1 (\d)", failures + 1)]
     assert starts == [str(attempt) for attempt in range(failures + 1)]
@@ -61,8 +57,7 @@ def test_restarts_within_the_budget_lead_to_success(launch, worker_script, failu
 
 
 def test_the_budget_is_exact(launch, worker_script):
-    launched = launch("--nproc-per-node", "2", "--max-restarts", "2", worker_script(FAIL_ONCE), "99")
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node", "2", "--max-restarts", "2", worker_script(FAIL_ONCE), "99").exits(1)
     starts = [match[1] for match in launched.wait_for_lines(r"START 1 (\d)", 3)]
     assert starts == ["0", "1", "2"]
     assert launched.stdout.count("START 1") == 3
@@ -99,4 +94,4 @@ def test_what_a_failed_worker_left_behind_is_gone(launch, worker_script):
     launched.wait_for_line(r"LEFT (\d+)")
     os.kill(int(launched.wait_for_line(r"WORKER (\d+)")[1]), signal.SIGUSR1)
     # Nothing else to assert: the guard around every test sees whoever is left.
-    assert launched.wait() == 1
+    launched.exits(1)

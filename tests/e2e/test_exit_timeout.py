@@ -63,8 +63,7 @@ def failing(how):
 def test_a_rank_that_raised_and_does_not_end_has_failed(launch, worker_script, tmp_path, how):
     logs = tmp_path / "logs"
     options = ("--nproc-per-node=2", "--exit-timeout=0.5", "--max-restarts=1", f"--log-dir={logs}")
-    launched = launch(*options, worker_script(failing(how)))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(*options, worker_script(failing(how))).exits(0)
     assert launched.stdout.count("DONE\n") == 2
     assert re.search(r"rank 1 \(pid \d+\): .*raised.*0\.5 s.*restarting", launched.stderr)
     (kept,) = logs.glob("*/attempt_0/1/hang.txt")
@@ -72,8 +71,7 @@ def test_a_rank_that_raised_and_does_not_end_has_failed(launch, worker_script, t
 
 
 def test_the_report_has_the_exception_as_root_cause_and_what_holds_the_exit(launch, worker_script):
-    launched = launch("--nproc-per-node=2", "--exit-timeout=0.5", worker_script(failing("thread")))
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=2", "--exit-timeout=0.5", worker_script(failing("thread"))).exits(1)
     report = launched.stderr.partition("Root Cause")[2]
     assert "rank      : 1" in report
     assert "exitcode  : -9" in report
@@ -151,8 +149,7 @@ def test_a_program_that_goes_on_is_left_alone(launch, worker_script, how):
         # Much longer than the limit.
         "select.select([], [], [], 1.0)\nprint('WENT ON')\n"
     )
-    launched = launch("--exit-timeout=0.05", script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--exit-timeout=0.05", script).exits(0)
     assert "WENT ON" in launched.stdout
 
 
@@ -167,16 +164,14 @@ def test_a_shell_that_starts_its_program_again_is_left_alone(launch, worker_scri
             raise ValueError("again")
     """)
     loop = f"until {sys.executable} {script}; do :; done; echo WENT ON"
-    launched = launch("--exit-timeout=1", "--no-python", "/bin/sh", "-c", loop)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--exit-timeout=1", "--no-python", "/bin/sh", "-c", loop).exits(0)
     assert "WENT ON" in launched.stdout
 
 
 def test_a_program_below_a_shell_that_does_not_end_has_failed(launch, worker_script):
     script = worker_script(failing("thread"))
     command = ("--no-python", "/bin/sh", "-c", f"{sys.executable} {script}; exit 3")
-    launched = launch("--nproc-per-node=2", "--exit-timeout=0.5", *command)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=2", "--exit-timeout=0.5", *command).exits(1)
     report = launched.stderr.partition("Root Cause")[2]
     assert "ValueError: no such batch" in report
     assert "in upload" in report
@@ -192,8 +187,7 @@ def test_without_a_limit_nobody_is_ended(launch, worker_script):
         threading.Thread(target=upload).start()
         raise ValueError
     """)
-    launched = launch("--exit-timeout=0", script)
-    assert launched.wait() == 1
+    launched = launch("--exit-timeout=0", script).exits(1)
     assert "UPLOADED" in launched.stdout
     assert "exitcode  : 1" in launched.stderr
 

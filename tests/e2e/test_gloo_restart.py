@@ -35,7 +35,7 @@ def test_a_restart_succeeds_ten_times_in_a_row(launch, worker_script, n):
     options = ("--standalone", "--nproc-per-node", str(n), "--max-restarts", "10")
     launched = launch(*options, worker_script(TRAIN), env={"FAILURES": "10"})
     # An attempt that does not meet fails of itself, and the one that is missing at the end tells of it.
-    assert launched.wait(240) == 0, launched.stderr
+    launched.exits(0, timeout=240)
     told = re.findall(rf"elasticrs: rank {n - 1} \(pid \d+\) exited with code 7; stopping", launched.stderr)
     assert len(told) == 10, launched.stderr
 
@@ -43,5 +43,4 @@ def test_a_restart_succeeds_ten_times_in_a_row(launch, worker_script, n):
 @pytest.mark.torch
 @pytest.mark.timeout(120)
 def test_a_process_group_forms(launch, worker_script):
-    launched = launch("--standalone", "--nproc-per-node", "2", worker_script(TRAIN), env={"FAILURES": "0"})
-    assert launched.wait() == 0, launched.stderr
+    launch("--standalone", "--nproc-per-node", "2", worker_script(TRAIN), env={"FAILURES": "0"}).exits(0)

@@ -68,7 +68,7 @@ SHOW = """
 
 
 def shown_by(launched):
-    assert launched.wait(120) == 0, launched.stderr
+    launched.exits(0, timeout=120)
     return [json.loads(line) for line in launched.stdout.splitlines()]
 
 

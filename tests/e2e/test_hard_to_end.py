@@ -29,7 +29,7 @@ def headless(launched, attempt=0):
 def test_a_process_without_its_main_thread_is_ended_after_success(launch, worker_script):
     launched = launch("--linger=0", worker_script(HEADLESS), "0")
     left = headless(launched)
-    assert launched.wait() == 0
+    launched.exits(0)
     assert f"{left} (" in launched.stderr
     procs.assert_gone([left])
 
@@ -37,7 +37,7 @@ def test_a_process_without_its_main_thread_is_ended_after_success(launch, worker
 def test_a_process_without_its_main_thread_holds_up_no_restart(launch, worker_script):
     launched = launch("--max-restarts=1", worker_script(HEADLESS), "3")
     left = [headless(launched, attempt) for attempt in range(2)]
-    assert launched.wait() == 1
+    launched.exits(1)
     assert "could not end" not in launched.stderr
     procs.assert_gone(left)
 
@@ -100,7 +100,7 @@ def test_a_rank_that_a_tracer_does_not_let_go_has_ended(launch, worker_script, t
     pid = int(launched.wait_for_line(r"ATTEMPT 0 PID (\d+)")[1])
     tracer = trace(pid)
     os.close(os.open(fifo, os.O_WRONLY))
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     assert f"(pid {pid}) has ended" in launched.stderr
     assert f"(pid {tracer}) traces it" in launched.stderr
     assert "hung" not in launched.stderr

@@ -40,8 +40,9 @@ def test_workers_see_the_whole_contract(launch, worker_script):
                  "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE")
         sys.stdout.write(json.dumps([sys.argv[1:], {n: os.environ[n] for n in names}]) + "\\n")
     """)
-    job = launch("--nproc-per-node=2", "--rdzv-id=job", "--master-port=0", "--role=r", script, "a", "--b")
-    assert job.wait() == 0
+    job = launch(
+        "--nproc-per-node=2", "--rdzv-id=job", "--master-port=0", "--role=r", script, "a", "--b"
+    ).exits(0)
     seen = sorted((json.loads(line) for line in job.stdout.splitlines()), key=lambda each: each[1]["RANK"])
     assert seen[1] == [
         ["a", "--b"],
@@ -86,11 +87,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(launch, tmp_path, argv, environ, 
 
 
 def test_help_and_version_go_to_stdout(launch):
-    shown = launch("--help")
-    assert shown.wait() == 0
+    shown = launch("--help").exits(0)
     assert "--nproc-per-node" in shown.stdout
-    version = launch("--version")
-    assert version.wait() == 0
+    version = launch("--version").exits(0)
     assert version.stdout.startswith("elasticrs ")
 
 
@@ -98,8 +97,7 @@ def test_help_and_version_go_to_stdout(launch):
 def test_nothing_is_left_in_the_temporary_directory(launch, worker_script, tmp_path, options):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    job = launch("--nproc-per-node=2", *options, worker_script("pass"), env={"TMPDIR": str(temporary)})
-    assert job.wait() == 0
+    launch("--nproc-per-node=2", *options, worker_script("pass"), env={"TMPDIR": str(temporary)}).exits(0)
     assert os.listdir(temporary) == []
 
 
@@ -113,8 +111,7 @@ def test_a_killed_worker_is_restarted_with_a_fresh_port(launch, worker_script):
                 os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()
     """)
-    job = launch("--nproc-per-node=2", "--max-restarts=3", script)
-    assert job.wait() == 0
+    job = launch("--nproc-per-node=2", "--max-restarts=3", script).exits(0)
     job.wait_for_line(r"rank 1 \(pid \d+\) died by SIGKILL; 1 other .*restarting\D* 2 of 3\b", "stderr")
     job.wait_for_line(r"attempt 1 .*\d+\.\d ms after the failure was seen", "stderr")
     assert len({match[0] for match in job.wait_for_lines(r"^PORT \d+$", 3)}) == 2
@@ -127,8 +124,7 @@ def test_a_failed_job_reports_and_exits_1(launch, worker_script, tmp_path):
             raise ValueError("it is broken")
         signal.pause()
     """)
-    job = launch("--nproc-per-node=2", f"--log-dir={tmp_path}/logs", script)
-    assert job.wait() == 1
+    job = launch("--nproc-per-node=2", f"--log-dir={tmp_path}/logs", script).exits(1)
     assert "worker.py FAILED" in job.stderr
     assert "ValueError: it is broken" in job.stderr
     assert "Stopped by elasticrs after the first failure: rank 0 (SIGTERM)" in job.stderr
@@ -136,10 +132,9 @@ def test_a_failed_job_reports_and_exits_1(launch, worker_script, tmp_path):
 
 def test_the_root_cause_is_handed_to_the_launchers_own_error_file(launch, worker_script, tmp_path):
     mine = tmp_path / "mine.json"
-    job = launch(
+    launch(
         worker_script("raise ValueError('it is broken')"), env={"TORCHELASTIC_ERROR_FILE": str(mine)}
-    )
-    assert job.wait() == 1
+    ).exits(1)
     assert json.loads(mine.read_text())["message"]["message"] == "ValueError: it is broken"
 
 
@@ -217,16 +212,14 @@ def test_a_program_that_cannot_be_executed_fails_at_once(launch, tmp_path):
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
-    job = launch("--nproc-per-node=3", "--max-restarts=5", "--no-python", script)
-    assert job.wait() == 1
+    job = launch("--nproc-per-node=3", "--max-restarts=5", "--no-python", script).exits(1)
     assert "No such file or directory" in job.stderr
     assert "restarting" not in job.stderr
 
 
 def test_console_lines_have_their_prefix(launch, worker_script):
     script = worker_script("import os; print('hello', os.environ['RANK'])")
-    job = launch("--nproc-per-node=2", "-t", "1", "--role=r", "--local-ranks-filter=1", script)
-    assert job.wait() == 0
+    job = launch("--nproc-per-node=2", "-t", "1", "--role=r", "--local-ranks-filter=1", script).exits(0)
     assert job.stdout == "[r1]:hello 1\n"
 
 
@@ -322,16 +315,14 @@ def test_a_port_that_was_taken_is_replaced_without_a_charge(launch, worker_scrip
             signal.pause()
         os.write(1, b"AGAIN %s\\n" % os.environb[b"TORCHELASTIC_RESTART_COUNT"])
     """)
-    job = launch("--nproc-per-node=2", script, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    assert job.wait() == 0
+    job = launch("--nproc-per-node=2", script, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}).exits(0)
     assert job.stdout == "AGAIN 0\n" * 2
     assert "was taken; trying another one (no restart charged)" in job.stderr
 
 
 def test_a_port_that_the_user_chose_is_not_replaced(launch, worker_script):
     script = worker_script("import os; raise OSError(os.environ['MASTER_PORT'] + ': address already in use')")
-    job = launch("--master-port=29517", script)
-    assert job.wait() == 1
+    job = launch("--master-port=29517", script).exits(1)
     assert "29517: address already in use" in job.stderr
 
 
@@ -341,17 +332,16 @@ def test_captured_stderr_is_in_the_report(launch, worker_script, tmp_path):
         os.write(2, b"the last words\\n")
         os._exit(3)
     """)
-    job = launch("--capture-stderr", f"--log-dir={tmp_path}/logs", script)
-    assert job.wait() == 1
+    job = launch("--capture-stderr", f"--log-dir={tmp_path}/logs", script).exits(1)
     assert "[default0]:the last words\n" in job.stderr
     assert job.stderr.count("the last words") == 2
 
 
 def test_modules_and_other_programs_are_run(launch, tmp_path):
     (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:], flush=True)")
-    module = launch("-m", "train", "x", env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
-    assert module.wait() == 0
+    module = launch(
+        "-m", "train", "x", env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    ).exits(0)
     assert module.stdout == "['x']\n"
-    program = launch("--no-python", "echo", "${local_rank}", "$$")
-    assert program.wait() == 0
+    program = launch("--no-python", "echo", "${local_rank}", "$$").exits(0)
     assert program.stdout == "0 $\n"

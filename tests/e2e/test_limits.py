@@ -30,7 +30,7 @@ SAY = """
 
 def assert_clear(launched, code, *words):
     """It ended by itself with this code, a line that holds all these words, and nothing else of Python's."""
-    assert launched.wait() == code, launched.stderr
+    launched.exits(code)
     lines = [line for line in launched.stderr.splitlines() if all(word in line for word in words)]
     assert lines, launched.stderr
     assert "Traceback" not in launched.stderr
@@ -53,8 +53,7 @@ def test_too_few_descriptors_are_told_before_anything_starts(launch, worker_scri
 def test_eight_workers_fit_into_what_the_check_demands(launch, worker_script, tmp_path):
     prefix = ("prlimit", "--nofile=88")
     arguments = ("--nproc-per-node", "8", "--log-dir", tmp_path / "logs", "--tee", "3")
-    launched = launch(*arguments, worker_script(SAY), prefix=prefix)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(*arguments, worker_script(SAY), prefix=prefix).exits(0)
     launched.wait_for_lines("RUNS", 8)
 
 
@@ -70,8 +69,7 @@ def test_pages_for_heartbeats_fit_into_what_the_check_demands(launch):
     arguments = ("--nproc-per-node", "46", "--hang-timeout", "600", "--no-python", "true")
     refused = launch(*arguments, prefix=("prlimit", "--nofile=201"))
     assert_clear(refused, 2, "needs 202 descriptors")
-    launched = launch(*arguments, prefix=("prlimit", "--nofile=202"))
-    assert launched.wait() == 0, launched.stderr
+    launch(*arguments, prefix=("prlimit", "--nofile=202")).exits(0)
 
 
 def test_a_worker_with_few_descriptors_gives_heartbeats(launch, worker_script):
@@ -80,8 +78,7 @@ def test_a_worker_with_few_descriptors_gives_heartbeats(launch, worker_script):
         heartbeat(1)
         raise SystemExit(3)
     """)
-    launched = launch("--hang-timeout=600", script, prefix=("prlimit", "--nofile=100"))
-    assert launched.wait() == 1
+    launched = launch("--hang-timeout=600", script, prefix=("prlimit", "--nofile=100")).exits(1)
     assert "last heartbeat" in launched.stderr, launched.stderr
 
 
@@ -97,12 +94,11 @@ def test_the_agent_takes_all_descriptors_it_may_have_and_workers_keep_their_limi
     assert launched.stdout.count("LIMITS 50 400") == 8, launched.stdout
     assert resource.prlimit(launched.pid, resource.RLIMIT_NOFILE) == (400, 400)
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 def test_workers_without_files_need_fewer(launch, worker_script):
-    launched = launch("--nproc-per-node", "8", worker_script(SAY), prefix=("prlimit", "--nofile=72"))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node", "8", worker_script(SAY), prefix=("prlimit", "--nofile=72")).exits(0)
     launched.wait_for_lines("RUNS", 8)
 
 
@@ -152,8 +148,7 @@ def unprivileged(launch):
 @pytest.mark.privileged
 def test_a_user_without_rights_launches(unprivileged):
     logs = unprivileged.home / "tmp" / "logs"
-    launched = unprivileged("--nproc-per-node", "2", "--log-dir", logs, "--tee", "3")
-    assert launched.wait() == 0, launched.stderr
+    launched = unprivileged("--nproc-per-node", "2", "--log-dir", logs, "--tee", "3").exits(0)
     launched.wait_for_lines("RUNS", 2)
 
 
@@ -265,23 +260,21 @@ def test_large_variables_pass(launch, worker_script):
         assert all(os.environ[f"LARGE_{number}"] == "x" * 100_000 for number in range(10))
         os.write(1, b"RUNS\\n")
     """)
-    launched = launch(script, env={f"LARGE_{number}": "x" * 100_000 for number in range(10)})
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(script, env={f"LARGE_{number}": "x" * 100_000 for number in range(10)}).exits(0)
     launched.wait_for_line("RUNS")
 
 
 def test_an_argument_that_becomes_too_long(launch, worker_script):
     launched = launch("--nproc-per-node", "2", worker_script(SAY), "${local_rank}" + "x" * 131_058)
     # "${local_rank}" is longer than the rank: whatever came to us can be passed on.
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
 
 
 # --- temporary files -----------------------------------------------------------------------------------
 
 
 def test_a_temporary_directory_that_is_missing(launch, worker_script, tmp_path):
-    launched = launch(worker_script(SAY), env={"TMPDIR": str(tmp_path / "missing")})
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(worker_script(SAY), env={"TMPDIR": str(tmp_path / "missing")}).exits(0)
     launched.wait_for_line("RUNS")
 
 

@@ -27,8 +27,7 @@ def logs_of(folder, attempt=0):
 
 def test_redirected_output_is_in_files_and_not_on_the_console(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--redirects", "3", "--rdzv-id", "job")
-    launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH)).exits(0)
     assert logs_of(tmp_path / "logs") == {
         (0, "stdout.log"): b"out 0\n",
         (0, "stderr.log"): b"err 0\n",
@@ -41,8 +40,7 @@ def test_redirected_output_is_in_files_and_not_on_the_console(launch, worker_scr
 
 def test_tee_is_both_with_a_prefix(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--tee", "3", "--role", "trainer")
-    launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH)).exits(0)
     assert sorted(launched.stdout.splitlines()) == ["[trainer0]:out 0", "[trainer1]:out 1"]
     assert {"[trainer0]:err 0", "[trainer1]:err 1"} <= set(launched.stderr.splitlines())
     assert logs_of(tmp_path / "logs")[1, "stderr.log"] == b"err 1\n"
@@ -50,8 +48,7 @@ def test_tee_is_both_with_a_prefix(launch, worker_script, tmp_path):
 
 def test_each_rank_has_its_own_choice(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--redirects", "0:1,1:2", "--tee", "1:2")
-    launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH)).exits(0)
     written = {key: text for key, text in logs_of(tmp_path / "logs").items() if text}
     assert written == {(0, "stdout.log"): b"out 0\n", (1, "stderr.log"): b"err 1\n"}
     assert launched.stdout == "out 1\n"
@@ -60,8 +57,7 @@ def test_each_rank_has_its_own_choice(launch, worker_script, tmp_path):
 
 def test_filtered_ranks_are_silent(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--tee", "3", "--local-ranks-filter", "1")
-    launched = launch("--nproc-per-node", "3", *arguments, worker_script(BOTH))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node", "3", *arguments, worker_script(BOTH)).exits(0)
     assert launched.stdout == "[default1]:out 1\n"
     assert logs_of(tmp_path / "logs")[2, "stdout.log"] == b"out 2\n"
 
@@ -73,8 +69,7 @@ def test_every_attempt_keeps_its_logs(launch, worker_script, tmp_path):
         print("attempt", attempt, flush=True)
         os._exit(attempt != "2")
     """)
-    launched = launch("--log-dir", tmp_path / "logs", "--redirects", "3", "--max-restarts", "2", script)
-    assert launched.wait() == 0, launched.stderr
+    launch("--log-dir", tmp_path / "logs", "--redirects", "3", "--max-restarts", "2", script).exits(0)
     for attempt in range(3):
         assert logs_of(tmp_path / "logs", attempt)[0, "stdout.log"] == b"attempt %d\n" % attempt
 
@@ -88,8 +83,7 @@ def test_lines_of_several_writers_stay_whole(launch, worker_script, tmp_path):
             os.write(1, f"{rank}:{number}:".encode())
             os.write(1, b"x" * 500 + b"\\n")
     """)
-    launched = launch("--nproc-per-node", "4", "--log-dir", tmp_path / "logs", "--tee", "1", script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node", "4", "--log-dir", tmp_path / "logs", "--tee", "1", script).exits(0)
     expected = {
         rank: [f"[default{rank}]:{rank}:{number}:{'x' * 500}" for number in range(2000)] for rank in range(4)
     }
@@ -118,8 +112,7 @@ def test_bytes_that_are_no_text_pass_unchanged(launch, worker_script, tmp_path):
         import os
         os.write(1, bytes(range(256)).translate(None, b"\r\n") + b"\n")
     """)
-    launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", script).exits(0)
     written = bytes(range(256)).translate(None, b"\r\n") + b"\n"
     assert logs_of(tmp_path / "logs")[0, "stdout.log"] == written
     assert launched.stdout_bytes == b"[default0]:" + written
@@ -140,7 +133,7 @@ def test_a_stuck_console_stops_neither_workers_nor_a_restart(launch, worker_scri
     launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", "--max-restarts", "1", script)
     # Nobody reads the console until the second attempt has written all of its three megabytes.
     os.close(os.open(tmp_path / "second-is-done", os.O_RDONLY))
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     assert launched.stdout.count("x") == 2 * 300 * 9_999
 
 
@@ -157,7 +150,7 @@ def test_nothing_is_lost_when_the_launcher_is_killed(launch, worker_script, tmp_
     launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", script)
     launched.wait_for_line("000000001000")
     launched.signal(signal.SIGKILL)
-    assert launched.wait() == -signal.SIGKILL
+    launched.exits(-signal.SIGKILL)
     procs.reap_adopted()
     accepted = int((tmp_path / "count").read_bytes())
     lines = logs_of(tmp_path / "logs")[0, "stdout.log"].split(b"\n")
@@ -168,8 +161,7 @@ def test_nothing_is_lost_when_the_launcher_is_killed(launch, worker_script, tmp_
 def test_paths_may_be_any_bytes(launch, worker_script, tmp_path):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/l\xffgs of\nmine"))
     script = worker_script("print('said')", name=os.fsdecode(b"w\xfe rk.py"))
-    launched = launch("--standalone", "--log-dir", folder, "--tee", "1", script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--standalone", "--log-dir", folder, "--tee", "1", script).exits(0)
     assert launched.stdout == "[default0]:said\n"
     (log,) = folder.glob("*/attempt_0/0/stdout.log")
     assert log.read_text() == "said\n"
@@ -182,8 +174,7 @@ def test_a_relative_folder_is_meant_where_the_launcher_began(launch, worker_scri
         os.write(1, b"out")
         raise ValueError("from elsewhere")
     """)
-    launched = launch("--log-dir", "logs", "--redirects", "1", script, cwd=tmp_path)
-    assert launched.wait() == 1
+    launched = launch("--log-dir", "logs", "--redirects", "1", script, cwd=tmp_path).exits(1)
     assert logs_of(tmp_path / "logs")[0, "stdout.log"] == b"out"
     assert "ValueError: from elsewhere" in launched.stderr
     assert len(list((tmp_path / "logs").glob("*/attempt_0/0/error.json"))) == 1
@@ -208,8 +199,7 @@ def test_random_bytes_reach_files_unchanged(launch, worker_script, tmp_path):
             while rest:
                 rest = rest[os.write(1, rest):]
     """)
-    launched = launch("--nproc-per-node", "2", "--log-dir", tmp_path / "logs", "--tee", "1", script)
-    assert launched.wait() == 0, launched.stderr
+    launch("--nproc-per-node", "2", "--log-dir", tmp_path / "logs", "--tee", "1", script).exits(0)
     for rank in range(2):
         source = random.Random(rank)
         expected = b"".join(source.randbytes(source.randrange(9000)) for _ in range(500))
@@ -236,15 +226,14 @@ def test_the_file_of_the_root_cause_goes_up_through_launchers(launch, worker_scr
 
         main()
     """)
-    launched = launch(
+    launch(
         "--no-python",
         sys.executable,
         "-m",
         LAUNCHER[inner],
         script,
         env={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "top.json")},
-    )
-    assert launched.wait() == 1
+    ).exits(1)
     found = json.loads((tmp_path / "top.json").read_text())
     assert found["message"]["message"] == "ValueError: deep down"
     assert found["message"]["errorCode"] == 1
@@ -266,8 +255,7 @@ def test_an_error_file_of_the_users_class_may_be_a_device(launch, worker_script,
             "--logs-specs=mine",
             worker_script('raise ValueError("told on stderr alone")'),
             env={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "SPECIAL": str(folder / "pipe")},
-        )
-        assert launched.wait() == 1
+        ).exits(1)
         assert b"told on stderr alone" in os.read(reader, 1 << 16)
     finally:
         os.close(reader)

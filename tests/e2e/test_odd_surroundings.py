@@ -120,11 +120,9 @@ def test_names_that_are_no_text(launch, tmp_path, env):
     script.write_text("raise ValueError('SAID')")
     launched = launch(
         "--log-dir", os.path.join(folder, "logs"), "--tee", "3", script.name, env=env, cwd=folder
-    )
-    assert launched.wait() == 2
+    ).exits(2)
     assert "unknown option" in launched.stderr
-    launched = launch("--log-dir", "logs", "--tee", "3", "--", script.name, env=env, cwd=folder)
-    assert launched.wait() == 1
+    launched = launch("--log-dir", "logs", "--tee", "3", "--", script.name, env=env, cwd=folder).exits(1)
     assert "[default0]:ValueError: SAID" in launched.stderr
     assert "Root Cause" in launched.stderr
     (log,) = Path(folder).glob("logs/*/attempt_0/0/stderr.log")
@@ -136,8 +134,7 @@ def test_a_descendant_whose_name_the_locale_lacks_is_named(launch, tmp_path):
     program.symlink_to("/bin/sleep")
     launched = launch(
         *("--linger", "0", "--no-python", "sh", "-c", f"setsid {program} 1000 & exec true"), env=ASCII
-    )
-    assert launched.wait() == 0, launched.stderr
+    ).exits(0)
     assert "Traceback" not in launched.stderr
 
 
@@ -145,6 +142,5 @@ def test_a_temporary_directory_that_was_cleaned_away_costs_no_restart(launch, tm
     folder = tmp_path / "tmp"
     folder.mkdir()
     program = f'[ "$TORCHELASTIC_RESTART_COUNT" = 1 ] && exit 0; rm -r {folder}/*; exit 1'
-    launched = launch("--max-restarts", "1", "--no-python", "sh", "-c", program, env={"TMPDIR": str(folder)})
-    assert launched.wait() == 0, launched.stderr
+    launch("--max-restarts", "1", "--no-python", "sh", "-c", program, env={"TMPDIR": str(folder)}).exits(0)
     assert not list(folder.iterdir())

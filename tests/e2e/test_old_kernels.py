@@ -42,7 +42,7 @@ def test_a_restart_without(launch, worker_script, features):
     )
     launched.wait_for_lines("READY", 3, "stdout")
     os.write(writer, b"go\n")
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     os.close(reader)
     os.close(writer)
     # Three standard descriptors, and the one that reads the list.
@@ -54,8 +54,7 @@ def test_a_restart_without(launch, worker_script, features):
 def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker_script):
     # A worker could make any other file shorter, which would kill the agent as it looks (SIGBUS).
     options = ("--standalone", "--hang-timeout", "30")
-    launched = launch(*options, worker_script("print('never')"), prefix=(*OLD_KERNEL, "memfd"))
-    assert launched.wait() == 1
+    launched = launch(*options, worker_script("print('never')"), prefix=(*OLD_KERNEL, "memfd")).exits(1)
     (line,) = [line for line in launched.stderr.splitlines() if "heartbeats" in line]
     assert "--hang-timeout" in line
     assert "memfd_create" in line
@@ -64,7 +63,6 @@ def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker
 
 @pytest.mark.beyond_torchrun
 def test_a_kernel_below_the_floor_is_named_in_one_line(launch, worker_script):
-    launched = launch("--standalone", worker_script(""), prefix=(*OLD_KERNEL, "pidfd_open"))
-    assert launched.wait() == 1
+    launched = launch("--standalone", worker_script(""), prefix=(*OLD_KERNEL, "pidfd_open")).exits(1)
     (line,) = launched.stderr.splitlines()
     assert "elasticrs needs Linux 5.4 or later: pidfd_open is not usable here" in line

@@ -125,8 +125,7 @@ def test_a_failure_is_told_after_the_restarts(backend, worker_script, tmp_path):
     script = worker_script(SHOW + "    raise SystemExit(int(os.environ['RANK']) * 3)")
     launched = backend(
         "--nproc-per-node=2", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}", "--tee=3", script
-    )
-    assert launched.wait() == 1
+    ).exits(1)
     # Rank 0 may be stopped before it shows anything.
     shown = [line for line in launched.stdout.splitlines() if line.startswith("[default1]")]
     assert shown == [f"[default1]:1 2 0 {count}" for count in (0, 1)]
@@ -142,7 +141,7 @@ def test_a_signal_ends_workers_and_waiting(backend, worker_script, trouble):
     launched = backend(worker_script(PAUSE), conf=f"trouble={trouble}" if trouble else "")
     told = launched.wait_for_line(r"WAITS|RUNS (\d+)")
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert "SIGTERM received" in launched.stderr
     assert len(launched.stderr.splitlines()) <= 2
     # The others go on.
@@ -161,7 +160,7 @@ def test_a_request_for_a_checkpoint_is_passed_on(backend, worker_script):
     launched = backend(worker_script(source))
     launched.wait_for_line("RUNS")
     launched.signal(signal.SIGUSR1)
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
 
 
 @pytest.mark.beyond_torchrun
@@ -174,7 +173,7 @@ def test_control_z_stops_the_workers_too(backend, worker_script):
     launched.signal(signal.SIGCONT)
     procs.wait_state(pid, "S")
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 @pytest.mark.beyond_torchrun  # tracebacks
@@ -197,8 +196,7 @@ def test_control_z_stops_the_workers_too(backend, worker_script):
     ],
 )
 def test_what_goes_wrong_is_one_line(backend, worker_script, how, code, line):
-    launched = backend(worker_script(SHOW), **how)
-    assert launched.wait() == code
+    launched = backend(worker_script(SHOW), **how).exits(code)
     (told,) = launched.stderr.splitlines()
     assert told.endswith(line)
 
@@ -208,8 +206,7 @@ def test_what_goes_wrong_is_one_line(backend, worker_script, how, code, line):
 @pytest.mark.beyond_torchrun  # its launcher ends with an error of its own
 @pytest.mark.parametrize(("trouble", "code"), [("spare", 0), ("connection", 1)])
 def test_errors_of_torch_are_heard(backend, worker_script, trouble, code):
-    launched = backend(worker_script(SHOW), kind=TORCHS, conf=f"trouble={trouble}")
-    assert launched.wait() == code
+    launched = backend(worker_script(SHOW), kind=TORCHS, conf=f"trouble={trouble}").exits(code)
     failed = "the rendezvous failed: nobody is there"
     lines = launched.stderr.splitlines()
     assert any(line.endswith(failed) for line in lines) == bool(code)
@@ -219,8 +216,7 @@ def test_errors_of_torch_are_heard(backend, worker_script, trouble, code):
 
 @pytest.mark.beyond_torchrun  # it has other words
 def test_options_that_a_backend_does_not_know_are_named(backend, worker_script):
-    launched = backend("--master-port=1", "--node-rank=1", "--drain=job", worker_script(SHOW))
-    assert launched.wait() == 0
+    launched = backend("--master-port=1", "--node-rank=1", "--drain=job", worker_script(SHOW)).exits(0)
     assert [line.split()[1] for line in launched.stderr.splitlines()] == [
         "--master-port",
         "--node-rank",
@@ -229,8 +225,7 @@ def test_options_that_a_backend_does_not_know_are_named(backend, worker_script):
 
 
 def test_a_path_runs_there_as_well(backend, worker_script):
-    launched = backend("--run-path", "--nproc-per-node=2", worker_script(SHOW))
-    assert launched.wait() == 0, launched.stderr
+    launched = backend("--run-path", "--nproc-per-node=2", worker_script(SHOW)).exits(0)
     assert sorted(launched.stdout.splitlines())[:2] == ["0 2 0 0", "1 2 0 0"]
 
 
@@ -274,23 +269,22 @@ def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
 )
 def test_a_path_that_can_be_no_file_is_one_line(launch, worker_script, tmp_path, path, why):
     endpoint = f"--rdzv-endpoint={tmp_path / path}"
-    launched = launch("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", endpoint, worker_script(SHOW))
-    assert launched.wait() == 2
+    launched = launch(
+        "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", endpoint, worker_script(SHOW)
+    ).exits(2)
     expected = f"got {str(tmp_path / path)!r}, expected a file in which nodes can meet: {why}"
     assert launched.stderr == f"elasticrs: --rdzv-endpoint: {expected}\n"
 
 
 def test_one_node_needs_no_file_to_meet_in(launch, worker_script):
-    launched = launch("--standalone", "--rdzv-conf=store_type=file", worker_script(SHOW))
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--standalone", "--rdzv-conf=store_type=file", worker_script(SHOW)).exits(0)
     assert launched.stdout == "0 1 0 0\n"
 
 
 @pytest.mark.beyond_torchrun  # it takes any words for seconds
 def test_bad_settings_of_a_file_are_one_line(launch, worker_script):
     conf = "--rdzv-conf=store_type=file,join_timeout=soon"
-    launched = launch("--rdzv-backend=c10d", conf, worker_script(SHOW))
-    assert launched.wait() == 2
+    launched = launch("--rdzv-backend=c10d", conf, worker_script(SHOW)).exits(2)
     assert launched.stderr == (
         "elasticrs: --rdzv-backend c10d: The rendezvous configuration option 'join_timeout' does not "
         "represent a valid number of seconds: 'soon'.\n"

@@ -70,8 +70,7 @@ def assert_nothing_is_left(shm, method="spawn"):
 @pytest.mark.parametrize("how", ["fail", "die"])
 def test_no_attempt_leaves_anything(job, shm, how, method):
     attempts = 2 if method == "forkserver" else 6
-    launched = job(how, f"--max-restarts={attempts - 1}", method=method)
-    assert launched.wait() == 1
+    launched = job(how, f"--max-restarts={attempts - 1}", method=method).exits(1)
     assert launched.stdout.count("HELD 1 ") == attempts, launched.stderr
     assert_nothing_is_left(shm, method)
 
@@ -82,7 +81,7 @@ def test_a_stop_leaves_nothing(job, shm, how, method):
     launched = job(how, method=method)
     launched.wait_for_lines("HELD", 2)
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert_nothing_is_left(shm, method)
 
 
@@ -91,7 +90,7 @@ def test_a_second_request_leaves_nothing(job, shm, method):
     launched = job("ignore", "--shutdown-timeout=60", method=method)
     launched.wait_for_lines("HELD", 2)
     launched.insist(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert_nothing_is_left(shm, method)
 
 
@@ -110,14 +109,13 @@ def test_a_nursery_that_is_killed_leaves_nothing(job, shm):
     launched.wait_for_lines("HELD", 2)
     [nursery] = [each.pid for each in launched.descendants() if each.command.startswith("worker-nursery")]
     os.kill(nursery, signal.SIGKILL)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert_nothing_is_left(shm)
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("strategy", ["file_system", "file_descriptor"])
 def test_what_torch_shares_is_unlinked(job, shm, strategy):
-    launched = job("die", "--max-restarts=2", torch=(strategy,))
-    assert launched.wait() == 1
+    launched = job("die", "--max-restarts=2", torch=(strategy,)).exits(1)
     assert launched.stdout.count("HELD 1 ") == 3, launched.stderr
     assert_nothing_is_left(shm)

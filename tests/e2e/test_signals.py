@@ -44,7 +44,7 @@ def running(launch, worker_script):
 def test_a_signal_is_forwarded_to_all_workers(running, signum):
     launched, _ = running(TALKATIVE)
     launched.signal(signum)
-    assert launched.wait() == 1
+    launched.exits(1)
     ranks = [match[1] for match in launched.wait_for_lines(rf"GOT {signal.Signals(signum).name} (\d)", N)]
     assert sorted(ranks) == ["0", "1", "2"]
 
@@ -52,21 +52,21 @@ def test_a_signal_is_forwarded_to_all_workers(running, signum):
 def test_other_signals_are_handled_on_request(running):
     launched, _ = running(TALKATIVE, "--signals-to-handle", "SIGUSR1,SIGUSR2")
     launched.signal(signal.SIGUSR2)
-    assert launched.wait() == 1
+    launched.exits(1)
     launched.wait_for_lines("GOT SIGUSR2", N)
 
 
 def test_a_signal_costs_no_restart(running):
     launched, _ = running(TALKATIVE, "--max-restarts", "3")
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert launched.stdout.count("READY") == N
 
 
 def test_workers_that_ignore_the_signal_are_killed_when_their_grace_is_over(running):
     launched, _ = running(STUBBORN, "--shutdown-timeout", "1")
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     launched.wait_for_lines("IGNORED", N)
 
 
@@ -77,7 +77,7 @@ def test_a_second_interrupt_kills_at_once(running):
     launched.signal(signal.SIGINT)
     launched.wait_for_lines("IGNORED", N)
     launched.insist(signal.SIGINT)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 SAVES = """
@@ -105,7 +105,7 @@ def test_signals_that_come_together_are_one_request(running, second):
     launched.signal(signal.SIGTERM)
     launched.wait_for_line("SIGTERM received", "stderr")
     launched.signal(second)
-    assert launched.wait() == 1
+    launched.exits(1)
     launched.wait_for_lines("SAVED", N)
 
 
@@ -119,7 +119,7 @@ def test_a_later_signal_shortens_the_grace_only_if_a_person_asks_again(running, 
     launched.wait_for_lines("SAVING", N)
     launched.read_for(0.15)
     launched.signal(second)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert launched.stdout.count("SAVED") == (N if saves else 0)
 
 
@@ -128,7 +128,7 @@ def test_a_signal_before_there_are_workers_is_handled(launch, worker_script):
     launched = launch("--nproc-per-node", str(N), worker_script(TALKATIVE))
     procs.wait_until(lambda: _catches(launched.pid, signal.SIGTERM))
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 @pytest.mark.beyond_torchrun
@@ -141,7 +141,7 @@ def test_an_interrupt_before_there_are_handlers_leaves_no_traceback(launch, work
     launched = launch(worker_script(""), argv=argv, env={"PYTHONPATH": path}, stdin=reader)
     launched.wait_for_line("IMPORTS")
     launched.signal(signal.SIGINT)
-    assert launched.wait() == -signal.SIGINT
+    launched.exits(-signal.SIGINT)
     assert launched.stderr == ""
     os.close(reader)
     os.close(writer)
@@ -158,7 +158,7 @@ def _catches(pid, signum):
 def test_workers_do_not_outlive_a_launcher_that_is_killed(running, signum):
     launched, pids = running(STUBBORN, "--signals-to-forward=")
     launched.signal(signum)
-    assert launched.wait() == -signum
+    launched.exits(-signum)
     procs.reap_adopted()
     procs.assert_gone(pids)
 
@@ -182,7 +182,7 @@ def test_a_request_for_a_checkpoint_is_passed_on_and_the_job_goes_on(running, ho
         launched.signal(signum)
         launched.wait_for_lines(f"GOT {signum.name}", N)
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert launched.stdout.count("READY") == N
 
 
@@ -196,7 +196,7 @@ def test_a_worker_that_does_not_know_such_a_signal_fails_by_it(running):
         signal.pause()
     """)
     launched.signal(signal.SIGUSR1)
-    assert launched.wait() == 1
+    launched.exits(1)
     launched.wait_for_line(r"rank +: 1 ", "stderr")
     launched.wait_for_line(r"exitcode +: -10 ", "stderr")
 
@@ -209,7 +209,7 @@ def test_where_no_workers_run_nobody_gets_it(launch, worker_script):
     launched.signal(signal.SIGUSR1)
     launched.wait_for_line("SIGUSR1 received: no workers run", "stderr")
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert launched.stdout == ""
 
 
@@ -230,7 +230,7 @@ def test_ctrl_z_stops_the_workers_and_the_launcher_and_fg_resumes_them(running):
     launched.signal(signal.SIGCONT)
     launched.wait_for_lines("RESUMED", N)
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 @pytest.mark.beyond_torchrun
@@ -240,6 +240,6 @@ def test_a_stopped_worker_is_reported_and_can_still_be_ended(running):
     launched.wait_for_line(str(pids[1]), "stderr")
     assert not launched.has_exited
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     # It was resumed for the signal, and ended in its own way.
     launched.wait_for_lines("GOT SIGTERM", N)

@@ -85,7 +85,7 @@ def test_helpers_of_a_worker_are_stopped_when_it_has_ended(launch, worker_script
     launched.wait_for_line("HELPER 0 SIGTERM", "stderr")
     assert "HELPER 1" not in launched.stderr
     let_go(fifo)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 def test_a_worker_whose_sibling_fails_saves_with_its_helpers(launch, worker_script, fifos):
@@ -97,7 +97,7 @@ def test_a_worker_whose_sibling_fails_saves_with_its_helpers(launch, worker_scri
     launched.wait_for_line("HELPER 0 SIGTERM", "stderr")
     assert "HELPER 1" not in launched.stderr
     let_go(fifo)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_whole_group_is_signalled_on_request_and_where_nobody_passes_it_on(
     launched.wait_for_lines("READY", 2)
     launched.signal(signal.SIGTERM)
     launched.wait_for_lines("HELPER ENDED 0", 2)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 def test_a_signal_reaches_functions_before_6_9(launch, worker_script, fifos):
@@ -127,7 +127,7 @@ def test_a_signal_reaches_functions_before_6_9(launch, worker_script, fifos):
     launched.signal(signal.SIGTERM)
     launched.wait_for_lines("SAVED", 2)
     let_go(fifo)
-    assert launched.wait() == 1
+    launched.exits(1)
 
 
 LOADS = """
@@ -160,6 +160,6 @@ def test_all_ranks_save_while_their_data_loaders_run(launch, worker_script, tmp_
     launched = launch("--nproc-per-node", "2", worker_script(LOADS), str(tmp_path))
     launched.wait_for_lines("TRAINS", 2)
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     parts = "".join(f"{part}\n" for part in range(10))
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == [parts, parts], launched.stderr

@@ -29,8 +29,7 @@ def logs_folder(stderr):
 
 
 def test_a_restart_names_rank_exception_place_and_what_is_left(launch, worker_script):
-    job = launch("--nproc-per-node=3", "--max-restarts=3", worker_script(RAISES))
-    assert job.wait() == 0
+    job = launch("--nproc-per-node=3", "--max-restarts=3", worker_script(RAISES)).exits(0)
     lines = re.findall(
         r"rank 1 \(pid \d+\): FileNotFoundError: data\.bin \(worker\.py:(\d+)\);"
         r" 2 others .*restarting\D*(\d) of 3",
@@ -70,8 +69,7 @@ def test_what_stopped_ranks_print_comes_behind_a_line_that_says_so(launch, worke
 
 def test_the_folder_of_logs_is_named_at_the_start_and_after_a_failure(launch, worker_script, tmp_path):
     env = {"TMPDIR": str(tmp_path)}
-    job = launch("-r", "3", worker_script("raise ValueError"), env=env)
-    assert job.wait() == 1
+    job = launch("-r", "3", worker_script("raise ValueError"), env=env).exits(1)
     assert job.stderr.count("logs in ") == 2
     folder = logs_folder(job.stderr)
     assert folder.startswith(f"{tmp_path}/elasticrs_")
@@ -80,8 +78,7 @@ def test_the_folder_of_logs_is_named_at_the_start_and_after_a_failure(launch, wo
 
 
 def test_a_folder_without_files_is_neither_named_nor_kept(launch, worker_script, tmp_path):
-    job = launch(worker_script("import os; os._exit(3)"), env={"TMPDIR": str(tmp_path)})
-    assert job.wait() == 1
+    job = launch(worker_script("import os; os._exit(3)"), env={"TMPDIR": str(tmp_path)}).exits(1)
     assert "logs in" not in job.stderr
     assert list(tmp_path.glob("elasticrs_*")) == []
 
@@ -98,8 +95,7 @@ def test_a_stop_ends_with_how_long_it_ran(launch, worker_script):
     ("level", "is_quiet"), [("WARNING", True), ("40", True), ("INFO", False), ("", False)]
 )
 def test_a_job_that_goes_well_can_be_silent(launch, worker_script, level, is_quiet):
-    job = launch("-r", "3", worker_script("pass"), env={"LOGLEVEL": level})
-    assert job.wait() == 0
+    job = launch("-r", "3", worker_script("pass"), env={"LOGLEVEL": level}).exits(0)
     assert (job.stderr == "") == is_quiet
 
 

@@ -44,8 +44,7 @@ def fifo(tmp_path):
 def test_the_job_fails_without_a_restart(launch, worker_script, fifo):
     script = worker_script(SLEEPER)
     options = ("--nproc-per-node=2", "--max-restarts=3", "--shutdown-timeout=0.2")
-    launched = launch(*options, script, fifo, env=LIMIT)
-    assert launched.wait() == 1
+    launched = launch(*options, script, fifo, env=LIMIT).exits(1)
     assert "local rank(s) 1 (" in launched.stderr
     said = "in uninterruptible sleep (state D), longer than the 0.4 s allowed; "
     assert f"{said}stopping the workers" in launched.stderr
@@ -60,7 +59,7 @@ def test_it_is_not_looked_at_unless_asked_for(launch, worker_script, fifo):
     # Whoever writes lets the child go on, and the worker with it.
     os.close(os.open(fifo, os.O_WRONLY))
     launched.signal(15)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert "uninterruptible" not in launched.stderr
 
 
@@ -68,7 +67,6 @@ def test_agents_that_look_fail_as_well(launch, worker_script, fifo):
     import sys
 
     agent, script = worker_script(AGENT, "agent.py"), worker_script(SLEEPER)
-    launched = launch(agent, script, fifo, argv=[sys.executable], env=LIMIT)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(agent, script, fifo, argv=[sys.executable], env=LIMIT).exits(0)
     assert "RESULT FAILED True [0, 1]" in launched.stdout
     assert "ATTEMPT 1 1" not in launched.stdout

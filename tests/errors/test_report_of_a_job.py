@@ -30,8 +30,7 @@ def test_the_cause_the_stopped_and_the_traceback_are_shown(
     train()
     """
     )
-    job = launch("--standalone", "--nproc-per-node", "3", "--max-restarts", "0", script)
-    assert job.wait() == 1
+    job = launch("--standalone", "--nproc-per-node", "3", "--max-restarts", "0", script).exits(1)
     report = job.stderr[job.stderr.index("=====") :]
     assert "Failures:\n  <NO_OTHER_FAILURES>\n" in report
     assert re.search(r"^Stopped by elasticrs after the first failure: ranks 0, 2 \(SIGTERM\)$", report, re.M)
@@ -46,8 +45,7 @@ def test_a_signal_is_named(
     launch: Launch, worker_script: Callable[..., Path], name: str, has_stack: bool
 ) -> None:
     script = worker_script(WAITING + f"\n    def deep(): os.kill(os.getpid(), signal.{name})\n    deep()\n")
-    job = launch("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script)
-    assert job.wait() == 1
+    job = launch("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script).exits(1)
     number = -signal.Signals[name]
     assert re.search(rf"exitcode  : {number} \(pid: \d+\)  \({name}\)", job.stderr)
     assert (re.search(r"line \d+ in deep", job.stderr) is not None) is has_stack
@@ -83,8 +81,7 @@ def test_an_error_file_that_could_not_be_written_is_no_missing_one(
     raise ValueError("no such batch")
     """
     )
-    job = launch("--standalone", "--log-dir", tmp_path / "logs", script)
-    assert job.wait() == 1
+    job = launch("--standalone", "--log-dir", tmp_path / "logs", script).exits(1)
     root = job.stderr[job.stderr.index("Root Cause") :]
     said = "exit code 1; its error file could not be written (it is empty, as on a full disk)"
     assert f"  traceback : {said}\n" in root

@@ -139,6 +139,16 @@ class Launched:
             raise AssertionError(self._story(f"does not end within {timeout} s; below it:\n{below}"))
         return self._process.wait()
 
+    def exits(self, code: int, timeout: float = HANG) -> "Launched":
+        """Wait for its end, which has this exit code.
+
+        Raises:
+            AssertionError: it hung, or ended otherwise; the message has its output.
+        """
+        ended = self.wait(timeout)
+        assert ended == code, self._story(f"ended with {ended}, not {code}")
+        return self
+
     def signal(self, signum: int) -> None:
         """Signal the launcher alone."""
         signal.pidfd_send_signal(self.pidfd, signum)

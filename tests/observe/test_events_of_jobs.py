@@ -49,11 +49,10 @@ def of_console(text):
 def test_a_job_that_restarts_and_succeeds(launch, worker_script, tmp_path):
     path = tmp_path / "events.jsonl"
     before = path.parent.stat().st_mtime
-    job = launch(
+    launch(
         *("--nproc-per-node=2", "--max-restarts=1", f"--event-log-handler=file:{path}", "--role=trainer"),
         worker_script(FAILS_ONCE),
-    )
-    assert job.wait() == 0, job.stderr
+    ).exits(0)
     events = read(path.read_text().splitlines())
     attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", "WORKER START", "WORKER START"]
     ends = ["WORKER SUCCEEDED", "WORKER SUCCEEDED", "AGENT SUCCEEDED"]
@@ -74,8 +73,7 @@ def test_a_job_that_restarts_and_succeeds(launch, worker_script, tmp_path):
 def test_a_worker_that_fails_and_one_that_is_stopped_for_it(launch, worker_script):
     job = launch(
         "--nproc-per-node=2", worker_script(FAILS_AND_HANGS), env={"PET_EVENT_LOG_HANDLER": "console"}
-    )
-    assert job.wait() == 1
+    ).exits(1)
     events = read(of_console(job.stderr))
     assert names(events)[4:] == ["WORKER FAILED", "WORKER FAILED", "AGENT SUCCEEDED"]
     stopped, failed = (event["metadata"] for event in events[4:6])
@@ -107,8 +105,7 @@ def test_workers_that_cannot_be_started(launch, tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/no/such/interpreter\n")
     program.chmod(0o755)
-    job = launch("--event-log-handler=console", "--no-python", program)
-    assert job.wait() == 1
+    job = launch("--event-log-handler=console", "--no-python", program).exits(1)
     events = read(of_console(job.stderr))
     assert names(events) == ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", "AGENT FAILED"]
     assert "could not execute" in events[-1]["metadata"]["raw_error"]
@@ -125,8 +122,7 @@ def test_a_timer_that_expires(launch, worker_script):
                 signal.pause()
         """),
         env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"},
-    )
-    assert job.wait() == 1
+    ).exits(1)
     events = read(of_console(job.stderr))
     assert [event["name"] for event in events if "." not in event["name"]] == [
         *("watchdog started", "timer expired", "kill worker process", "watchdog stopped")
@@ -148,8 +144,7 @@ def test_a_worker_that_hangs(launch, worker_script):
             heartbeat(7)
             signal.sigwait([signal.SIGUSR2])
         """),
-    )
-    assert job.wait() == 1
+    ).exits(1)
     events = read(of_console(job.stderr))
     hang = ["WORKER START", "AGENT worker hung", "AGENT kill worker process"]
     attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", *hang]
@@ -179,8 +174,7 @@ def test_what_failed_is_on_the_disk(launch, worker_script, tmp_path):
     job = launch(
         *("--hang-timeout=1", f"--event-log-handler=file:{tmp_path / 'events.jsonl'}", script),
         argv=[sys.executable, worker_script(program, "program.py")],
-    )
-    assert job.wait() == 1
+    ).exits(1)
     assert job.stdout == "SYNCED\n" * 3, "hung, killed, failed"
 
 
@@ -238,11 +232,10 @@ def test_a_console_that_nobody_reads_holds_up_nothing(launch, worker_script, tmp
     done = tmp_path / "done"
     # The pipe is full before the first event, and is read by nobody until the file is there.
     shell = 'head -c 1048576 /dev/zero | { "$@" 2>&1 >&3 || true; } 3>done'
-    job = launch(
+    launch(
         *("--event-log-handler=console", "--redirects=3", "--nproc-per-node=2", script),
         argv=["sh", "-c", shell, "sh", *LAUNCHERS["elasticrs"]],
-    )
-    assert job.wait() == 0
+    ).exits(0)
     assert done.exists()
 
 
@@ -255,8 +248,7 @@ def test_a_console_that_nobody_reads_holds_up_nothing(launch, worker_script, tmp
     ],
 )
 def test_an_unknown_destination_is_a_mistake_of_the_command_line(launch, destination, complaint):
-    job = launch("--event-log-handler", destination, "--no-python", "true")
-    assert job.wait() == 2
+    job = launch("--event-log-handler", destination, "--no-python", "true").exits(2)
     assert job.stderr.startswith("elasticrs: --event-log-handler: ")
     assert complaint in job.stderr
 
@@ -273,8 +265,7 @@ def test_a_handler_of_a_package(launch, tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nmine = mine:Handler\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    job = launch("--event-log-handler=mine", "--no-python", "true", env={"PYTHONPATH": path})
-    assert job.wait() == 0, job.stderr
+    job = launch("--event-log-handler=mine", "--no-python", "true", env={"PYTHONPATH": path}).exits(0)
     lines = [line.removeprefix("mine: ") for line in job.stdout.splitlines() if line.startswith("mine: ")]
     assert names(read(lines))[-1] == "AGENT SUCCEEDED"
 
@@ -291,8 +282,7 @@ def test_a_handler_that_fails_is_told_once_and_the_job_goes_on(launch, tmp_path)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nbad = bad:Handler\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    job = launch("--event-log-handler=bad", "--no-python", "true", env={"PYTHONPATH": path})
-    assert job.wait() == 0
+    job = launch("--event-log-handler=bad", "--no-python", "true", env={"PYTHONPATH": path}).exits(0)
     assert job.stderr.count("EventRecorder failed, and the job goes on: RuntimeError('no')") == 1
 
 

@@ -304,11 +304,9 @@ def test_it_listens_on_loopback_unless_a_host_is_given(launch, worker_script):
 def test_torchs_variable_starts_it_and_a_port_that_is_taken_keeps_no_job(launch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        job = launch("--no-python", "true", env={"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)})
-        assert job.wait() == 0
+        job = launch("--no-python", "true", env={"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)}).exits(0)
         assert f"no health check server: listen on 127.0.0.1:{port}: Address already in use; " in job.stderr
-    job = launch("--no-python", "true", env={"TORCHELASTIC_HEALTH_CHECK_PORT": "http"})
-    assert job.wait() == 0
+    job = launch("--no-python", "true", env={"TORCHELASTIC_HEALTH_CHECK_PORT": "http"}).exits(0)
     assert "TORCHELASTIC_HEALTH_CHECK_PORT: got 'http', expected a port" in job.stderr
 
 

@@ -74,8 +74,7 @@ def tracker() -> None:
 def test_a_child_that_is_terminated_beside_an_agent_ends_alone(
     launch: Callable[..., Launched], loop: str
 ) -> None:
-    launched = launch("-c", HOST.replace("TIMES", str(TIMES)), loop, argv=[sys.executable])
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("-c", HOST.replace("TIMES", str(TIMES)), loop, argv=[sys.executable]).exits(0)
     assert launched.stdout.splitlines() == ["CODES -15", "RESULT {0: None}"]
 
 

@@ -33,7 +33,7 @@ def leave(launch, worker_script, method):
 @pytest.mark.parametrize("linger", ["0", "0.1"])
 def test_it_is_ended_by_name_after_the_time_that_it_has(leave, linger):
     launched, _, left = leave(f"--linger={linger}")
-    assert launched.wait() == 0
+    launched.exits(0)
     assert f": {left} (sleep)\n" in launched.stderr
     procs.assert_gone([left])
 
@@ -41,7 +41,7 @@ def test_it_is_ended_by_name_after_the_time_that_it_has(leave, linger):
 @METHODS
 def test_it_may_go_on_for_ever(leave):
     launched, _, left = leave("--keep-descendants")
-    assert launched.wait() == 0
+    launched.exits(0)
     assert "sleep 300" not in launched.stderr
     (child,) = procs.adopted()
     assert (child.pid, child.state) == (left, "S")
@@ -67,7 +67,7 @@ def test_one_that_has_all_descriptors_of_its_worker_is_not_waited_for(launch, wo
         assert os.path.exists(f"/proc/{left}")
     finally:
         procs.kill_adopted(keep=[launched.pid])
-    assert launched.wait() == 0
+    launched.exits(0)
 
 
 @METHODS
@@ -76,7 +76,7 @@ def test_a_signal_ends_its_time(leave):
     procs.assert_gone([worker])
     assert os.path.exists(f"/proc/{left}")
     launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
+    launched.exits(1)
     assert "SIGTERM received" in launched.stderr
     procs.assert_gone([left])
 
@@ -86,6 +86,6 @@ def test_the_end_of_the_launcher_ends_it(leave):
     launched, worker, left = leave("--linger=1000")
     procs.assert_gone([worker])
     launched.signal(signal.SIGKILL)
-    assert launched.wait() == -signal.SIGKILL
+    launched.exits(-signal.SIGKILL)
     procs.assert_gone([left])
     procs.reap_adopted()

@@ -88,7 +88,7 @@ def host(request, launch, tmp_path, method):
 
 
 def told(launched):
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     return json.loads(launched.stdout.rsplit("TOLD ", 1)[1])
 
 

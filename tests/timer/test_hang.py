@@ -56,8 +56,7 @@ def evidence(logs, attempt, local_rank):
 def test_a_rank_that_hangs_is_found_and_the_group_restarts(launch, worker_script, tmp_path, how):
     script = worker_script(training(HANGS[how]))
     options = ("--nproc-per-node=3", "--hang-timeout=1", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}")
-    launched = launch(*options, script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(*options, script).exits(0)
     assert launched.stdout.count("DONE\n") == 3
     line = r"rank 1 \(pid \d+\): hung: no heartbeat for [\d.]+ s \(limit 1 s[^)]*\); stopped at step 1,204.*"
     found = re.search(line + r"1 step behind them.*restarting\D* 0 of 1\b", launched.stderr)
@@ -76,8 +75,7 @@ def test_a_rank_that_hangs_is_found_and_the_group_restarts(launch, worker_script
 
 def test_the_report_has_the_stack_and_the_last_heartbeats(launch, worker_script):
     script = worker_script(training("def read_batch(): os.read(reader, 1)\nread_batch()"))
-    launched = launch("--nproc-per-node=3", "--hang-timeout=1", script)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=3", "--hang-timeout=1", script).exits(1)
     assert re.search(r"traceback : hung: no heartbeat for [\d.]+ s", launched.stderr), launched.stderr
     assert re.search(r'    File ".*worker.py", line \d+ in read_batch$', launched.stderr, re.M)
     assert re.search(r"last heartbeat of rank 1: in step 1,204 [\d.]+ s before the failure", launched.stderr)
@@ -103,8 +101,7 @@ def test_a_worker_that_leaves_on_the_question_for_its_stacks_has_hung_all_the_sa
         {LEAVES[how]}
     """)
     logs = tmp_path / "logs"
-    launched = launch("--nproc-per-node=2", "--hang-timeout=1", f"--log-dir={logs}", script)
-    assert launched.wait() == 1, launched.stderr
+    launched = launch("--nproc-per-node=2", "--hang-timeout=1", f"--log-dir={logs}", script).exits(1)
     assert re.search(r"hung: no heartbeat for [\d.]+ s \(limit 1 s\); stopped at step 7", launched.stderr)
     # The stacks of a crash are no answer, and stay where the report looks for them.
     faults = [path.read_text() for path in logs.glob("*/attempt_0/*/error.json.fault")]
@@ -131,7 +128,7 @@ def test_a_worker_that_goes_on_while_it_is_looked_at_has_not_hung(launch, worker
     # The evidence takes 1.2 seconds, as it does not answer.
     assert not wait_readable(launched.pidfd, 2)
     os.close(writer)
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     assert "hung" not in launched.stderr
 
 
@@ -154,8 +151,7 @@ def test_after_a_verdict_of_nobody_the_next_look_comes_at_its_time(launch, worke
         gaps = [later - earlier for earlier, later in zip(asked, asked[1:])]
         os.write(1, b"IN TIME\\n" if min(gaps[1:]) < 4 else f"{gaps}\\n".encode())
     """)
-    launched = launch("--nproc-per-node=1", "--hang-timeout=0.3", script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node=1", "--hang-timeout=0.3", script).exits(0)
     assert launched.stdout == "IN TIME\n"
 
 
@@ -164,8 +160,7 @@ def test_a_handler_of_the_workers_own_costs_the_stacks_only(launch, worker_scrip
         training("signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nwhile True: os.read(reader, 1)")
     )
     logs = tmp_path / "logs"
-    launched = launch("--nproc-per-node=3", "--hang-timeout=1", f"--log-dir={logs}", script)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=3", "--hang-timeout=1", f"--log-dir={logs}", script).exits(1)
     assert "1 step behind them" in launched.stderr
     assert "no Python stacks" in evidence(logs, 0, 1)
 
@@ -181,8 +176,7 @@ def test_a_program_below_the_worker_is_asked(launch, worker_script, tmp_path):
     """)
     logs = tmp_path / "logs"
     argv = ("--no-python", "bash", "-c", f"{sys.executable} {script}; true")
-    launched = launch("--nproc-per-node=1", "--hang-timeout=1", f"--log-dir={logs}", *argv)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=1", "--hang-timeout=1", f"--log-dir={logs}", *argv).exits(1)
     assert "it is in deep (worker.py:" in launched.stderr, launched.stderr
     assert re.search(r"the program below it: pid \d+", evidence(logs, 0, 0))
 
@@ -223,8 +217,9 @@ def test_who_has_no_handler_is_looked_into_by_py_spy(launch, worker_script, tmp_
         os.read(pipe[0], 1)
     """)
     logs = tmp_path / "logs"
-    launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", f"--log-dir={logs}", script, **spied)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", f"--log-dir={logs}", script, **spied).exits(
+        1
+    )
     assert "hung: no heartbeat" in launched.stderr
     assert re.search(r"^spied with dump --full-filenames --pid \d+$", evidence(logs, 0, 0), re.M)
     assert "it is in all_reduce (train.py:41)" in launched.stderr
@@ -256,8 +251,7 @@ def test_the_real_py_spy_names_the_place(launch, worker_script, tmp_path, how):
     body = "signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nclass Loader:\n    def read_batch(self):\n"
     script = worker_script(training(body + textwrap.indent(HANGS[how], " " * 8) + "\nLoader().read_batch()"))
     logs = tmp_path / "logs"
-    launched = launch("--nproc-per-node=3", "--hang-timeout=1", f"--log-dir={logs}", script)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=3", "--hang-timeout=1", f"--log-dir={logs}", script).exits(1)
     assert "no Python stacks" in evidence(logs, 0, 1)
     state = "stopped by a signal in" if how == "stopped" else "in"
     assert f"it is {state} read_batch (worker.py:" in launched.stderr, launched.stderr
@@ -269,8 +263,7 @@ def test_the_real_py_spy_names_the_place(launch, worker_script, tmp_path, how):
 @pytest.mark.parametrize("limit", ["1e-9", "1e-300"])
 def test_a_limit_of_nearly_nothing_does_not_occupy_the_agent(launch, worker_script, limit):
     script = worker_script("import os; os.write(1, b'UP\\n')")
-    launched = launch("--nproc-per-node=1", f"--hang-timeout={limit}", script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch("--nproc-per-node=1", f"--hang-timeout={limit}", script).exits(0)
     assert launched.stdout == "UP\n"
 
 
@@ -291,8 +284,7 @@ def test_a_fifo_in_the_place_of_a_file_costs_that_file_only(launch, worker_scrip
         os.read(pipe[0], 1)
     """)
     logs = tmp_path / "logs"
-    launched = launch("--nproc-per-node=2", "--hang-timeout=1", f"--log-dir={logs}", script)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=2", "--hang-timeout=1", f"--log-dir={logs}", script).exits(1)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
     assert "it is in <module> (worker.py:" in launched.stderr, "the evidence of the other rank is there"
     assert "Current thread" in evidence(logs, 0, 1)
@@ -313,7 +305,7 @@ def test_py_spy_does_not_outlive_an_agent_that_is_killed(launch, worker_script, 
     launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", script, **spied)
     pid = int(told.read_text())
     launched.signal(signal.SIGKILL)
-    assert launched.wait() == -signal.SIGKILL
+    launched.exits(-signal.SIGKILL)
     assert wait_gone(pid), "it died with the agent"
     reap_adopted()
 
@@ -327,8 +319,7 @@ def test_a_section_has_its_own_limit(launch, worker_script):
             with heartbeat.section("checkpoint", limit=0.5):
                 os.read(pipe[0], 1)
     """)
-    launched = launch("--nproc-per-node=1", "--hang-timeout=1", script)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=1", "--hang-timeout=1", script).exits(1)
     assert re.search(
         r"hung: no end of its section 'checkpoint' for [\d.]+ s \(limit 0.5 s\)", launched.stderr
     )
@@ -351,7 +342,7 @@ def test_a_section_without_a_limit_and_a_worker_without_heartbeats_are_left_alon
     # Several limits long.
     assert not wait_readable(launched.pidfd, 1.5)
     os.write(writer, b"xx")
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     os.close(writer)
 
 
@@ -363,8 +354,7 @@ def test_a_start_has_a_limit_when_it_is_given_one(launch, worker_script):
         with heartbeat.section("all of it", limit=None) if os.environ["RANK"] == "0" else open(os.devnull):
             os.read(pipe[0], 1)
     """)
-    launched = launch("--nproc-per-node=2", "--hang-timeout=60", "--hang-startup-timeout=1", script)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=2", "--hang-timeout=60", "--hang-startup-timeout=1", script).exits(1)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
     assert re.search(r"hung: no sign of life since its start for [\d.]+ s \(limit 1 s\)", launched.stderr)
 
@@ -380,8 +370,7 @@ def test_without_heartbeats_the_silence_of_all_followed_ranks_counts(launch, wor
         print("{WITHOUT_AN_END[what]}", end="", flush=True)
         os.read(pipe[0], 1)
     """)
-    launched = launch("--nproc-per-node=2", "--hang-timeout=0.5", "--tee=1", script)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=2", "--hang-timeout=0.5", "--tee=1", script).exits(1)
     assert re.search(r"hung: no rank has written a line for [\d.]+ s \(limit 0.5 s\)", launched.stderr)
 
 
@@ -407,7 +396,7 @@ def test_a_stopped_agent_finds_nobody_hung(launch, worker_script):
     launched.signal(signal.SIGCONT)
     launched.wait_for_lines("ALIVE", 56)
     os.write(writer, b"x")
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     os.close(writer)
 
 
@@ -430,7 +419,7 @@ def test_a_suspended_job_has_nobody_who_hangs(launch, worker_script):
     launched.signal(signal.SIGCONT)
     assert not wait_readable(launched.pidfd, 0.5)
     os.close(writer)
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
 
 
 def test_a_limit_is_learned_from_the_steps(launch, worker_script):
@@ -449,8 +438,7 @@ def test_a_limit_is_learned_from_the_steps(launch, worker_script):
         os.write(1, b"DONE\\n")
     """)
     options = ("--nproc-per-node=2", "--hang-timeout=auto:0.5", "--max-restarts=1")
-    launched = launch(*options, script)
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(*options, script).exits(0)
     assert launched.stdout.count("DONE\n") == 2
     # Twenty steps of microseconds: the floor is the limit.
     line = r"rank 1 .*hung: no heartbeat for [\d.]+ s \(limit 0\.5 s\); stopped at step 19"
@@ -479,8 +467,9 @@ def test_a_rank_that_is_missing_in_a_collective_of_torch_is_named(launch, worker
         dist.barrier()
         os._exit(0)
     """)
-    launched = launch("--nproc-per-node=4", "--hang-timeout=2", "--max-restarts=1", script)
-    assert launched.wait(120) == 0, launched.stderr
+    launched = launch("--nproc-per-node=4", "--hang-timeout=2", "--max-restarts=1", script).exits(
+        0, timeout=120
+    )
     assert launched.stdout.count("DONE\n") == 4
     text = r"rank 2 .*hung: .*stopped at step 12.*it is in next_batch .*, ranks 0, 1, 3 in all_reduce \("
     assert re.search(text, launched.stderr), launched.stderr

@@ -36,8 +36,7 @@ def job(launch, worker_script):
 
 
 def test_a_script_that_says_nothing_is_found_with_its_step(job):
-    launched = job(["train(25)", STUCK], "--hang-timeout=2")
-    assert launched.wait(120) == 1
+    launched = job(["train(25)", STUCK], "--hang-timeout=2").exits(1, timeout=120)
     # Of two optimizers the steps of the first are counted, from 0.
     line = r"hung: no heartbeat for [\d.]+ s \(limit 2 s\); stopped at step 24; it is in <module> \("
     assert re.search(line, launched.stderr), launched.stderr
@@ -45,8 +44,7 @@ def test_a_script_that_says_nothing_is_found_with_its_step(job):
 
 def test_steps_are_silent_from_the_first_heartbeat_of_the_program_on(job):
     source = ["train(5)", "from elasticrs.timer import heartbeat", "heartbeat(700)", "train(5)", STUCK]
-    launched = job(source, "--hang-timeout=2")
-    assert launched.wait(120) == 1
+    launched = job(source, "--hang-timeout=2").exits(1, timeout=120)
     assert re.search(r"hung: no heartbeat .*stopped at step 700;", launched.stderr), launched.stderr
 
 
@@ -60,8 +58,7 @@ def test_a_forked_child_gives_no_sign_of_life(job):
         "        select.select([], [], [], 0.1)",
         STUCK,
     ]
-    launched = job(source, "--hang-timeout=2")
-    assert launched.wait(120) == 1
+    launched = job(source, "--hang-timeout=2").exits(1, timeout=120)
     assert launched.stdout.count("CHILD\n") > 1
     assert "stopped at step 4;" in launched.stderr, launched.stderr
 
@@ -82,7 +79,7 @@ def test_a_rank_that_is_not_watched_is_told_once(job, why):
     # Several limits long.
     assert not wait_readable(launched.pidfd, 2)
     os.close(writer)
-    assert launched.wait(120) == 0, launched.stderr
+    launched.exits(0, timeout=120)
     assert launched.stderr.count("not watched") == 1
     assert "hung" not in launched.stderr
 

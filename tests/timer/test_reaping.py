@@ -40,8 +40,7 @@ BY_HAND = """
 def test_a_hung_rank_of_torchs_client_is_restarted_and_the_agent_lives(launch, worker_script):
     launched = launch(
         "--nproc-per-node", "2", "--max-restarts", "1", worker_script(TORCH_CLIENT), env=ENABLED
-    )
-    assert launched.wait() == 0, launched.stderr
+    ).exits(0)
     assert launched.stdout.count("DONE\n") >= 2
     line = r"rank 1 \(pid \d+\): timer expired: scope 'epoch', deadline [\d:]{8}\.\d{3}, 1 other timer live"
     assert re.search(line + r"(; 1 other stopped)?; restarting\D* 0 of 1\b", launched.stderr)
@@ -57,8 +56,7 @@ def test_our_client_says_where_it_was(launch, worker_script):
             with timer.expires(after=0.05, scope="epoch"):
                 signal.pause()
     """)
-    launched = launch("--nproc-per-node", "1", script, env=ENABLED)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node", "1", script, env=ENABLED).exits(1)
     where = r"scope 'epoch' at worker\.py#7, deadline [\d:]{8}\.\d{3}, 1 other timer live"
     assert re.search(f"timer expired: {where}", launched.stderr), launched.stderr
 
@@ -71,8 +69,7 @@ def test_the_report_names_the_timer_whatever_the_worker_exits_with(launch, worke
     while True:
         signal.sigtimedwait([], 0.05)
 """)  # fmt: skip
-    launched = launch("--nproc-per-node", "2", script, env=ENABLED)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node", "2", script, env=ENABLED).exits(1)
     assert re.search(r"timer expired: scope 'step 7', deadline \d\d:\d\d:\d\d\.\d{3}$", launched.stderr, re.M)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
 
@@ -98,8 +95,7 @@ def test_a_sibling_that_the_question_lets_go_on_leaves_the_time_for_evidence(lau
     packages = str(Path(elasticrs.__file__).parent.parent)
     env = {**ENABLED, "PYTHONPATH": packages, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     argv = (python, "-m", "elasticrs.launch")
-    launched = launch("--nproc-per-node=2", f"--log-dir={logs}", script, argv=argv, env=env)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node=2", f"--log-dir={logs}", script, argv=argv, env=env).exits(1)
     assert re.search(r"traceback : timer expired: scope 'step'", launched.stderr), launched.stderr
     (kept,) = logs.glob("*/attempt_0/1/hang.txt")
     assert "seen in state S" in kept.read_text()
@@ -118,7 +114,7 @@ def test_a_record_in_the_name_of_somebody_else_is_refused_and_told(launch, worke
         launched = launch("--nproc-per-node", "1", script, env=ENABLED, stdin=reader)
         launched.wait_for_line(r"rank 0 \(pid \d+\): timer expired: scope 'mine'")
         os.close(writer)
-        assert launched.wait() == 0, launched.stderr
+        launched.exits(0)
         assert (
             "a timer record was refused, because its pid is neither a worker of this job" in launched.stderr
         )
@@ -152,15 +148,14 @@ def test_what_was_released_while_the_agent_was_stopped_does_not_expire(launch, w
     assert not wait_readable(launched.pidfd, 0.4)
     launched.signal(signal.SIGCONT)
     os.write(writer, b"x")
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     os.close(writer)
     assert "timer expired" not in launched.stderr
 
 
 def refusal_of(launch, worker_script, path):
     env = {**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)}
-    launched = launch("--nproc-per-node", "1", worker_script(""), env=env)
-    assert launched.wait() == 2
+    launched = launch("--nproc-per-node", "1", worker_script(""), env=env).exits(2)
     (line,) = (line for line in launched.stderr.splitlines() if "TORCHELASTIC_TIMER_FILE" in line)
     return line
 
@@ -184,8 +179,7 @@ def test_a_fifo_of_a_dead_server_is_taken_over_and_no_other(launch, worker_scrip
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     assert "another agent or timer server reads that FIFO" in refusal_of(launch, worker_script, path)
     os.close(reader)
-    launched = launch(worker_script(""), env={**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)})
-    assert launched.wait() == 0, launched.stderr
+    launch(worker_script(""), env={**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)}).exits(0)
     assert not path.exists()
 
 
@@ -247,8 +241,9 @@ def test_nothing_is_left_of_a_fifo_that_the_user_named(launch, worker_script, tm
         assert stat.S_ISFIFO(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600
         os.write(1, path.encode() + b"\\n")
     """)
-    launched = launch("--nproc-per-node", "1", script, env={**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)})
-    assert launched.wait() == 0, launched.stderr
+    launched = launch(
+        "--nproc-per-node", "1", script, env={**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)}
+    ).exits(0)
     assert launched.stdout == f"{path}\n"
     assert not path.exists()
 
@@ -310,7 +305,7 @@ def test_a_record_of_an_earlier_agents_worker_with_the_same_pid_is_refused(launc
             "signal": 9,
         }
         path.write_text(json.dumps({**fields, "deadline_ns": 0, "start_time": int(up[2])}) + "\n")
-    assert launched.wait() == 1, launched.stderr
+    launched.exits(1)
     assert f"timer expired: scope 'of {ups[1][2]}'" in launched.stderr
     assert f"scope 'of {ups[0][2]}'" not in launched.stderr
     assert "because its pid belongs to another process now" in launched.stderr
@@ -329,8 +324,7 @@ def test_the_report_has_the_stack_of_a_worker_whose_timer_expired(launch, worker
                 os.read(pipe[0], 1)
         evaluate() if os.environ["RANK"] == "1" else os.read(pipe[0], 1)
     """)
-    launched = launch("--nproc-per-node", "2", script, env=ENABLED)
-    assert launched.wait() == 1
+    launched = launch("--nproc-per-node", "2", script, env=ENABLED).exits(1)
     assert "timer expired: scope 'evaluation'" in launched.stderr
     assert re.search(r'    File ".*worker.py", line 8 in evaluate$', launched.stderr, re.M), launched.stderr
     kept = re.search(r"  hang      : (.*/attempt_0/1/hang.txt)$", launched.stderr, re.M)
@@ -359,5 +353,5 @@ def test_a_step_of_the_clock_neither_expires_nor_delays_a_timer(launch, worker_s
     os.close(reader)
     launched.wait_for_line(r"timer expired: scope 'back'")
     os.close(writer)
-    assert launched.wait() == 0, launched.stderr
+    launched.exits(0)
     assert "'forward'" not in launched.stderr
