@@ -1,5 +1,7 @@
 """A mistake is one clear line and exit code 2; nothing is started."""
 
+import os
+
 import pytest
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -10,11 +12,12 @@ MARK = "print('STARTED')"
 @pytest.mark.parametrize(
     ("args", "env", "says"),
     [
-        (["--nproc-per-node", "0", "{script}"], {}, "nproc-per-node"),
+        (["--nproc-per-node", "0", "{script}"], {}, "--nproc-per-node: got '0'"),
         (["--nproc-per-node", "-1", "{script}"], {}, "nproc-per-node"),
-        (["--nproc-per-node", "1000000", "{script}"], {}, "1000000"),
+        (["--nproc-per-node", "1000000", "{script}"], {}, "--nproc-per-node: got 1000000: "),
         (["--nproc-per-node", "many", "{script}"], {}, "many"),
-        (["--max-restarts", "-1", "{script}"], {}, "max-restarts"),
+        (["--max-restarts=-1", "{script}"], {}, "--max-restarts: got '-1'"),
+        (["--max-restart5=1", "{script}"], {}, "(did you mean --max-restarts?)"),
         (["--max-restarts", "x", "{script}"], {}, "max-restarts"),
         (["--no-such-flag", "{script}"], {}, "no-such-flag"),
         (["--nnodes", "2:1", "{script}"], {}, "nnodes"),
@@ -33,28 +36,34 @@ MARK = "print('STARTED')"
         (["--redirects", "0:x", "{script}"], {}, "redirects"),
         (["--local-ranks-filter", "a", "{script}"], {}, "local-ranks-filter"),
         (["-m", "--no-python", "{script}"], {}, "no-python"),
-        ([], {}, "script"),
-        (["{script}"], {"PET_NPROC_PER_NODE": "x"}, "PET_NPROC_PER_NODE"),
+        ([], {}, "no script given"),
+        (["{script}"], {"PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE: got '0'"),
         (["{script}"], {"PET_MAX_RESTARTS": "-3"}, "PET_MAX_RESTARTS"),
         (["{script}"], {"PET_STANDALONE": "maybe"}, "PET_STANDALONE"),
-        (["no/such/script.py"], {}, "no/such/script.py"),
+        (["no/such/script.py"], {}, "script 'no/such/script.py' does not exist"),
         (["--no-python", "no-such-program"], {}, "no-such-program"),
-        (["--no-python", "{script}"], {}, "worker.py"),
-        (["--log-dir", "{script}", "{script}"], {}, "worker.py"),
-        (["--log-dir", "/proc/nothing", "--tee", "3", "{script}"], {}, "/proc/nothing"),
+        (["--no-python", "{script}"], {}, "is not executable"),
+        (["--log-dir={script}", "{script}"], {}, "--log-dir: cannot write to {script}: File exists"),
+        (
+            ["--log-dir", "/proc/nothing", "--tee", "3", "{script}"],
+            {},
+            "--log-dir: cannot write to /proc/nothing",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_mistakes_are_told_in_one_line(launch, worker_script, args, env, says):
+def test_mistakes_are_told_in_one_line(launch, worker_script, tmp_path, args, env, says):
     script = str(worker_script(MARK))
     launched = launch(*(arg.format(script=script) for arg in args), env=env).exits(2)
-    assert "STARTED" not in launched.stdout
-    assert says in launched.stderr
-    assert len(launched.stderr.splitlines()) == 1
+    assert launched.stdout == ""
+    (line,) = launched.stderr.splitlines()
+    assert line.startswith("elasticrs: ")
+    assert says.format(script=script) in line
+    assert os.listdir(tmp_path) == ["worker.py"]
 
 
 def test_help_and_version_are_no_mistakes(launch):
-    for flag, shows in (("--help", "--nproc-per-node"), ("--version", "elasticrs")):
+    for flag, shows in (("--help", "--nproc-per-node"), ("--version", "elasticrs ")):
         launched = launch(flag).exits(0)
         assert shows in launched.stdout
         assert not launched.stderr

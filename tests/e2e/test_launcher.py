@@ -60,39 +60,6 @@ def test_workers_see_the_whole_contract(launch, worker_script):
     ]
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "text"),
-    [
-        (["/no/such.py"], {}, "script '/no/such.py' does not exist"),
-        (["--no-python", "{tmp}/plain"], {}, "is not executable"),
-        (["--log-dir={tmp}/plain", "{tmp}/plain"], {}, "--log-dir: cannot write to {tmp}/plain: File exists"),
-        (["--log-dir=/proc/no", "{tmp}/plain"], {}, "--log-dir: cannot write to /proc/no"),
-        (["--nproc-per-node=0", "{tmp}/plain"], {}, "--nproc-per-node: got '0'"),
-        (["--nproc-per-node=1000000", "{tmp}/plain"], {}, "--nproc-per-node: got 1000000: "),
-        (["--max-restarts=-1", "{tmp}/plain"], {}, "--max-restarts: got '-1'"),
-        (["--max-restart5=1", "{tmp}/plain"], {}, "(did you mean --max-restarts?)"),
-        (["{tmp}/plain"], {"PET_NPROC_PER_NODE": "few"}, "PET_NPROC_PER_NODE: got 'few'"),
-        ([], {}, "no script given"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(launch, tmp_path, argv, environ, text):
-    (tmp_path / "plain").touch()
-    job = launch(*(each.format(tmp=tmp_path) for each in argv), env={**environ, "TMPDIR": str(tmp_path)})
-    assert job.wait() == 2
-    (line,) = job.stderr.splitlines()
-    assert line.startswith("elasticrs: ")
-    assert text.format(tmp=tmp_path) in line
-    assert job.stdout == ""
-    assert os.listdir(tmp_path) == ["plain"]
-
-
-def test_help_and_version_go_to_stdout(launch):
-    shown = launch("--help").exits(0)
-    assert "--nproc-per-node" in shown.stdout
-    version = launch("--version").exits(0)
-    assert version.stdout.startswith("elasticrs ")
-
-
 @pytest.mark.parametrize("options", [(), ("--logs-specs=default",)])
 def test_nothing_is_left_in_the_temporary_directory(launch, worker_script, tmp_path, options):
     temporary = tmp_path / "tmp"

@@ -72,28 +72,6 @@ class Client:
             del self.inner
 
 
-class Server:
-    """A server on a port of its own."""
-
-    def __init__(self, host: str = "127.0.0.1", run_id: str | None = RUN, **options: Any) -> None:
-        self.inner = _core.CoordinationServer([(host, 0)], run_id=run_id, **options)
-        self.port = self.inner.port
-
-    def close(self) -> None:
-        self.inner.close()
-        del self.inner
-
-
-@contextlib.contextmanager
-def serving(**options: Any) -> Iterator[Server]:
-    """A server, closed at the end."""
-    server = Server(**options)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 MAGIC = b"\x93ERS\r\n\x1a\n"
 READY, REFUSED, REPLY, ALIVE = 0x82, 0x83, 0x84, 0x86
 
@@ -149,3 +127,39 @@ class RawClient:
 
     def close(self) -> None:
         self.socket.close()
+
+
+class Server:
+    """A server on a port of its own, and clients that end with it."""
+
+    def __init__(self, host: str = "127.0.0.1", run_id: str | None = RUN, **options: Any) -> None:
+        self.inner = _core.CoordinationServer([(host, 0)], run_id=run_id, **options)
+        self.port = self.inner.port
+        self._clients: list[Client | RawClient] = []
+
+    def client(self, **options: Any) -> Client:
+        """A client that is connected."""
+        client = Client(self.port, **options)
+        self._clients.append(client)
+        return client.connected()
+
+    def raw(self, **options: Any) -> "RawClient":
+        client = RawClient(self.port, **options)
+        self._clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self.inner.close()
+        del self.inner
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[Server]:
+    """A server, closed at the end."""
+    server = Server(**options)
+    try:
+        yield server
+    finally:
+        server.close()

@@ -2,8 +2,10 @@
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 from elasticrs import _core
 from helpers.procs import HANG
@@ -51,3 +53,13 @@ class Group:
 
     def exitcodes(self) -> dict[int, int | None]:
         return {e.local_rank: e.exitcode for e in self.events if isinstance(e, _core.WorkerExited)}
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    """A supervisor of the test's own."""
+    group = Group(_core.Supervisor())
+    yield group
+    group.supervisor.close()
+    # pytest holds on to the group for longer than the guard against leaks waits.
+    del group.supervisor

@@ -1,21 +1,14 @@
-"""A supervisor for each test."""
+"""What starts that fail say."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from helpers.groups import Group
+from helpers.groups import Group, group
 
 from elasticrs import _core
 
-
-@pytest.fixture
-def group() -> Iterator[Group]:
-    group = Group(_core.Supervisor())
-    yield group
-    group.supervisor.close()
-    # pytest holds on to the group for longer than the guard against leaks waits.
-    del group.supervisor
+__all__ = ["group"]
 
 
 @pytest.fixture

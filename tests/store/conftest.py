@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.groups import group
 from helpers.procs import wait_until
 from helpers.torch_clients import TorchClient, TorchClients
 
 from elasticrs import _core
+
+__all__ = ["group"]
 
 
 @pytest.fixture(scope="session")

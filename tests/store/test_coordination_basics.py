@@ -20,17 +20,13 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    client = Client(server.port)
-    yield client.connected()
-    client.close()
+def client(server: Server) -> Client:
+    return server.client()
 
 
 @pytest.fixture
-def other(server: Server) -> Iterator[Client]:
-    client = Client(server.port)
-    yield client.connected()
-    client.close()
+def other(server: Server) -> Client:
+    return server.client()
 
 
 def entry(found: _core.Entry) -> tuple[str, bytes, int, int]:
@@ -122,7 +118,7 @@ def test_a_watch_may_begin_in_the_past(client, other):
 
 def test_a_watch_on_what_is_forgotten_names_the_oldest_revision():
     with serving(max_bytes=20_000) as small:
-        client = Client(small.port).connected()
+        client = small.client()
         for _ in range(10):
             client.put("k", bytes(1000))
         reply = client.watch("k", from_revision=1)
@@ -131,7 +127,6 @@ def test_a_watch_on_what_is_forgotten_names_the_oldest_revision():
         assert 1 < oldest < 10
         assert client.watch("k", from_revision=oldest).ok
         assert client.changes() == [("k", bytes(1000))]
-        client.close()
 
 
 def test_after_unwatch_nothing_comes(client, other):

@@ -96,8 +96,8 @@ def test_answers_that_nobody_reads_stay_within_the_limit(store):
 
 def test_a_request_that_was_begun_must_end_in_time():
     with serving(request_timeout=0.2) as store:
-        whole = Client(store.port).connected()
-        client = RawClient(store.port).connected()
+        whole = store.client()
+        client = store.raw().connected()
         send(client, put_of(1000)[:500])
         assert "did not arrive whole" in client.refusal()
         client.close()
@@ -114,9 +114,9 @@ def test_a_time_for_requests_that_is_none_is_refused(timeout):
 
 def test_watches_count_and_whoever_holds_the_most_is_ended():
     with serving(max_bytes=1 << 20) as store:
-        small = Client(store.port).connected()
+        small = store.client()
         small.watch("k")
-        first, second = (Client(store.port).connected() for _ in range(2))
+        first, second = (store.client() for _ in range(2))
         for number in range(400):
             first.watch(f"{number:01000}")
         for number in range(400):
@@ -124,14 +124,12 @@ def test_watches_count_and_whoever_holds_the_most_is_ended():
         assert first.lost().kind == "limit"
         small.put("k", b"v")
         assert small.changes() == [("k", b"v")]
-        for client in (small, first, second):
-            client.close()
 
 
 def test_connections_count_and_strangers_end_nobody():
     with serving(max_bytes=40_000) as store:
-        first = Client(store.port).connected()
-        clients = [RawClient(store.port) for _ in range(40)]
+        first = store.client()
+        clients = [store.raw() for _ in range(40)]
         refused = 0
         for client in clients:
             with contextlib.suppress(ConnectionError, AssertionError):
@@ -140,14 +138,11 @@ def test_connections_count_and_strangers_end_nobody():
             refused += 1
         assert 0 < refused < 40
         first.put("k", bytes(500))
-        for client in (first, *clients):
-            client.close()
 
 
 def test_values_leave_room_for_what_is_on_its_way():
     with serving(max_bytes=1_000_000) as store:
-        client = Client(store.port).connected()
+        client = store.client()
         client.put("a", bytes(590_000))
         client.inner.txn(2, [], [("put", "b", bytes(20_000), False)])
         assert client.lost().kind == "limit"
-        client.close()

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import pytest
 from helpers import procs
 from helpers.coordination import ALIVE, MAGIC, RUN, Client, RawClient, serving, text
-from helpers.groups import Group
 
 from elasticrs import _core
 
@@ -31,15 +30,6 @@ print("READY", flush=True)
 sys.stdin.readline()
 print(*[type(event).__name__ + getattr(event, "kind", "") for event in client.take()], flush=True)
 """
-
-
-@pytest.fixture
-def group() -> Iterator[Group]:
-    group = Group(_core.Supervisor())
-    yield group
-    group.supervisor.close()
-    # pytest holds on to the group for longer than the guard against leaks waits.
-    del group.supervisor
 
 
 @pytest.fixture
@@ -61,17 +51,16 @@ def member() -> Iterator[subprocess.Popen[str]]:
 
 def test_a_killed_process_is_gone_at_once(member):
     with serving() as store:
-        watcher = Client(store.port).connected()
+        watcher = store.client()
         process = member(store.port)
         watcher.watch("member")
         process.kill()
         assert watcher.changes() == [("member", None)]
-        watcher.close()
 
 
 def test_a_stopped_process_is_gone_after_its_time_to_live_and_knows_it_first(member):
     with serving() as store:
-        watcher = Client(store.port).connected()
+        watcher = store.client()
         process = member(store.port)
         watcher.watch("member")
         process.send_signal(signal.SIGSTOP)
@@ -85,7 +74,6 @@ def test_a_stopped_process_is_gone_after_its_time_to_live_and_knows_it_first(mem
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "ConnectionLostsilent\n"
-        watcher.close()
 
 
 @pytest.fixture
@@ -136,10 +124,10 @@ def test_a_store_that_was_stopped_ends_nobody_too_early(server_process):
 
 def test_a_slow_watcher_is_dropped_and_the_others_hear_everything():
     with serving() as store:
-        writer = Client(store.port).connected()
-        watcher = Client(store.port).connected()
+        writer = store.client()
+        watcher = store.client()
         watcher.watch("")
-        slow = RawClient(store.port, receive_buffer=4096).connected(attempts=1000)
+        slow = store.raw(receive_buffer=4096).connected(attempts=1000)
         slow.send(0x04, bytes(8) + b"\x00" + text("") + bytes(8))
         value = bytes(1 << 19)
         written = 0
@@ -150,13 +138,11 @@ def test_a_slow_watcher_is_dropped_and_the_others_hear_everything():
         assert written > 16, "8 MiB and one message may wait"
         assert [watcher.changes() for _ in range(written)] == [[(f"k/{n}", value)] for n in range(written)]
         assert slow.refusal().endswith("more than 8 MiB were waiting for it")
-        for client in (writer, watcher, slow):
-            client.close()
 
 
 def test_who_asks_for_no_events_for_too_long_is_given_up():
     with serving() as store:
-        stalled = Client(store.port, interval=0.05, attempts=4, stall_timeout=0.2).connected()
+        stalled = store.client(interval=0.05, attempts=4, stall_timeout=0.2)
         assert procs.wait_readable(stalled.inner.fd)
         found = stalled.lost()
         assert (found.kind, found.message) == (
@@ -168,10 +154,9 @@ def test_who_asks_for_no_events_for_too_long_is_given_up():
 
 def test_who_waits_is_not_stalled():
     with serving() as store:
-        waiting = Client(store.port, interval=0.05, attempts=4, stall_timeout=0.2).connected()
+        waiting = store.client(interval=0.05, attempts=4, stall_timeout=0.2)
         assert not waiting.inner.wait(0.6)
         assert waiting.put("k") == 1
-        waiting.close()
 
 
 def test_a_store_that_closes_is_a_closed_connection():
@@ -185,26 +170,24 @@ def test_a_store_that_closes_is_a_closed_connection():
 
 def test_who_closes_hears_nothing_more():
     with serving() as store:
-        client = Client(store.port).connected()
+        client = store.client()
         client.inner.close()
         assert client.inner.take() == []
         assert not client.inner.wait(None)
         client.inner.txn(1, [], [])
-        client.close()
 
 
 def test_connections_go_on_while_nobody_listens():
     with serving() as store:
-        client = Client(store.port).connected()
+        client = store.client()
         store.inner.stop_listening()
         refused = Client(store.port)
         assert refused.lost().kind == "refused"
         assert client.put("k") == 1
         store.inner.listen_again()
-        again = Client(store.port).connected()
+        store.client()
         assert store.inner.sessions() == 2
-        for each in (client, refused, again):
-            each.close()
+        refused.close()
 
 
 def has_ended(connection: socket.socket) -> bool:
@@ -249,13 +232,12 @@ def test_a_session_that_is_lost_does_not_end_its_connection_before_the_workers_h
 
 def test_the_clocks_of_one_machine_are_the_same():
     with serving() as store:
-        client = Client(store.port).connected()
+        client = store.client()
         client.put("k")
         while (clock := client.inner.clock()) is None:
             client.put("k")
         offset, error = clock
         assert abs(offset) <= error
-        client.close()
 
 
 def test_a_thousand_join_and_the_leader_sees_each_once():
@@ -263,7 +245,7 @@ def test_a_thousand_join_and_the_leader_sees_each_once():
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         with serving() as store:
-            leader = Client(store.port).connected()
+            leader = store.client()
             leader.watch("nodes/")
             members = [Client(store.port) for _ in range(1000)]
             for number, client in enumerate(members):
@@ -294,10 +276,9 @@ def test_a_supervisor_runs_both_sides():
             client.connected()
             assert client.put("k") == 1
             client.close()
-            client = Client(store.port, supervisor=supervisor).connected()
+            client = store.client(supervisor=supervisor)
             supervisor.close()
             assert client.lost().message == "the runtime of this client has ended"
-            client.close()
     finally:
         supervisor.close()
         del supervisor

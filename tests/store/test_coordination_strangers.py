@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from helpers.coordination import MAGIC, RUN, Client, RawClient, serving
+from helpers.coordination import MAGIC, RUN, Client, serving
 
 from elasticrs import _core
 
@@ -65,26 +65,22 @@ def test_who_does_not_belong_here_is_told_so(server, client, kind, says):
 
 def test_who_knows_the_token_is_served():
     with serving(token=b"secret") as store:
-        client = Client(store.port, token=b"secret").connected()
+        client = store.client(token=b"secret")
         assert client.put("k") == 1
-        client.close()
 
 
 def test_a_store_without_a_run_serves_any():
     with serving(run_id=None) as store:
-        clients = [Client(store.port, run_id=run).connected() for run in ("A", "B")]
+        clients = [store.client(run_id=run) for run in ("A", "B")]
         clients[0].put("k", b"v")
         assert clients[1].txn(then=[("get", "k")]).results[0].value == b"v"
-        for client in clients:
-            client.close()
 
 
 def test_another_version_is_told_both():
     with serving() as store:
-        client = RawClient(store.port)
+        client = store.raw()
         client.hello(major=7)
         assert client.refusal() == "the store speaks version 1 of its protocol, this client version 7"
-        client.close()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +154,7 @@ def test_a_name_that_does_not_exist():
 )
 def test_strangers_are_closed_with_one_notice_each(sent, notice):
     with serving() as store:
-        client = Client(store.port).connected()
+        client = store.client()
         stranger = socket.create_connection(("127.0.0.1", store.port), timeout=30)
         stranger.sendall(sent)
         while stranger.recv(4096):
@@ -167,19 +163,17 @@ def test_strangers_are_closed_with_one_notice_each(sent, notice):
         (line,) = store.inner.take_notices()
         assert notice in line
         client.put("still", b"there")
-        client.close()
 
 
 def test_whoever_is_refused_and_goes_on_and_on_is_closed():
     with serving() as store:
-        client = RawClient(store.port).connected()
+        client = store.raw().connected()
         client.send(0x77, b"")
         assert "does not understand" in client.refusal()
         # More than sockets and the store take together.
         much = bytes(64 << 20)
         with pytest.raises(ConnectionError):
             client.socket.sendall(much)
-        client.close()
 
 
 def test_a_supervisor_tells_of_strangers_by_itself():
@@ -210,17 +204,15 @@ def test_a_flood_of_strangers_costs_a_few_lines():
 
 def test_garbage_in_a_session_ends_that_session_only():
     with serving() as store:
-        client = Client(store.port).connected()
+        client = store.client()
         client.watch("")
-        rude = RawClient(store.port).connected()
+        rude = store.raw().connected()
         rude.send(0x03, bytes(8) + struct_of_one_op())
         assert rude.until(0x84)
         assert client.changes() == [("rude", b"")]
         rude.send(0x77, os.urandom(100))
         assert "the store does not understand a message" in rude.refusal()
         assert client.changes() == [("rude", None)]
-        rude.close()
-        client.close()
 
 
 def struct_of_one_op() -> bytes:
@@ -231,7 +223,7 @@ def struct_of_one_op() -> bytes:
 
 def test_a_request_that_is_too_large_is_not_sent():
     with serving() as store:
-        client = Client(store.port).connected()
+        client = store.client()
         with pytest.raises(ValueError, match="the store takes 1048576"):
             client.inner.txn(1, [], [("put", "k", bytes(1 << 20), False)])
         with pytest.raises(ValueError, match="at most 1024 bytes"):
@@ -243,18 +235,16 @@ def test_a_request_that_is_too_large_is_not_sent():
         with pytest.raises(ValueError, match="3 fields"):
             client.inner.txn(1, [], [("put", "k", b"")])
         assert client.put("k", bytes((1 << 20) - 100)) == 1
-        client.close()
 
 
 def test_a_store_that_is_full_says_so():
     with serving(max_bytes=100_000) as store:
-        client = Client(store.port).connected()
+        client = store.client()
         client.put("k", bytes(50_000))
         client.inner.txn(2, [], [("put", "l", bytes(20_000), False)])
         found = client.lost()
         assert found.kind == "limit"
         assert "the store is full" in found.message
-        client.close()
 
 
 def test_ipv6():
@@ -267,8 +257,7 @@ def test_ipv6():
 def test_an_empty_host_is_all_interfaces():
     with serving(host="") as store:
         for host in ("127.0.0.1", "::1", "localhost"):
-            client = Client(store.port, host=host).connected()
-            client.close()
+            store.client(host=host)
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it():
