@@ -5,13 +5,13 @@ from elasticrs.rendezvous.elastic import (
     by_hand,
     formation,
     joining,
-    leader,
     leaving,
+    oversight,
     rounds,
     seating,
     verdict,
 )
-from elasticrs.rendezvous.elastic import lead as leads
+from elasticrs.rendezvous.elastic import leader as leads
 from elasticrs.rendezvous.elastic.keys import agent_of
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import encode
@@ -82,7 +82,7 @@ def a_lent_port_is_another_program_s(member, kind):
     return False
 
 
-@rule("missing_ranks", leader)
+@rule("missing_ranks", oversight)
 def finished_members_count_as_lost(view):
     return view.absent
 
@@ -149,7 +149,7 @@ def any_settings_will_do(settings, shown, job):
     return None
 
 
-@rule("may_grow", leader)
+@rule("may_grow", oversight)
 def grows_against_the_setting(member, view, head):
     return bool(view.waiting) and not view.done
 
@@ -164,7 +164,7 @@ def never_says_that_it_is_idle(member, number):
     member.idle = number
 
 
-@rule("guards", leads, leader, formation)
+@rule("guards", leads, oversight, formation)
 def leader_writes_without_guards(member, view):
     return []
 

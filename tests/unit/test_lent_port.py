@@ -124,7 +124,7 @@ def test_the_workers_end_is_told_once_the_port_is_back(driver, monkeypatch):
         driver.group_over(ended)
     deadline = lent_port.now() + 10
     while ended not in told and lent_port.now() < deadline:
-        driver.session.wait(driver.seconds_left(10.0))
+        driver.meeting_point.wait(driver.seconds_left(10.0))
         driver.poll()
     assert ended in told
     assert accepts(port)

@@ -22,7 +22,7 @@ from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.asked import Asked
 from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
-from elasticrs.rendezvous.elastic.session import node_name
+from elasticrs.rendezvous.elastic.meeting_point import node_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from elasticrs.agent.attempt import Attempt
     from elasticrs.config import JobConfig
     from elasticrs.console import Console
-    from elasticrs.rendezvous.elastic.session import Home
+    from elasticrs.rendezvous.elastic.meeting_point import Home
     from elasticrs.store import Store
 
 _PHASES = {
@@ -260,7 +260,7 @@ class SeveralNodes(Decisions):
         return Place(node_name(), node_name(), plan.ranks[0].group_rank if plan is not None else -1)
 
     def _clock(self) -> Any:
-        return self._require_driver().session.clock
+        return self._require_driver().meeting_point.clock
 
     def _require_driver(self) -> Driver:
         if self._driver is None:
@@ -301,7 +301,7 @@ class SeveralNodes(Decisions):
             ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store
         )
         if self._planned is not None:
-            self._planned(plan, partial(driver.session.open_shared_store, action.round))
+            self._planned(plan, partial(driver.meeting_point.open_shared_store, action.round))
         self._phase, self._group_exists = machine.Phase.STARTING, True
         return [machine.Start(action.round, action.restarts)]
 

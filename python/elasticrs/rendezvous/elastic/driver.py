@@ -17,7 +17,7 @@ from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import Head
 from elasticrs.rendezvous.elastic.rounds import is_leaving
-from elasticrs.rendezvous.elastic.session import CannotHost, Home, Session
+from elasticrs.rendezvous.elastic.meeting_point import CannotHost, Home, MeetingPoint
 from elasticrs.rendezvous.elastic.timers import Timers
 
 TYPE_CHECKING = False
@@ -50,7 +50,7 @@ class Driver:
         supervisor: whose runtime thread serves; an own thread when ``None``.
         use_agent_store: whether this agent serves the workers' store where that falls to its node; otherwise
             the port is kept for rank 0, which hosts the store.
-        home: see :class:`~elasticrs.rendezvous.elastic.session.Session`, as for ``found``.
+        home: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`, as for ``found``.
 
     Raises:
         UsageError: an endpoint that makes no sense on this machine.
@@ -71,21 +71,21 @@ class Driver:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._role, self._nproc, self._max_restarts = role, nproc, max_restarts
-        self.session = Session(rendezvous, supervisor, home, found)
+        self.meeting_point = MeetingPoint(rendezvous, supervisor, home, found)
         self._member: Member | None = None
         self._timers = Timers()
         self._store: _core.WorkerStore | None = None
         self._reserved: ReservedPort | None = None
         self._use_agent_store = use_agent_store
         self._exit: messages.Exit | None = None
-        self._port = LentPort(self.session)
+        self._port = LentPort(self.meeting_point)
         self._held_back: Event | None = None
         self._is_told = False
 
     @property
     def hosts(self) -> bool:
         """Whether the coordination store runs in this process."""
-        return self.session.hosts
+        return self.meeting_point.hosts
 
     @property
     def is_leaving(self) -> bool:
@@ -97,12 +97,12 @@ class Driver:
     def begin(self) -> list[Action]:
         """Host the store if that falls to this agent, and begin to join."""
         try:
-            self.session.host_if_possible()
+            self.meeting_point.host_if_possible()
         except CannotHost as error:
             return [messages.Exit(Outcome("refused", str(error)))]
-        settings = self.session.settings(role=self._role, nproc=self._nproc, max_restarts=self._max_restarts)
+        settings = self.meeting_point.settings(role=self._role, nproc=self._nproc, max_restarts=self._max_restarts)
         self._member = Member(settings)
-        doubt = self.session.doubt
+        doubt = self.meeting_point.doubt
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 
     def tell(self, *events: Event) -> list[Action]:
@@ -117,7 +117,7 @@ class Driver:
         pending = deque(events)
         left: list[Action] = []
         while pending and self._exit is None and self._member is not None:
-            now = time.time_ns() + self.session.clock.offset_ns
+            now = time.time_ns() + self.meeting_point.clock.offset_ns
             self._member, actions = step(self._member, pending.popleft(), now)
             for action in actions:
                 effect = _EFFECTS.get(type(action))
@@ -134,7 +134,7 @@ class Driver:
         left: list[Action] = []
         if self._member is None:
             return left
-        for event in drop_stale(self.session.take(), self._member.keys.head):
+        for event in drop_stale(self.meeting_point.take(), self._member.keys.head):
             left += self.tell(event)
         for name in self._timers.take_due():
             if name == _PORT:
@@ -150,13 +150,13 @@ class Driver:
     @property
     def fd(self) -> int | None:
         """Readable when :meth:`poll` has something to do."""
-        return self.session.fd
+        return self.meeting_point.fd
 
     def lose(self, why: str) -> list[Action]:
         """End the connection, if there still is one, as lost."""
-        if self.session.fd is None:
+        if self.meeting_point.fd is None:
             return []
-        self.session.disconnect()
+        self.meeting_point.disconnect()
         return self.tell(messages.ConnectionLost("silent", why))
 
     # --- the port that the workers have, too ---
@@ -216,7 +216,7 @@ class Driver:
 
     def _begin_exit(self, action: messages.Exit) -> list[Action]:
         self._exit = action
-        if self._stays or self.session.others() == 0:
+        if self._stays or self.meeting_point.others() == 0:
             return [action]
         self._timers = Timers()
         self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout)
@@ -226,7 +226,7 @@ class Driver:
     def _farewell(self, name: str) -> list[Action]:
         if self._exit is None:
             return []
-        if name == _FAREWELL or self.session.others() == 0:
+        if name == _FAREWELL or self.meeting_point.others() == 0:
             self._timers = Timers()
             return [self._exit]
         self._timers.arm(_FAREWELL_TICK, _TICK)
@@ -243,39 +243,39 @@ class Driver:
     def close(self) -> None:
         """Release everything. Idempotent."""
         self._close_store()
-        self.session.close(stays=self._stays)
+        self.meeting_point.close(stays=self._stays)
 
     @property
     def _stays(self) -> bool:
         """Whether the store goes on, and nobody has to be waited for: another run may follow a success."""
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
-        return is_success and self.session.may_stay
+        return is_success and self.meeting_point.may_stay
 
     # --- effects ---
 
     def _connect(self, _action: messages.Connect) -> Iterable[Event]:
-        was_host = self.session.hosts
-        lost = self.session.connect()
+        was_host = self.meeting_point.hosts
+        lost = self.meeting_point.connect()
         if lost is not None:
             return (lost,)
-        if self.session.hosts and not was_host:
-            return (messages.StoreHosted(self.session.fallback_address()),)
+        if self.meeting_point.hosts and not was_host:
+            return (messages.StoreHosted(self.meeting_point.fallback_address()),)
         return ()
 
     def _disconnect(self, _action: messages.Disconnect) -> Iterable[Event]:
-        self.session.disconnect()
+        self.meeting_point.disconnect()
         return ()
 
     def _txn(self, action: messages.Txn) -> Iterable[Event]:
-        self.session.txn(action)
+        self.meeting_point.txn(action)
         return ()
 
     def _watch(self, action: messages.Watch) -> Iterable[Event]:
-        self.session.watch(action)
+        self.meeting_point.watch(action)
         return ()
 
     def _unwatch(self, action: messages.Unwatch) -> Iterable[Event]:
-        self.session.unwatch(action)
+        self.meeting_point.unwatch(action)
         return ()
 
     def _bind_store(self, _action: messages.BindStore) -> Iterable[Event]:

@@ -6,7 +6,7 @@ from elasticrs.ranks import NodeShare, node_ranks
 from elasticrs.rendezvous.elastic import by_hand, seating, verdict
 from elasticrs.rendezvous.elastic.addresses import master_addr
 from elasticrs.rendezvous.elastic.keys import agent_of
-from elasticrs.rendezvous.elastic.lead import close, forget, guards, has_passed, write
+from elasticrs.rendezvous.elastic.leader import close, forget, guards, has_passed, write
 from elasticrs.rendezvous.elastic.messages import Announce
 from elasticrs.rendezvous.elastic.records import Head, Slot, encode
 from elasticrs.rendezvous.elastic.texts import named, nodes
@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.rendezvous.elastic.lead import Lead
+    from elasticrs.rendezvous.elastic.leader import Lead
     from elasticrs.rendezvous.elastic.member_settings import MemberSettings
     from elasticrs.rendezvous.elastic.state import Member
     from elasticrs.rendezvous.elastic.view import View

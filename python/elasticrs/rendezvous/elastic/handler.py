@@ -34,7 +34,7 @@ from elasticrs.rendezvous.api import (
 )
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.driver import Driver
-from elasticrs.rendezvous.elastic.session import Home, node_name
+from elasticrs.rendezvous.elastic.meeting_point import Home, node_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -186,7 +186,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             driver = self._driver
             if driver is None:
                 return self._leave_home()
-            driver.session.close_shared_store()
+            driver.meeting_point.close_shared_store()
             if self._outcome is None and self._trouble is None:
                 self._leave(driver)
             self._driver = None
@@ -244,7 +244,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             cause = {
                 "node": node_name(),
                 "message": "the agent has asked for another round: its workers have failed",
-                "time_ns": time.time_ns() + driver.session.clock.offset_ns,
+                "time_ns": time.time_ns() + driver.meeting_point.clock.offset_ns,
             }
             self._tell(driver, messages.WorkerFailed(cause))
             self._is_to_stop = False
@@ -313,7 +313,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         from elasticrs.store import DistNetworkError
 
         try:
-            store = driver.session.open_shared_store(start.round)
+            store = driver.meeting_point.open_shared_store(start.round)
         except DistNetworkError as error:
             text = f"no connection to {self.rendezvous.endpoint}: {error}"
             raise RendezvousConnectionError(text) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from elasticrs.rendezvous.elastic import by_hand, leader, rounds
+from elasticrs.rendezvous.elastic import by_hand, oversight, rounds
 from elasticrs.rendezvous.elastic.checked import DamagedError
 from elasticrs.rendezvous.elastic.keys import is_member
 from elasticrs.rendezvous.elastic.messages import (
@@ -423,7 +423,7 @@ def follow(member: Member, predecessor: Any) -> None:
     """Wait for the end of the registration before this one, or lead."""
     if predecessor is None:
         member.predecessor = None
-        leader.begin(member)
+        oversight.begin(member)
         return
     name = predecessor.key[len(member.keys.nodes) :]
     if not is_member(name):

@@ -1,158 +1,157 @@
-"""The leader's part: it ends, forms and closes rounds. The agent with the oldest registration leads.
+"""What a leader knows, and the few things it does: set timers, write under guards.
 
-It need not be a member of a round. :func:`decide` runs after everything that can change its mind.
+- **leader-1** one decision at a time: none while one of its writes is unanswered, or not yet in its own view.
+- **leader-2** every write says that the leader is still registered and that the head is the one it saw.
 """
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic import formation
-from elasticrs.rendezvous.elastic import lead as leads
-from elasticrs.rendezvous.elastic.lead import Lead, answered, forget, forget_timers, guards, has_passed, write
-from elasticrs.rendezvous.elastic.messages import Announce, Watch
-from elasticrs.rendezvous.elastic.view import View
+from elasticrs.rendezvous.elastic.messages import Arm, Disarm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.rendezvous.elastic.state import Member
+    from elasticrs.rendezvous.elastic.verdict import Verdict
+    from elasticrs.rendezvous.elastic.view import View
 
 
-def begin(member: Member) -> None:
-    """The agent has become the leader."""
-    member.lead = Lead(_written)
-    member.do(Watch(member.ask(_snapshot), member.keys.prefix, exact=False, snapshot=True))
+class Lead:
+    """What a leader knows.
+
+    Attributes:
+        view: the store; ``None`` until its snapshot is there.
+        early: changes that came before the snapshot.
+        pending: tag of the write that the next decision waits for.
+        sent_at: revision of the view when that write was sent.
+        wait_for: revision that the view has to reach before the next decision.
+        stalled: the last write was refused, and the view has not changed since it was decided.
+        timers: those that were set, and whether they have fired; of the present head.
+        of_head: the head's revision that the timers belong to.
+        count: proposals made.
+        judged: the last verdict on an ended round, after what it rests on.
+        told: how many nodes the user was last told of.
+        told_damaged: how many damaged records the user was told of.
+        on_answer: what takes the answer to a write.
+    """
+
+    __slots__ = (
+        "count",
+        "early",
+        "judged",
+        "of_head",
+        "on_answer",
+        "pending",
+        "sent_at",
+        "stalled",
+        "timers",
+        "told",
+        "told_damaged",
+        "view",
+        "wait_for",
+    )
+
+    def __init__(self, on_answer: Callable[[Member, Any], None]) -> None:
+        self.on_answer = on_answer
+        self.view: View | None = None
+        self.early: list[Any] = []
+        self.pending: int | None = None
+        self.sent_at = 0
+        self.wait_for = 0
+        self.stalled = False
+        self.timers: dict[str, bool] = {}
+        self.of_head = -1
+        self.count = 0
+        self.told = -1
+        self.told_damaged = 0
+        self.judged: tuple[Any, Verdict] | None = None
 
 
-def _snapshot(member: Member, reply: Any) -> None:
-    lead = member.lead
-    if lead is None:
-        return
-    lead.view = View(member.keys, reply.revision, reply.results)
-    early, lead.early = lead.early, []
-    for event in early:
-        if event.revision > reply.revision:
-            lead.view.apply(event.revision, event.changes)
-    _check_registration(member, lead)
+def is_settled(lead: Lead) -> bool:
+    """True if the leader has seen its own last write."""
+    return lead.view is not None and lead.view.revision >= lead.wait_for
 
 
-def changed(member: Member, event: Any) -> None:
-    """Handle one revision of the store."""
-    lead = member.lead
-    if lead is None:
-        return
-    if lead.view is None:
-        lead.early.append(event)
-        return
-    if event.revision > lead.view.revision:
-        lead.view.apply(event.revision, event.changes)
-        lead.stalled = False
-    _check_registration(member, lead)
+def forget_timers(member: Member, lead: Lead) -> None:
+    """Forget the timers of the head before."""
+    for name, fired in lead.timers.items():
+        if not fired:
+            member.do(Disarm(name))
+    lead.timers.clear()
 
 
-def _check_registration(member: Member, lead: Lead) -> None:
-    if lead.view is not None and member.member not in lead.view.nodes:
-        member.fence("the store no longer has this node's registration")
-        return
-    if lead.view is not None and len(lead.view.damaged) > lead.told_damaged:
-        for text in list(lead.view.damaged.values())[lead.told_damaged :]:
-            member.do(Announce(f"{text}; it is ignored"))
-        lead.told_damaged = len(lead.view.damaged)
-    decide(member)
+def has_passed(member: Member, lead: Lead, name: str, seconds: float) -> bool:
+    """Return true if a time has passed since this was first asked for the present head.
+
+    Args:
+        member: the leader.
+        lead: what it knows.
+        name: of the timer; it is set when it was not.
+        seconds: from now, if it was not set.
+    """
+    timer = f"{name}/{lead.view.round if lead.view else 0}"
+    if timer not in lead.timers:
+        lead.timers[timer] = False
+        member.do(Arm(timer, seconds))
+    return lead.timers[timer]
 
 
-def timer_fired(member: Member, name: str) -> bool:
-    """A timer has fired; returns whether it was the leader's."""
-    lead = member.lead
-    if lead is None or name not in lead.timers:
+def forget(member: Member, lead: Lead, name: str) -> None:
+    """Forget a timer whose reason is gone."""
+    timer = f"{name}/{lead.view.round if lead.view else 0}"
+    if timer in lead.timers and not lead.timers.pop(timer):
+        member.do(Disarm(timer))
+
+
+def guards(member: Member, view: View) -> list[tuple[Any, ...]]:
+    """Return the conditions of every write of the leader."""
+    return [
+        ("create", member.keys.node(member.member), member.create_revision),
+        ("mod", member.keys.head, view.head_revision),
+    ]
+
+
+def write(
+    member: Member,
+    lead: Lead,
+    compares: Sequence[tuple[Any, ...]],
+    then: Sequence[tuple[Any, ...]],
+) -> None:
+    """Send a write that the next decision waits for."""
+    assert lead.view is not None
+    lead.sent_at = lead.view.revision
+    lead.pending = member.txn(compares, then, lead.on_answer)
+
+
+def answered(lead: Lead, reply: Any) -> bool:
+    """Take over the answer to a write; returns whether it was the one that is waited for."""
+    if lead.pending != reply.tag:
         return False
-    lead.timers[name] = True
-    decide(member)
+    lead.pending = None
+    if reply.ok:
+        lead.wait_for = reply.revision
+    else:
+        # Some change was on its way. It is in the prefix that we watch, so it will be told; the revision of
+        # the reply may be that of another job's key, and would never be.
+        lead.stalled = lead.view is None or lead.view.revision <= lead.sent_at
     return True
 
 
-def resign(member: Member) -> None:
-    """The agent does not lead any more."""
-    lead, member.lead = member.lead, None
-    if lead is not None:
-        forget_timers(member, lead)
+def close(member: Member, lead: Lead, view: View, head: Head, alive: Sequence[str], outcome: str) -> None:
+    """End the job.
 
-
-def _written(member: Member, reply: Any) -> None:
-    if member.lead is not None and answered(member.lead, reply):
-        decide(member)
-
-
-# --- deciding ---
-
-
-def decide(member: Member) -> None:
-    """Do what the view calls for: at most one write."""
-    lead = member.lead
-    if (
-        lead is None
-        or lead.view is None
-        or lead.pending is not None
-        or lead.stalled
-        or not leads.is_settled(lead)
-    ):
-        return
-    view = lead.view
-    if view.head_revision != member.head_revision:
-        # The snapshot was ahead of this agent's own watch.
-        return
-    if view.head_revision != lead.of_head:
-        forget_timers(member, lead)
-        lead.of_head = view.head_revision
-    if view.head is not None and view.head.state != "CLOSED" and len(view.seats) != view.head.size:
-        # Nobody can tell any more who is gone, or has finished.
-        table = f"the table {member.keys.table(view.head.form)} of round {view.head.round} is damaged"
-        leads.close(member, lead, view, view.head.next(reason=table), (), "failed")
-        return
-    if view.head is None or view.head.state == "ENDED":
-        formation.decide(member, lead, view)
-    elif view.head.state == "RUNNING":
-        _running(member, lead, view, view.head)
-
-
-# --- a round that runs ---
-
-
-def missing_ranks(view: View) -> set[int]:
-    """Return the members that are gone and had not finished."""
-    return view.missing
-
-
-def may_grow(member: Member, view: View, head: Head) -> bool:
-    """True if a waiting node is a reason to end the round."""
-    is_wanted = head.size < member.settings.max_nodes and bool(view.waiting)
-    return member.settings.scale_up and is_wanted and not view.done
-
-
-def _running(member: Member, lead: Lead, view: View, head: Head) -> None:
-    keys = member.keys
-    gone = missing_ranks(view)
-    if gone:
-        rank = min(gone)
-        seat = view.seats[rank]
-        kind = "left" if seat.member in view.farewells else "lost"
-        ended = head.next(
-            state="ENDED",
-            end={"kind": kind, "node": seat.name, "group_rank": rank, "member": seat.member},
-            cause=None,
-        )
-        not_done = ("missing", keys.done(head.round, rank))
-        write(member, lead, [*guards(member, view), not_done], [("put", keys.head, ended.encode(), False)])
-    elif len(view.done) == len(view.seats):
-        closed = head.next(
-            state="CLOSED", outcome="succeeded", reason=None, end=None, cause=None, time_ns=member.now
-        )
-        write(member, lead, guards(member, view), [("put", keys.head, closed.encode(), False)])
-    elif may_grow(member, view, head):
-        if has_passed(member, lead, "scale", member.settings.scale_up_delay):
-            end = {"kind": "scale"}
-            ended = head.next(state="ENDED", end=end, cause=None)
-            write(member, lead, guards(member, view), [("put", keys.head, ended.encode(), False)])
-    else:
-        forget(member, lead, "scale")
+    Args:
+        member: the leader.
+        lead: what it knows.
+        view: the store.
+        head: with the reason.
+        alive: members that have to be here for the reason to hold.
+        outcome: ``failed`` or ``timeout``.
+    """
+    closed = head.next(state="CLOSED", outcome=outcome, time_ns=member.now)
+    here = [("exists", member.keys.node(each)) for each in alive]
+    put = ("put", member.keys.head, closed.encode(), False)
+    write(member, lead, [*guards(member, view), *here], [put])

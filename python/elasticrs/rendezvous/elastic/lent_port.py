@@ -6,7 +6,7 @@ from elasticrs.rendezvous.elastic.timers import now
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.rendezvous.elastic.session import Session
+    from elasticrs.rendezvous.elastic.meeting_point import MeetingPoint
 
 PATIENCE = 10.0
 """Seconds that a socket of ended workers may keep the port."""
@@ -23,7 +23,7 @@ class LentPort:
 
     __slots__ = ("_deadline", "_is_lent", "_session", "trouble")
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: MeetingPoint) -> None:
         self._session = session
         self._is_lent = False
         self._deadline: float | None = None

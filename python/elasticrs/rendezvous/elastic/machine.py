@@ -12,12 +12,12 @@ What the loop has to keep:
 - timers may fire late, or early: that costs time or a needless round, never safety.
 
 The parts: ``joining`` (connection, registration, who leads), ``rounds`` (a member's part), ``leaving``,
-``leader`` with ``formation``, ``verdict`` and ``view`` (what ends, forms and closes rounds).
+``oversight`` and ``leader`` with ``formation``, ``verdict`` and ``view`` (what ends, forms and closes rounds).
 """
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic import by_hand, joining, leader, leaving, rounds
+from elasticrs.rendezvous.elastic import by_hand, joining, leaving, oversight, rounds
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.state import Member, Phase
 
@@ -73,7 +73,7 @@ def _changes(member: Member, event: Any) -> None:
         elif key == keys.job:
             joining.job_changed(member, change)
     if member.connected:
-        leader.changed(member, event)
+        oversight.changed(member, event)
 
 
 def _timer_fired(member: Member, event: Any) -> None:
@@ -81,7 +81,7 @@ def _timer_fired(member: Member, event: Any) -> None:
     if handler is not None:
         handler(member)
     else:
-        leader.timer_fired(member, event.name)
+        oversight.timer_fired(member, event.name)
 
 
 def _round_age(member: Member) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any, TypeAlias
 
-    from elasticrs.rendezvous.elastic.lead import Lead
+    from elasticrs.rendezvous.elastic.leader import Lead
     from elasticrs.rendezvous.elastic.member_settings import MemberSettings
     from elasticrs.rendezvous.elastic.messages import Action, Cause
     from elasticrs.rendezvous.elastic.records import Slot

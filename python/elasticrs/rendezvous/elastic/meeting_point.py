@@ -75,7 +75,7 @@ class Home:
             self.server = None
 
 
-class Session:
+class MeetingPoint:
     """One connection at a time.
 
     Args:
