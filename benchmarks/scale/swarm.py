@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.scale.children import Lines, write_line
 from benchmarks.scale.server import raise_descriptors
 from elasticrs import _core
+from elasticrs.coordination import Put, Reply, Txn, Unwatch, Watch
+from elasticrs.native_session import NativeSession
 from elasticrs.rendezvous.elastic import machine, messages
-from elasticrs.rendezvous.elastic.member_settings import MemberSettings
+from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings, ThisAgent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from elasticrs.coordination import Session
 
 RUN_ID = "scale"
 
@@ -50,34 +54,36 @@ class Agent:
         "_handlers",
         "_swarm",
         "_timers",
-        "client",
         "member",
         "registering",
         "round",
+        "session",
     )
 
     def __init__(self, swarm: "Swarm", number: int, agents: int) -> None:
-        settings = MemberSettings(
-            RUN_ID,
-            f"{number:016x}",
-            f"node{number}",
+        rendezvous = Rendezvous(
+            "c10d",
+            "127.0.0.1",
+            swarm.port,
+            run_id=RUN_ID,
             # Two may be cut off later, and the others go on.
             min_nodes=max(1, agents - 2),
             max_nodes=agents,
-            max_restarts=1000,
-            last_call_timeout=3600.0,
+            settings=Settings({"last_call_timeout": 3600.0}),
         )
+        node = f"node{number}"
+        this_agent = ThisAgent(RUN_ID, f"{number:016x}", node, node, "default", 1, 1000, False, None)
         self._swarm = swarm
         self._events: deque[Any] = deque()
         self._timers: dict[str, float] = {}
-        self.member = machine.Member(settings)
-        self.client: _core.CoordinationClient | None = None
+        self.member = machine.Member(rendezvous, this_agent)
+        self.session: Session | None = None
         self.registering = -1
         self.round = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
-            messages.Txn: self._txn,
-            messages.Watch: self._watch,
-            messages.Unwatch: self._unwatch,
+            Txn: self._txn,
+            Watch: self._send,
+            Unwatch: self._send,
             messages.Connect: self._connect,
             messages.Disconnect: self._disconnect,
             messages.Start: self._start,
@@ -101,11 +107,11 @@ class Agent:
 
     def ready(self) -> None:
         """The connection has something."""
-        if self.client is None:
+        if self.session is None:
             return
-        for event in self.client.take():
+        for event in self.session.take():
             self._swarm.down += 1
-            if type(event) is _core.Reply and event.tag == self.registering and event.ok:
+            if type(event) is Reply and event.tag == self.registering and event.ok:
                 self.registering = -1
                 self._swarm.stamp("registered", 0)
             self.handle(event)
@@ -122,35 +128,28 @@ class Agent:
 
     def _connect(self, _: Any) -> None:
         swarm = self._swarm
-        self.client = client = _core.CoordinationClient("127.0.0.1", swarm.port, run_id=RUN_ID)
+        client = _core.CoordinationClient("127.0.0.1", swarm.port, run_id=RUN_ID)
+        self.session = NativeSession(client)
         swarm.register(client.fd, self)
 
     def _disconnect(self, _: Any) -> None:
-        if self.client is not None:
-            self._swarm.forget(self.client.fd)
-            self.client.close()
-            self.client = None
+        if self.session is not None:
+            self._swarm.forget(self.session.fd)
+            self.session.close()
+            self.session = None
 
     def _txn(self, txn: Any) -> None:
-        if self.client is not None:
-            self._swarm.up += 1
-            if any(op[0] == "put" and op[3] and op[1] == self._key for op in txn.then):
+        registration = self.member.registration
+        if registration is not None:
+            own = self.member.keys.node(registration.member)
+            if any(isinstance(op, Put) and op.leased and op.key == own for op in txn.then):
                 self.registering = txn.tag if self.round == 0 else -1
-            self.client.txn(txn.tag, txn.compares, txn.then, txn.otherwise)
+        self._send(txn)
 
-    @property
-    def _key(self) -> str:
-        return self.member.keys.node(self.member.member)
-
-    def _watch(self, watch: Any) -> None:
-        if self.client is not None:
+    def _send(self, request: Any) -> None:
+        if self.session is not None:
             self._swarm.up += 1
-            self.client.watch(watch.tag, watch.prefix, exact=watch.exact, snapshot=watch.snapshot)
-
-    def _unwatch(self, watch: Any) -> None:
-        if self.client is not None:
-            self._swarm.up += 1
-            self.client.unwatch(watch.prefix, exact=watch.exact)
+            self.session.send(request)
 
     def _start(self, start: Any) -> None:
         self.round = start.round
@@ -255,7 +254,7 @@ class Swarm:
                 each.handle(messages.WorkerFailed({**CAUSE, "time_ns": time.time_ns()}))
             elif do == "cut":
                 each.close()
-            elif each.client is not None:
+            elif each.session is not None:
                 each.handle(messages.WorkersDone())
         write_line(1, moment)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, ClassVar
 
-    from typing_extensions import dataclass_transform
+    from typing_extensions import Self, dataclass_transform
 else:
 
     def dataclass_transform(**_: object) -> Callable[[type], type]:
@@ -94,6 +94,14 @@ class _Made(metaclass=_Fields):
     def _default(self, name: str) -> Any:
         default = self._defaults[name]
         return default.factory() if type(default) is _Fresh else default
+
+    def fields(self) -> dict[str, Any]:
+        """Return all values by the name of their field, in the order of the fields."""
+        return {name: getattr(self, name) for name in self._names}
+
+    def replaced(self, **changes: Any) -> Self:
+        """Return a copy with other values in some fields."""
+        return type(self)(**{**self.fields(), **changes})
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={getattr(self, name, ...)!r}" for name in self._names)

@@ -118,14 +118,14 @@ class Checks:
 
     def _first_cause(self, ended, judged):
         """What the leader had seen when it judged, tells of no earlier cause."""
-        lead = self.writer.member.lead if self.writer is not None else None
-        if lead is None:
+        leader = self.writer.member.leader if self.writer is not None else None
+        if leader is None:
             return
         known = time_of(judged.cause)
         for name, cause in self.failures.get(ended.round, {}).items():
             for entry in self.world.store.under(KEYS.node(f"{int(name[1:]):02x}/")):
                 node = Node.decode(entry.value)
-                if entry.mod_revision > lead.sent_at:
+                if entry.mod_revision > leader.sent_at:
                     continue
                 if entry.key[len(KEYS.nodes) :] in self.rounds[ended.round] and node.idle == ended.round:
                     require(known is not None and known <= cause["time_ns"], "I-8 first cause", cause, judged)
@@ -177,22 +177,20 @@ class Checks:
     def start(self, proc, action):
         require(proc.group is None, "I-4 workers are left of", proc.group and proc.group.round)
         job = decode(self.world.store.get(KEYS.job).value)
-        require(job["max_restarts"] == proc.member.settings.max_restarts, "I-11 settings differ", proc.name)
+        require(job["max_restarts"] == proc.member.agent.max_restarts, "I-11 settings differ", proc.name)
         others = [each for each in self.world.procs if each is not proc and each.group is not None]
         for other in others:
             same = (other.group.round, other.group.rank) == (action.round, action.group_rank)
             require(not same, "I-3 a rank twice", proc.name, other.name)
         member = self.rounds[action.round][action.group_rank]
-        require(
-            agent_of(member) == proc.member.settings.agent, "I-3 a slot differs from the table", proc.name
-        )
+        require(agent_of(member) == proc.member.agent.agent, "I-3 a slot differs from the table", proc.name)
         require(action.serves_store == (action.group_rank == 0), "who serves the store")
         require(self.restarts.setdefault(action.round, action.restarts) == action.restarts, "I-2 restarts")
         place = (action.master_addr, action.master_port, action.ranks.world_size)
         require(self.tables.setdefault(action.round, place) == place, "I-2 two masters in a round")
         if self.world.kinds["static"]:
-            require(action.group_rank == proc.member.settings.node_rank, "I-12 not its own rank", proc.name)
-            require(action.master_port == proc.member.settings.master_port, "I-12 not the given port")
+            require(action.group_rank == proc.member.rendezvous.node_rank, "I-12 not its own rank", proc.name)
+            require(action.master_port == proc.member.rendezvous.master_port, "I-12 not the given port")
         elif action.serves_store:
             require(action.master_port == proc.port, "I-9 the port is not of this node's listener", proc.port)
             require(proc.port not in proc.served, "I-9 a listener serves two rounds", proc.port)
@@ -203,11 +201,12 @@ class Checks:
             if rank and (number, rank) in self.finished_ranks:
                 continue
             for proc in self.world.procs:
-                if proc.member.settings.agent != agent_of(member):
+                if proc.member.agent.agent != agent_of(member):
                     continue
                 if not proc.alive or proc.is_lost or proc.leaving or proc.member.phase is Phase.FENCED:
                     return True
-                if proc.member.registered and proc.member.member != member:
+                registered = proc.member.registered
+                if registered is not None and registered.member != member:
                     return True
         return False
 
@@ -238,7 +237,7 @@ class Checks:
         is_closed = head is not None and head.state == "CLOSED"
         kind = outcome.kind
         if kind == "succeeded":
-            is_own = (proc.member.done_round, proc.member.settings.agent) in {
+            is_own = (proc.member.finished_round, proc.member.agent.agent) in {
                 (number, agent_of(table[rank]))
                 for number, rank in self.recorded
                 for table in [self.rounds[number]]
@@ -254,14 +253,14 @@ class Checks:
         if kind in ("left", "aborted", "stuck") and kind == "left":
             require(proc.leaving, "leaves without being asked", proc.name)
         if kind == "refused":
-            differs = proc.member.settings.max_restarts != self.world.config["max_restarts"]
+            differs = proc.member.agent.max_restarts != self.world.config["max_restarts"]
             is_known = differs or self._first_was_other() or self._is_second(proc, outcome)
             require(is_known, "refused without a reason", outcome)
 
     def _is_second(self, proc, outcome):
         """Whether it was refused for its rank, and another agent has or had that."""
-        node_rank = proc.member.settings.node_rank
-        others = [each.member.settings.node_rank for each in self.world.procs if each is not proc]
+        node_rank = proc.member.rendezvous.node_rank
+        others = [each.member.rendezvous.node_rank for each in self.world.procs if each is not proc]
         return outcome.message.startswith(f"node rank {node_rank} was given to two") and node_rank in others
 
     def _max_restarts(self):
@@ -291,7 +290,7 @@ class Checks:
         fit = [proc for proc in live if not proc.leaving]
         if len(fit) < world.config["min_nodes"] or self._first_was_other():
             return
-        if world.kinds["static"] and len({proc.member.settings.node_rank for proc in fit}) < len(fit):
+        if world.kinds["static"] and len({proc.member.rendezvous.node_rank for proc in fit}) < len(fit):
             # Somebody waits for the rank that another one has.
             require(False, "I-12 two agents with one rank", self._shown(live))
         require(
@@ -300,11 +299,12 @@ class Checks:
         for rank, member in enumerate(self.rounds[head.round]):
             if (head.round, rank) in self.done():
                 continue
-            (proc,) = [each for each in world.procs if each.member.settings.agent == agent_of(member)]
+            (proc,) = [each for each in world.procs if each.member.agent.agent == agent_of(member)]
             is_running = proc.alive and proc.group is not None and proc.group.round == head.round
             require(is_running, "I-10 a member does not run", member, self._shown(live))
 
     def _shown(self, procs):
         return [
-            (proc.name, proc.member.phase, proc.member.idle, proc.member.lead is not None) for proc in procs
+            (proc.name, proc.member.phase, proc.member.registration, proc.member.leader is not None)
+            for proc in procs
         ]

@@ -1,11 +1,12 @@
 """A few agents on the simulated store: everything is delivered at once, in order; the test is the clock."""
 
+from elasticrs.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.keys import Keys
-from elasticrs.rendezvous.elastic.machine import Member, step
-from elasticrs.rendezvous.elastic.member_settings import MemberSettings
+from elasticrs.rendezvous.elastic.machine import step
 from elasticrs.rendezvous.elastic.records import Head
 
+from . import agents
 from .store import Conn, Store
 
 NOW = 1_700_000_000_000_000_000
@@ -14,10 +15,10 @@ NOW = 1_700_000_000_000_000_000
 class Agent:
     """One agent, and what it was asked to do."""
 
-    def __init__(self, cluster, name, settings):
+    def __init__(self, cluster, member):
         self.cluster = cluster
-        self.name = name
-        self.member = Member(settings)
+        self.name = member.agent.node
+        self.member = member
         self.conn = None
         self.address = f"10.0.0.{len(cluster.agents) + 1}"
         self.actions = []
@@ -33,7 +34,7 @@ class Agent:
         self.cluster.run()
 
     def act(self, action):
-        if isinstance(action, (m.Txn, m.Watch, m.Unwatch)):
+        if isinstance(action, (Txn, Watch, Unwatch)):
             self.conn.requests.append(action)
         elif isinstance(action, m.Arm):
             self.timers[action.name] = action.seconds
@@ -48,14 +49,14 @@ class Agent:
             self.cluster.later.append((self, self._bound))
 
     def _bound(self):
-        return m.StorePort(1000 * int(self.member.settings.agent, 16) + self.ports)
+        return m.StorePort(1000 * int(self.member.agent.agent, 16) + self.ports)
 
     def _connect(self):
         if self.refuses is not None:
-            return m.ConnectionLost(*self.refuses)
+            return ConnectionLost(*self.refuses)
         self.conn = Conn(self.name)
         self.cluster.store.conns.append(self.conn)
-        return m.Connected(self.cluster.store.revision, self.address)
+        return Connected(self.cluster.store.revision, self.address)
 
     def disconnect(self):
         if self.conn is not None:
@@ -65,7 +66,7 @@ class Agent:
 
     def lose(self, kind="closed", message="connection reset"):
         self.disconnect()
-        self.send(m.ConnectionLost(kind, message))
+        self.send(ConnectionLost(kind, message))
 
     def kill(self):
         """The process dies, and its nursery has closed the connection."""
@@ -81,6 +82,11 @@ class Agent:
         self.send(m.WorkerFailed({"node": self.name, "time_ns": time_ns, "message": message, **more}))
         if end:
             self.send(m.GroupEnded())
+
+    @property
+    def key(self):
+        """The key of its registration."""
+        return self.cluster.keys.node(self.member.registration.member)
 
     def all(self, kind):
         return [action for action in self.actions if isinstance(action, kind)]
@@ -113,8 +119,7 @@ class Cluster:
 
     def add(self, name, begin=None, local_address=None, **differs):
         number = f"{len(self.store.conns) + 1:02x}"
-        settings = MemberSettings("job", number, name, endpoint="head:29400", **{**self.settings, **differs})
-        agent = Agent(self, name, settings)
+        agent = Agent(self, agents.member(number, name, **{**self.settings, **differs}))
         agent.address = local_address or agent.address
         self.agents.append(agent)
         if begin is not None:
@@ -157,6 +162,13 @@ class Cluster:
     def head(self):
         entry = self.store.get(self.keys.head)
         return None if entry is None else Head.decode(entry.value)
+
+
+def end_all(agents):
+    """The workers that are still there end."""
+    for agent in agents:
+        if agent.member.workers is not None:
+            agent.send(m.GroupEnded())
 
 
 def running(count=2, **settings):

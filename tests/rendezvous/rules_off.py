@@ -1,21 +1,23 @@
 """The rules of the protocol, each switched off: what the checker has to see. One entry patches one small
 function of the shipped code."""
 
+from elasticrs.coordination import CreatedAt, DeletePrefix
 from elasticrs.rendezvous.elastic import (
     by_hand,
+    connecting,
     formation,
     joining,
+    leader,
     leaving,
     oversight,
     rounds,
     seating,
+    succession,
     verdict,
 )
-from elasticrs.rendezvous.elastic import leader as leads
 from elasticrs.rendezvous.elastic.keys import agent_of
 from elasticrs.rendezvous.elastic.messages import Outcome
-from elasticrs.rendezvous.elastic.records import encode
-from elasticrs.rendezvous.elastic.state import Member, Phase
+from elasticrs.rendezvous.elastic.state import Member
 from elasticrs.rendezvous.elastic.view import View
 
 from .store import Store
@@ -33,9 +35,9 @@ def rule(name, *owners):
     return register
 
 
-@rule("may_rejoin", joining)
+@rule("may_rejoin", connecting)
 def register_before_the_workers_are_gone(member):
-    member.held = None
+    member.workers = None
     return True
 
 
@@ -69,12 +71,13 @@ def verdict_on_a_stale_view(view):
     return []
 
 
+_claim = by_hand.claim
+
+
 @rule("claim", by_hand)
-def anybody_may_have_a_rank(member, node_rank):
-    key = member.keys.rank(node_rank)
-    value = encode([member.settings.agent, member.member, member.settings.node])
-    compare = ("create", member.keys.job, member.job_revision)
-    return by_hand.Claim(compare, ("put", key, value, True), ("get", key))
+def anybody_may_have_a_rank(member, registration, node_rank):
+    put = _claim(member, registration, node_rank).put
+    return by_hand.Claim(CreatedAt(member.keys.job, member.link.job_revision), put)
 
 
 @rule("may_be_lent", by_hand)
@@ -88,43 +91,40 @@ def finished_members_count_as_lost(view):
 
 
 @rule("_members", formation)
-def every_incarnation_is_a_candidate(view, settings):
+def every_incarnation_is_a_candidate(view, size):
     fit = [each for each in view.nodes if not view.holds(each) and each not in view.farewells]
     offered = [seating.Candidate(each, view.joined[each], None, view.nodes[each].name) for each in fit]
-    return seating.seat([seat.member for seat in view.seats], offered, settings.max_nodes)
+    return seating.seat([seat.member for seat in view.seats], offered, size)
 
 
 @rule("_members", formation)
-def survivors_lose_their_places(view, settings):
+def survivors_lose_their_places(view, size):
     of_agent = {agent_of(each): each for each in view.candidates}
     newest = sorted(of_agent, key=lambda agent: -view.joined[of_agent[agent]])
-    return [of_agent[agent] for agent in newest[: settings.max_nodes]]
+    return [of_agent[agent] for agent in newest[:size]]
 
 
 @rule("earlier_registrations", joining)
 def registration_deletes_by_agent(member, incarnation):
     """A late registration takes a later one with it."""
-    agent = member.settings.agent
-    return [
-        ("delete_prefix", f"{member.keys.nodes}{agent}/"),
-        ("delete_prefix", f"{member.keys.slots}{agent}/"),
-    ]
+    agent = member.agent.agent
+    return [DeletePrefix(f"{kind}{agent}/") for kind in (member.keys.nodes, member.keys.slots)]
 
 
-@rule("_is_mine", rounds)
-def slot_without_form(member):
-    head, slot = member.head, member.slot
-    return head is not None and head.state == "RUNNING" and slot is not None and slot.round == head.round
+@rule("is_mine", rounds)
+def slot_without_form(registration, head):
+    slot = registration.slot
+    return slot is not None and head.state == "RUNNING" and slot.round == head.round
 
 
-@rule("_is_mine", rounds)
-def slot_without_head(member):
-    return member.head is not None and member.head.state == "RUNNING" and member.slot is not None
+@rule("is_mine", rounds)
+def slot_without_head(registration, head):
+    return registration.slot is not None and head.state == "RUNNING"
 
 
-@rule("fresh_listener", joining)
+@rule("fresh_listener", connecting, rounds)
 def the_listener_is_kept(member):
-    member.port_used = False
+    member.listener.has_served = False
     return True
 
 
@@ -140,12 +140,12 @@ def the_first_report_is_the_first_cause(view, head):
 
 @rule("leave_barrier", rounds)
 def leaves_before_the_store_knows(member):
-    if member.phase is Phase.DONE and member.barrier_over:
+    if member.done is not None and member.done.is_over:
         member.exit(Outcome("succeeded"))
 
 
 @rule("mismatch", joining)
-def any_settings_will_do(settings, shown, job):
+def any_settings_will_do(member, job):
     return None
 
 
@@ -154,24 +154,25 @@ def grows_against_the_setting(member, view, head):
     return bool(view.waiting) and not view.done
 
 
-@rule("predecessor_gone", joining)
-def nobody_follows_the_leader(member):
-    member.predecessor = None
+@rule("predecessor_gone", succession)
+def nobody_follows_the_leader(member, registration):
+    registration.predecessor = None
 
 
 @rule("say_idle", rounds)
-def never_says_that_it_is_idle(member, number):
-    member.idle = number
+def never_says_that_it_is_idle(member, registration, number):
+    registration.idle = number
 
 
-@rule("guards", leads, oversight, formation)
-def leader_writes_without_guards(member, view):
+@rule("guards", leader, formation)
+def leader_writes_without_guards(member, leader, view):
     return []
 
 
 @rule("stop", Member)
 def stops_are_forgotten(self, why, *, fenced=False, hung=None):
-    self.stopping = True
+    if self.workers is not None:
+        self.workers.is_stopping = True
 
 
 @rule("end_session", Store)
@@ -185,16 +186,15 @@ def failures_are_free(view, head):
 
 
 @rule("take_slot", rounds)
-def slots_are_not_heard(member, entry):
+def slots_are_not_heard(member, registration, entry):
     return None
 
 
-@rule("_aborted", leaving)
+@rule("aborted", leaving)
 def an_abort_is_tried_once(member, reply):
-    if reply.ok:
-        rounds.take_head(member, reply.results[-1])
+    return reply.entry(-1) if reply.ok else None
 
 
-@rule("_give_up", joining)
+@rule("_give_up", connecting)
 def a_lost_store_is_waited_for_without_end(member, outcome):
     return None

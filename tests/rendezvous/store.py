@@ -1,7 +1,36 @@
 """A simulated coordination store: revisions, transactions, leases, watches; each client's events wait to be
 delivered, changes and replies apart."""
 
-from elasticrs.rendezvous.elastic.messages import Changes, Entry, Reply, Txn, Unwatch
+from __future__ import annotations
+
+from elasticrs._value import Value
+from elasticrs.coordination import (
+    MAX_OPERATIONS,
+    Changes,
+    CreatedAt,
+    Delete,
+    DeletePrefix,
+    Exists,
+    Get,
+    HasValue,
+    Missing,
+    ModifiedAt,
+    Predecessor,
+    Put,
+    Range,
+    Reply,
+    Txn,
+    Unwatch,
+)
+
+
+class Entry(Value):
+    """One key of the store, or what became of it."""
+
+    key: str
+    value: bytes | None
+    create_revision: int
+    mod_revision: int
 
 
 class Conn:
@@ -54,21 +83,25 @@ class Store:
             conn.replies.append(Reply(tag, ok, self.revision, results))
 
     def _holds(self, compare):
-        entry = self.entries.get(compare[1])
-        kind = compare[0]
-        if kind == "exists":
-            return entry is not None
-        if kind == "missing":
-            return entry is None
-        if kind == "value":
-            return entry is not None and entry.value == compare[2]
-        revision = 0 if entry is None else entry.create_revision if kind == "create" else entry.mod_revision
-        return revision == compare[2]
+        entry = self.entries.get(compare.key)
+        match compare:
+            case Exists():
+                return entry is not None
+            case Missing():
+                return entry is None
+            case HasValue():
+                return entry is not None and entry.value == compare.value
+            case CreatedAt():
+                return (0 if entry is None else entry.create_revision) == compare.revision
+            case ModifiedAt():
+                return (0 if entry is None else entry.mod_revision) == compare.revision
 
     def _txn(self, conn, request):
+        for steps in (request.compares, request.then, request.otherwise):
+            assert len(steps) <= MAX_OPERATIONS
         ok = all(self._holds(compare) for compare in request.compares)
         ops = request.then if ok else request.otherwise
-        if conn.dead and any(op[0] == "put" and op[3] for op in ops):
+        if conn.dead and any(isinstance(op, Put) and op.leased for op in ops):
             return
         self._reply(conn, request.tag, ok, self.apply(ops, conn))
 
@@ -77,29 +110,31 @@ class Store:
         revision = self.revision + 1
         changes, results = [], []
         for op in ops:
-            kind = op[0]
-            if kind == "put":
-                old = self.entries.get(op[1])
-                entry = Entry(op[1], op[2], old.create_revision if old else revision, revision)
-                self.on_put(old, entry, conn)
-                self.entries[op[1]] = entry
-                if op[3]:
-                    self.leases[op[1]] = conn
-                changes.append(entry)
-                results.append(1)
-            elif kind in ("delete", "delete_prefix"):
-                gone = [op[1]] if kind == "delete" else [each.key for each in self.under(op[1])]
-                gone = [key for key in gone if self.entries.pop(key, None) is not None]
-                for key in gone:
-                    self.leases.pop(key, None)
-                    changes.append(Entry(key, None, 0, revision))
-                results.append(len(gone))
-            elif kind == "get":
-                results.append(self.entries.get(op[1]))
-            elif kind == "range":
-                results.append(self.under(op[1])[: op[2]])
-            else:
-                results.append(self._predecessor(op[1], op[2]))
+            match op:
+                case Put():
+                    old = self.entries.get(op.key)
+                    entry = Entry(op.key, op.value, old.create_revision if old else revision, revision)
+                    self.on_put(old, entry, conn)
+                    self.entries[op.key] = entry
+                    if op.leased:
+                        self.leases[op.key] = conn
+                    changes.append(entry)
+                    results.append(1)
+                case Delete() | DeletePrefix():
+                    named = (
+                        [op.key] if isinstance(op, Delete) else [each.key for each in self.under(op.prefix)]
+                    )
+                    gone = [key for key in named if self.entries.pop(key, None) is not None]
+                    for key in gone:
+                        self.leases.pop(key, None)
+                        changes.append(Entry(key, None, 0, revision))
+                    results.append(len(gone))
+                case Get():
+                    results.append(self.entries.get(op.key))
+                case Range():
+                    results.append(self.under(op.prefix)[: op.limit])
+                case Predecessor():
+                    results.append(self._predecessor(op.prefix, op.key))
         if changes:
             self.revision = revision
             for each in self.conns:
@@ -130,7 +165,7 @@ class Store:
         conn.dead = True
         keys = [key for key, owner in self.leases.items() if owner is conn]
         if keys:
-            self.apply([("delete", key) for key in keys], None)
+            self.apply([Delete(key) for key in keys], None)
 
     def has_lease(self, conn):
         return conn in self.leases.values()

@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 
+from elasticrs.coordination import ConnectionLost
 from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.machine import Member, Phase, step
-from elasticrs.rendezvous.elastic.member_settings import MemberSettings
+from elasticrs.rendezvous.elastic.machine import Phase, step
+from rendezvous import agents
 from rendezvous.cluster import Cluster
 
 PORT = 29500
@@ -23,16 +24,13 @@ class Static(Cluster):
                 "max_nodes": size,
                 "max_restarts": 3,
                 "backend": "static",
-                "master_port": PORT,
+                "port": PORT,
                 **settings,
             }
         )
 
     def rank(self, node_rank, name=None, **differs):
-        given = {"node_rank": node_rank, "order_hint": node_rank}
-        if node_rank == 0:
-            given["local_addr"] = "head"
-        return self.add(name or f"n{node_rank}", **given, **differs)
+        return self.add(name or f"n{node_rank}", node_rank=node_rank, order_hint=node_rank, **differs)
 
 
 def ranks(*agents):
@@ -121,7 +119,7 @@ def test_an_agent_takes_its_rank_over_from_its_own_earlier_registration():
     # The store has not seen the end of this connection.
     old.open = False
     b.conn = None
-    b.send(m.ConnectionLost("silent", "no answer"))
+    b.send(ConnectionLost("silent", "no answer"))
     while not b.member.registered:
         b.fire("reconnect")
         assert "rank" not in b.timers
@@ -145,8 +143,8 @@ def test_missing_ranks_are_named_with_those_that_are_there():
     cluster = Static(4, join_timeout=5)
     cluster.rank(3)
     b = cluster.rank(1)
-    lead = next(agent for agent in cluster.agents if agent.member.lead is not None)
-    lead.fire("join/0")
+    leading = next(agent for agent in cluster.agents if agent.member.leader is not None)
+    leading.fire("join/0")
     text = (
         "only 2 of at least 4 nodes joined within 5 s (join_timeout): "
         "node rank 1 is n1 (10.0.0.2), node rank 3 is n3 (10.0.0.1); no node has node rank 0, 2"
@@ -155,14 +153,11 @@ def test_missing_ranks_are_named_with_those_that_are_there():
 
 
 def test_a_lent_port_is_tried_again_and_told_of_once():
-    settings = MemberSettings(
-        "job", "01", "a", endpoint="h:29500", join_timeout=5, master_port=PORT, node_rank=1
-    )
-    member = Member(settings)
+    member = agents.member("01", "a", backend="static", host="h", port=PORT, join_timeout=5, node_rank=1)
     step(member, m.Begin())
     told = []
     for _ in range(3):
-        _, actions = step(member, m.ConnectionLost(*NOT_OURS))
+        _, actions = step(member, ConnectionLost(*NOT_OURS))
         assert not any(isinstance(each, m.Exit) for each in actions)
         told += [each.text for each in actions if isinstance(each, m.Announce)]
         step(member, m.TimerFired("reconnect"))

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs.coordination import Put
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic import records
 from elasticrs.rendezvous.elastic.checked import DamagedError
 from elasticrs.rendezvous.elastic.records import Head, Node, Slot, encode
-from rendezvous.cluster import Cluster, running
+from rendezvous.cluster import Cluster, end_all, running
 
 READERS = {
     "head": Head.decode,
@@ -110,14 +111,8 @@ def test_a_round_is_a_number_of_rounds(round_):
 
 
 def write(cluster, key, value):
-    cluster.store.apply([("put", key, value, False)], None)
+    cluster.store.apply([Put(key, value, False)], None)
     cluster.run()
-
-
-def end_all(agents):
-    for agent in agents:
-        if agent.member.held is not None:
-            agent.send(m.GroupEnded())
 
 
 def test_a_damaged_head_ends_the_job_on_all_nodes_and_is_named():
@@ -144,7 +139,7 @@ def test_a_job_with_a_damaged_head_can_be_closed():
 
 def test_a_damaged_slot_of_a_running_member_is_ignored():
     cluster, (a, b) = running(2, max_restarts=1)
-    key = cluster.keys.slot(b.member.member)
+    key = cluster.keys.slot(b.member.registration.member)
     write(cluster, key, b"\xff")
     assert any(key in text for text in b.texts)
     assert not b.all(m.Stop)
@@ -161,10 +156,10 @@ def test_a_slot_that_is_damaged_before_the_start_makes_the_node_come_again(slot)
     apply, forms = cluster.store.apply, []
 
     def damage(op):
-        if op[0] != "put" or "/slot/02" not in op[1] or forms:
+        if not isinstance(op, Put) or "/slot/02" not in op.key or forms:
             return op
-        forms.append(json.loads(op[2])[1].encode())
-        return ("put", op[1], slot.replace(b"FORM", forms[0]), op[3])
+        forms.append(json.loads(op.value)[1].encode())
+        return op.replaced(value=slot.replace(b"FORM", forms[0]))
 
     cluster.store.apply = lambda ops, conn: apply([damage(op) for op in ops], conn)
     b = cluster.add("b")
@@ -172,14 +167,14 @@ def test_a_slot_that_is_damaged_before_the_start_makes_the_node_come_again(slot)
     end_all([a])
     b.fire("reconnect")
     assert [start.group_rank for start in b.starts] == [1]
-    assert b.member.member.endswith("/2")
+    assert b.member.registration.member.endswith("/2")
     assert b.starts[0].ranks.first_rank == 1
     assert a.starts[-1].round == b.starts[0].round == 2
 
 
 def test_a_damaged_registration_stays_what_it_was():
     cluster, (a, b) = running(2, max_restarts=1)
-    key = cluster.keys.node(b.member.member)
+    key = b.key
     write(cluster, key, b'{"nproc": "many"}')
     assert any(key in text for text in a.texts)
     assert not a.all(m.Stop)
@@ -192,7 +187,7 @@ def test_a_new_leader_waits_for_a_member_whose_registration_it_cannot_read():
     cluster = Cluster(min_nodes=2, max_nodes=3, last_call_timeout=1)
     a, b, c = (cluster.add(name) for name in "abc")
     assert len(c.starts) == 1
-    write(cluster, cluster.keys.node(c.member.member), b"\xff")
+    write(cluster, c.key, b"\xff")
     a.kill()
     b.send(m.GroupEnded())
     assert cluster.head.state == "ENDED"
@@ -204,7 +199,7 @@ def test_a_new_leader_waits_for_a_member_whose_registration_it_cannot_read():
 
 def test_a_registration_that_somebody_writes_over_still_ends_with_its_node():
     cluster, (_, b) = running(2, max_restarts=1)
-    write(cluster, cluster.keys.node(b.member.member), b"\xff")
+    write(cluster, b.key, b"\xff")
     b.kill()
     assert cluster.head.end["kind"] == "lost"
 
@@ -213,7 +208,7 @@ def test_a_registration_that_somebody_writes_over_still_ends_with_its_node():
 @pytest.mark.parametrize("kind", ["nodes", "slots", "dones", "tables", "farewells"])
 def test_names_that_are_none_are_ignored(kind, name):
     cluster = Cluster(min_nodes=2, max_nodes=2)
-    cluster.store.apply([("put", getattr(cluster.keys, kind) + name, b"\xff", False)], None)
+    cluster.store.apply([Put(getattr(cluster.keys, kind) + name, b"\xff", False)], None)
     a, b = cluster.add("a"), cluster.add("b")
     assert [len(a.starts), len(b.starts)] == [1, 1]
     b.kill()
@@ -271,8 +266,8 @@ def test_a_damaged_job_refuses_the_nodes_that_come():
 
 
 def test_a_damaged_node_rank_is_somebodys():
-    cluster = Cluster(min_nodes=2, max_nodes=2, node_rank=0, order_hint=0, master_port=29500)
-    cluster.store.apply([("put", cluster.keys.rank(0), b"\xff", False)], None)
+    cluster = Cluster(min_nodes=2, max_nodes=2, node_rank=0, order_hint=0, backend="static", port=29500)
+    cluster.store.apply([Put(cluster.keys.rank(0), b"\xff", False)], None)
     a = cluster.add("a")
     for _ in range(3):
         a.fire("reconnect")
@@ -306,7 +301,7 @@ def test_no_damage_raises_or_gives_a_rank_twice(course):
             agents.append(cluster.add("defghi"[len(agents) - 3]))
         elif what == "kill" and is_there:
             agent.kill()
-        elif is_there and agent.member.held is not None:
+        elif is_there and agent.member.workers is not None:
             if what == "fail":
                 agent.fail(end=False)
             else:

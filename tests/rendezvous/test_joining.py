@@ -2,9 +2,10 @@
 
 import pytest
 
+from elasticrs.coordination import Connected, ConnectionLost, DeletePrefix, Put
 from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.machine import Member, Phase, step
-from elasticrs.rendezvous.elastic.member_settings import MemberSettings
+from elasticrs.rendezvous.elastic.machine import Phase, step
+from rendezvous import agents
 from rendezvous.cluster import Cluster, running
 
 
@@ -23,7 +24,7 @@ def test_settings_that_differ_are_refused_by_name(differs, text):
     cluster.add("a")
     b = cluster.add("b", **differs)
     assert b.outcome == m.Outcome("refused", f"node b (10.0.0.2): {text}")
-    assert not cluster.store.under(cluster.keys.nodes + b.member.settings.agent)
+    assert not cluster.store.under(cluster.keys.nodes + b.member.agent.agent)
 
 
 def test_whose_settings_differ_is_named_as_others_know_it():
@@ -76,7 +77,7 @@ def test_who_registered_while_the_job_was_started_anew_comes_again():
     a = cluster.add("a")
     keys, store = cluster.keys, cluster.store
     job = store.get(keys.job).value.replace(b'"uuid":"', b'"uuid":"other')
-    store.apply([("delete_prefix", keys.prefix), ("put", keys.job, job, False)], None)
+    store.apply([DeletePrefix(keys.prefix), Put(keys.job, job, False)], None)
     cluster.run()
     a.fire("reconnect")
     assert a.all(m.Connect) == [m.Connect(1), m.Connect(2)]
@@ -102,11 +103,11 @@ def test_a_job_whose_agents_have_died_goes_on():
 
 def test_connecting_is_tried_again_with_growing_delays():
     cluster = Cluster()
-    member = Member(MemberSettings("job", "01", "a", endpoint="head:29400", join_timeout=5))
+    member = agents.member("01", "a", join_timeout=5)
     delays = []
     step(member, m.Begin())
     for _ in range(7):
-        _, actions = step(member, m.ConnectionLost("refused", "connection refused"))
+        _, actions = step(member, ConnectionLost("refused", "connection refused"))
         (arm,) = [each for each in actions if isinstance(each, m.Arm)]
         delays.append(arm.seconds)
         assert m.Connect(1) in step(member, m.TimerFired("reconnect"))[1]
@@ -121,9 +122,9 @@ def test_connecting_is_tried_again_with_growing_delays():
 
 @pytest.mark.parametrize("kind", ["version", "token", "not_ours", "run"])
 def test_what_waiting_does_not_cure_is_final(kind):
-    member = Member(MemberSettings("job", "01", "a"))
+    member = agents.member("01", "a")
     step(member, m.Begin())
-    _, actions = step(member, m.ConnectionLost(kind, "port 29400 is used by another program"))
+    _, actions = step(member, ConnectionLost(kind, "port 29400 is used by another program"))
     assert m.Exit(m.Outcome("refused", "port 29400 is used by another program")) in actions
 
 
@@ -170,7 +171,7 @@ def test_a_store_that_was_started_anew_is_not_ours():
     cluster, (a,) = running(1)
     a.disconnect()
     cluster.store.entries.clear()
-    a.send(m.ConnectionLost("closed", "connection reset"))
+    a.send(ConnectionLost("closed", "connection reset"))
     a.send(m.GroupEnded())
     assert a.outcome.kind == "lost"
     assert "no longer knows this job" in a.outcome.message
@@ -217,9 +218,9 @@ def test_a_drained_node_is_not_lost_whoever_leads():
 
 
 def test_who_cannot_connect_is_told_why_and_that_it_is_tried_again():
-    member = Member(MemberSettings("job", "01", "a", endpoint="b:29400", join_timeout=60))
+    member = agents.member("01", "a", host="b", join_timeout=60)
     step(member, m.Begin(), 1_700_000_000 * 10**9)
-    step(member, m.ConnectionLost("refused", "connection refused"), 1_700_000_001 * 10**9)
+    step(member, ConnectionLost("refused", "connection refused"), 1_700_000_001 * 10**9)
     _, actions = step(member, m.TimerFired("connect_news"), 1_700_000_005 * 10**9)
     times = "since 2023-11-14 22:13:20 UTC; trying until 2023-11-14 22:14:20 UTC (join_timeout=60)"
     text = f"cannot reach the rendezvous store b:29400 {times}: connection refused"
@@ -256,10 +257,10 @@ def test_leaving_does_not_wait_for_a_silent_store():
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_leaving_before_there_is_anything(connected):
-    member = Member(MemberSettings("job", "01", "a"))
+    member = agents.member("01", "a")
     step(member, m.Begin())
     if connected:
-        step(member, m.Connected(1, "10.0.0.1"))
+        step(member, Connected(1, "10.0.0.1"))
     _, actions = step(member, m.Leave("SIGINT"))
     assert actions[-1] == m.Exit(m.Outcome("left", "SIGINT"))
 
@@ -286,7 +287,7 @@ def test_a_closed_job_stays_closed_when_the_store_goes_before_the_workers_have_s
 
 
 def test_a_node_without_a_port_leaves():
-    member = Member(MemberSettings("job", "01", "a"))
+    member = agents.member("01", "a")
     step(member, m.Begin())
     _, actions = step(member, m.StorePortFailed("all of 29500-29510 are used"))
     text = "node a: no port for the workers' store: all of 29500-29510 are used"
@@ -295,4 +296,4 @@ def test_a_node_without_a_port_leaves():
 
 def test_an_unknown_event_is_an_error():
     with pytest.raises(TypeError):
-        step(Member(MemberSettings("job", "01", "a")), "hello")
+        step(agents.member("01", "a"), "hello")

@@ -1,12 +1,13 @@
 """A registration that arrives late must not take a later one of the same agent with it."""
 
+from elasticrs.coordination import ConnectionLost, Put, Txn
 from elasticrs.rendezvous.elastic import messages as m
 from rendezvous.cluster import running
 from rendezvous.test_schedules import rule_off
 
 
 def is_registration(request):
-    return isinstance(request, m.Txn) and any(op[0] == "put" and op[3] for op in request.then)
+    return isinstance(request, Txn) and any(isinstance(op, Put) and op.leased for op in request.then)
 
 
 def registers_twice():
@@ -25,7 +26,7 @@ def registers_twice():
     # The client has let go, and the store has not heard of it: the session is not over.
     late, agent.conn = agent.conn, None
     late.open = False
-    agent.send(m.ConnectionLost("closed", "reset"))
+    agent.send(ConnectionLost("closed", "reset"))
     agent.fire("reconnect")
     while cluster._turn():
         pass
@@ -33,7 +34,7 @@ def registers_twice():
 
 
 def keys_of_the_newest(cluster, agent):
-    newest = agent.member.member
+    newest = agent.member.registration.member
     assert newest.endswith("/3")
     return [cluster.store.get(key(newest)) for key in (cluster.keys.node, cluster.keys.slot)]
 

@@ -2,15 +2,10 @@
 
 import pytest
 
+from elasticrs.coordination import Txn
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.records import Head
-from rendezvous.cluster import Cluster, running
-
-
-def end_all(agents):
-    for agent in agents:
-        if agent.member.held is not None:
-            agent.send(m.GroupEnded())
+from rendezvous.cluster import Cluster, end_all, running
 
 
 def test_the_last_of_max_nodes_starts_the_first_round():
@@ -20,7 +15,7 @@ def test_the_last_of_max_nodes_starts_the_first_round():
     assert (start_a.group_rank, start_b.group_rank) == (0, 1)
     assert (start_a.serves_store, start_b.serves_store) == (True, False)
     assert start_a.master_addr == start_b.master_addr == "10.0.0.1"
-    assert start_a.master_port == start_b.master_port == a.member.port
+    assert start_a.master_port == start_b.master_port == a.member.listener.port
     assert (start_b.ranks.first_rank, start_b.ranks.world_size, start_b.round, start_b.restarts) == (
         1,
         2,
@@ -64,7 +59,7 @@ def test_a_failure_is_told_before_the_workers_are_stopped():
     cluster, (a, b) = running(2, max_restarts=1)
     b.actions.clear()
     b.fail(end=False)
-    assert [type(action) for action in b.actions[:2]] == [m.Txn, m.Stop]
+    assert [type(action) for action in b.actions[:2]] == [Txn, m.Stop]
     assert cluster.head.end["kind"] == "failure"
     assert a.all(m.Stop)[0].fenced is False
 
@@ -333,7 +328,7 @@ def test_rank_0_and_the_host_of_the_store_stay_to_the_end():
     assert "barrier" not in host.timers
     cluster = Cluster(min_nodes=2, max_nodes=2)
     other, late = cluster.add("a"), cluster.add("b", begin=m.StoreHosted("b.test"))
-    assert (late.member.settings.fallback_addr, other.member.settings.fallback_addr) == ("b.test", None)
+    assert (late.member.agent.fallback_addr, other.member.agent.fallback_addr) == ("b.test", None)
     late.send(m.WorkersDone())
     assert "barrier" not in late.timers
 
@@ -411,17 +406,17 @@ def test_the_user_is_told_what_is_waited_for():
 
 def test_every_round_has_a_fresh_listener_and_others_keep_theirs():
     _, (a, b) = running(2, max_restarts=1)
-    first, kept = a.member.port, b.member.port
+    first, kept = a.member.listener.port, b.member.listener.port
     a.fail()
     b.send(m.GroupEnded())
-    assert a.starts[-1].master_port == a.member.port != first
-    assert b.member.port == kept
+    assert a.starts[-1].master_port == a.member.listener.port != first
+    assert b.member.listener.port == kept
     assert len(a.all(m.CloseStore)) == 1
     assert not b.all(m.CloseStore)
 
 
 def test_a_fixed_port_is_bound_on_starting():
-    _, (a, b) = running(2, master_port=29500)
+    _, (a, b) = running(2, backend="static", port=29500)
     assert not a.all(m.BindStore)
     assert {a.starts[0].master_port, b.starts[0].master_port} == {29500}
 

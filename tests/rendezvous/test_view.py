@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.rendezvous.elastic.keys import Keys
-from elasticrs.rendezvous.elastic.messages import Entry
 from elasticrs.rendezvous.elastic.records import Head, Node, Slot, encode
 from elasticrs.rendezvous.elastic.view import View
+from rendezvous.store import Entry
 
 KEYS = Keys("job")
 MEMBERS = [f"{agent}/{incarnation}" for agent in "abc" for incarnation in (1, 2)]

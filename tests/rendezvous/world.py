@@ -7,10 +7,11 @@ fails any more, and what the job has come to is judged.
 
 import zlib
 
+from elasticrs.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.machine import Member, Phase, step
-from elasticrs.rendezvous.elastic.member_settings import MemberSettings
+from elasticrs.rendezvous.elastic.machine import Phase, step
 
+from . import agents
 from .checks import Checks, ViolationError, require
 from .store import Conn, Store
 
@@ -69,9 +70,9 @@ class Proc:
         "timers",
     )
 
-    def __init__(self, name, settings):
-        self.name = name
-        self.member = Member(settings)
+    def __init__(self, member):
+        self.name = member.agent.node
+        self.member = member
         self.alive = True
         self.paused = False
         self.conn = None
@@ -131,16 +132,17 @@ class World:
         if self.kinds["static"]:
             # Who comes late has the rank of another one: instead of it, or by mistake.
             node_rank = (self.spawned - 1) % self.config["max_nodes"]
-            by_hand = {"node_rank": node_rank, "order_hint": node_rank, "master_port": FIXED_PORT}
-        settings = MemberSettings(
-            "job",
-            f"{self.spawned:02x}",
-            name,
-            host=name,
-            hosts_store=is_host,
-            **{**self.config, **by_hand, **differs},
+            by_hand = {
+                "node_rank": node_rank,
+                "order_hint": node_rank,
+                "port": FIXED_PORT,
+                "backend": "static",
+            }
+        proc = Proc(
+            agents.member(
+                f"{self.spawned:02x}", name, hosts_store=is_host, **{**self.config, **by_hand, **differs}
+            )
         )
-        proc = Proc(name, settings)
         self.procs.append(proc)
         self.deliver(proc, m.Begin())
 
@@ -220,7 +222,7 @@ class World:
         proc.outcome = action.outcome
         self.checks.exit(proc, action.outcome)
         self.count("exit_" + action.outcome.kind)
-        if not proc.member.farewell_known:
+        if proc.member.leaving is None or not proc.member.leaving.is_known:
             self.checks.losses += 1
         proc.alive = False
         proc.connecting = False
@@ -240,15 +242,15 @@ class World:
         self.mark_peers(proc)
         if not proc.is_lost:
             proc.is_lost = True
-            proc.queue.insert(0, m.ConnectionLost(kind, "connection lost"))
+            proc.queue.insert(0, ConnectionLost(kind, "connection lost"))
 
     def mark_peers(self, proc):
         """Workers die when those of another node do."""
         number = None
         if proc.group is not None:
             number = proc.group.round
-        elif proc.member.phase is Phase.DONE and proc.member.slot.group_rank == 0:
-            number = proc.member.done_round
+        elif proc.member.phase is Phase.DONE and proc.member.registration.slot.group_rank == 0:
+            number = proc.member.finished_round
         if number is None:
             return
         for other in self.procs:
@@ -384,7 +386,7 @@ class World:
 
     def from_queue(self, proc):
         event = proc.queue.pop(0)
-        if isinstance(event, m.ConnectionLost):
+        if isinstance(event, ConnectionLost):
             proc.is_lost = False
             proc.connecting = False
         self.deliver(proc, event)
@@ -392,11 +394,11 @@ class World:
     def connect(self, proc):
         proc.connecting = False
         if not self.server_alive:
-            self.deliver(proc, m.ConnectionLost("refused", "connection refused"))
+            self.deliver(proc, ConnectionLost("refused", "connection refused"))
             return
         proc.conn = Conn(proc.name)
         self.store.conns.append(proc.conn)
-        self.deliver(proc, m.Connected(self.store.revision, f"10.0.0.{proc.name[1:]}"))
+        self.deliver(proc, Connected(self.store.revision, f"10.0.0.{proc.name[1:]}"))
 
     def changes(self, proc):
         self.deliver(proc, proc.conn.changes.pop(0))
@@ -463,7 +465,7 @@ class World:
         proc.connecting = False
         # A port that the workers of rank 0 have.
         kind = "not_ours" if self.kinds["static"] and self.random() < 0.5 else "refused"
-        self.deliver(proc, m.ConnectionLost(kind, "connection refused"))
+        self.deliver(proc, ConnectionLost(kind, "connection refused"))
 
     def fault_pause(self, proc):
         self.count("pause")
@@ -538,9 +540,9 @@ class World:
 HARD_WEIGHTS = {"join": 0.1, "barrier": 0.1, "round_age": 0.1}
 
 ACTIONS = {
-    m.Txn: World._request,
-    m.Watch: World._request,
-    m.Unwatch: World._request,
+    Txn: World._request,
+    Watch: World._request,
+    Unwatch: World._request,
     m.Connect: World._connect,
     m.Disconnect: World._disconnect,
     m.Start: World._start,

@@ -1,7 +1,9 @@
 """What the driver of a rendezvous does between the machine and the store."""
 
+from rendezvous.store import Entry
+
+from elasticrs.coordination import Changes, ConnectionLost, Reply
 from elasticrs.rendezvous.elastic.driver import drop_stale
-from elasticrs.rendezvous.elastic.messages import Changes, ConnectionLost, Entry, Reply
 from elasticrs.rendezvous.elastic.records import Head
 from elasticrs.rendezvous.elastic.timers import Timers
 

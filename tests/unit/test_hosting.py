@@ -13,7 +13,6 @@ from elasticrs.config import UsageError
 from elasticrs.rendezvous.elastic.hosting import (
     Hosting,
     SystemResolver,
-    chosen_address,
     decide,
     decide_again,
     fallback_address,
@@ -86,7 +85,7 @@ def test_the_host_that_the_endpoint_names_serves_all_interfaces(host):
 def test_an_alias_is_known_by_its_address():
     machine = Machine("node1", own=["10.0.0.1"], known={"head": ["192.0.2.9", "10.0.0.1"]})
     assert decide(rendezvous("head"), machine) == Hosting(
-        [("::", 29400)], "head is 10.0.0.1, an address of this host"
+        (("::", 29400),), "head is 10.0.0.1, an address of this host"
     )
 
 
@@ -253,7 +252,7 @@ def test_at_most_one_of_two_machines_hosts(host):
     ],
 )
 def test_an_address_can_be_chosen(endpoint, address):
-    assert chosen_address(endpoint) == address
+    assert endpoint.given_addr == address
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from elasticrs.rendezvous import (
     RendezvousTimeoutError,
 )
 from elasticrs.rendezvous.elastic.handler import error_of
-from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.meeting_point import MeetingPoint
+from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.store import DistNetworkError
 
@@ -178,7 +178,7 @@ def test_a_call_that_could_not_begin_leaves_nothing_and_may_be_made_again(handle
         raise OSError("for a moment")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MeetingPoint, "settings", fails)
+        patch.setattr(MeetingPoint, "this_agent", fails)
         with pytest.raises(OSError, match="for a moment"):
             alone.next_rendezvous()
     assert alone.next_rendezvous().world_size == 1

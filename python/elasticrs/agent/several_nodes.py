@@ -275,7 +275,7 @@ class SeveralNodes(Decisions):
 
     # --- actions for this node ---
 
-    def _translate(self, actions: Iterable[messages.Action]) -> list[machine.Action]:
+    def _translate(self, actions: Iterable[messages.LoopAction]) -> list[machine.Action]:
         found: list[machine.Action] = []
         for action in actions:
             if isinstance(action, messages.Start):

@@ -25,6 +25,7 @@ from enum import Enum
 
 from elasticrs import texts
 from elasticrs._value import Value
+from elasticrs.budget import used_after
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -324,8 +325,8 @@ def _on_start_failed(state: AgentState, event: StartFailed) -> tuple[AgentState,
     ended = state._next(state.phase, group_exists=False)
     if state.signum is not None:
         return ended._next(Phase.STOPPED), [Exit(1)]
-    if event.transient and state.restarts_left > 0:
-        return _restart(ended)
+    if event.transient:
+        return _restart(ended, event.message)
     return _fail(ended, event.message)
 
 
@@ -350,15 +351,17 @@ def _on_group(
         )
         announce = AnnounceRestart(state.restarts_left, charged=False)
         return again, [CollectEvidence(), announce, Rendezvous(again.round)]
-    if state.restarts_left > 0:
-        return _restart(ended, evidence=True)
-    return _fail(ended, evidence=True)
+    return _restart(ended, evidence=True)
 
 
-def _restart(state: AgentState, *, evidence: bool = False) -> tuple[AgentState, list[Action]]:
-    new = state._next(
-        Phase.RENDEZVOUS, round=state.round + 1, restarts=state.restarts + 1, worker_failed=False
-    )
+def _restart(
+    state: AgentState, message: str | None = None, *, evidence: bool = False
+) -> tuple[AgentState, list[Action]]:
+    """Start again if the budget allows it; otherwise the job fails, for this reason."""
+    restarts = used_after(state.restarts, state.max_restarts)
+    if restarts is None:
+        return _fail(state, message, evidence=evidence)
+    new = state._next(Phase.RENDEZVOUS, round=state.round + 1, restarts=restarts, worker_failed=False)
     collect: list[Action] = [CollectEvidence()] if evidence else []
     return new, [*collect, AnnounceRestart(new.restarts_left), Rendezvous(new.round)]
 

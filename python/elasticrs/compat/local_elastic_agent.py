@@ -297,7 +297,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         settings = rendezvous.settings.adapted(
             grace=self._shutdown_timeout, exit_barrier_timeout=self._given_barrier_timeout
         )
-        return rendezvous.with_settings(settings)
+        return rendezvous.replaced(settings=settings)
 
     def _job(self, rendezvous: Rendezvous | None = None) -> JobConfig:
         spec = self._worker_group.spec

@@ -1,4 +1,4 @@
-"""One client of the coordination store, used by several threads that wait for its answers."""
+"""One session with the coordination store, used by several threads that wait for its answers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elasticrs import _core
+from elasticrs.coordination import Changes, Connected, Reply, Txn, Unwatch, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs._core import CoordinationClient, Reply
-
-    Step = tuple[str | bytes | int, ...]
+    from elasticrs.coordination import Compare, Operation, Session
 
 
 _CLOSED = "the store object is closed"
@@ -31,8 +29,8 @@ class Requests:
     2. A change of a key that is being waited for is counted before anybody looks at the key again.
     """
 
-    def __init__(self, client: CoordinationClient) -> None:
-        self._client = client
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._news = threading.Condition()
         self._is_taking = False
         self._lost: str | None = None
@@ -51,7 +49,10 @@ class Requests:
         self._until(lambda: self._is_connected, None)
 
     def txn(
-        self, compares: Sequence[Step] = (), then: Sequence[Step] = (), otherwise: Sequence[Step] = ()
+        self,
+        compares: Sequence[Compare] = (),
+        then: Sequence[Operation] = (),
+        otherwise: Sequence[Operation] = (),
     ) -> Reply:
         """Carry out a transaction.
 
@@ -59,7 +60,7 @@ class Requests:
             LostError: the session ended; whether the transaction was carried out is not known.
             ValueError: it is too large.
         """
-        return self._ask(lambda tag: self._client.txn(tag, compares, then, otherwise))
+        return self._ask(lambda tag: self._session.send(Txn(tag, compares, then, otherwise)))
 
     def wait_until(self, holds: Callable[[], bool], keys: Sequence[str], timeout: float) -> bool:
         """Wait until ``holds``, asked again after each put of one of ``keys``; false after ``timeout``.
@@ -83,7 +84,7 @@ class Requests:
 
     def close(self) -> None:
         """End the session; calls that wait raise :class:`LostError`."""
-        self._client.close()
+        self._session.close()
         with self._news:
             self._lost = self._lost or _CLOSED
             self._news.notify_all()
@@ -97,7 +98,7 @@ class Requests:
             self._ask(partial(self._watch, key))
 
     def _watch(self, key: str, tag: int) -> None:
-        self._client.watch(tag, key, exact=True)
+        self._session.send(Watch(tag, key, True, False))
 
     def _end_waiting(self, keys: Sequence[str]) -> None:
         with self._news:
@@ -105,7 +106,7 @@ class Requests:
                 self._waiters[key] -= 1
                 if not self._waiters[key]:
                     del self._waiters[key], self._puts[key]
-                    self._client.unwatch(key, exact=True)
+                    self._session.send(Unwatch(key, True))
 
     def _is_news(self, keys: Sequence[str], seen: int) -> bool:
         return self._count(keys) != seen
@@ -149,39 +150,42 @@ class Requests:
         self._is_taking = True
         self._news.release()
         try:
-            self._client.wait(timeout)
+            self._session.wait(timeout)
         finally:
             self._news.acquire()
             self._is_taking = False
             self._news.notify_all()
-        for event in self._client.take():
-            if isinstance(event, _core.Reply):
+        for event in self._session.take():
+            if isinstance(event, Reply):
                 if event.tag in self._replies:
                     self._replies[event.tag] = event
-            elif isinstance(event, _core.Changes):
+            elif isinstance(event, Changes):
                 for change in event.changes:
                     if change.value is not None and change.key in self._puts:
                         self._puts[change.key] += 1
-            elif isinstance(event, _core.Connected):
+            elif isinstance(event, Connected):
                 self._is_connected = True
             else:
                 self._lost = event.message
 
 
 class LaterRequests:
-    """Like :class:`Requests`, with a client that is made at the first request.
+    """Like :class:`Requests`, with a session that is made at the first request.
 
     Args:
-        make: the client; whatever it raises is raised by what was asked.
+        make: the session; whatever it raises is raised by what was asked.
     """
 
-    def __init__(self, make: Callable[[], CoordinationClient]) -> None:
-        self._make: Callable[[], CoordinationClient] | None = make
+    def __init__(self, make: Callable[[], Session]) -> None:
+        self._make: Callable[[], Session] | None = make
         self._lock = threading.Lock()
         self._requests: Requests | None = None
 
     def txn(
-        self, compares: Sequence[Step] = (), then: Sequence[Step] = (), otherwise: Sequence[Step] = ()
+        self,
+        compares: Sequence[Compare] = (),
+        then: Sequence[Operation] = (),
+        otherwise: Sequence[Operation] = (),
     ) -> Reply:
         """See :class:`Requests`."""
         return self._begun().txn(compares, then, otherwise)
@@ -193,7 +197,7 @@ class LaterRequests:
     def close(self) -> None:
         """See :class:`Requests`."""
         with self._lock:
-            # The client keeps a descriptor as long as it is referred to.
+            # The session keeps a descriptor as long as it is referred to.
             requests, self._requests, self._make = self._requests, None, None
             if requests is not None:
                 requests.close()

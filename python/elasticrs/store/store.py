@@ -6,14 +6,25 @@ import datetime
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
+from elasticrs.coordination import (
+    Delete,
+    Exists,
+    Get,
+    HasValue,
+    Missing,
+    ModifiedAt,
+    Put,
+    Range,
+)
+from elasticrs.native_session import NativeSession
 from elasticrs.store.barrier import meet
 from elasticrs.store.requests import LaterRequests, LostError, Requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs._core import CoordinationClient, Entry, Reply
-    from elasticrs.store.requests import Step
+    from elasticrs._core import CoordinationClient
+    from elasticrs.coordination import Compare, Operation, Reply
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 _LENGTH = 4
@@ -93,7 +104,7 @@ class Store:
         prefix: str = "",
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        requests = Requests(client)
+        requests = Requests(NativeSession(client))
         self._requests: Requests | LaterRequests = requests
         self._prefix = prefix
         self._timeout = timeout
@@ -117,7 +128,7 @@ class Store:
             timeout: for :meth:`get` and :meth:`wait`.
         """
         store = object.__new__(cls)
-        store._requests = LaterRequests(make)
+        store._requests = LaterRequests(lambda: NativeSession(make()))
         store._prefix = prefix
         store._timeout = timeout
         return store
@@ -145,7 +156,7 @@ class Store:
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._txn(then=[("put", self._key(key), _bytes(value), False)])
+        self._txn(then=[Put(self._key(key), _bytes(value), False)])
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value.
@@ -158,7 +169,7 @@ class Store:
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys at once: nobody sees only some of them."""
         pairs = zip(keys, values, strict=True)
-        self._txn(then=[("put", self._key(key), _bytes(value), False) for key, value in pairs])
+        self._txn(then=[Put(self._key(key), _bytes(value), False) for key, value in pairs])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for several keys and return their values, as they were at one moment.
@@ -169,10 +180,11 @@ class Store:
         found: list[bytes] = []
 
         def all_are_there() -> bool:
-            steps: list[Step] = [("get", self._key(key)) for key in keys]
-            entries = [_entry(result) for result in self._txn(then=steps).results]
-            found[:] = [entry.value for entry in entries if entry is not None]
-            return len(found) == len(entries)
+            steps: list[Operation] = [Get(self._key(key)) for key in keys]
+            reply = self._txn(then=steps)
+            values = [_value(reply, index) for index in range(len(keys))]
+            found[:] = [value for value in values if value is not None]
+            return len(found) == len(values)
 
         self._wait(all_are_there, keys, self._timeout)
         return found
@@ -191,7 +203,7 @@ class Store:
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return true if all these keys exist."""
-        return self._txn([("exists", self._key(key)) for key in keys]).ok
+        return self._txn([Exists(self._key(key)) for key in keys]).ok
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, 0 when the key is missing, and return the sum."""
@@ -216,17 +228,17 @@ class Store:
             The value that the key has now; as torch, ``expected`` when the key is missing and not set.
         """
         name, old, new = self._key(key), _bytes(expected), _bytes(desired)
-        put: list[Step] = [("put", name, new, False)]
+        put: list[Operation] = [Put(name, new, False)]
         while True:
-            reply = self._txn([("value", name, old)], put, [("get", name)])
+            reply = self._txn([HasValue(name, old)], put, [Get(name)])
             if reply.ok:
                 return new
-            found = _entry(reply.results[0])
+            found = _value(reply)
             if found is not None:
-                return found.value
+                return found
             if old:
                 return old
-            if self._txn([("missing", name)], put).ok:
+            if self._txn([Missing(name)], put).ok:
                 return new
 
     def queue_push(self, key: str, value: str | bytes) -> None:
@@ -267,8 +279,8 @@ class Store:
         Raises:
             ValueError: this is no queue.
         """
-        found = _entry(self._txn(then=[("get", self._key(key))]).results[0])
-        return len(_items(found.value)) if found else 0
+        found = _value(self._txn(then=[Get(self._key(key))]))
+        return 0 if found is None else len(_items(found))
 
     def barrier(self, key: str, world_size: int, timeout: datetime.timedelta | None = None) -> None:
         """Wait until a number of callers have called this.
@@ -285,7 +297,7 @@ class Store:
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return true if it existed."""
-        return self._txn(then=[("delete", self._key(key))]).results[0] == 1
+        return self._txn(then=[Delete(self._key(key))]).results[0] == 1
 
     def num_keys(self) -> int:
         """Return the number of keys under the prefix."""
@@ -293,7 +305,7 @@ class Store:
 
     def list_keys(self) -> list[str]:
         """Return the keys under the prefix, in order."""
-        found = self._txn(then=[("range", self._prefix, 0)]).results[0]
+        found = self._txn(then=[Range(self._prefix, 0)]).results[0]
         assert isinstance(found, list)
         return [entry.key[len(self._prefix) :] for entry in found]
 
@@ -312,7 +324,10 @@ class Store:
         return self._prefix + key
 
     def _txn(
-        self, compares: Sequence[Step] = (), then: Sequence[Step] = (), otherwise: Sequence[Step] = ()
+        self,
+        compares: Sequence[Compare] = (),
+        then: Sequence[Operation] = (),
+        otherwise: Sequence[Operation] = (),
     ) -> Reply:
         try:
             return self._requests.txn(compares, then, otherwise)
@@ -332,26 +347,26 @@ class Store:
     def _take_first(self, key: str, taken: list[bytes]) -> bool:
         name = self._key(key)
         while True:
-            found = _entry(self._txn(then=[("get", name)]).results[0])
-            if found is None:
+            found = self._txn(then=[Get(name)]).entry(0)
+            if found is None or found.value is None:
                 return False
             first = _items(found.value)[0]
             rest = found.value[_LENGTH + len(first) :]
-            step: Step = ("put", name, rest, False) if rest else ("delete", name)
-            if self._txn([("mod", name, found.mod_revision)], [step]).ok:
+            step: Operation = Put(name, rest, False) if rest else Delete(name)
+            if self._txn([ModifiedAt(name, found.mod_revision)], [step]).ok:
                 taken.append(first)
                 return True
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> None:
         """Replace a value by what ``change`` makes of it; of a missing one: of nothing."""
         name = self._key(key)
-        found = _entry(self._txn(then=[("get", name)]).results[0])
+        found = self._txn(then=[Get(name)]).entry(0)
         while True:
-            revision, old = (found.mod_revision, found.value) if found else (0, b"")
-            reply = self._txn([("mod", name, revision)], [("put", name, change(old), False)], [("get", name)])
+            revision, old = (found.mod_revision, found.value or b"") if found else (0, b"")
+            reply = self._txn([ModifiedAt(name, revision)], [Put(name, change(old), False)], [Get(name)])
             if reply.ok:
                 return
-            found = _entry(reply.results[0])
+            found = reply.entry(0)
 
 
 def _bytes(value: str | bytes) -> bytes:
@@ -371,6 +386,6 @@ def _items(queue: bytes) -> list[bytes]:
     return items
 
 
-def _entry(result: object) -> Entry | None:
-    assert result is None or isinstance(result, _core.Entry)
-    return result
+def _value(reply: Reply, index: int = 0) -> bytes | None:
+    entry = reply.entry(index)
+    return None if entry is None else entry.value

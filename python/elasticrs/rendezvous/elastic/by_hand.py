@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from elasticrs._value import Value
+from elasticrs.coordination import HasValue, Missing, Put
 from elasticrs.rendezvous.elastic.checked import DamagedError
 from elasticrs.rendezvous.elastic.messages import Announce, Disconnect, Outcome
 from elasticrs.rendezvous.elastic.records import damage, encode, holder_of
@@ -18,9 +19,8 @@ from elasticrs.rendezvous.elastic.state import Phase
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
-    from elasticrs.rendezvous.elastic.state import Member
+    from elasticrs.coordination import Compare, ConnectionLost, Entry
+    from elasticrs.rendezvous.elastic.state import Member, Registration
     from elasticrs.rendezvous.elastic.view import View
 
 
@@ -30,49 +30,44 @@ class Claim(Value):
     Args:
         compare: under which it may.
         put: with which it does.
-        get: what tells who has it, otherwise.
     """
 
-    __slots__ = ("compare", "get", "put")
-
-    def __init__(self, compare: tuple[Any, ...], put: tuple[Any, ...], get: tuple[Any, ...]) -> None:
-        self.compare = compare
-        self.put = put
-        self.get = get
+    compare: Compare
+    put: Put
 
 
-def claim(member: Member, node_rank: int) -> Claim:
+def claim(member: Member, registration: Registration, node_rank: int) -> Claim:
     """The part of T1 that takes the node rank of a registration."""
-    settings, key = member.settings, member.keys.rank(node_rank)
-    compare = ("missing", key) if member.claim is None else ("value", key, member.claim)
-    value = encode([settings.agent, member.member, member.node().shown])
-    return Claim(compare, ("put", key, value, True), ("get", key))
+    key, earlier = member.keys.rank(node_rank), member.joining.claim
+    value = encode([member.agent.agent, registration.member, member.node().shown])
+    return Claim(Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True))
 
 
-def refused(member: Member, entry: Any) -> None:
+def refused(member: Member, entry: Entry | None) -> None:
     """T1 was refused because another node has the node rank; try again on a new connection.
 
     Args:
         member: this agent.
         entry: who has it; ``None``: nobody any more.
     """
-    member.claim = None
+    joining = member.joining
+    joining.claim = None
     if entry is not None:
         agent, shown = _holder(entry)
-        if agent == member.settings.agent:
-            member.claim = entry.value
+        if agent == member.agent.agent:
+            joining.claim = entry.value
         else:
-            if member.rank_holder is None:
+            if joining.rank_holder is None:
                 member.arm("rank", member.settings.rank_timeout)
-            member.rank_holder = shown
+            joining.rank_holder = shown
     member.do(Disconnect())
     member.forget_connection()
 
 
-def _holder(entry: Any) -> tuple[str | None, str]:
+def _holder(entry: Entry) -> tuple[str | None, str]:
     """Who has a node rank: the agent, and what to tell the user."""
     try:
-        return holder_of(entry.value)
+        return holder_of(entry.value or b"")
     except DamagedError as error:
         # Whoever has it may be alive.
         return None, f"one that is not known ({damage(entry.key, error)})"
@@ -80,22 +75,23 @@ def _holder(entry: Any) -> tuple[str | None, str]:
 
 def registered(member: Member) -> None:
     """The registration holds, and with it the node rank."""
-    member.claim = None
-    member.told_of_port = False
-    if member.rank_holder is not None:
-        member.rank_holder = None
+    joining = member.joining
+    joining.claim = None
+    joining.told_of_port = False
+    if joining.rank_holder is not None:
+        joining.rank_holder = None
         member.disarm("rank")
 
 
 def timeout(member: Member) -> None:
     """Another node has had the node rank for longer than a dead one could."""
-    if member.rank_holder is None or member.registered or member.phase is Phase.EXIT:
+    holder = member.joining.rank_holder
+    if holder is None or member.registered is not None or member.phase is Phase.EXIT:
         return
-    settings = member.settings
-    own = member.node().shown
+    rendezvous = member.rendezvous
     text = (
-        f"node rank {settings.node_rank} was given to two nodes, {member.rank_holder} and {own}: give each "
-        f"node its own --node-rank, from 0 to {settings.max_nodes - 1}"
+        f"node rank {rendezvous.node_rank} was given to two nodes, {holder} and {member.node().shown}: give "
+        f"each node its own --node-rank, from 0 to {rendezvous.max_nodes - 1}"
     )
     member.exit(Outcome("refused", text))
 
@@ -105,16 +101,16 @@ def timeout(member: Member) -> None:
 
 def may_be_lent(member: Member, kind: str) -> bool:
     """True if what answers at the port of the store may be the workers of a round."""
-    return kind == "not_ours" and member.settings.master_port is not None
+    return kind == "not_ours" and member.rendezvous.is_static
 
 
-def why_lost(member: Member, event: Any) -> str:
+def why_lost(member: Member, event: ConnectionLost) -> str:
     """Say why there is no connection; the user is told once that something else answers."""
-    message: str = event.message
+    message = event.message
     if not may_be_lent(member, event.kind):
         return message
-    if not member.told_of_port:
-        member.told_of_port = True
+    if not member.joining.told_of_port:
+        member.joining.told_of_port = True
         member.do(Announce(f"{message}; trying again: a running round of this job may be using the port"))
     return f"{message}; an earlier round of this job may still be using it"
 

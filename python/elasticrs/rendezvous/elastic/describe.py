@@ -14,6 +14,7 @@ The command line and the Python API come through here, so that both accept the s
 
 from __future__ import annotations
 
+from elasticrs._value import Value
 from elasticrs.config import DEFAULT_SHUTDOWN_TIMEOUT, UsageError
 from elasticrs.rendezvous.elastic.hosting import is_loopback_name
 from elasticrs.rendezvous.elastic.settings import DEFAULT_PORT, Rendezvous, read_settings
@@ -33,7 +34,7 @@ _MAX_RUN_ID = 256
 _STATIC_JOIN_TIMEOUT = 900.0
 
 
-class Words:
+class Words(Value):
     """The names that the user knows settings by, for errors.
 
     Args:
@@ -45,17 +46,12 @@ class Words:
         settings: the option for the settings.
     """
 
-    __slots__ = ("backend", "endpoint", "node_rank", "nodes", "run_id", "settings")
-
-    def __init__(
-        self, backend: str, endpoint: str, nodes: str, node_rank: str, run_id: str, settings: str
-    ) -> None:
-        self.backend = backend
-        self.endpoint = endpoint
-        self.nodes = nodes
-        self.node_rank = node_rank
-        self.run_id = run_id
-        self.settings = settings
+    backend: str
+    endpoint: str
+    nodes: str
+    node_rank: str
+    run_id: str
+    settings: str
 
 
 COMMAND_LINE = Words(

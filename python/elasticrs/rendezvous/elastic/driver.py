@@ -1,7 +1,7 @@
 """Carries out what the rendezvous machine asks for: the store, the timers, the listener for the workers.
 
 What concerns workers and the user is passed on, in order: ``Start``, ``Stop``, ``Announce`` and, as the last
-one, ``Exit`` of :mod:`elasticrs.rendezvous.elastic.messages`.
+one, ``Exit``: the ``LoopAction`` of :mod:`elasticrs.rendezvous.elastic.messages`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import time
 from collections import deque
 
 from elasticrs import _core
+from elasticrs.coordination import Changes, ConnectionLost, Txn, Unwatch, Watch
 from elasticrs.ports import ReservedPort
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
+from elasticrs.rendezvous.elastic.meeting_point import CannotHost, Home, MeetingPoint
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import Head
-from elasticrs.rendezvous.elastic.rounds import is_leaving
-from elasticrs.rendezvous.elastic.meeting_point import CannotHost, Home, MeetingPoint
 from elasticrs.rendezvous.elastic.timers import Timers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Any
+    from collections.abc import Sequence
 
+    from elasticrs.coordination import StoreEvent
     from elasticrs.rendezvous.elastic.hosting import Found
-    from elasticrs.rendezvous.elastic.messages import Action, Event
+    from elasticrs.rendezvous.elastic.messages import Action, Event, LoopAction
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
 _FAREWELL = "farewell"
@@ -90,22 +90,24 @@ class Driver:
     @property
     def is_leaving(self) -> bool:
         """Whether this agent takes part in nothing any more: it was told to, or the job has ended."""
-        return self._member is not None and is_leaving(self._member)
+        return self._member is not None and self._member.leaving is not None
 
     # --- events in, actions out ---
 
-    def begin(self) -> list[Action]:
+    def begin(self) -> list[LoopAction]:
         """Host the store if that falls to this agent, and begin to join."""
         try:
             self.meeting_point.host_if_possible()
         except CannotHost as error:
             return [messages.Exit(Outcome("refused", str(error)))]
-        settings = self.meeting_point.settings(role=self._role, nproc=self._nproc, max_restarts=self._max_restarts)
-        self._member = Member(settings)
+        agent = self.meeting_point.this_agent(
+            role=self._role, nproc=self._nproc, max_restarts=self._max_restarts
+        )
+        self._member = Member(self._rendezvous, agent)
         doubt = self.meeting_point.doubt
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 
-    def tell(self, *events: Event) -> list[Action]:
+    def tell(self, *events: Event) -> list[LoopAction]:
         """Tell the machine.
 
         Args:
@@ -115,23 +117,22 @@ class Driver:
             What is left for the caller to do.
         """
         pending = deque(events)
-        left: list[Action] = []
+        left: list[LoopAction] = []
         while pending and self._exit is None and self._member is not None:
             now = time.time_ns() + self.meeting_point.clock.offset_ns
             self._member, actions = step(self._member, pending.popleft(), now)
             for action in actions:
-                effect = _EFFECTS.get(type(action))
-                if effect is not None:
-                    pending.extend(effect(self, action))
-                elif isinstance(action, messages.Exit):
+                if isinstance(action, messages.Exit):
                     left += self._begin_exit(action)
-                else:
+                elif isinstance(action, (messages.Start, messages.Stop, messages.Announce)):
                     left.append(action)
+                else:
+                    pending.extend(self._do(action))
         return left
 
-    def poll(self) -> list[Action]:
+    def poll(self) -> list[LoopAction]:
         """Take what the store and the timers have; never blocks."""
-        left: list[Action] = []
+        left: list[LoopAction] = []
         if self._member is None:
             return left
         for event in drop_stale(self.meeting_point.take(), self._member.keys.head):
@@ -152,12 +153,12 @@ class Driver:
         """Readable when :meth:`poll` has something to do."""
         return self.meeting_point.fd
 
-    def lose(self, why: str) -> list[Action]:
+    def lose(self, why: str) -> list[LoopAction]:
         """End the connection, if there still is one, as lost."""
         if self.meeting_point.fd is None:
             return []
         self.meeting_point.disconnect()
-        return self.tell(messages.ConnectionLost("silent", why))
+        return self.tell(ConnectionLost("silent", why))
 
     # --- the port that the workers have, too ---
 
@@ -175,7 +176,7 @@ class Driver:
             f"{self._port.trouble}"
         )
 
-    def group_over(self, event: Event) -> list[Action]:
+    def group_over(self, event: Event) -> list[LoopAction]:
         """Tell the machine that nothing of the workers is left, and take the port back if they had it.
 
         A port that they still keep holds back what leads to the next round, for a while.
@@ -195,8 +196,8 @@ class Driver:
         self._held_back = event
         return []
 
-    def _take_port_back(self) -> list[Action]:
-        left: list[Action] = []
+    def _take_port_back(self) -> list[LoopAction]:
+        left: list[LoopAction] = []
         is_back = self._port.take_back()
         if not is_back:
             self._timers.arm(_PORT, self._port.pause)
@@ -214,7 +215,7 @@ class Driver:
 
     # --- the end ---
 
-    def _begin_exit(self, action: messages.Exit) -> list[Action]:
+    def _begin_exit(self, action: messages.Exit) -> list[LoopAction]:
         self._exit = action
         if self._stays or self.meeting_point.others() == 0:
             return [action]
@@ -223,7 +224,7 @@ class Driver:
         self._timers.arm(_FAREWELL_TICK, _TICK)
         return []
 
-    def _farewell(self, name: str) -> list[Action]:
+    def _farewell(self, name: str) -> list[LoopAction]:
         if self._exit is None:
             return []
         if name == _FAREWELL or self.meeting_point.others() == 0:
@@ -232,7 +233,7 @@ class Driver:
         self._timers.arm(_FAREWELL_TICK, _TICK)
         return []
 
-    def hasten(self) -> list[Action]:
+    def hasten(self) -> list[LoopAction]:
         """The user insists: do not wait for others any longer.
 
         Returns:
@@ -253,7 +254,26 @@ class Driver:
 
     # --- effects ---
 
-    def _connect(self, _action: messages.Connect) -> Iterable[Event]:
+    def _do(self, action: Action) -> Sequence[Event]:
+        """Carry out what concerns neither workers nor the user; returns what follows at once."""
+        match action:
+            case Txn() | Watch() | Unwatch():
+                self.meeting_point.send(action)
+            case messages.Arm():
+                self._timers.arm(action.name, action.seconds)
+            case messages.Disarm():
+                self._timers.disarm(action.name)
+            case messages.Connect():
+                return self._connect()
+            case messages.Disconnect():
+                self.meeting_point.disconnect()
+            case messages.BindStore():
+                return self._bind_store()
+            case messages.CloseStore():
+                self._close_store()
+        return ()
+
+    def _connect(self) -> Sequence[Event]:
         was_host = self.meeting_point.hosts
         lost = self.meeting_point.connect()
         if lost is not None:
@@ -262,23 +282,7 @@ class Driver:
             return (messages.StoreHosted(self.meeting_point.fallback_address()),)
         return ()
 
-    def _disconnect(self, _action: messages.Disconnect) -> Iterable[Event]:
-        self.meeting_point.disconnect()
-        return ()
-
-    def _txn(self, action: messages.Txn) -> Iterable[Event]:
-        self.meeting_point.txn(action)
-        return ()
-
-    def _watch(self, action: messages.Watch) -> Iterable[Event]:
-        self.meeting_point.watch(action)
-        return ()
-
-    def _unwatch(self, action: messages.Unwatch) -> Iterable[Event]:
-        self.meeting_point.unwatch(action)
-        return ()
-
-    def _bind_store(self, _action: messages.BindStore) -> Iterable[Event]:
+    def _bind_store(self) -> Sequence[Event]:
         self._close_store()
         ports = self._rendezvous.settings.worker_port_range
         try:
@@ -300,25 +304,16 @@ class Driver:
             self._store.serve(self._supervisor)
         return self._store
 
-    def _close_store(self, _action: messages.CloseStore | None = None) -> Iterable[Event]:
+    def _close_store(self) -> None:
         if self._store is not None:
             self._store.close()
             self._store = None
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
-        return ()
-
-    def _arm(self, action: messages.Arm) -> Iterable[Event]:
-        self._timers.arm(action.name, action.seconds)
-        return ()
-
-    def _disarm(self, action: messages.Disarm) -> Iterable[Event]:
-        self._timers.disarm(action.name)
-        return ()
 
 
-def drop_stale(events: list[Any], head: str) -> list[Any]:
+def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
     """What still counts of a batch: after a loss nothing that could start workers, as the lease may be over.
 
     Only the end of the job is still told: the store may have gone because everybody else has read it.
@@ -327,25 +322,12 @@ def drop_stale(events: list[Any], head: str) -> list[Any]:
         events: from the store, in order; a loss is the last one of its connection.
         head: the key of the job's state.
     """
-    if not events or type(events[-1]).__name__ != "ConnectionLost":
+    if not events or not isinstance(events[-1], ConnectionLost):
         return events
     return [*(event for event in events[:-1] if _ends_the_job(event, head)), events[-1]]
 
 
-def _ends_the_job(event: Any, head: str) -> bool:
-    changes = getattr(event, "changes", ())
+def _ends_the_job(event: StoreEvent, head: str) -> bool:
+    changes = event.changes if isinstance(event, Changes) else ()
     last = next((change for change in reversed(changes) if change.key == head), None)
     return last is not None and last.value is not None and Head.read(last).state == "CLOSED"
-
-
-_EFFECTS: dict[type, Callable[[Driver, Any], Iterable[Event]]] = {
-    messages.Connect: Driver._connect,
-    messages.Disconnect: Driver._disconnect,
-    messages.Txn: Driver._txn,
-    messages.Watch: Driver._watch,
-    messages.Unwatch: Driver._unwatch,
-    messages.BindStore: Driver._bind_store,
-    messages.CloseStore: Driver._close_store,
-    messages.Arm: Driver._arm,
-    messages.Disarm: Driver._disarm,
-}

@@ -79,7 +79,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self.rendezvous = rendezvous
         self.home = Home()
         self._backend = backend
-        self._use_agent_store = rendezvous.backend != "static" and agent_hosts_store(os.environ)
+        self._use_agent_store = not rendezvous.is_static and agent_hosts_store(os.environ)
         self._news = threading.Condition(threading.Lock())
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
@@ -277,7 +277,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 return
             self._news.wait(left)
 
-    def _take(self, actions: Iterable[messages.Action]) -> None:
+    def _take(self, actions: Iterable[messages.LoopAction]) -> None:
         for action in actions:
             if isinstance(action, messages.Start):
                 self._start, self._is_to_stop = action, False

@@ -33,6 +33,7 @@ from elasticrs.config import UsageError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from dataclasses import KW_ONLY
     from typing import Protocol
 
     from elasticrs.rendezvous.elastic.settings import Rendezvous
@@ -71,22 +72,12 @@ class Hosting(Value):
         doubt: what is odd about hosting here, for the user; ``None``: nothing.
     """
 
-    __slots__ = ("doubt", "is_explicit", "listen", "reason", "trouble")
-
-    def __init__(
-        self,
-        listen: Sequence[tuple[str, int]],
-        reason: str,
-        *,
-        is_explicit: bool = False,
-        trouble: str | None = None,
-        doubt: str | None = None,
-    ) -> None:
-        self.doubt = doubt
-        self.listen = tuple(listen)
-        self.reason = reason
-        self.is_explicit = is_explicit
-        self.trouble = trouble
+    listen: tuple[tuple[str, int], ...]
+    reason: str
+    _: KW_ONLY
+    is_explicit: bool = False
+    trouble: str | None = None
+    doubt: str | None = None
 
     @property
     def may_host(self) -> bool:
@@ -102,11 +93,8 @@ class Found(Value):
         fallback: see :func:`fallback_address`.
     """
 
-    __slots__ = ("fallback", "hosting")
-
-    def __init__(self, hosting: Hosting, fallback: str | None) -> None:
-        self.hosting = hosting
-        self.fallback = fallback
+    hosting: Hosting
+    fallback: str | None
 
 
 def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
@@ -198,20 +186,6 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
     )
 
 
-def chosen_address(rendezvous: Rendezvous) -> str | None:
-    """The address of this node that was chosen by hand.
-
-    Args:
-        rendezvous: for ``local_addr``, and the endpoint's host with ``static``.
-
-    Returns:
-        A name or an address without brackets; ``None`` for this node's end of the connection to the store.
-    """
-    if rendezvous.backend == "static" and rendezvous.node_rank == 0:
-        return rendezvous.host
-    return rendezvous.local_addr.strip("[]") if rendezvous.local_addr else None
-
-
 def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolver) -> str | None:
     """Where other machines reach this node when its end of the connection is a loopback address.
 
@@ -244,18 +218,18 @@ def _address_of_own_name(resolver: Resolver) -> str | None:
     return None
 
 
-def _listen(rendezvous: Rendezvous, resolver: Resolver) -> list[tuple[str, int]]:
+def _listen(rendezvous: Rendezvous, resolver: Resolver) -> tuple[tuple[str, int], ...]:
     port, bind_addr = rendezvous.port, rendezvous.settings.bind_addr
     if bind_addr is not None:
-        return [(bind_addr, port)]
+        return ((bind_addr, port),)
     if not is_loopback_name(rendezvous.host):
-        return [(ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1], port)]
+        return ((ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1], port),)
     if is_loopback(rendezvous.host):
-        return [(rendezvous.host, port)]
+        return ((rendezvous.host, port),)
     # A client may try either family first.
     served = [address for address in _LOOPBACK if resolver.is_local(address)] or [_LOOPBACK[0]]
     # Two listeners would get two different free ports.
-    return [(address, port) for address in (served if port else served[:1])]
+    return tuple((address, port) for address in (served if port else served[:1]))
 
 
 def _client(

@@ -1,4 +1,4 @@
-"""From no connection to a registration, and back again.
+"""From a connection to a registration.
 
 - **JOIN-1** an agent registers only when it has no workers; each registration has a new incarnation.
 - **JOIN-2** what is left of its earlier registrations is deleted with the new one, by name: a late request
@@ -8,460 +8,235 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from elasticrs.rendezvous.elastic import by_hand, oversight, rounds
-from elasticrs.rendezvous.elastic.checked import DamagedError
-from elasticrs.rendezvous.elastic.keys import is_member
-from elasticrs.rendezvous.elastic.messages import (
-    Announce,
-    BindStore,
-    CloseStore,
-    Connect,
-    Outcome,
-    Unwatch,
-    Watch,
+from elasticrs.coordination import (
+    CreatedAt,
+    Delete,
+    DeletePrefix,
+    Get,
+    HasValue,
+    Missing,
+    ModifiedAt,
+    Predecessor,
+    Put,
+    Range,
 )
+from elasticrs.rendezvous.elastic import by_hand
+from elasticrs.rendezvous.elastic.checked import DamagedError
+from elasticrs.rendezvous.elastic.connecting import fence, retry
+from elasticrs.rendezvous.elastic.leaving import outcome_of
+from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, damage, encode, job_of
-from elasticrs.rendezvous.elastic.state import Phase
-from elasticrs.rendezvous.elastic.texts import closed_line, utc
+from elasticrs.rendezvous.elastic.state import Purpose, Registration
+from elasticrs.rendezvous.elastic.texts import closed_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.rendezvous.elastic.member_settings import MemberSettings
-    from elasticrs.rendezvous.elastic.state import Member
+    from elasticrs.coordination import Compare, Entry, Operation, Reply
+    from elasticrs.rendezvous.elastic.state import Link, Member
 
-FIRST_DELAY = 0.02
-LONGEST_DELAY = 0.5
-"""Seconds between attempts to connect."""
-
-FIRST_NEWS = 5.0
-"""Seconds without a connection before the user is told why."""
-
-FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host"})
-"""Losses of a connection that no waiting cures."""
-
-FORGET_EARLIER = 64
+FORGET_EARLIER = 60
 """How many of its earlier registrations an agent deletes; a late request comes within seconds."""
 
-
-def begin(member: Member) -> None:
-    """Begin to join."""
-    if member.phase is not Phase.NEW:
-        return
-    member.begun = member.now
-    member.arm("connect", member.settings.join_timeout)
-    member.arm("connect_news", FIRST_NEWS)
-    if member.port is None:
-        member.do(BindStore())
-    retry(member)
-
-
-# --- connections ---
-
-
-def retry(member: Member) -> None:
-    """Connect, after a while if that has failed before."""
-    member.phase = Phase.CONNECTING
-    if member.delay:
-        member.arm("reconnect", member.delay)
-    else:
-        member.do(Connect(member.incarnation))
-    member.delay = min(max(FIRST_DELAY, member.delay * 2), LONGEST_DELAY)
-
-
-def connection_lost(member: Member, event: Any) -> None:
-    """Connecting failed, or the connection is lost."""
-    if member.phase in (Phase.NEW, Phase.EXIT, Phase.FENCED):
-        return
-    is_final = event.kind in FINAL and not by_hand.may_be_lent(member, event.kind)
-    if is_final and not member.was_registered:
-        member.connected = False
-        member.exit(Outcome("refused", event.message))
-        return
-    lose(member, by_hand.why_lost(member, event))
-
-
-def lose(member: Member, why: str) -> None:
-    """Fence an agent that lost its connection: its workers must be gone before it registers again."""
-    was_registered = member.registered
-    if was_registered:
-        member.arm("store_lost", member.settings.store_lost_timeout)
-        member.disarm("give_up")
-        member.disarm("barrier")
-    member.forget_connection()
-    member.lost = why
-    member.idle_after_port = None
-    text = f"lost the rendezvous store {member.settings.endpoint}: {why}"
-    if may_rejoin(member):
-        if was_registered and not rounds.is_leaving(member):
-            member.do(Announce(f"{text}; trying to join again"))
-        without_workers(member)
-    else:
-        member.phase = Phase.FENCED
-        member.stop(text, fenced=True)
-
-
-def may_rejoin(member: Member) -> bool:
-    """True if nothing of a round is left here."""
-    return member.held is None
-
-
-def without_workers(member: Member) -> None:
-    """A fenced agent has no workers any more."""
-    if member.outcome is not None or member.closing is not None:
-        member.exit(member.outcome or Outcome("aborted", member.closing))
-        return
-    fresh_listener(member)
-    retry(member)
-
-
-def fresh_listener(member: Member) -> bool:
-    """Replace a listener that has served a round; returns whether there is one to announce."""
-    if not member.port_used:
-        return member.port is not None
-    member.port_used = False
-    member.do(CloseStore())
-    if member.settings.master_port is None:
-        member.port = None
-        member.do(BindStore())
-    return member.port is not None
-
-
-def reconnect(member: Member) -> None:
-    """The time between two attempts has passed."""
-    if member.phase is Phase.CONNECTING and not member.connected:
-        member.do(Connect(member.incarnation))
-
-
-def store_lost(member: Member) -> None:
-    """The store could not be reached again in time."""
-    if member.registered or member.phase is Phase.EXIT:
-        return
-    settings = member.settings
-    where = f"lost the rendezvous store {settings.endpoint} in round {member.seen_round}"
-    todo = "start the job again, or put its store on a node that stays: python -m elasticrs.store"
-    _give_up(
-        member,
-        Outcome(
-            "lost",
-            f"{where} and could not reach it again within {settings.store_lost_timeout:g} s"
-            f" ({member.lost}); {todo}",
-        ),
-    )
-
-
-def connect_timeout(member: Member) -> None:
-    """The first registration has taken too long."""
-    if member.registered or member.was_registered or member.phase is Phase.EXIT:
-        return
-    settings = member.settings
-    why = f": {member.lost}" if member.lost else ""
-    text = f"could not join the rendezvous at {settings.endpoint} within {settings.join_timeout:g} s{why}"
-    _give_up(member, Outcome("timeout", text))
-
-
-def connect_news(member: Member) -> None:
-    """Tell the user why nothing happens."""
-    if member.was_registered or member.phase is not Phase.CONNECTING or member.lost is None:
-        return
-    settings = member.settings
-    until = utc(member.begun + int(settings.join_timeout * 1e9))
-    text = f"cannot reach the rendezvous store {settings.endpoint} since {utc(member.begun)}"
-    limit = f"trying until {until} (join_timeout={settings.join_timeout:g})"
-    member.do(Announce(f"{text}; {limit}: {member.lost}"))
-
-
-def _give_up(member: Member, outcome: Outcome) -> None:
-    if member.held is None:
-        member.exit(outcome)
-    else:
-        member.outcome = outcome
-
-
-def store_hosted(member: Member, event: Any) -> None:
-    """The store is here after all, before anybody was connected to it."""
-    member.settings = member.settings.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
+OTHER_JOB = "another job was started with this id"
 
 
 # --- the job's record ---
 
 
-def connected(member: Member, event: Any) -> None:
-    """Connected: check that the job is ours."""
-    if member.phase is not Phase.CONNECTING or member.connected:
-        return
-    member.connected = True
-    member.address = event.local_address
-    if member.closing is not None:
-        from elasticrs.rendezvous.elastic import leaving
-
-        leaving.abort(member)
-        return
-    check_job(member)
-
-
 def check_job(member: Member) -> None:
     """Read the job's record, or write it."""
     keys = member.keys
-    if member.has_seen_round:
-        known = [("get", keys.job), ("get", keys.head)]
-        member.txn([("value", keys.job, member.job)], known, _same_job)
+    if member.joining.has_seen_round:
+        known = [Get(keys.job), Get(keys.head)]
+        member.txn(Purpose.FIND_JOB_AGAIN, [HasValue(keys.job, member.joining.job)], known)
         return
-    member.job = encode(job_record(member))
-    put = ("put", keys.job, member.job, False)
-    gets: list[tuple[Any, ...]] = [("get", keys.job), ("get", keys.head), ("range", keys.nodes, 1)]
-    member.txn([("missing", keys.job)], [put], _job_known, gets)
+    put = _put_job(member)
+    gets = [Get(keys.job), Get(keys.head), Range(keys.nodes, 1)]
+    member.txn(Purpose.FIND_JOB, [Missing(keys.job)], [put], gets)
+
+
+def _put_job(member: Member) -> Put:
+    member.joining.job = encode(job_record(member))
+    return Put(member.keys.job, member.joining.job, False)
 
 
 def job_record(member: Member) -> dict[str, Any]:
     """Return what is the same for all nodes of a job."""
-    settings = member.settings
+    agent = member.agent
     return {
-        "uuid": f"{settings.agent}.{member.incarnation}",
+        "uuid": f"{agent.agent}.{member.joining.incarnation}",
         "node": member.node().shown,
-        **agreed(settings),
-        "role": settings.role,
-        "nproc": settings.nproc,
+        **agreed(member),
+        "role": agent.role,
+        "nproc": agent.nproc,
     }
 
 
-def agreed(settings: MemberSettings) -> dict[str, Any]:
+def agreed(member: Member) -> dict[str, Any]:
     """Return the settings that must be equal on all nodes."""
+    rendezvous, settings = member.rendezvous, member.settings
     return {
         "protocol": PROTOCOL,
-        "backend": settings.backend,
-        "min_nodes": settings.min_nodes,
-        "max_nodes": settings.max_nodes,
-        "max_restarts": settings.max_restarts,
+        "backend": rendezvous.backend,
+        "min_nodes": rendezvous.min_nodes,
+        "max_nodes": rendezvous.max_nodes,
+        "max_restarts": member.agent.max_restarts,
         "scale_up": settings.scale_up,
         "max_node_losses": settings.max_node_losses,
         "homogeneous": settings.homogeneous,
     }
 
 
-def mismatch(settings: MemberSettings, shown: str, job: dict[str, Any]) -> str | None:
+def mismatch(member: Member, job: dict[str, Any]) -> str | None:
     """Say what differs from the job that another node started; ``None`` if nothing important does.
 
     Args:
-        settings: of this node.
-        shown: its name and address, for the user.
+        member: of this node.
         job: the record of the job.
     """
-    ours = agreed(settings)
-    if settings.homogeneous and job.get("homogeneous"):
-        ours.update(role=settings.role, nproc=settings.nproc)
+    ours = agreed(member)
+    if member.settings.homogeneous and job.get("homogeneous"):
+        ours.update(role=member.agent.role, nproc=member.agent.nproc)
     for name, value in ours.items():
         if job.get(name) != value:
             return (
-                f"node {shown}: {name}={value},"
+                f"node {member.node().shown}: {name}={value},"
                 f" but node {job.get('node')} started this job with {name}={job.get(name)}"
             )
     return None
 
 
-def _same_job(member: Member, reply: Any) -> None:
-    if not reply.ok:
+def job_found_again(member: Member, link: Link, reply: Reply) -> None:
+    """Go on in the job that this agent took part in, if the store still knows it."""
+    job = reply.entry(0) if reply.ok else None
+    if job is None:
         text = "the store was restarted and no longer knows this job; start the job again"
-        member.exit(Outcome("lost", f"rendezvous store {member.settings.endpoint}: {text}"))
+        member.exit(Outcome("lost", f"rendezvous store {member.rendezvous.endpoint}: {text}"))
         return
-    member.job_revision = reply.results[0].create_revision
-    if not _is_closed(member, reply.results[1]):
-        register(member)
+    link.job_revision = job.create_revision
+    if not _is_closed(member, reply.entry(1)):
+        register(member, link)
 
 
-def _job_known(member: Member, reply: Any) -> None:
+def job_found(member: Member, link: Link, reply: Reply) -> None:
+    """Take part in the job that is there, if it is ours and goes on."""
     if reply.ok:
-        member.job_revision = reply.revision
-        register(member)
+        _begin(member, link, reply)
         return
-    job, head, nodes = reply.results
-    difference = _difference(member, job)
-    if member.settings.fresh and not nodes and (head is not None or difference is not None):
+    job, head = reply.entry(0), reply.entry(1)
+    assert job is not None
+    value = job.value or b""
+    difference = _difference(member, job.key, value)
+    if member.settings.fresh and not reply.results[2] and (head is not None or difference is not None):
         _start_anew(member, job, 0 if head is None else head.mod_revision)
         return
-    member.job, member.job_revision = job.value, job.create_revision
+    member.joining.job, link.job_revision = value, job.create_revision
     if difference is not None:
         member.exit(Outcome("refused", difference))
     elif not _is_closed(member, head):
-        register(member)
+        register(member, link)
 
 
-def _difference(member: Member, job: Any) -> str | None:
+def _begin(member: Member, link: Link, reply: Reply) -> None:
+    link.job_revision = reply.revision
+    register(member, link)
+
+
+def _difference(member: Member, key: str, value: bytes) -> str | None:
     try:
-        return mismatch(member.settings, member.node().shown, job_of(job.value))
+        return mismatch(member, job_of(value))
     except DamagedError as error:
-        return f"{damage(job.key, error)}; use a different id for another job"
+        return f"{damage(key, error)}; use a different id for another job"
 
 
-def _start_anew(member: Member, job: Any, head_revision: int) -> None:
+def _start_anew(member: Member, job: Entry, head_revision: int) -> None:
     """Forget an earlier job of this name; who registered meanwhile sees that, and comes again."""
     keys = member.keys
-    compares = [("create", keys.job, job.create_revision), ("mod", keys.head, head_revision)]
-    put = ("put", keys.job, encode(job_record(member)), False)
-    member.txn(compares, [("delete_prefix", keys.prefix), put], _started_anew)
+    compares = [CreatedAt(keys.job, job.create_revision), ModifiedAt(keys.head, head_revision)]
+    member.txn(Purpose.BEGIN_ANEW, compares, [DeletePrefix(keys.prefix), _put_job(member)])
 
 
-def _started_anew(member: Member, reply: Any) -> None:
-    if not reply.ok:
+def begun_anew(member: Member, link: Link, reply: Reply) -> None:
+    """Register in the job that was started anew, if nobody else was faster."""
+    if reply.ok:
+        _begin(member, link, reply)
+    else:
         check_job(member)
-        return
-    member.job_revision = reply.revision
-    register(member)
 
 
-def _is_closed(member: Member, entry: Any) -> bool:
+def _is_closed(member: Member, entry: Entry | None) -> bool:
     if entry is None:
         return False
     head = Head.read(entry)
     if head.state != "CLOSED":
         return False
-    if member.has_seen_round:
-        member.exit(rounds.outcome_of(member, head))
+    if member.joining.has_seen_round:
+        member.exit(outcome_of(member, head))
     else:
-        member.exit(Outcome("closed", closed_line(member.settings.run_id, head), head.cause))
+        member.exit(Outcome("closed", closed_line(member.agent.job, head), head.cause))
     return True
 
 
 # --- the registration ---
 
 
-def store_port(member: Member, event: Any) -> None:
-    """A listener is bound: it can be announced."""
-    if member.phase is Phase.EXIT or member.settings.master_port is not None:
-        return
-    member.port, member.port_used = event.port, False
-    if member.job_revision and not member.member:
-        register(member)
-    elif member.idle_after_port is not None:
-        number, member.idle_after_port = member.idle_after_port, None
-        rounds.say_idle(member, number)
-
-
-def register(member: Member) -> None:
+def register(member: Member, link: Link) -> None:
     """T1: this registration in place of all earlier ones of this agent, and the watches of a member."""
-    if member.port is None:
-        member.member = ""
+    if member.listener.port is None:
         return
-    keys, agent, incarnation = member.keys, member.settings.agent, member.incarnation
-    member.member, member.incarnation = f"{agent}/{incarnation}", incarnation + 1
-    member.idle, member.slot = 0, None
-    own = keys.node(member.member)
+    keys, joining = member.keys, member.joining
+    incarnation = joining.incarnation
+    joining.incarnation += 1
+    link.registration = registration = Registration(f"{member.agent.agent}/{incarnation}")
+    own = keys.node(registration.member)
     ops = earlier_registrations(member, incarnation)
-    ops += [("put", own, member.node().encode(), True), ("predecessor", keys.nodes, own)]
-    compares: list[tuple[Any, ...]] = [("create", keys.job, member.job_revision)]
-    otherwise: list[tuple[Any, ...]] = []
-    if member.settings.node_rank is not None:
-        claim = by_hand.claim(member, member.settings.node_rank)
+    ops += [Put(own, member.node().encode(), True), Predecessor(keys.nodes, own)]
+    compares: list[Compare] = [CreatedAt(keys.job, link.job_revision)]
+    otherwise: list[Operation] = []
+    node_rank = member.rendezvous.node_rank
+    if node_rank is not None:
+        claim = by_hand.claim(member, registration, node_rank)
         compares.append(claim.compare)
         # The last result is the predecessor.
         ops.insert(0, claim.put)
-        otherwise = [("get", keys.job), claim.get]
-    member.txn(compares, ops, _registered, otherwise)
-    member.do(Watch(member.ask(_slot_seen), keys.slot(member.member), exact=True, snapshot=True))
-    member.do(Watch(member.ask(_head_seen), keys.head, exact=True, snapshot=True))
-    member.do(Watch(member.ask(_job_seen), keys.job, exact=True, snapshot=True))
+        otherwise = [Get(keys.job), Get(claim.put.key)]
+    member.txn(Purpose.REGISTER, compares, ops, otherwise)
+    member.watch(Purpose.SEE_SLOT, keys.slot(registration.member))
+    member.watch(Purpose.SEE_HEAD, keys.head)
+    member.watch(Purpose.SEE_JOB, keys.job)
 
 
-def earlier_registrations(member: Member, incarnation: int) -> list[tuple[Any, ...]]:
+def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
     """Return deletions of what a lost connection may have left; its lease would end later."""
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
-    names = [f"{member.settings.agent}/{each}" for each in earlier]
-    return [("delete", key(name)) for name in names for key in (member.keys.node, member.keys.slot)]
+    names = [f"{member.agent.agent}/{each}" for each in earlier]
+    return [Delete(key(name)) for name in names for key in (member.keys.node, member.keys.slot)]
 
 
-def _registered(member: Member, reply: Any) -> None:
-    if not reply.ok:
-        job = reply.results[0] if reply.results else None
-        if job is not None and job.create_revision == member.job_revision:
-            by_hand.refused(member, reply.results[1])
-            retry(member)
-        else:
-            member.fence("another job was started with this id")
-        return
+def registered(member: Member, registration: Registration, reply: Reply) -> None:
+    """The registration is confirmed."""
     by_hand.registered(member)
-    member.registered = member.was_registered = True
-    member.create_revision = reply.revision
-    member.lost = None
-    member.phase = Phase.IDLE
+    registration.create_revision = reply.revision
+    member.joining.was_registered = True
+    member.joining.trouble = None
     for timer in ("connect", "connect_news", "store_lost"):
         member.disarm(timer)
     member.arm("give_up", member.settings.patience)
-    follow(member, reply.results[-1])
-    rounds.look(member)
 
 
-def _slot_seen(member: Member, reply: Any) -> None:
-    for entry in reply.results:
-        rounds.take_slot(member, entry)
+def refused(member: Member, link: Link, reply: Reply) -> None:
+    """T1 was refused: the job is another one, or somebody has the node rank."""
+    job = reply.entry(0) if reply.results else None
+    if job is None or job.create_revision != link.job_revision:
+        fence(member, OTHER_JOB)
+        return
+    by_hand.refused(member, reply.entry(1))
+    retry(member)
 
 
-def _head_seen(member: Member, reply: Any) -> None:
-    for entry in reply.results:
-        rounds.take_head(member, entry)
-
-
-def _job_seen(member: Member, reply: Any) -> None:
-    if not reply.results:
-        member.fence("another job was started with this id")
-    for entry in reply.results:
-        job_changed(member, entry)
-
-
-def job_changed(member: Member, entry: Any) -> None:
+def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
     """The job's record: is it still the one that was checked?"""
-    if entry.value is None or entry.create_revision != member.job_revision:
-        member.fence("another job was started with this id")
-
-
-# --- who leads ---
-
-
-def follow(member: Member, predecessor: Any) -> None:
-    """Wait for the end of the registration before this one, or lead."""
-    if predecessor is None:
-        member.predecessor = None
-        oversight.begin(member)
-        return
-    name = predecessor.key[len(member.keys.nodes) :]
-    if not is_member(name):
-        # Another program's: nobody would ever end it.
-        _ask_for_predecessor(member, predecessor)
-        return
-    member.predecessor = predecessor.key
-    member.do(Watch(member.ask(_predecessor_seen), predecessor.key, exact=True, snapshot=True))
-
-
-def _predecessor_seen(member: Member, reply: Any) -> None:
-    if not reply.results:
-        predecessor_gone(member)
-
-
-def predecessor_gone(member: Member) -> None:
-    """The registration before this one is gone; ask which one precedes it now."""
-    if member.predecessor is None:
-        return
-    member.do(Unwatch(member.predecessor, exact=True))
-    member.predecessor = None
-    _ask_for_predecessor(member)
-
-
-def _ask_for_predecessor(member: Member, of: Any = None) -> None:
-    """Ask who is before this registration, or before an entry that is none."""
-    own = member.keys.node(member.member)
-    compares = [("create", own, member.create_revision)]
-    if of is not None:
-        compares.append(("create", of.key, of.create_revision))
-    before = ("predecessor", member.keys.nodes, own if of is None else of.key)
-    member.txn(compares, [before], partial(_predecessor_known, is_own=of is None))
-
-
-def _predecessor_known(member: Member, reply: Any, *, is_own: bool) -> None:
-    if reply.ok:
-        follow(member, reply.results[0])
-    elif not is_own:
-        _ask_for_predecessor(member)
-    else:
-        member.fence("the store no longer has this node's registration")
+    if entry is None or entry.value is None or entry.create_revision != link.job_revision:
+        fence(member, OTHER_JOB)

@@ -1,28 +1,34 @@
 """What a leader knows, and the few things it does: set timers, write under guards.
 
-- **leader-1** one decision at a time: none while one of its writes is unanswered, or not yet in its own view.
-- **leader-2** every write says that the leader is still registered and that the head is the one it saw.
+- **LEADER-1** one decision at a time: none while one of its writes is unanswered, or not yet in its own view.
+- **LEADER-2** every write says that the leader is still registered and that the head is the one it saw.
 """
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic.messages import Arm, Disarm
+from elasticrs._value import Record, fresh
+from elasticrs.coordination import CreatedAt, Exists, ModifiedAt
+from elasticrs.rendezvous.elastic.state import Purpose
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
+    from collections.abc import Sequence
+    from typing import TypeAlias
 
+    from elasticrs.coordination import Changes, Compare, Operation, Reply
     from elasticrs.rendezvous.elastic.records import Head
-    from elasticrs.rendezvous.elastic.state import Member
+    from elasticrs.rendezvous.elastic.state import Member, Registration
     from elasticrs.rendezvous.elastic.verdict import Verdict
     from elasticrs.rendezvous.elastic.view import View
 
+    RestsOn: TypeAlias = tuple[int, bool | None, tuple[int, int, int], frozenset[str]]
 
-class Lead:
+
+class Leader(Record):
     """What a leader knows.
 
-    Attributes:
+    Args:
+        registration: its own.
         view: the store; ``None`` until its snapshot is there.
         early: changes that came before the snapshot.
         pending: tag of the write that the next decision waits for.
@@ -35,123 +41,125 @@ class Lead:
         judged: the last verdict on an ended round, after what it rests on.
         told: how many nodes the user was last told of.
         told_damaged: how many damaged records the user was told of.
-        on_answer: what takes the answer to a write.
     """
 
-    __slots__ = (
-        "count",
-        "early",
-        "judged",
-        "of_head",
-        "on_answer",
-        "pending",
-        "sent_at",
-        "stalled",
-        "timers",
-        "told",
-        "told_damaged",
-        "view",
-        "wait_for",
-    )
+    registration: Registration
+    view: View | None = None
+    early: list[Changes] = fresh(factory=list)
+    pending: int | None = None
+    sent_at: int = 0
+    wait_for: int = 0
+    stalled: bool = False
+    timers: dict[str, bool] = fresh(factory=dict)
+    of_head: int = -1
+    count: int = 0
+    judged: tuple[RestsOn, Verdict] | None = None
+    told: int = -1
+    told_damaged: int = 0
 
-    def __init__(self, on_answer: Callable[[Member, Any], None]) -> None:
-        self.on_answer = on_answer
-        self.view: View | None = None
-        self.early: list[Any] = []
-        self.pending: int | None = None
-        self.sent_at = 0
-        self.wait_for = 0
-        self.stalled = False
-        self.timers: dict[str, bool] = {}
-        self.of_head = -1
-        self.count = 0
-        self.told = -1
-        self.told_damaged = 0
-        self.judged: tuple[Any, Verdict] | None = None
+    def is_free(self) -> bool:
+        """True if nothing it has written is unanswered, or not yet in its own view."""
+        is_settled = self.view is not None and self.view.revision >= self.wait_for
+        return is_settled and self.pending is None and not self.stalled
 
-
-def is_settled(lead: Lead) -> bool:
-    """True if the leader has seen its own last write."""
-    return lead.view is not None and lead.view.revision >= lead.wait_for
+    def answered(self, reply: Reply) -> bool:
+        """Take over the answer to a write; return true if it was the one that is waited for."""
+        if self.pending != reply.tag:
+            return False
+        self.pending = None
+        if reply.ok:
+            self.wait_for = reply.revision
+        else:
+            # Some change was on its way. It is in the prefix that we watch, so it will be told; the revision
+            # of the reply may be that of another job's key, and would never be.
+            self.stalled = self.view is None or self.view.revision <= self.sent_at
+        return True
 
 
-def forget_timers(member: Member, lead: Lead) -> None:
+# --- timers ---
+
+
+def forget_timers(member: Member, leader: Leader) -> None:
     """Forget the timers of the head before."""
-    for name, fired in lead.timers.items():
+    for name, fired in leader.timers.items():
         if not fired:
-            member.do(Disarm(name))
-    lead.timers.clear()
+            member.disarm(name)
+    leader.timers.clear()
 
 
-def has_passed(member: Member, lead: Lead, name: str, seconds: float) -> bool:
+def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
     """Return true if a time has passed since this was first asked for the present head.
 
     Args:
         member: the leader.
-        lead: what it knows.
+        leader: what it knows.
         name: of the timer; it is set when it was not.
         seconds: from now, if it was not set.
     """
-    timer = f"{name}/{lead.view.round if lead.view else 0}"
-    if timer not in lead.timers:
-        lead.timers[timer] = False
-        member.do(Arm(timer, seconds))
-    return lead.timers[timer]
+    timer = _timer(leader, name)
+    if timer not in leader.timers:
+        leader.timers[timer] = False
+        member.arm(timer, seconds)
+    return leader.timers[timer]
 
 
-def forget(member: Member, lead: Lead, name: str) -> None:
+def forget(member: Member, leader: Leader, name: str) -> None:
     """Forget a timer whose reason is gone."""
-    timer = f"{name}/{lead.view.round if lead.view else 0}"
-    if timer in lead.timers and not lead.timers.pop(timer):
-        member.do(Disarm(timer))
+    timer = _timer(leader, name)
+    if timer in leader.timers and not leader.timers.pop(timer):
+        member.disarm(timer)
 
 
-def guards(member: Member, view: View) -> list[tuple[Any, ...]]:
+def _timer(leader: Leader, name: str) -> str:
+    return f"{name}/{leader.view.round if leader.view else 0}"
+
+
+# --- writes ---
+
+
+def guards(member: Member, leader: Leader, view: View) -> list[Compare]:
     """Return the conditions of every write of the leader."""
+    registration, keys = leader.registration, member.keys
     return [
-        ("create", member.keys.node(member.member), member.create_revision),
-        ("mod", member.keys.head, view.head_revision),
+        CreatedAt(keys.node(registration.member), registration.create_revision),
+        ModifiedAt(keys.head, view.head_revision),
     ]
 
 
 def write(
     member: Member,
-    lead: Lead,
-    compares: Sequence[tuple[Any, ...]],
-    then: Sequence[tuple[Any, ...]],
+    leader: Leader,
+    view: View,
+    then: Sequence[Operation],
+    compares: Sequence[Compare] = (),
 ) -> None:
-    """Send a write that the next decision waits for."""
-    assert lead.view is not None
-    lead.sent_at = lead.view.revision
-    lead.pending = member.txn(compares, then, lead.on_answer)
+    """Send a write that the next decision waits for.
+
+    Args:
+        member: the leader.
+        leader: what it knows.
+        view: the store.
+        then: what to write.
+        compares: what has to hold besides the guards.
+    """
+    leader.sent_at = view.revision
+    leader.pending = member.txn(Purpose.LEAD, [*guards(member, leader, view), *compares], then)
 
 
-def answered(lead: Lead, reply: Any) -> bool:
-    """Take over the answer to a write; returns whether it was the one that is waited for."""
-    if lead.pending != reply.tag:
-        return False
-    lead.pending = None
-    if reply.ok:
-        lead.wait_for = reply.revision
-    else:
-        # Some change was on its way. It is in the prefix that we watch, so it will be told; the revision of
-        # the reply may be that of another job's key, and would never be.
-        lead.stalled = lead.view is None or lead.view.revision <= lead.sent_at
-    return True
-
-
-def close(member: Member, lead: Lead, view: View, head: Head, alive: Sequence[str], outcome: str) -> None:
+def close(member: Member, leader: Leader, view: View, closed: Head, alive: Sequence[str] = ()) -> None:
     """End the job.
 
     Args:
         member: the leader.
-        lead: what it knows.
+        leader: what it knows.
         view: the store.
-        head: with the reason.
+        closed: the head to write, with outcome and reason.
         alive: members that have to be here for the reason to hold.
-        outcome: ``failed`` or ``timeout``.
     """
-    closed = head.next(state="CLOSED", outcome=outcome, time_ns=member.now)
-    here = [("exists", member.keys.node(each)) for each in alive]
-    put = ("put", member.keys.head, closed.encode(), False)
-    write(member, lead, [*guards(member, view), *here], [put])
+    closed = closed.replaced(state="CLOSED", time_ns=member.now)
+    write(member, leader, view, [member.put_head(closed)], here(member, alive))
+
+
+def here(member: Member, alive: Sequence[str]) -> list[Compare]:
+    """Return the conditions that members are registered."""
+    return [Exists(member.keys.node(each)) for each in alive]

@@ -1,4 +1,4 @@
-"""An agent that goes: drained by a signal, with stuck workers, or to end the whole job.
+"""An agent that goes: drained by a signal, with stuck workers, to end the job, or because that is closed.
 
 - **LEAVE-1** the others hear of it at once, before the workers here have stopped.
 - **LEAVE-2** who has said farewell is no candidate any more, and is not counted as lost.
@@ -7,101 +7,110 @@
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic import rounds
+from elasticrs.coordination import Get, ModifiedAt, Put
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import Head, cut, encode
-from elasticrs.rendezvous.elastic.state import Phase
+from elasticrs.rendezvous.elastic.state import Leaving, Phase, Purpose
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
-    from elasticrs.rendezvous.elastic.state import Member
+    from elasticrs.coordination import Entry, Reply
+    from elasticrs.rendezvous.elastic.messages import Leave
+    from elasticrs.rendezvous.elastic.state import Link, Member, Registration
 
 MAX_REASON = 256
 
 
-def leave(member: Member, event: Any) -> None:
+def leave(member: Member, event: Leave) -> None:
     """Somebody asked this agent to stop."""
     if member.phase is Phase.EXIT:
         return
     reason = cut(event.reason, MAX_REASON)
     if event.close:
         _close_job(member, reason)
-    elif member.outcome is None and member.closing is None:
+    elif member.leaving is None:
         leave_with(member, Outcome("left", reason))
 
 
 def leave_with(member: Member, outcome: Outcome) -> None:
     """Leave with this outcome: end this node's round, stop the workers, write the farewell."""
-    member.outcome = outcome
-    if not member.registered:
-        if member.held is None:
+    member.leave_with(outcome)
+    registration = member.registered
+    if registration is None:
+        if member.workers is None:
             member.exit(outcome)
         return
     member.arm("leave", member.settings.close_timeout)
     reason = outcome.message or outcome.kind
-    if member.held is not None and member.runs(member.held):
-        _end_round(member, reason)
+    if member.workers is not None and member.runs(member.workers.round):
+        _end_round(member, registration, reason)
     else:
-        _farewell(member, reason)
-    if member.held is not None:
-        member.phase = Phase.STOP
-        member.stop("this node leaves the job")
+        _say_farewell(member, registration, reason)
+    member.stop("this node leaves the job")
 
 
-def _end_round(member: Member, reason: str) -> None:
+def _end_round(member: Member, registration: Registration, reason: str) -> None:
     """The round ends now, not when the workers here have stopped."""
-    head, slot, keys = member.head, member.slot, member.keys
-    assert head is not None
+    link, slot = member.link, registration.slot
+    assert link is not None
+    assert link.head is not None
     assert slot is not None
     end = {
         "kind": "left",
-        "node": member.settings.node,
+        "node": member.agent.node,
         "group_rank": slot.group_rank,
-        "member": member.member,
+        "member": registration.member,
         "message": reason,
     }
-    ended = head.next(state="ENDED", end=end, cause=None)
-    compares = [("mod", keys.head, member.head_revision), *rounds.own_registration(member)]
-    puts = [
-        ("put", keys.head, ended.encode(), False),
-        ("put", keys.farewell(member.member), encode(reason), False),
-    ]
-    member.txn(compares, puts, _round_ended)
+    ended = link.head.replaced(state="ENDED", end=end, cause=None)
+    compares = [ModifiedAt(member.keys.head, link.head_revision), member.exists(registration)]
+    puts = [member.put_head(ended), _farewell(member, registration, reason)]
+    member.txn(Purpose.END_ROUND, compares, puts)
 
 
-def _round_ended(member: Member, reply: Any) -> None:
+def round_ended(member: Member, reply: Reply) -> None:
+    """Take the answer to the end of this node's round."""
     if reply.ok:
-        _farewell_known(member, reply)
-    elif member.outcome is not None:
+        farewell_known(member)
+        return
+    registration = member.registration
+    outcome = None if member.leaving is None else member.leaving.outcome
+    if registration is not None and outcome is not None:
         # Somebody else has ended the round.
-        _farewell(member, member.outcome.message or "")
+        _say_farewell(member, registration, outcome.message or "")
 
 
-def _farewell(member: Member, reason: str) -> None:
-    put = ("put", member.keys.farewell(member.member), encode(reason), False)
-    member.txn(rounds.own_registration(member), [put], _farewell_known)
+def _say_farewell(member: Member, registration: Registration, reason: str) -> None:
+    farewell = _farewell(member, registration, reason)
+    member.txn(Purpose.SAY_FAREWELL, [member.exists(registration)], [farewell])
 
 
-def _farewell_known(member: Member, _: Any) -> None:
-    member.farewell_known = True
+def _farewell(member: Member, registration: Registration, reason: str) -> Put:
+    return Put(member.keys.farewell(registration.member), encode(reason), False)
+
+
+def farewell_known(member: Member) -> None:
+    """The store knows that this agent leaves, or no longer knows the agent."""
+    if member.leaving is not None:
+        member.leaving.is_known = True
     go_on(member)
 
 
 def go_on(member: Member) -> None:
     """Exit once the workers are gone and the store knows, or does not answer."""
-    if member.held is not None or member.phase is Phase.EXIT:
+    leaving = member.leaving
+    if member.workers is not None or leaving is None or member.phase is Phase.EXIT:
         return
-    if member.closing is not None and member.give_up:
-        member.exit(Outcome("aborted", member.closing))
-    elif member.outcome is not None and (member.farewell_known or member.give_up):
-        member.exit(member.outcome)
+    if leaving.closing is not None and leaving.is_overdue:
+        member.exit(Outcome("aborted", leaving.closing))
+    elif leaving.outcome is not None and (leaving.is_known or leaving.is_overdue):
+        member.exit(leaving.outcome)
 
 
 def timeout(member: Member) -> None:
     """The store has not answered in time."""
-    member.give_up = True
+    if member.leaving is not None:
+        member.leaving.is_overdue = True
     go_on(member)
 
 
@@ -109,39 +118,63 @@ def timeout(member: Member) -> None:
 
 
 def _close_job(member: Member, reason: str) -> None:
-    if member.closing is not None:
+    leaving = member.leaving = member.leaving or Leaving()
+    if leaving.closing is not None:
         return
-    member.closing = reason
+    leaving.closing = reason
     member.arm("leave", member.settings.close_timeout)
-    if member.connected:
-        abort(member)
-    elif member.held is None:
+    if member.link is not None:
+        abort(member, member.link)
+    elif member.workers is None:
         member.exit(Outcome("aborted", reason))
         return
-    if member.held is not None and member.phase is not Phase.FENCED:
-        member.phase = Phase.STOP
+    if member.phase is not Phase.FENCED:
         member.stop("the job ends")
 
 
-def abort(member: Member) -> None:
+def abort(member: Member, link: Link) -> None:
     """T10: the job ends, whatever its state, unless it has ended already."""
-    _abort_from(member, member.head, member.head_revision)
+    _abort_from(member, link.head, link.head_revision)
 
 
 def _abort_from(member: Member, head: Head | None, revision: int) -> None:
-    if head is not None and head.state == "CLOSED":
+    if (head is not None and head.state == "CLOSED") or member.leaving is None:
         return
-    last = head or Head("ENDED", 0)
-    closed = last.next(state="CLOSED", outcome="aborted", reason=member.closing, time_ns=member.now)
-    key = member.keys.head
-    put = ("put", key, closed.encode(), False)
-    member.txn([("mod", key, revision)], [put, ("get", key)], _aborted, [("get", key)])
+    last, key = head or Head("ENDED", 0), member.keys.head
+    closed = last.replaced(
+        state="CLOSED", outcome="aborted", reason=member.leaving.closing, time_ns=member.now
+    )
+    member.txn(Purpose.ABORT, [ModifiedAt(key, revision)], [member.put_head(closed), Get(key)], [Get(key)])
 
 
-def _aborted(member: Member, reply: Any) -> None:
-    entry = reply.results[-1]
+def aborted(member: Member, reply: Reply) -> Entry | None:
+    """Take the answer to T10, and try again if the head was another one.
+
+    Returns:
+        The head, now that it is closed.
+    """
+    entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)
     if reply.ok or (head is not None and head.state == "CLOSED"):
-        rounds.take_head(member, entry)
-        return
+        return entry
     _abort_from(member, head, 0 if entry is None else entry.mod_revision)
+    return None
+
+
+# --- a closed job ---
+
+
+def outcome_of(member: Member, head: Head) -> Outcome:
+    """Return what a closed job means for this agent."""
+    own = None if member.leaving is None else member.leaving.outcome
+    if own is not None and own.kind == "stuck":
+        return own
+    if head.outcome == "succeeded":
+        if member.finished_round == head.round:
+            return Outcome("succeeded")
+        return Outcome("spare", "the job has succeeded without this node")
+    if head.outcome == "aborted":
+        return Outcome("aborted", f"the job was ended: {head.reason}")
+    if head.outcome == "timeout":
+        return Outcome("timeout", head.reason)
+    return Outcome("failed", head.reason, head.cause)

@@ -11,32 +11,43 @@ What the loop has to keep:
   replies may overtake changes;
 - timers may fire late, or early: that costs time or a needless round, never safety.
 
-The parts: ``joining`` (connection, registration, who leads), ``rounds`` (a member's part), ``leaving``,
-``oversight`` and ``leader`` with ``formation``, ``verdict`` and ``view`` (what ends, forms and closes rounds).
+Here events and answers meet the functions that take them. Those are in ``connecting`` (the way to the store),
+``joining`` (the job's record, registration), ``rounds`` (a member's part), ``leaving``, ``succession`` (who
+leads), and ``oversight`` with ``formation`` and ``verdict`` (what ends, forms and closes rounds).
 """
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic import by_hand, joining, leaving, oversight, rounds
+from elasticrs.coordination import Changes, Connected, ConnectionLost, Reply
+from elasticrs.rendezvous.elastic import (
+    by_hand,
+    connecting,
+    joining,
+    leaving,
+    messages,
+    oversight,
+    rounds,
+    succession,
+)
 from elasticrs.rendezvous.elastic.messages import Outcome
-from elasticrs.rendezvous.elastic.state import Member, Phase
+from elasticrs.rendezvous.elastic.state import Link, Member, Phase, Purpose
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
-    from elasticrs.rendezvous.elastic.messages import Action
+    from elasticrs.rendezvous.elastic.messages import Action, Event
+    from elasticrs.rendezvous.elastic.state import Registration
 
 __all__ = ["Member", "Phase", "step"]
 
 
-def step(member: Member, event: Any, now: int = 0) -> tuple[Member, list[Action]]:
+def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Action]]:
     """Return what follows from an event.
 
     Args:
         member: where this agent stands; it is changed and given back, do not use it otherwise.
-        event: what happened; types are told apart by name, so that the native client's own serve as well.
+        event: what happened.
         now: the store's wall clock, in ns; it is only written into records for the user, never compared.
 
     Returns:
@@ -44,85 +55,185 @@ def step(member: Member, event: Any, now: int = 0) -> tuple[Member, list[Action]
     """
     member.now = now
     if member.phase is not Phase.EXIT:
-        handler = _HANDLERS.get(type(event).__name__)
-        if handler is None:
-            raise TypeError(f"no event of the rendezvous: {event!r}")
-        handler(member, event)
+        _take(member, event)
     return member, member.take_actions()
 
 
-def _reply(member: Member, event: Any) -> None:
-    if member.connected:
-        member.answer(event)
+def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of cases
+    match event:
+        case Changes():
+            _changes(member, event)
+        case Reply():
+            _reply(member, event)
+        case messages.TimerFired():
+            _timer_fired(member, event.name)
+        case Connected():
+            _connected(member, event)
+        case ConnectionLost():
+            connecting.connection_lost(member, event)
+        case messages.GroupEnded():
+            rounds.group_ended(member, event)
+        case messages.WorkerFailed():
+            rounds.worker_failed(member, event)
+        case messages.WorkersDone():
+            rounds.workers_done(member, event)
+        case messages.StartFailed():
+            rounds.start_failed(member, event)
+        case messages.StorePort():
+            _store_port(member, event.port)
+        case messages.StorePortFailed():
+            text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
+            leaving.leave_with(member, Outcome("failed", text))
+        case messages.StoreHosted():
+            # It is here after all, before anybody was connected to it.
+            member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
+        case messages.Leave():
+            leaving.leave(member, event)
+        case messages.Begin():
+            connecting.begin(member)
+        case messages.GroupStarted():
+            pass
+        case _:
+            raise TypeError(f"no event of the rendezvous: {event!r}")
 
 
-def _changes(member: Member, event: Any) -> None:
-    if not member.connected or not member.member:
+# --- the store ---
+
+
+def _connected(member: Member, event: Connected) -> None:
+    if member.phase is not Phase.CONNECTING or member.link is not None:
+        return
+    member.joining.address = event.local_address
+    link = member.link = Link()
+    if member.leaving is not None and member.leaving.closing is not None:
+        leaving.abort(member, link)
+    else:
+        joining.check_job(member)
+
+
+def _changes(member: Member, event: Changes) -> None:
+    link, registration = member.link, member.registration
+    if link is None or registration is None:
         return
     keys = member.keys
-    own_slot = keys.slot(member.member)
+    own_slot = keys.slot(registration.member)
     for change in event.changes:
         key = change.key
+        if member.registration is not registration:
+            # An earlier change has ended this connection.
+            return
         if key == keys.head:
-            rounds.take_head(member, change)
+            rounds.take_head(member, link, change)
         elif key == own_slot:
-            rounds.take_slot(member, change)
-        elif key == member.predecessor:
+            rounds.take_slot(member, registration, change)
+        elif key == registration.predecessor:
             if change.value is None:
-                joining.predecessor_gone(member)
+                succession.predecessor_gone(member, registration)
         elif key == keys.job:
-            joining.job_changed(member, change)
-    if member.connected:
-        oversight.changed(member, event)
+            joining.job_seen(member, link, change)
+    if member.leader is not None:
+        oversight.changed(member, member.leader, event)
 
 
-def _timer_fired(member: Member, event: Any) -> None:
-    handler = _TIMERS.get(event.name)
+def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of cases
+    """Pass an answer on; requests of an earlier connection are forgotten."""
+    link = member.link
+    if link is None:
+        return
+    purpose = link.purposes.pop(reply.tag, None)
+    match purpose:
+        case None | Purpose.NOTHING:
+            pass
+        case Purpose.FIND_JOB:
+            joining.job_found(member, link, reply)
+        case Purpose.FIND_JOB_AGAIN:
+            joining.job_found_again(member, link, reply)
+        case Purpose.BEGIN_ANEW:
+            joining.begun_anew(member, link, reply)
+        case Purpose.SEE_HEAD:
+            for entry in reply.entries():
+                rounds.take_head(member, link, entry)
+        case Purpose.SEE_JOB:
+            joining.job_seen(member, link, next(iter(reply.entries()), None))
+        case Purpose.TELL_DONE:
+            if reply.ok:
+                rounds.done_known(member)
+        case Purpose.SAY_FAREWELL:
+            leaving.farewell_known(member)
+        case Purpose.END_ROUND:
+            leaving.round_ended(member, reply)
+        case Purpose.ABORT:
+            closed = leaving.aborted(member, reply)
+            if closed is not None:
+                rounds.take_head(member, link, closed)
+        case _ if link.registration is not None:
+            _registration_reply(member, link, link.registration, purpose, reply)
+
+
+def _registration_reply(  # noqa: PLR0912 -- a table of cases
+    member: Member, link: Link, registration: Registration, purpose: Purpose, reply: Reply
+) -> None:
+    match purpose:
+        case Purpose.REGISTER:
+            if reply.ok:
+                joining.registered(member, registration, reply)
+                succession.follow(member, registration, reply.entry(-1))
+                rounds.look(member)
+            else:
+                joining.refused(member, link, reply)
+        case Purpose.SEE_SLOT:
+            for entry in reply.entries():
+                rounds.take_slot(member, registration, entry)
+        case Purpose.TELL_IDLE:
+            if not reply.ok:
+                connecting.fence(member, rounds.GONE)
+        case Purpose.SEE_PREDECESSOR:
+            if not reply.results:
+                succession.predecessor_gone(member, registration)
+        case Purpose.FIND_PREDECESSOR:
+            succession.predecessor_found(member, registration, reply)
+        case Purpose.FIND_BEFORE_STRANGER:
+            succession.before_stranger_found(member, registration, reply)
+        case Purpose.SEE_ALL if registration.leader is not None:
+            oversight.snapshot(member, registration.leader, reply)
+        case Purpose.LEAD if registration.leader is not None:
+            oversight.written(member, registration.leader, reply)
+
+
+# --- the rest ---
+
+
+def _store_port(member: Member, port: int) -> None:
+    """A listener is bound: it can be announced."""
+    listener, link = member.listener, member.link
+    if member.rendezvous.master_port is not None:
+        return
+    listener.port, listener.has_served = port, False
+    if link is None or not link.job_revision:
+        return
+    if link.registration is None:
+        joining.register(member, link)
+    elif listener.idle_after is not None:
+        number, listener.idle_after = listener.idle_after, None
+        rounds.say_idle(member, link.registration, number)
+
+
+def _timer_fired(member: Member, name: str) -> None:
+    handler = _TIMERS.get(name)
     if handler is not None:
         handler(member)
-    else:
-        oversight.timer_fired(member, event.name)
+    elif member.leader is not None:
+        oversight.timer_fired(member, member.leader, name)
 
-
-def _round_age(member: Member) -> None:
-    member.aged_round = member.seen_round
-
-
-def _store_port_failed(member: Member, event: Any) -> None:
-    text = f"node {member.settings.node}: no port for the workers' store: {event.message}"
-    leaving.leave_with(member, Outcome("failed", text))
-
-
-def _nothing(member: Member, event: Any) -> None:
-    """Ignore an event."""
-
-
-_HANDLERS: dict[str, Callable[[Member, Any], None]] = {
-    "Begin": lambda member, _: joining.begin(member),
-    "Connected": joining.connected,
-    "ConnectionLost": joining.connection_lost,
-    "Reply": _reply,
-    "Changes": _changes,
-    "GroupStarted": _nothing,
-    "StartFailed": rounds.start_failed,
-    "WorkerFailed": rounds.worker_failed,
-    "WorkersDone": rounds.workers_done,
-    "GroupEnded": rounds.group_ended,
-    "TimerFired": _timer_fired,
-    "Leave": leaving.leave,
-    "StoreHosted": joining.store_hosted,
-    "StorePort": joining.store_port,
-    "StorePortFailed": _store_port_failed,
-}
 
 _TIMERS: dict[str, Callable[[Member], None]] = {
-    "reconnect": joining.reconnect,
-    "connect": joining.connect_timeout,
-    "connect_news": joining.connect_news,
-    "store_lost": joining.store_lost,
+    "reconnect": connecting.reconnect,
+    "connect": connecting.connect_timeout,
+    "connect_news": connecting.connect_news,
+    "store_lost": connecting.store_lost,
     "give_up": rounds.give_up,
     "barrier": rounds.barrier,
-    "round_age": _round_age,
+    "round_age": rounds.age_reached,
     "leave": leaving.timeout,
     "rank": by_hand.timeout,
 }

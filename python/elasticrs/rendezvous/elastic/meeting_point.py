@@ -1,4 +1,7 @@
-"""The agent's connection to the coordination store, and the store itself where it is hosted. Effects only."""
+"""The coordination store at the endpoint: the session with it, and the store itself where it is hosted here.
+
+Effects only.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ from functools import partial
 
 from elasticrs import _core
 from elasticrs.clock import Clock
+from elasticrs.coordination import Connected, ConnectionLost
+from elasticrs.native_session import NativeSession
 from elasticrs.rendezvous.elastic import hosting
 from elasticrs.rendezvous.elastic.asked import Asked
-from elasticrs.rendezvous.elastic.member_settings import MemberSettings
-from elasticrs.rendezvous.elastic.messages import ConnectionLost
+from elasticrs.rendezvous.elastic.settings import ThisAgent
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from elasticrs.rendezvous.elastic.messages import Event, Txn, Unwatch, Watch
+    from elasticrs.coordination import Request, Session, StoreEvent
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.store import Store
 
@@ -76,7 +80,7 @@ class Home:
 
 
 class MeetingPoint:
-    """One connection at a time.
+    """The store where the nodes meet; one session with it at a time.
 
     Args:
         rendezvous: where the store is.
@@ -110,13 +114,13 @@ class MeetingPoint:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._server: _core.CoordinationServer | None = None
-        self._client: _core.CoordinationClient | None = None
+        self._session: Session | None = None
         self._may_decide_again = False
         self._has_met = False
         self._clock = Clock(0, None)
         self._shared: Store | None = None
         # Once a round runs, its workers have the port: there is no connecting any more.
-        self._shares_early = rendezvous.backend == "static" and (home is not None or supervisor is None)
+        self._shares_early = rendezvous.is_static and (home is not None or supervisor is None)
 
     @staticmethod
     def _ask(question: Callable[[], Any], seconds: float | None) -> Any:
@@ -140,12 +144,12 @@ class MeetingPoint:
     @property
     def fd(self) -> int | None:
         """Readable when :meth:`take` has something."""
-        return self._client.fd if self._client is not None else None
+        return self._session.fd if self._session is not None else None
 
     @property
     def clock(self) -> Clock:
         """The store's wall clock, as well as it is known."""
-        estimate = self._client.clock() if self._client is not None else None
+        estimate = self._session.clock() if self._session is not None else None
         if estimate is not None:
             self._clock = Clock(*estimate)
         return self._clock
@@ -177,7 +181,7 @@ class MeetingPoint:
                 # Another agent of this machine was faster, or another program has the port: its answer tells.
                 return
             option, other = "--rdzv-endpoint HOST:PORT", ""
-            if self._rendezvous.backend == "static":
+            if self._rendezvous.is_static:
                 option, other = "--master-port", " (is another agent with --node-rank 0 here?)"
             raise CannotHost(
                 f"the rendezvous store cannot {error.strerror or error}{other}; choose another port with "
@@ -203,26 +207,30 @@ class MeetingPoint:
                 return ConnectionLost("cannot_host", str(error))
         if self._shares_early:
             self._share_early()
-        settings = self._rendezvous.settings
-        host, port = self._address()
         try:
-            self._client = _core.CoordinationClient(
-                host,
-                port,
-                run_id=self._rendezvous.run_id,
-                token=settings.token,
-                interval=settings.keep_alive_interval,
-                attempts=settings.keep_alive_max_attempt,
-                connect_timeout=settings.connect_timeout,
-                # An agent that polls has no say between its calls: it may well be busy with its workers.
-                stall_timeout=settings.stall_timeout if self._supervisor is not None else None,
-                supervisor=self._supervisor,
-            )
+            self._session = self._connected()
         except OSError as error:
             return ConnectionLost("unreachable", f"no connection to {self._rendezvous.endpoint}: {error}")
         if self._supervisor is not None:
-            self._supervisor.watch_fd(self._client.fd)
+            self._supervisor.watch_fd(self._session.fd)
         return None
+
+    def _connected(self) -> Session:
+        settings, supervisor = self._rendezvous.settings, self._supervisor
+        host, port = self._address()
+        client = _core.CoordinationClient(
+            host,
+            port,
+            run_id=self._rendezvous.run_id,
+            token=settings.token,
+            interval=settings.keep_alive_interval,
+            attempts=settings.keep_alive_max_attempt,
+            connect_timeout=settings.connect_timeout,
+            # An agent that polls has no say between its calls: it may well be busy with its workers.
+            stall_timeout=settings.stall_timeout if supervisor is not None else None,
+            supervisor=supervisor,
+        )
+        return NativeSession(client)
 
     def _address(self) -> tuple[str, int]:
         if self._server is None:
@@ -234,71 +242,54 @@ class MeetingPoint:
 
     def disconnect(self) -> None:
         """Close the connection; what it still had to say is dropped."""
-        if self._client is not None:
+        if self._session is not None:
             if self._supervisor is not None:
-                self._supervisor.unwatch_fd(self._client.fd)
-            self._client.close()
-            self._client = None
+                self._supervisor.unwatch_fd(self._session.fd)
+            self._session.close()
+            self._session = None
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[StoreEvent]:
         """What has come from the store since the last call; never blocks."""
-        if self._client is None:
+        if self._session is None:
             return []
-        events: list[Event] = []
-        for event in self._client.take():
-            if isinstance(event, _core.ConnectionLost):
+        events: list[StoreEvent] = []
+        for event in self._session.take():
+            if isinstance(event, ConnectionLost):
                 # Asking for a name may take long: it is known when the client, which asks on a thread of its
                 # own, has got further than that.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
-            elif isinstance(event, _core.Connected) and self._shares_early and self._shared is None:
+            elif isinstance(event, Connected) and self._shares_early and self._shared is None:
                 # The port came back between the two.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"no second connection to {self._rendezvous.endpoint}")]
             else:
                 self._has_met = True
-                events.append(event)  # type: ignore[arg-type]  # the same attributes
+                events.append(event)
         return events
 
     def wait(self, timeout: float | None) -> bool:
         """Block until :meth:`take` has something, without a loop that watches :attr:`fd`."""
-        return self._client is not None and self._client.wait(timeout)
+        return self._session is not None and self._session.wait(timeout)
 
-    def settings(self, *, role: str, nproc: int, max_restarts: int) -> MemberSettings:
-        """What the machine has to know when it begins.
+    def this_agent(self, *, role: str, nproc: int, max_restarts: int) -> ThisAgent:
+        """What the machine has to know of this agent when it begins.
 
         Args:
             role: of this node's workers.
             nproc: how many they are.
             max_restarts: of the job.
         """
-        rendezvous, given = self._rendezvous, self._rendezvous.settings
-        # What the user has set, under the names that both know it by.
-        common: dict[str, Any] = {
-            name: getattr(given, name) for name in MemberSettings.__slots__ if hasattr(given, name)
-        }
-        common |= {
-            "store_lost_timeout": self._store_lost_timeout(),
-            "fallback_addr": self.fallback_address(),
-            "hosts_store": self.hosts,
-        }
-        return MemberSettings(
+        return ThisAgent(
             self.job,
             os.urandom(8).hex(),
             node_name(),
-            host=hosting.host_identity(),
-            endpoint=rendezvous.endpoint,
-            min_nodes=rendezvous.min_nodes,
-            max_nodes=rendezvous.max_nodes,
-            max_restarts=max_restarts,
-            role=role,
-            nproc=nproc,
-            master_port=rendezvous.port if rendezvous.backend == "static" else None,
-            node_rank=rendezvous.node_rank,
-            rank_timeout=given.ttl + 1.0,
-            local_addr=hosting.chosen_address(rendezvous),
-            backend=rendezvous.backend,
-            **common,
+            hosting.host_identity(),
+            role,
+            nproc,
+            max_restarts,
+            self.hosts,
+            self.fallback_address(),
         )
 
     def fallback_address(self) -> str | None:
@@ -308,42 +299,25 @@ class MeetingPoint:
         # Not told to host, it has a name that others know: nobody is asked.
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
-    def _store_lost_timeout(self) -> float:
-        given = self._rendezvous.settings
-        if self._rendezvous.backend != "static":
-            return given.store_lost_timeout
-        # The workers of rank 0 have the port until they have stopped, which may take their whole grace.
-        return max(given.store_lost_timeout, given.settle)
-
-    def _explained(self, lost: _core.ConnectionLost) -> str:
+    def _explained(self, lost: ConnectionLost) -> str:
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
         todo = None if lost.kind in _BEFORE_MEETING and self._has_met else _REMEDIES.get(lost.kind)
-        if todo is not None and self._rendezvous.backend == "static":
+        if todo is not None and self._rendezvous.is_static:
             for option, by_hand in _BY_HAND:
                 todo = todo.replace(option, by_hand)
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
-    def txn(self, action: Txn) -> None:
-        """Send a transaction; dropped without a connection, whose loss is told of anyway."""
-        if self._client is not None:
-            self._client.txn(action.tag, action.compares, action.then, action.otherwise)
-
-    def watch(self, action: Watch) -> None:
-        """Send a request to watch."""
-        if self._client is not None:
-            self._client.watch(action.tag, action.prefix, exact=action.exact, snapshot=action.snapshot)
-
-    def unwatch(self, action: Unwatch) -> None:
-        """End a watch."""
-        if self._client is not None:
-            self._client.unwatch(action.prefix, exact=action.exact)
+    def send(self, request: Request) -> None:
+        """Send a request; dropped without a session, whose loss is told of anyway."""
+        if self._session is not None:
+            self._session.send(request)
 
     def others(self) -> int:
         """How many others are connected to the store of this process; 0 where it is elsewhere."""
         if self._server is None:
             return 0
-        own = (self._client is not None) + (self._shared is not None)
+        own = (self._session is not None) + (self._shared is not None)
         return max(0, self._server.sessions() - own)
 
     def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word

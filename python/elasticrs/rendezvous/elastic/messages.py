@@ -1,7 +1,6 @@
-"""What goes into the rendezvous machine and what comes out of it.
+"""What goes into the rendezvous machine and what comes out of it, besides what goes to and from the store.
 
-:class:`Connected`, :class:`ConnectionLost`, :class:`Reply` and :class:`Changes` have the names and attributes
-of the native client's events: the machine takes either, as it looks at a type's name and at attributes only.
+That is in :mod:`elasticrs.coordination`: its requests are actions, and what it tells are events.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from elasticrs._value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from typing import Any, Literal, TypeAlias
 
+    from elasticrs.coordination import Request, StoreEvent
     from elasticrs.ranks import NodeRanks
 
     Cause: TypeAlias = Mapping[str, Any]
@@ -30,112 +30,18 @@ if TYPE_CHECKING:
     ]
 
 
-class Entry(Value):
-    """One key of the store.
-
-    Args:
-        key: its name.
-        value: its value; ``None`` in a change that deleted it.
-        create_revision: the revision at which it came into being.
-        mod_revision: the revision of its latest put, or of its deletion.
-    """
-
-    __slots__ = ("create_revision", "key", "mod_revision", "value")
-
-    def __init__(self, key: str, value: bytes | None, create_revision: int, mod_revision: int) -> None:
-        self.key = key
-        self.value = value
-        self.create_revision = create_revision
-        self.mod_revision = mod_revision
-
-
 # --- events ---
 
 
-class Event(Value):
-    """Something that happened."""
-
-    __slots__ = ()
-
-
-class Begin(Event):
+class Begin(Value):
     """The loop is ready."""
 
-    __slots__ = ()
 
-
-class Connected(Event):
-    """The connection that :class:`Connect` asked for is there.
-
-    Args:
-        revision: the store's at that time.
-        local_address: our end of the connection.
-    """
-
-    __slots__ = ("local_address", "revision")
-
-    def __init__(self, revision: int, local_address: str) -> None:
-        self.revision = revision
-        self.local_address = local_address
-
-
-class ConnectionLost(Event):
-    """There is no connection, or no longer; nothing of it is delivered after this event.
-
-    Args:
-        kind: ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,
-            ``run``, ``closed``, ``silent``, ``slow``, ``protocol`` or ``limit``.
-        message: one line for the user.
-    """
-
-    __slots__ = ("kind", "message")
-
-    def __init__(self, kind: str, message: str) -> None:
-        self.kind = kind
-        self.message = message
-
-
-class Reply(Event):
-    """The answer to :class:`Txn` or :class:`Watch`.
-
-    Args:
-        tag: of the request.
-        ok: the compares held.
-        revision: the store's after the request.
-        results: one for each operation; for a watch with a snapshot, the entries.
-    """
-
-    __slots__ = ("ok", "results", "revision", "tag")
-
-    def __init__(self, tag: int, ok: bool, revision: int, results: Sequence[Any] = ()) -> None:
-        self.tag = tag
-        self.ok = ok
-        self.revision = revision
-        self.results = results
-
-
-class Changes(Event):
-    """One revision of the store, as far as the watches of this connection cover it.
-
-    Args:
-        revision: which.
-        changes: in the order of the transaction; ``value`` is ``None`` where a key was deleted.
-    """
-
-    __slots__ = ("changes", "revision")
-
-    def __init__(self, revision: int, changes: Sequence[Entry]) -> None:
-        self.revision = revision
-        self.changes = changes
-
-
-class GroupStarted(Event):
+class GroupStarted(Value):
     """All workers of this node run."""
 
-    __slots__ = ()
 
-
-class StartFailed(Event):
+class StartFailed(Value):
     """The workers of this node could not be started, and nothing of them is left.
 
     Args:
@@ -143,40 +49,31 @@ class StartFailed(Event):
         transient: the same start may succeed a moment later.
     """
 
-    __slots__ = ("message", "transient")
-
-    def __init__(self, message: str, transient: bool = False) -> None:
-        self.message = message
-        self.transient = transient
+    message: str
+    transient: bool = False
 
 
-class WorkerFailed(Event):
+class WorkerFailed(Value):
     """A worker of this node has failed; others may still run.
 
     Args:
         cause: its description, for reports; ``time_ns`` is on the store's wall clock.
     """
 
-    __slots__ = ("cause",)
-
-    def __init__(self, cause: Cause) -> None:
-        self.cause = cause
+    cause: Cause
 
 
-class WorkersDone(Event):
+class WorkersDone(Value):
     """All workers of this node have exited with 0, and nothing of them is left.
 
     Args:
         summary: what to keep of it (JSON).
     """
 
-    __slots__ = ("summary",)
-
-    def __init__(self, summary: Mapping[str, Any] | None = None) -> None:
-        self.summary = summary
+    summary: Mapping[str, Any] | None = None
 
 
-class GroupEnded(Event):
+class GroupEnded(Value):
     """Nothing of this node's workers is left, apart from what is stuck.
 
     Without an earlier :class:`Stop` or :class:`WorkerFailed` it counts as a failure.
@@ -186,27 +83,21 @@ class GroupEnded(Event):
         stuck: what SIGKILL did not end, for the user.
     """
 
-    __slots__ = ("cause", "stuck")
-
-    def __init__(self, cause: Cause | None = None, stuck: str | None = None) -> None:
-        self.cause = cause
-        self.stuck = stuck
+    cause: Cause | None = None
+    stuck: str | None = None
 
 
-class TimerFired(Event):
+class TimerFired(Value):
     """The time of :class:`Arm` has passed.
 
     Args:
         name: of the timer.
     """
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
-class Leave(Event):
+class Leave(Value):
     """Somebody asked this agent to stop.
 
     Args:
@@ -214,121 +105,58 @@ class Leave(Event):
         close: end the whole job; else only this node leaves it.
     """
 
-    __slots__ = ("close", "reason")
-
-    def __init__(self, reason: str, close: bool = False) -> None:
-        self.reason = reason
-        self.close = close
+    reason: str
+    close: bool = False
 
 
-class StoreHosted(Event):
+class StoreHosted(Value):
     """The process has begun to serve the coordination store, which it did not at first.
 
     Args:
-        fallback_addr: as in the settings of the member, now that it is known.
+        fallback_addr: as in :class:`~.settings.ThisAgent`, now that it is known.
     """
 
-    __slots__ = ("fallback_addr",)
-
-    def __init__(self, fallback_addr: str | None = None) -> None:
-        self.fallback_addr = fallback_addr
+    fallback_addr: str | None = None
 
 
-class StorePort(Event):
+class StorePort(Value):
     """A fresh listener for a round's worker store is bound.
 
     Args:
         port: on which.
     """
 
-    __slots__ = ("port",)
-
-    def __init__(self, port: int) -> None:
-        self.port = port
+    port: int
 
 
-class StorePortFailed(Event):
+class StorePortFailed(Value):
     """No listener for the worker store could be bound: this node is of no use.
 
     Args:
         message: why, for the user.
     """
 
-    __slots__ = ("message",)
-
-    def __init__(self, message: str) -> None:
-        self.message = message
+    message: str
 
 
 # --- actions ---
 
 
-class Action(Value):
-    """Something that the loop has to do, in order."""
-
-    __slots__ = ()
-
-
-class Connect(Action):
-    """Make a new connection; answered by :class:`Connected` or :class:`ConnectionLost`.
+class Connect(Value):
+    """Begin a new session; answered by ``Connected`` or ``ConnectionLost``.
 
     Args:
         incarnation: of this agent's registration, counted from 1.
     """
 
-    __slots__ = ("incarnation",)
-
-    def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
+    incarnation: int
 
 
-class Disconnect(Action):
+class Disconnect(Value):
     """Close the connection and drop what it still has to say."""
 
-    __slots__ = ()
 
-
-class Txn(Action):
-    """A transaction, in the terms of the native client; answered by :class:`Reply` with the same tag."""
-
-    __slots__ = ("compares", "otherwise", "tag", "then")
-
-    def __init__(
-        self,
-        tag: int,
-        compares: Sequence[tuple[Any, ...]],
-        then: Sequence[tuple[Any, ...]],
-        otherwise: Sequence[tuple[Any, ...]] = (),
-    ) -> None:
-        self.tag = tag
-        self.compares = compares
-        self.then = then
-        self.otherwise = otherwise
-
-
-class Watch(Action):
-    """Watch keys; answered by :class:`Reply`, then :class:`Changes`."""
-
-    __slots__ = ("exact", "prefix", "snapshot", "tag")
-
-    def __init__(self, tag: int, prefix: str, exact: bool = False, snapshot: bool = True) -> None:
-        self.tag = tag
-        self.prefix = prefix
-        self.exact = exact
-        self.snapshot = snapshot
-
-
-class Unwatch(Action):
-    """End a watch."""
-
-    __slots__ = ("exact", "prefix")
-
-    def __init__(self, prefix: str, exact: bool = False) -> None:
-        self.prefix = prefix
-        self.exact = exact
-
-
-class Start(Action):
+class Start(Value):
     """Start the workers of a round.
 
     Args:
@@ -342,28 +170,16 @@ class Start(Action):
             port, on one that its workers bind (:class:`StartFailed` when it cannot be lent to them).
     """
 
-    __slots__ = ("group_rank", "master_addr", "master_port", "ranks", "restarts", "round", "serves_store")
-
-    def __init__(
-        self,
-        round: int,  # noqa: A002 -- the field's own word
-        restarts: int,
-        group_rank: int,
-        ranks: NodeRanks,
-        master_addr: str,
-        master_port: int,
-        serves_store: bool,
-    ) -> None:
-        self.round = round
-        self.restarts = restarts
-        self.group_rank = group_rank
-        self.ranks = ranks
-        self.master_addr = master_addr
-        self.master_port = master_port
-        self.serves_store = serves_store
+    round: int
+    restarts: int
+    group_rank: int
+    ranks: NodeRanks
+    master_addr: str
+    master_port: int
+    serves_store: bool
 
 
-class Stop(Action):
+class Stop(Value):
     """Stop the workers; answered by :class:`GroupEnded` (or by :class:`WorkersDone` when that came first).
 
     Args:
@@ -373,37 +189,24 @@ class Stop(Action):
         hung: the reason is this worker of another node, which hangs: what it waits for may be here.
     """
 
-    __slots__ = ("fenced", "hung", "round", "why")
-
-    def __init__(
-        self,
-        round: int,  # noqa: A002 -- the field's own word
-        why: str,
-        fenced: bool = False,
-        hung: Cause | None = None,
-    ) -> None:
-        self.round = round
-        self.why = why
-        self.fenced = fenced
-        self.hung = hung
+    round: int
+    why: str
+    fenced: bool = False
+    hung: Cause | None = None
 
 
-class BindStore(Action):
+class BindStore(Value):
     """Bind a fresh listener for the worker store.
 
     Answered by :class:`StorePort` or :class:`StorePortFailed`.
     """
 
-    __slots__ = ()
 
-
-class CloseStore(Action):
+class CloseStore(Value):
     """Close this node's worker store or listener, if there is one."""
 
-    __slots__ = ()
 
-
-class Arm(Action):
+class Arm(Value):
     """Set a timer, or set it anew; :class:`TimerFired` follows once.
 
     Args:
@@ -411,29 +214,20 @@ class Arm(Action):
         seconds: from now.
     """
 
-    __slots__ = ("name", "seconds")
-
-    def __init__(self, name: str, seconds: float) -> None:
-        self.name = name
-        self.seconds = seconds
+    name: str
+    seconds: float
 
 
-class Disarm(Action):
+class Disarm(Value):
     """Forget a timer; one that is not set is no error."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
-class Announce(Action):
+class Announce(Value):
     """Tell the user one line."""
 
-    __slots__ = ("text",)
-
-    def __init__(self, text: str) -> None:
-        self.text = text
+    text: str
 
 
 class Outcome(Value):
@@ -441,31 +235,33 @@ class Outcome(Value):
 
     Args:
         kind: ``succeeded``; ``failed`` (budget, losses, set-up: ``cause`` and ``message`` say why);
-        ``closed``
-            (joined too late); ``aborted`` (somebody closed the job); ``timeout`` (not enough nodes, or no
-            store); ``left`` (asked to leave); ``lost`` (the store is gone); ``stuck`` (workers that SIGKILL
-            does not end); ``refused`` (settings, token, version or run differ); ``spare`` (the job succeeded
-            without this node).
+            ``closed`` (joined too late); ``aborted`` (somebody closed the job); ``timeout`` (not enough
+            nodes, or no store); ``left`` (asked to leave); ``lost`` (the store is gone); ``stuck`` (workers
+            that SIGKILL does not end); ``refused`` (settings, token, version or run differ); ``spare`` (the
+            job succeeded without this node).
         message: one line for the user.
         cause: the job's first failure.
     """
 
-    __slots__ = ("cause", "kind", "message")
-
-    def __init__(self, kind: OutcomeKind, message: str | None = None, cause: Cause | None = None) -> None:
-        self.kind = kind
-        self.message = message
-        self.cause = cause
+    kind: OutcomeKind
+    message: str | None = None
+    cause: Cause | None = None
 
 
-class Exit(Action):
+class Exit(Value):
     """The end; nothing follows.
 
     Args:
         outcome: how.
     """
 
-    __slots__ = ("outcome",)
+    outcome: Outcome
 
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
+
+if TYPE_CHECKING:
+    WorkersEvent: TypeAlias = GroupStarted | StartFailed | WorkerFailed | WorkersDone | GroupEnded
+    ListenerEvent: TypeAlias = StoreHosted | StorePort | StorePortFailed
+    Event: TypeAlias = StoreEvent | Begin | WorkersEvent | ListenerEvent | TimerFired | Leave
+    LoopAction: TypeAlias = Start | Stop | Announce | Exit
+    """What concerns workers and the user."""
+    Action: TypeAlias = Request | Connect | Disconnect | BindStore | CloseStore | Arm | Disarm | LoopAction

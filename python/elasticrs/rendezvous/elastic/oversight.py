@@ -1,119 +1,92 @@
-"""The leader's part: it ends, forms and closes rounds. The agent with the oldest registration leads.
+"""The leader's part: it ends, forms and closes rounds. It need not be a member of one.
 
-It need not be a member of a round. :func:`decide` runs after everything that can change its mind.
+:func:`decide` runs after everything that can change its mind.
 """
 
 from __future__ import annotations
 
+from elasticrs.coordination import Missing
 from elasticrs.rendezvous.elastic import formation
-from elasticrs.rendezvous.elastic import leader as leads
-from elasticrs.rendezvous.elastic.leader import Lead, answered, forget, forget_timers, guards, has_passed, write
-from elasticrs.rendezvous.elastic.messages import Announce, Watch
+from elasticrs.rendezvous.elastic.connecting import fence
+from elasticrs.rendezvous.elastic.leader import close, forget, forget_timers, has_passed, write
+from elasticrs.rendezvous.elastic.messages import Announce
+from elasticrs.rendezvous.elastic.rounds import GONE
 from elasticrs.rendezvous.elastic.view import View
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
+    from elasticrs.coordination import Changes, Reply
+    from elasticrs.rendezvous.elastic.leader import Leader
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.rendezvous.elastic.state import Member
 
 
-def begin(member: Member) -> None:
-    """The agent has become the leader."""
-    member.lead = Lead(_written)
-    member.do(Watch(member.ask(_snapshot), member.keys.prefix, exact=False, snapshot=True))
-
-
-def _snapshot(member: Member, reply: Any) -> None:
-    lead = member.lead
-    if lead is None:
-        return
-    lead.view = View(member.keys, reply.revision, reply.results)
-    early, lead.early = lead.early, []
+def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
+    """Take the first look at the store."""
+    view = leader.view = View(member.keys, reply.revision, reply.entries())
+    early, leader.early = leader.early, []
     for event in early:
         if event.revision > reply.revision:
-            lead.view.apply(event.revision, event.changes)
-    _check_registration(member, lead)
+            view.apply(event.revision, event.changes)
+    _seen(member, leader, view)
 
 
-def changed(member: Member, event: Any) -> None:
+def changed(member: Member, leader: Leader, event: Changes) -> None:
     """Handle one revision of the store."""
-    lead = member.lead
-    if lead is None:
+    view = leader.view
+    if view is None:
+        leader.early.append(event)
         return
-    if lead.view is None:
-        lead.early.append(event)
+    if event.revision > view.revision:
+        view.apply(event.revision, event.changes)
+        leader.stalled = False
+    _seen(member, leader, view)
+
+
+def _seen(member: Member, leader: Leader, view: View) -> None:
+    if leader.registration.member not in view.nodes:
+        fence(member, GONE)
         return
-    if event.revision > lead.view.revision:
-        lead.view.apply(event.revision, event.changes)
-        lead.stalled = False
-    _check_registration(member, lead)
+    for text in list(view.damaged.values())[leader.told_damaged :]:
+        member.do(Announce(f"{text}; it is ignored"))
+    leader.told_damaged = len(view.damaged)
+    decide(member, leader)
 
 
-def _check_registration(member: Member, lead: Lead) -> None:
-    if lead.view is not None and member.member not in lead.view.nodes:
-        member.fence("the store no longer has this node's registration")
-        return
-    if lead.view is not None and len(lead.view.damaged) > lead.told_damaged:
-        for text in list(lead.view.damaged.values())[lead.told_damaged :]:
-            member.do(Announce(f"{text}; it is ignored"))
-        lead.told_damaged = len(lead.view.damaged)
-    decide(member)
+def timer_fired(member: Member, leader: Leader, name: str) -> None:
+    """A timer has fired, maybe one of the leader's."""
+    if name in leader.timers:
+        leader.timers[name] = True
+        decide(member, leader)
 
 
-def timer_fired(member: Member, name: str) -> bool:
-    """A timer has fired; returns whether it was the leader's."""
-    lead = member.lead
-    if lead is None or name not in lead.timers:
-        return False
-    lead.timers[name] = True
-    decide(member)
-    return True
-
-
-def resign(member: Member) -> None:
-    """The agent does not lead any more."""
-    lead, member.lead = member.lead, None
-    if lead is not None:
-        forget_timers(member, lead)
-
-
-def _written(member: Member, reply: Any) -> None:
-    if member.lead is not None and answered(member.lead, reply):
-        decide(member)
+def written(member: Member, leader: Leader, reply: Reply) -> None:
+    """A write of the leader was answered."""
+    if leader.answered(reply):
+        decide(member, leader)
 
 
 # --- deciding ---
 
 
-def decide(member: Member) -> None:
+def decide(member: Member, leader: Leader) -> None:
     """Do what the view calls for: at most one write."""
-    lead = member.lead
-    if (
-        lead is None
-        or lead.view is None
-        or lead.pending is not None
-        or lead.stalled
-        or not leads.is_settled(lead)
-    ):
+    view, link = leader.view, member.link
+    # A snapshot may be ahead of this agent's own watch.
+    if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
         return
-    view = lead.view
-    if view.head_revision != member.head_revision:
-        # The snapshot was ahead of this agent's own watch.
-        return
-    if view.head_revision != lead.of_head:
-        forget_timers(member, lead)
-        lead.of_head = view.head_revision
-    if view.head is not None and view.head.state != "CLOSED" and len(view.seats) != view.head.size:
+    if view.head_revision != leader.of_head:
+        forget_timers(member, leader)
+        leader.of_head = view.head_revision
+    head = view.head
+    if head is not None and head.state != "CLOSED" and len(view.seats) != head.size:
         # Nobody can tell any more who is gone, or has finished.
-        table = f"the table {member.keys.table(view.head.form)} of round {view.head.round} is damaged"
-        leads.close(member, lead, view, view.head.next(reason=table), (), "failed")
-        return
-    if view.head is None or view.head.state == "ENDED":
-        formation.decide(member, lead, view)
-    elif view.head.state == "RUNNING":
-        _running(member, lead, view, view.head)
+        table = f"the table {member.keys.table(head.form)} of round {head.round} is damaged"
+        close(member, leader, view, head.replaced(outcome="failed", reason=table))
+    elif head is None or head.state == "ENDED":
+        formation.decide(member, leader, view)
+    elif head.state == "RUNNING":
+        _running(member, leader, view, head)
 
 
 # --- a round that runs ---
@@ -126,33 +99,25 @@ def missing_ranks(view: View) -> set[int]:
 
 def may_grow(member: Member, view: View, head: Head) -> bool:
     """True if a waiting node is a reason to end the round."""
-    is_wanted = head.size < member.settings.max_nodes and bool(view.waiting)
+    is_wanted = head.size < member.rendezvous.max_nodes and bool(view.waiting)
     return member.settings.scale_up and is_wanted and not view.done
 
 
-def _running(member: Member, lead: Lead, view: View, head: Head) -> None:
-    keys = member.keys
+def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
     gone = missing_ranks(view)
     if gone:
         rank = min(gone)
         seat = view.seats[rank]
         kind = "left" if seat.member in view.farewells else "lost"
-        ended = head.next(
-            state="ENDED",
-            end={"kind": kind, "node": seat.name, "group_rank": rank, "member": seat.member},
-            cause=None,
-        )
-        not_done = ("missing", keys.done(head.round, rank))
-        write(member, lead, [*guards(member, view), not_done], [("put", keys.head, ended.encode(), False)])
+        end = {"kind": kind, "node": seat.name, "group_rank": rank, "member": seat.member}
+        ended = head.replaced(state="ENDED", end=end, cause=None)
+        not_done = Missing(member.keys.done(head.round, rank))
+        write(member, leader, view, [member.put_head(ended)], [not_done])
     elif len(view.done) == len(view.seats):
-        closed = head.next(
-            state="CLOSED", outcome="succeeded", reason=None, end=None, cause=None, time_ns=member.now
-        )
-        write(member, lead, guards(member, view), [("put", keys.head, closed.encode(), False)])
+        close(member, leader, view, head.replaced(outcome="succeeded", reason=None, end=None, cause=None))
     elif may_grow(member, view, head):
-        if has_passed(member, lead, "scale", member.settings.scale_up_delay):
-            end = {"kind": "scale"}
-            ended = head.next(state="ENDED", end=end, cause=None)
-            write(member, lead, guards(member, view), [("put", keys.head, ended.encode(), False)])
+        if has_passed(member, leader, "scale", member.settings.scale_up_delay):
+            ended = head.replaced(state="ENDED", end={"kind": "scale"}, cause=None)
+            write(member, leader, view, [member.put_head(ended)])
     else:
-        forget(member, lead, "scale")
+        forget(member, leader, "scale")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, Literal, TypeAlias
 
+    from elasticrs.coordination import Entry
+
     State: TypeAlias = Literal["RUNNING", "ENDED", "CLOSED"]
 
 PROTOCOL = 1
@@ -165,50 +167,21 @@ class Node(Value):
         cause: its own failure in round ``idle``, when that was earlier than the recorded one.
     """
 
-    __slots__ = (
-        "address",
-        "cause",
-        "fallback_addr",
-        "hint",
-        "host",
-        "idle",
-        "local_addr",
-        "name",
-        "nproc",
-        "port",
-        "role",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        host: str,
-        address: str,
-        role: str,
-        nproc: int,
-        port: int,
-        idle: int = 0,
-        local_addr: str | None = None,
-        fallback_addr: str | None = None,
-        hint: int | None = None,
-        cause: dict[str, Any] | None = None,
-    ) -> None:
-        self.name = name
-        self.host = host
-        self.address = address
-        self.role = role
-        self.nproc = nproc
-        self.port = port
-        self.idle = idle
-        self.local_addr = local_addr
-        self.fallback_addr = fallback_addr
-        self.hint = hint
-        self.cause = cause
+    name: str
+    host: str
+    address: str
+    role: str
+    nproc: int
+    port: int
+    idle: int = 0
+    local_addr: str | None = None
+    fallback_addr: str | None = None
+    hint: int | None = None
+    cause: dict[str, Any] | None = None
 
     def encode(self) -> bytes:
         """Its bytes: what is not said is left out."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return encode({name: each for name, each in fields.items() if each is not None})
+        return encode({name: each for name, each in self.fields().items() if each is not None})
 
     @staticmethod
     def decode(value: bytes) -> Node:
@@ -249,62 +222,21 @@ class Head(Value):
         time_ns: when it was closed, on the store's wall clock; only told, never compared.
     """
 
-    __slots__ = (
-        "cause",
-        "end",
-        "form",
-        "losses",
-        "master",
-        "outcome",
-        "reason",
-        "round",
-        "setups",
-        "short_losses",
-        "size",
-        "state",
-        "time_ns",
-        "used",
-        "world_size",
-    )
-
-    def __init__(
-        self,
-        state: State,
-        round: int,  # noqa: A002 -- the field's own word
-        form: str = "",
-        used: int = 0,
-        size: int = 0,
-        world_size: int = 0,
-        master: tuple[str, int] = ("", 0),
-        end: dict[str, Any] | None = None,
-        cause: dict[str, Any] | None = None,
-        losses: int = 0,
-        short_losses: int = 0,
-        setups: int = 0,
-        outcome: str | None = None,
-        reason: str | None = None,
-        time_ns: int = 0,
-    ) -> None:
-        self.state = state
-        self.round = round
-        self.form = form
-        self.used = used
-        self.size = size
-        self.world_size = world_size
-        self.master = master
-        self.end = end
-        self.cause = cause
-        self.losses = losses
-        self.short_losses = short_losses
-        self.setups = setups
-        self.outcome = outcome
-        self.reason = reason
-        self.time_ns = time_ns
-
-    def next(self, **changes: Any) -> Head:
-        """The head that follows."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return Head(**{**fields, **changes})
+    state: State
+    round: int
+    form: str = ""
+    used: int = 0
+    size: int = 0
+    world_size: int = 0
+    master: tuple[str, int] = ("", 0)
+    end: dict[str, Any] | None = None
+    cause: dict[str, Any] | None = None
+    losses: int = 0
+    short_losses: int = 0
+    setups: int = 0
+    outcome: str | None = None
+    reason: str | None = None
+    time_ns: int = 0
 
     def encode(self) -> bytes:
         """Its bytes, at most :data:`MAX_HEAD`."""
@@ -312,8 +244,7 @@ class Head(Value):
             key: cut(each, MAX_NAME if key == "node" else MAX_TEXT) if isinstance(each, str) else each
             for key, each in self.end.items()
         }
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        fields.update(end=end, cause=bound_cause(self.cause))
+        fields = {**self.fields(), "end": end, "cause": bound_cause(self.cause)}
         fields["reason"] = self.reason and cut(self.reason, MAX_TEXT)
         fields["master"] = (cut(self.master[0], MAX_NAME * 2), self.master[1])
         return encode({name: each for name, each in fields.items() if each is not None})
@@ -334,10 +265,10 @@ class Head(Value):
         return Head(**{**fields, "master": tuple(fields.get("master", ("", 0)))})
 
     @staticmethod
-    def read(entry: Any) -> Head:
+    def read(entry: Entry) -> Head:
         """The head of a key; a damaged one is the end of the job, and says which key it is."""
         try:
-            return Head.decode(entry.value)
+            return Head.decode(entry.value or b"")
         except DamagedError as error:
             return Head("CLOSED", 0, outcome="failed", reason=damage(entry.key, error))
 
@@ -350,12 +281,9 @@ class Seat(Value):
         name, address: of the node, for reports when its registration is gone.
     """
 
-    __slots__ = ("address", "member", "name")
-
-    def __init__(self, member: str, name: str, address: str) -> None:
-        self.member = member
-        self.name = name
-        self.address = address
+    member: str
+    name: str
+    address: str
 
 
 class Slot(Value):
@@ -366,36 +294,16 @@ class Slot(Value):
         group_rank, first_rank, first_role_rank, role_world_size: its ranks; other sizes are in the head.
     """
 
-    __slots__ = ("first_rank", "first_role_rank", "form", "group_rank", "role_world_size", "round")
-
-    def __init__(
-        self,
-        round: int,  # noqa: A002 -- the field's own word
-        form: str,
-        group_rank: int,
-        first_rank: int,
-        first_role_rank: int,
-        role_world_size: int,
-    ) -> None:
-        self.round = round
-        self.form = form
-        self.group_rank = group_rank
-        self.first_rank = first_rank
-        self.first_role_rank = first_role_rank
-        self.role_world_size = role_world_size
+    round: int
+    form: str
+    group_rank: int
+    first_rank: int
+    first_role_rank: int
+    role_world_size: int
 
     def encode(self) -> bytes:
         """Its bytes: a list, as there is one for each member."""
-        return encode(
-            [
-                self.round,
-                self.form,
-                self.group_rank,
-                self.first_rank,
-                self.first_role_rank,
-                self.role_world_size,
-            ]
-        )
+        return encode(list(self.fields().values()))
 
     @staticmethod
     def decode(value: bytes) -> Slot:

@@ -26,13 +26,10 @@ class Candidate(Value):
         name: of the node.
     """
 
-    __slots__ = ("agent", "hint", "joined", "name")
-
-    def __init__(self, agent: str, joined: int, hint: int | None, name: str) -> None:
-        self.agent = agent
-        self.joined = joined
-        self.hint = hint
-        self.name = name
+    agent: str
+    joined: int
+    hint: int | None
+    name: str
 
 
 def natural(name: str) -> tuple[tuple[bool, int, str], ...]:

@@ -25,6 +25,7 @@ from elasticrs.config import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from dataclasses import KW_ONLY
 
 DEFAULT_PORT = 29400
 """Of an endpoint without a port, as in torch."""
@@ -38,7 +39,7 @@ _SETTLE_MARGIN = 5.0
 _MAX_TOKEN_BYTES = 4096
 
 
-class Key:
+class Key(Value):
     """One setting.
 
     Args:
@@ -49,22 +50,12 @@ class Key:
         is_stored: whether it is an attribute of :class:`Settings`; otherwise it is read and has no effect.
     """
 
-    __slots__ = ("default", "help", "is_stored", "name", "read")
-
-    def __init__(
-        self,
-        name: str,
-        default: object,
-        read: Callable[[object], object],
-        help: str,  # noqa: A002 -- as in the table of options
-        *,
-        is_stored: bool = True,
-    ) -> None:
-        self.name = name
-        self.default = default
-        self.read = read
-        self.help = help
-        self.is_stored = is_stored
+    name: str
+    default: object
+    read: Callable[[object], object]
+    help: str
+    _: KW_ONLY
+    is_stored: bool = True
 
 
 # --- conversions ---
@@ -256,36 +247,33 @@ class Settings(Value):
         is_settle_given: whether it is set.
     """
 
-    if TYPE_CHECKING:
-        join_timeout: float
-        last_call_timeout: float
-        restart_call_timeout: float
-        scale_up_delay: float
-        scale_up: bool
-        settle: float
-        close_timeout: float
-        store_lost_timeout: float
-        connect_timeout: float
-        keep_alive_interval: float
-        keep_alive_max_attempt: int
-        stall_timeout: float | None
-        max_node_losses: int | None
-        max_short_losses: int
-        short_round: float
-        is_host: bool | None
-        bind_addr: str | None
-        worker_port_range: tuple[int, int] | None
-        order_hint: int | None
-        rank: int | None
-        homogeneous: bool
-        fresh: bool
-        drain: str
-        token: bytes | None
-        token_file: str | None
-        exit_barrier_timeout: float
-        is_settle_given: bool
-
-    __slots__ = (*(key.name for key in KEYS if key.is_stored), "is_settle_given")
+    join_timeout: float
+    last_call_timeout: float
+    restart_call_timeout: float
+    scale_up_delay: float
+    scale_up: bool
+    settle: float
+    close_timeout: float
+    store_lost_timeout: float
+    connect_timeout: float
+    keep_alive_interval: float
+    keep_alive_max_attempt: int
+    stall_timeout: float | None
+    max_node_losses: int | None
+    max_short_losses: int
+    short_round: float
+    is_host: bool | None
+    bind_addr: str | None
+    worker_port_range: tuple[int, int] | None
+    order_hint: int | None
+    rank: int | None
+    homogeneous: bool
+    fresh: bool
+    drain: str
+    token: bytes | None
+    token_file: str | None
+    exit_barrier_timeout: float
+    is_settle_given: bool
 
     def __init__(
         self,
@@ -309,7 +297,7 @@ class Settings(Value):
             grace: seconds that workers may take to stop on this node.
             exit_barrier_timeout: in place of what was read; ``None``: that.
         """
-        values: dict[str, object] = {key.name: getattr(self, key.name) for key in KEYS if key.is_stored}
+        values = self.fields()
         if not self.is_settle_given:
             del values["settle"]
         if exit_barrier_timeout is not None:
@@ -321,10 +309,26 @@ class Settings(Value):
         """Seconds without a sign of life after which a node counts as lost."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
+    @property
+    def patience(self) -> float:
+        """After how many seconds without a round an agent gives up alone.
+
+        A leader may begin to wait as late as ``join_timeout`` after this agent, and then waits for both: for
+        enough nodes, and after that for more of them.
+        """
+        return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
+
+    @property
+    def rank_timeout(self) -> float:
+        """How many seconds another node may have this node's rank before that is a mistake: it may have died,
+        and its lease not ended yet.
+        """
+        return self.ttl + 1.0
+
     def __repr__(self) -> str:
-        shown = ((name, getattr(self, name)) for name in self.__slots__)
         fields = (
-            f"{name}={'<secret>' if name == 'token' and value else repr(value)}" for name, value in shown
+            f"{name}={'<secret>' if name == 'token' and value else repr(value)}"
+            for name, value in self.fields().items()
         )
         return f"Settings({', '.join(fields)})"
 
@@ -344,54 +348,16 @@ class Rendezvous(Value):
         settings: how they meet.
     """
 
-    __slots__ = (
-        "backend",
-        "host",
-        "local_addr",
-        "max_nodes",
-        "min_nodes",
-        "node_rank",
-        "port",
-        "run_id",
-        "settings",
-    )
-
-    def __init__(
-        self,
-        backend: str,
-        host: str,
-        port: int,
-        *,
-        run_id: str,
-        min_nodes: int,
-        max_nodes: int,
-        settings: Settings,
-        node_rank: int | None = None,
-        local_addr: str | None = None,
-    ) -> None:
-        self.backend = backend
-        self.host = host
-        self.port = port
-        self.run_id = run_id
-        self.min_nodes = min_nodes
-        self.max_nodes = max_nodes
-        self.settings = settings
-        self.node_rank = node_rank
-        self.local_addr = local_addr
-
-    def with_settings(self, settings: Settings) -> Rendezvous:
-        """Return a copy with other settings."""
-        return Rendezvous(
-            self.backend,
-            self.host,
-            self.port,
-            run_id=self.run_id,
-            min_nodes=self.min_nodes,
-            max_nodes=self.max_nodes,
-            settings=settings,
-            node_rank=self.node_rank,
-            local_addr=self.local_addr,
-        )
+    backend: str
+    host: str
+    port: int
+    _: KW_ONLY
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    settings: Settings
+    node_rank: int | None = None
+    local_addr: str | None = None
 
     @property
     def endpoint(self) -> str:
@@ -402,6 +368,61 @@ class Rendezvous(Value):
     def max_connections(self) -> int:
         """How many connections the store accepts: agents may leave old ones behind, and tools have some."""
         return 2 * self.max_nodes + 64
+
+    @property
+    def is_static(self) -> bool:
+        """True if ranks, and the port of the workers' store, are given by hand."""
+        return self.backend == "static"
+
+    @property
+    def master_port(self) -> int | None:
+        """The port of the workers' store in every round: with ``static`` that of the endpoint, which is lent
+        to the workers of rank 0; ``None``: a fresh one for each round.
+        """
+        return self.port if self.is_static else None
+
+    @property
+    def given_addr(self) -> str | None:
+        """The name or address that was given for this node, without brackets; with ``static`` the endpoint's
+        host for rank 0. ``None``: peers use this node's end of the connection to the store.
+        """
+        if self.is_static and self.node_rank == 0:
+            return self.host
+        return self.local_addr.strip("[]") if self.local_addr else None
+
+    @property
+    def store_lost_timeout(self) -> float:
+        """Seconds to try to reach a lost store again."""
+        given = self.settings
+        # With ``static`` the workers of rank 0 have its port until they have stopped.
+        return max(given.store_lost_timeout, given.settle) if self.is_static else given.store_lost_timeout
+
+
+class ThisAgent(Value):
+    """The agent of this node and its workers, as the rendezvous has to know them.
+
+    Args:
+        job: the name of the job in the store.
+        agent: random name of this process, the same in all its registrations: ``[0-9a-f]+``.
+        node: name of this node, for the user and for the order of ranks.
+        host: what tells hosts apart; agents with the same share their loopback interface.
+        role: of this node's workers.
+        nproc: how many they are.
+        max_restarts: of the job.
+        hosts_store: this process serves the store, and so stays until the job is over.
+        fallback_addr: an address or name that other hosts can reach, used when the connection to the store is
+            a loopback one and the round spans hosts.
+    """
+
+    job: str
+    agent: str
+    node: str
+    host: str
+    role: str
+    nproc: int
+    max_restarts: int
+    hosts_store: bool
+    fallback_addr: str | None
 
 
 def read_settings(

@@ -1,5 +1,10 @@
 """What one agent knows of the job, and the elementary things it does.
 
+What exists only for a while is an object of its own, and ``None`` at other times: a :class:`Link` as long as
+there is a connection, in it a :class:`Registration`; :class:`Workers` while some may be here; :class:`Done`
+while a node that has finished waits for the others; :class:`Leaving` once it takes part in nothing new.
+:attr:`Member.phase` follows from which of them are there.
+
 The state is changed in place: with thousands of agents the leader's view is too large to copy for every
 event. Whoever hands a state to :func:`elasticrs.rendezvous.elastic.machine.step` gives it away.
 """
@@ -8,21 +13,21 @@ from __future__ import annotations
 
 from enum import Enum
 
+from elasticrs._value import Record, Value, fresh
+from elasticrs.coordination import Exists, Put, Txn, Watch
 from elasticrs.rendezvous.elastic.keys import Keys
-from elasticrs.rendezvous.elastic.messages import Arm, Disarm, Disconnect, Exit, Outcome, Stop, Txn
-from elasticrs.rendezvous.elastic.records import Head, Node, bound_cause
+from elasticrs.rendezvous.elastic.messages import Arm, Disarm, Disconnect, Exit, Stop
+from elasticrs.rendezvous.elastic.records import Node, bound_cause
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any, TypeAlias
+    from collections.abc import Sequence
 
-    from elasticrs.rendezvous.elastic.leader import Lead
-    from elasticrs.rendezvous.elastic.member_settings import MemberSettings
-    from elasticrs.rendezvous.elastic.messages import Action, Cause
-    from elasticrs.rendezvous.elastic.records import Slot
-
-    Answered: TypeAlias = Callable[["Member", Any], None]
+    from elasticrs.coordination import Compare, Operation
+    from elasticrs.rendezvous.elastic.leader import Leader
+    from elasticrs.rendezvous.elastic.messages import Action, Cause, Outcome
+    from elasticrs.rendezvous.elastic.records import Head, Slot
+    from elasticrs.rendezvous.elastic.settings import Rendezvous, ThisAgent
 
 
 class Phase(Enum):
@@ -35,157 +40,277 @@ class Phase(Enum):
     STOP = "stop"
     DONE = "done"
     FENCED = "fenced"
+    LEAVING = "leaving"
     EXIT = "exit"
+
+
+class Purpose(Enum):
+    """What a request is for; :mod:`~.machine` passes its answer to the function for this purpose."""
+
+    NOTHING = "its effect is seen elsewhere"
+    FIND_JOB = "find the job, or begin it"
+    FIND_JOB_AGAIN = "find the job that this agent took part in"
+    BEGIN_ANEW = "forget an earlier job of this name"
+    REGISTER = "T1"
+    SEE_SLOT = "watch the own slot"
+    SEE_HEAD = "watch the head"
+    SEE_JOB = "watch the record of the job"
+    SEE_PREDECESSOR = "watch the registration before this one"
+    FIND_PREDECESSOR = "find the registration before this one"
+    FIND_BEFORE_STRANGER = "find the one before an entry that is no registration"
+    SEE_ALL = "watch the whole job, to lead it"
+    LEAD = "a write of the leader"
+    TELL_DONE = "T5"
+    TELL_IDLE = "T4"
+    END_ROUND = "T2 with a farewell"
+    SAY_FAREWELL = "a farewell"
+    ABORT = "T10"
+
+
+class Registration(Record):
+    """A registration of this agent, and what the leader tells it.
+
+    Args:
+        member: its name.
+        create_revision: of its key; 0 until the store has confirmed it.
+        idle: the last round after which it said that it has no workers.
+        slot, slot_revision: the last one that the leader gave to it.
+        predecessor: the key whose end makes this agent ask whether it leads.
+        leader: what it knows as a leader; ``None`` while another one leads.
+    """
+
+    member: str
+    create_revision: int = 0
+    idle: int = 0
+    slot: Slot | None = None
+    slot_revision: int = 0
+    predecessor: str | None = None
+    leader: Leader | None = None
+
+
+class Link(Record):
+    """A connection to the store, and what was heard on it.
+
+    Args:
+        purposes: of the requests that are not answered yet, by tag.
+        job_revision: create revision of the job's record; 0 until it was checked.
+        head, head_revision: the job's state.
+        registration: the one that was asked for on it.
+    """
+
+    purposes: dict[int, Purpose] = fresh(factory=dict)
+    job_revision: int = 0
+    head: Head | None = None
+    head_revision: int = 0
+    registration: Registration | None = None
+
+
+class Joining(Record):
+    """How this agent gets to the store.
+
+    Args:
+        begun: ``now`` when it began.
+        delay: seconds until the next attempt to connect.
+        trouble: why there is no connection.
+        address: this end of the last connection.
+        incarnation: of the next registration.
+        job: value of the job's record that was checked.
+        was_registered: there was a registration once.
+        has_seen_round: a head of this job was seen: another job of the same name is not ours.
+        claim: an earlier registration of this agent that still has its node rank, as the store has it.
+        rank_holder: the node that was found with the node rank of this one.
+        told_of_port: the user knows that something else answers at the port of the store.
+    """
+
+    begun: int | None = None
+    delay: float = 0.0
+    trouble: str | None = None
+    address: str = ""
+    incarnation: int = 1
+    job: bytes = b""
+    was_registered: bool = False
+    has_seen_round: bool = False
+    claim: bytes | None = None
+    rank_holder: str | None = None
+    told_of_port: bool = False
+
+
+class Listener(Record):
+    """The listener for the next round's worker store.
+
+    Args:
+        port: its port; ``None`` until it is bound.
+        has_served: it has served a round.
+        idle_after: the round to be idle of once there is a fresh listener.
+    """
+
+    port: int | None
+    has_served: bool = False
+    idle_after: int | None = None
+
+
+class Workers(Record):
+    """Workers that may be here.
+
+    Args:
+        round: theirs.
+        is_stopping: they have been told to stop.
+    """
+
+    round: int
+    is_stopping: bool = False
+
+
+class Done(Record):
+    """The workers here have finished, the round has not.
+
+    Args:
+        is_known: the store has the record of that.
+        is_over: this node does not wait for the others any longer.
+    """
+
+    is_known: bool = False
+    is_over: bool = False
+
+
+class RoundAge(Record):
+    """How long rounds take.
+
+    Args:
+        seen: the last round whose start was seen.
+        aged: the last of them that has run for a while.
+        was_short: the last round ended soon after its start; ``None`` when its start was not seen.
+    """
+
+    seen: int = 0
+    aged: int = 0
+    was_short: bool | None = None
+
+
+class OwnFailure(Value):
+    """The last failure on this node.
+
+    Args:
+        round: when.
+        cause: what is known of it.
+    """
+
+    round: int
+    cause: Cause | None
+
+
+class Leaving(Record):
+    """Set for an agent that takes part in no further round.
+
+    Args:
+        outcome: what to exit with, once workers are gone and the store knows.
+        closing: why this agent ends the whole job.
+        is_known: the store knows that this agent leaves.
+        is_overdue: this agent does not wait for the store's answer any longer.
+    """
+
+    outcome: Outcome | None = None
+    closing: str | None = None
+    is_known: bool = False
+    is_overdue: bool = False
 
 
 class Member:
     """One agent.
 
     Args:
-        settings: what it was started with.
+        rendezvous: with whom it meets, where and how.
+        agent: what it is.
 
     Attributes:
-        phase: where it stands.
-        incarnation: of its registration; the next one while it has none.
-        member: its present registration.
-        connected: there is a connection.
-        registered: there is a registration, as far as this agent knows.
-        create_revision: of the registration.
-        job, job_revision: value and create revision of the job's record that was checked.
-        head, head_revision: the job's state.
-        slot, slot_revision: the last one that the leader gave to this registration.
-        idle: the last round after which this registration said that it has no workers.
-        held: the round whose workers may be here.
-        stopping: they have been told to stop.
-        done_round: the last round that finished here.
-        is_done_known: the store has the record of that.
-        own_round, own_cause: the last failure on this node.
+        joining, listener, age: what it keeps all the time.
+        link: the connection.
+        workers: those that may be here.
+        done: set while this node has finished and waits for the others.
+        finished_round: the last round that finished here.
+        own_failure: the last one.
         told_end: the last round whose end the user was told of here, and in which words.
-        was_short: whether the last round ended soon after its start; ``None`` when its start was not seen.
-        port: of the listener for the next round's store.
-        port_used: that listener has served a round.
-        idle_after_port: the round to be idle of once there is a fresh listener.
-        outcome: what to exit with, once workers are gone and the store knows; set when this agent leaves.
-        farewell_known: the store knows that this agent leaves.
-        give_up: this agent does not wait for the store's answer any longer.
-        predecessor: the key whose end makes this agent ask whether it leads.
-        lead: what it knows as a leader.
-        lost: why there is no connection.
-        begun: ``now`` when it began to join.
-        delay: seconds until the next attempt to connect.
-        was_registered: there was a registration once.
-        claim: an earlier registration of this agent that still has its node rank, as the store has it.
-        rank_holder: the node that was found with the node rank of this one.
-        told_of_port: the user knows that something else answers at the port of the store.
-        barrier_over: a finished node does not wait for the others any longer.
-        seen_round, aged_round: the last round whose start was seen, and which of them has run for a while.
-        closing: why this agent ends the whole job.
-        address: this end of the connection.
-        settings, keys: what does not change.
-        has_seen_round: a head of this job was seen: another job of the same name is not ours.
+        leaving: set once it takes part in nothing new.
         now: the store's wall clock at the present event, in ns; only told, never compared.
     """
 
     __slots__ = (
         "_actions",
-        "_answers",
+        "_has_exited",
         "_tag",
-        "address",
-        "aged_round",
-        "barrier_over",
-        "begun",
-        "claim",
-        "closing",
-        "connected",
-        "create_revision",
-        "delay",
-        "done_round",
-        "farewell_known",
-        "give_up",
-        "has_seen_round",
-        "head",
-        "head_revision",
-        "held",
-        "idle",
-        "idle_after_port",
-        "incarnation",
-        "is_done_known",
-        "job",
-        "job_revision",
+        "age",
+        "agent",
+        "done",
+        "finished_round",
+        "joining",
         "keys",
-        "lead",
-        "lost",
-        "member",
+        "leaving",
+        "link",
+        "listener",
         "now",
-        "outcome",
-        "own_cause",
-        "own_round",
-        "phase",
-        "port",
-        "port_used",
-        "predecessor",
-        "rank_holder",
-        "registered",
-        "seen_round",
+        "own_failure",
+        "rendezvous",
         "settings",
-        "slot",
-        "slot_revision",
-        "stopping",
         "told_end",
-        "told_of_port",
-        "was_registered",
-        "was_short",
+        "workers",
     )
 
-    def __init__(self, settings: MemberSettings) -> None:
-        self.settings = settings
-        self.keys = Keys(settings.run_id)
-        self.phase = Phase.NEW
-        self.incarnation = 1
-        self.member = ""
-        self.address = ""
-        self.connected = False
-        self.registered = False
-        self.create_revision = 0
-        self.job: bytes | None = None
-        self.job_revision = 0
-        self.head: Head | None = None
-        self.head_revision = 0
-        self.slot: Slot | None = None
-        self.slot_revision = 0
-        self.idle = 0
-        self.held: int | None = None
-        self.stopping = False
-        self.done_round = 0
-        self.is_done_known = False
-        self.own_round = 0
-        self.own_cause: Cause | None = None
+    def __init__(self, rendezvous: Rendezvous, agent: ThisAgent) -> None:
+        self.rendezvous = rendezvous
+        self.settings = rendezvous.settings
+        self.agent = agent
+        self.keys = Keys(agent.job)
+        self.joining = Joining()
+        self.listener = Listener(rendezvous.master_port)
+        self.age = RoundAge()
+        self.link: Link | None = None
+        self.workers: Workers | None = None
+        self.done: Done | None = None
+        self.finished_round = 0
+        self.own_failure: OwnFailure | None = None
         self.told_end = 0, ""
-        self.was_short: bool | None = None
-        self.seen_round = 0
-        self.aged_round = 0
-        self.port = settings.master_port
-        self.port_used = False
-        self.idle_after_port: int | None = None
-        self.outcome: Outcome | None = None
-        self.closing: str | None = None
-        self.farewell_known = False
-        self.give_up = False
-        self.predecessor: str | None = None
-        self.lead: Lead | None = None
-        self.lost: str | None = None
-        self.delay = 0.0
-        self.has_seen_round = False
-        self.was_registered = False
-        self.claim: bytes | None = None
-        self.rank_holder: str | None = None
-        self.told_of_port = False
-        self.barrier_over = False
+        self.leaving: Leaving | None = None
         self.now = 0
-        self.begun = 0
+        self._has_exited = False
         self._tag = 0
-        self._answers: dict[int, Answered] = {}
         self._actions: list[Action] = []
+
+    @property
+    def phase(self) -> Phase:
+        """Where it stands."""
+        if self._has_exited:
+            return Phase.EXIT
+        if self.workers is not None:
+            if self.link is None:
+                return Phase.FENCED
+            return Phase.STOP if self.workers.is_stopping else Phase.RUN
+        if self.registered is None:
+            return Phase.NEW if self.joining.begun is None else Phase.CONNECTING
+        if self.done is not None:
+            return Phase.DONE
+        return Phase.IDLE if self.leaving is None else Phase.LEAVING
+
+    @property
+    def registration(self) -> Registration | None:
+        """The registration that was asked for on this connection."""
+        return None if self.link is None else self.link.registration
+
+    @property
+    def registered(self) -> Registration | None:
+        """The registration, as far as this agent knows; ``None`` until the store has confirmed it."""
+        registration = self.registration
+        return registration if registration is not None and registration.create_revision else None
+
+    @property
+    def leader(self) -> Leader | None:
+        """What this agent knows as a leader; ``None`` while it does not lead."""
+        registration = self.registration
+        return None if registration is None else registration.leader
+
+    @property
+    def head(self) -> Head | None:
+        """The job's state, as far as it was heard on this connection."""
+        return None if self.link is None else self.link.head
 
     # --- actions ---
 
@@ -198,30 +323,6 @@ class Member:
         actions, self._actions = self._actions, []
         return actions
 
-    def ask(self, answered: Answered) -> int:
-        """A fresh tag for a request; ``answered`` gets the reply."""
-        self._tag += 1
-        self._answers[self._tag] = answered
-        return self._tag
-
-    def txn(
-        self,
-        compares: Sequence[tuple[Any, ...]],
-        then: Sequence[tuple[Any, ...]],
-        answered: Answered | None = None,
-        otherwise: Sequence[tuple[Any, ...]] = (),
-    ) -> int:
-        """Send a transaction; returns its tag."""
-        tag = self.ask(answered or ignore)
-        self.do(Txn(tag, compares, then, otherwise))
-        return tag
-
-    def answer(self, reply: Any) -> None:
-        """Pass a reply to the request's callback; replies of an earlier connection have none."""
-        answered = self._answers.pop(reply.tag, None)
-        if answered is not None:
-            answered(self, reply)
-
     def arm(self, name: str, seconds: float) -> None:
         """Set a timer."""
         self.do(Arm(name, seconds))
@@ -230,64 +331,91 @@ class Member:
         """Forget a timer."""
         self.do(Disarm(name))
 
-    # --- common steps ---
+    # --- requests ---
+
+    def txn(
+        self,
+        purpose: Purpose,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> int:
+        """Send a transaction; return its tag."""
+        tag = self._ask(purpose)
+        self.do(Txn(tag, compares, then, otherwise))
+        return tag
+
+    def watch(self, purpose: Purpose, prefix: str, *, exact: bool = True) -> None:
+        """Watch a key, or all that begin like this; the answer has what is there."""
+        self.do(Watch(self._ask(purpose), prefix, exact, True))
+
+    def _ask(self, purpose: Purpose) -> int:
+        self._tag += 1
+        if self.link is not None:
+            self.link.purposes[self._tag] = purpose
+        return self._tag
+
+    # --- what many do ---
 
     def runs(self, number: int) -> bool:
         """True if the head says that this round runs."""
-        return self.head is not None and self.head.state == "RUNNING" and self.head.round == number
+        head = self.head
+        return head is not None and head.state == "RUNNING" and head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
-        """The registration of this agent."""
-        settings = self.settings
+        """The registration of this agent.
+
+        Args:
+            cause: of its own failure in the round that it is idle of.
+        """
+        agent, registration = self.agent, self.registration
         return Node(
-            settings.node,
-            settings.host,
-            self.address,
-            settings.role,
-            settings.nproc,
-            self.port or 0,
-            self.idle,
-            settings.local_addr,
-            settings.fallback_addr,
-            settings.order_hint,
+            agent.node,
+            agent.host,
+            self.joining.address,
+            agent.role,
+            agent.nproc,
+            self.listener.port or 0,
+            0 if registration is None else registration.idle,
+            self.rendezvous.given_addr,
+            agent.fallback_addr,
+            self.settings.order_hint,
             bound_cause(cause),
         )
 
+    def put_head(self, head: Head) -> Put:
+        """Return the write of a new state of the job."""
+        return Put(self.keys.head, head.encode(), False)
+
+    def exists(self, registration: Registration) -> Exists:
+        """Return the condition of what a member writes: its own registration."""
+        return Exists(self.keys.node(registration.member))
+
     def stop(self, why: str, *, fenced: bool = False, hung: Cause | None = None) -> None:
         """Stop the workers, if there are any; SIGKILL follows a gentler stop."""
-        if self.held is None or (self.stopping and not fenced):
+        workers = self.workers
+        if workers is None or (workers.is_stopping and not fenced):
             return
-        self.stopping = True
-        self.do(Stop(self.held, why, fenced, hung))
+        workers.is_stopping = True
+        self.do(Stop(workers.round, why, fenced, hung))
 
     def forget_connection(self) -> None:
         """Forget everything of the old connection: requests, registration, leadership."""
-        self.connected = self.registered = False
-        self.member, self.job_revision = "", 0
-        self._answers.clear()
-        if self.lead is not None:
-            for name in self.lead.timers:
+        leader = self.leader
+        if leader is not None:
+            for name in leader.timers:
                 self.disarm(name)
-        self.lead = None
-        self.predecessor = None
-        self.slot, self.slot_revision = None, 0
-        self.head, self.head_revision = None, 0
+        self.link = self.done = None
 
-    def fence(self, why: str) -> None:
-        """Stop the workers before registering again: the others may have counted this agent as gone."""
-        from elasticrs.rendezvous.elastic import joining
-
-        self.do(Disconnect())
-        joining.lose(self, why)
+    def leave_with(self, outcome: Outcome) -> None:
+        """Set what to exit with: this agent takes part in nothing new."""
+        self.leaving = self.leaving or Leaving()
+        self.leaving.outcome = outcome
 
     def exit(self, outcome: Outcome) -> None:
         """The end."""
-        self.phase = Phase.EXIT
-        if self.connected:
+        if self.link is not None:
             self.do(Disconnect())
         self.forget_connection()
+        self._has_exited = True
         self.do(Exit(outcome))
-
-
-def ignore(member: Member, reply: Any) -> None:
-    """For requests whose effect is seen elsewhere."""

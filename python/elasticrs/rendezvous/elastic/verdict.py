@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from elasticrs._value import Value
+from elasticrs.budget import used_after
 from elasticrs.rendezvous.elastic.records import blame_of, time_of
 from elasticrs.rendezvous.elastic.texts import named, nodes
 
@@ -16,8 +17,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.rendezvous.elastic.member_settings import MemberSettings
     from elasticrs.rendezvous.elastic.records import Head
+    from elasticrs.rendezvous.elastic.settings import Settings
     from elasticrs.rendezvous.elastic.view import View
 
 MAX_SETUPS = 3
@@ -28,19 +29,14 @@ class Verdict(Value):
     """What the end of a round leads to.
 
     Args:
-        charge: restarts to take from the budget: 0 or 1.
-        alive: members whose being here the charge rests on.
+        alive: members whose being here the charge of a restart rests on.
         head: the ended head with all counts brought up to date.
         reason: why the job ends here; ``None``: it goes on.
     """
 
-    __slots__ = ("alive", "charge", "head", "reason")
-
-    def __init__(self, charge: int, alive: list[str], head: Head, reason: str | None) -> None:
-        self.charge = charge
-        self.alive = alive
-        self.head = head
-        self.reason = reason
+    alive: list[str]
+    head: Head
+    reason: str | None
 
 
 def is_explained(view: View) -> bool:
@@ -88,47 +84,48 @@ def _time_or_last(cause: dict[str, Any]) -> float:
     return float("inf") if time is None else time
 
 
-def judge(view: View, head: Head, settings: MemberSettings, was_short: bool | None) -> Verdict:
+def judge(view: View, head: Head, settings: Settings, max_restarts: int, was_short: bool | None) -> Verdict:
     """What follows from an ended round, once every member has stopped or is gone, or ``settle`` has passed.
 
     Args:
         view: the store.
         head: its head, ENDED.
         settings: of the job.
+        max_restarts: of the job.
         was_short: the round ended soon after its start; ``None``: this agent was not there to see.
     """
-    kind = kind_of(head)
-    charge = 1 if is_charged(view, head) else 0
+    kind, charged = kind_of(head), is_charged(view, head)
+    used = used_after(head.used, max_restarts) if charged else head.used
     lost = len(view.missing) - sum(view.rank_of.get(each) in view.missing for each in view.farewells)
-    lossy = kind == "lost" or (kind == "failure" and not charge)
+    lossy = kind == "lost" or (kind == "failure" and not charged)
     short_losses = head.short_losses
     if was_short is False:
         short_losses = 0
     elif was_short and lossy:
         short_losses += 1
-    counted = head.next(
+    counted = head.replaced(
         losses=head.losses + lost,
         short_losses=short_losses,
         setups=head.setups + 1 if kind == "setup" else 0,
         cause=first_cause(view, head),
-        used=head.used + charge,
-        end={**(head.end or {}), "charged": bool(charge)},
+        end={**(head.end or {}), "charged": charged},
     )
-    reason = _reason(view, head, counted, settings)
-    if reason is not None:
-        counted = counted.next(used=head.used)
-    return Verdict(charge, witnesses(view) if charge else [], counted, reason)
-
-
-def _reason(view: View, head: Head, counted: Head, settings: MemberSettings) -> str | None:
-    end = head.end or {}
-    if kind_of(head) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
-        return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
-    if counted.used > settings.max_restarts:
-        return (
+    reason = _why_not_again(view, counted, settings)
+    if reason is None and used is None:
+        reason = (
             f"workers failed in round {head.round} and no restart is left"
-            f" (max_restarts={settings.max_restarts}, {head.used} used)"
+            f" (max_restarts={max_restarts}, {head.used} used)"
         )
+    if reason is None and used is not None:
+        counted = counted.replaced(used=used)
+    return Verdict(witnesses(view) if charged else [], counted, reason)
+
+
+def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:
+    """Say what ends the job here besides the budget; ``None``: nothing."""
+    end = counted.end or {}
+    if kind_of(counted) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
+        return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
     if settings.max_node_losses is not None and counted.losses > settings.max_node_losses:
         lost_nodes = nodes(counted.losses)
         return f"lost {lost_nodes} (max_node_losses={settings.max_node_losses}), last: {_lost_names(view)}"

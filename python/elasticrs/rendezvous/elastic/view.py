@@ -16,8 +16,8 @@ from elasticrs.rendezvous.elastic.records import Head, Node, Slot, check_done, d
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from typing import Any
 
+    from elasticrs.coordination import Entry
     from elasticrs.rendezvous.elastic.keys import Keys
     from elasticrs.rendezvous.elastic.records import Seat
 
@@ -50,31 +50,7 @@ class View:
         damaged: keys whose record could not be read, and what to tell the user of it.
     """
 
-    __slots__ = (
-        "_agents",
-        "_dones",
-        "_keys",
-        "_tables",
-        "absent",
-        "candidates",
-        "causes",
-        "damaged",
-        "done",
-        "farewells",
-        "head",
-        "head_revision",
-        "joined",
-        "missing",
-        "nodes",
-        "rank_of",
-        "revision",
-        "seats",
-        "slots",
-        "slow",
-        "waiting",
-    )
-
-    def __init__(self, keys: Keys, revision: int, entries: Iterable[Any]) -> None:
+    def __init__(self, keys: Keys, revision: int, entries: Iterable[Entry]) -> None:
         self._keys = keys
         self._agents: dict[str, list[int]] = {}
         self._dones: set[tuple[int, int]] = set()
@@ -110,7 +86,7 @@ class View:
         """The proposals whose tables are in the store."""
         return list(self._tables)
 
-    def apply(self, revision: int, changes: Iterable[Any]) -> None:
+    def apply(self, revision: int, changes: Iterable[Entry]) -> None:
         """Apply one revision of the store."""
         before = self.round, self.head.form if self.head else ""
         touched = [member for change in changes for member in self._take(change)]
@@ -135,7 +111,7 @@ class View:
 
     # --- taking over keys ---
 
-    def _take(self, entry: Any) -> Iterable[str]:
+    def _take(self, entry: Entry) -> Iterable[str]:
         """Take over one key; returns the members whose standing may have changed."""
         kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
         if kind == "nodes" and is_member(name):
@@ -155,11 +131,11 @@ class View:
             return (name,)
         return ()
 
-    def _note(self, entry: Any, error: DamagedError) -> None:
+    def _note(self, entry: Entry, error: DamagedError) -> None:
         if len(self.damaged) < MAX_DAMAGED:
             self.damaged.setdefault(entry.key, damage(entry.key, error))
 
-    def _take_slot(self, member: str, entry: Any) -> None:
+    def _take_slot(self, member: str, entry: Entry) -> None:
         if entry.value is None:
             self.slots.pop(member, None)
             return
@@ -169,14 +145,14 @@ class View:
             self._note(entry, error)
             self.slots[member] = None
 
-    def _node(self, member: str, entry: Any) -> Node:
+    def _node(self, member: str, entry: Entry) -> Node:
         try:
-            return Node.decode(entry.value)
+            return Node.decode(entry.value or b"")
         except DamagedError as error:
             self._note(entry, error)
             return self.nodes.get(member, UNREADABLE)
 
-    def _take_node(self, member: str, entry: Any) -> Iterable[str]:
+    def _take_node(self, member: str, entry: Entry) -> Iterable[str]:
         siblings = self._agents.setdefault(agent_of(member), [])
         incarnation = incarnation_of(member)
         if entry.value is None:
@@ -197,7 +173,7 @@ class View:
             return [f"{agent_of(member)}/{each}" for each in {*siblings, incarnation}]
         return (member,)
 
-    def _take_table(self, name: str, entry: Any) -> None:
+    def _take_table(self, name: str, entry: Entry) -> None:
         form, _, part = name.rpartition("/")
         index = number_of(part)
         if index is None:
@@ -214,7 +190,7 @@ class View:
             except DamagedError as error:
                 self._note(entry, error)
 
-    def _take_done(self, name: str, entry: Any) -> None:
+    def _take_done(self, name: str, entry: Entry) -> None:
         number, _, rank = name.partition("/")
         key = number_of(number), number_of(rank)
         if key[0] is None or key[1] is None:

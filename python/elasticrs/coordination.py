@@ -1,0 +1,286 @@
+"""The coordination store as its clients see it: what they ask, what they hear, the session for both.
+
+A :class:`Session` is one connection and one lease; it never reconnects. Whoever writes one for another store
+than ours has to give:
+
+- transactions of at most :data:`MAX_OPERATIONS` compares and as many operations, each one revision;
+- leased keys, which end with the session;
+- watches of keys and prefixes, from a snapshot or a revision on: each revision whole and in order;
+- replies in the order of their requests;
+- :class:`ConnectionLost` as the last event of a session, whatever ended it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticrs._value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import ClassVar, Protocol, TypeAlias
+
+    class Entry(Protocol):
+        """A key and its value, or what became of it."""
+
+        @property
+        def key(self) -> str: ...
+        @property
+        def value(self) -> bytes | None:
+            """``None`` in a change that deleted the key."""
+
+        @property
+        def create_revision(self) -> int:
+            """The revision that made the key."""
+
+        @property
+        def mod_revision(self) -> int:
+            """The revision of its last put, or of its deletion."""
+
+    Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
+
+    class Session(Protocol):
+        """One connection to a store, and the lease that ends with it."""
+
+        @property
+        def fd(self) -> int:
+            """Readable while :meth:`take` has something."""
+
+        def take(self) -> list[StoreEvent]:
+            """What has happened since the last call, first :class:`Connected` or a loss; never blocks."""
+
+        def wait(self, timeout: float | None) -> bool:
+            """Block until :meth:`take` has something; false: the time is over, or nothing can come."""
+
+        def send(self, request: Request) -> None:
+            """Send a request; requests are carried out in their order."""
+
+        def clock(self) -> tuple[int, int] | None:
+            """The store's wall clock minus ours and its error in ns; ``None`` while nothing is known."""
+
+        def close(self) -> None:
+            """End the session and its lease at once. No event follows. Idempotent."""
+
+
+MAX_OPERATIONS = 128
+"""Compares, and operations, of a transaction of the rendezvous; etcd's default limit."""
+
+
+# --- what a transaction is made of ---
+
+
+class Compare(Value):
+    """A condition on a key."""
+
+    word: ClassVar[str]
+    key: str
+
+
+class Exists(Compare):
+    """The key is there."""
+
+    word: ClassVar[str] = "exists"
+
+
+class Missing(Compare):
+    """The key is not there."""
+
+    word: ClassVar[str] = "missing"
+
+
+class CreatedAt(Compare):
+    """The key came into being at this revision; 0: it is not there."""
+
+    word: ClassVar[str] = "create"
+    revision: int
+
+
+class ModifiedAt(Compare):
+    """The last put of the key was this revision; 0: it is not there."""
+
+    word: ClassVar[str] = "mod"
+    revision: int
+
+
+class HasValue(Compare):
+    """The key is there with this value."""
+
+    word: ClassVar[str] = "value"
+    value: bytes
+
+
+class Operation(Value):
+    """A step of a transaction; its result is in the :class:`Reply`."""
+
+    word: ClassVar[str]
+
+
+class Put(Operation):
+    """Set a key; the result is 1.
+
+    Args:
+        key: which.
+        value: to what.
+        leased: the key ends with this session. A put without a lease leaves the lease of a key alone.
+    """
+
+    word: ClassVar[str] = "put"
+    key: str
+    value: bytes
+    leased: bool
+
+
+class Delete(Operation):
+    """Delete a key; the result is 1, or 0 when it was not there."""
+
+    word: ClassVar[str] = "delete"
+    key: str
+
+
+class DeletePrefix(Operation):
+    """Delete all keys that begin like this; the result is how many they were."""
+
+    word: ClassVar[str] = "delete_prefix"
+    prefix: str
+
+
+class Get(Operation):
+    """Read a key; the result is an entry, or ``None``."""
+
+    word: ClassVar[str] = "get"
+    key: str
+
+
+class Range(Operation):
+    """Read the first keys that begin like this; the result is a list of entries.
+
+    Args:
+        prefix: of the keys.
+        limit: how many at most; 0: all.
+    """
+
+    word: ClassVar[str] = "range"
+    prefix: str
+    limit: int
+
+
+class Predecessor(Operation):
+    """Read the youngest of the keys that begin like this and are older than ``key``; as :class:`Get`."""
+
+    word: ClassVar[str] = "predecessor"
+    prefix: str
+    key: str
+
+
+# --- requests ---
+
+
+class Txn(Value):
+    """A transaction; answered by a :class:`Reply` with the same tag.
+
+    Args:
+        tag: any number.
+        compares: conditions.
+        then: what to do when all of them hold.
+        otherwise: what to do when one does not.
+    """
+
+    tag: int
+    compares: Sequence[Compare]
+    then: Sequence[Operation]
+    otherwise: Sequence[Operation] = ()
+
+
+class Watch(Value):
+    """Be told of every change: a :class:`Reply`, then :class:`Changes`.
+
+    Args:
+        tag: any number.
+        prefix: how the keys begin.
+        exact: it is one whole key.
+        snapshot: the reply has what is there at its revision; the watch goes on right after it.
+    """
+
+    tag: int
+    prefix: str
+    exact: bool
+    snapshot: bool = True
+
+
+class Unwatch(Value):
+    """End a watch."""
+
+    prefix: str
+    exact: bool
+
+
+# --- events ---
+
+
+class Connected(Value):
+    """The session has begun.
+
+    Args:
+        revision: the store's at that time.
+        local_address: our end of the connection.
+    """
+
+    revision: int
+    local_address: str
+
+
+class Reply(Value):
+    """The answer to a request.
+
+    Args:
+        tag: of the request.
+        ok: the compares held, so ``then`` was carried out.
+        revision: the store's when it judged.
+        results: one for each operation; for a watch, the entries.
+    """
+
+    tag: int
+    ok: bool
+    revision: int
+    results: Sequence[Result] = ()
+
+    def entry(self, index: int) -> Entry | None:
+        """Return the result of a :class:`Get` or a :class:`Predecessor`."""
+        found = self.results[index]
+        assert not isinstance(found, (int, Sequence))
+        return found
+
+    def entries(self) -> list[Entry]:
+        """Return what was there when a watch began."""
+        return [entry for index in range(len(self.results)) if (entry := self.entry(index)) is not None]
+
+
+class Changes(Value):
+    """One revision of the store, as far as the watches of this session cover it.
+
+    Args:
+        revision: which.
+        changes: in the order of the transaction.
+    """
+
+    revision: int
+    changes: Sequence[Entry]
+
+
+class ConnectionLost(Value):
+    """There is no session, or no longer; nothing of it is told after this event.
+
+    Args:
+        kind: ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,
+            ``run``, ``closed``, ``silent``, ``slow``, ``protocol`` or ``limit``; of the rendezvous also
+            ``cannot_host``.
+        message: one line for the user.
+    """
+
+    kind: str
+    message: str
+
+
+if TYPE_CHECKING:
+    Request: TypeAlias = Txn | Watch | Unwatch
+    StoreEvent: TypeAlias = Connected | Reply | Changes | ConnectionLost

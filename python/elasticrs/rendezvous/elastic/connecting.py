@@ -1,0 +1,170 @@
+"""From a lost connection, or none yet, to the next one.
+
+A node that loses its connection is fenced: the others may have counted it as gone, so that its workers have
+to be gone before it registers again (**JOIN-1**).
+"""
+
+from __future__ import annotations
+
+from elasticrs.rendezvous.elastic import by_hand
+from elasticrs.rendezvous.elastic.messages import (
+    Announce,
+    BindStore,
+    CloseStore,
+    Connect,
+    Disconnect,
+    Outcome,
+)
+from elasticrs.rendezvous.elastic.state import Phase
+from elasticrs.rendezvous.elastic.texts import utc
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.coordination import ConnectionLost
+    from elasticrs.rendezvous.elastic.state import Member
+
+FIRST_DELAY = 0.02
+LONGEST_DELAY = 0.5
+"""Seconds between attempts to connect."""
+
+FIRST_NEWS = 5.0
+"""Seconds without a connection before the user is told why."""
+
+FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host"})
+"""Losses of a connection that no waiting cures."""
+
+
+def begin(member: Member) -> None:
+    """Begin to join."""
+    if member.phase is not Phase.NEW:
+        return
+    member.joining.begun = member.now
+    member.arm("connect", member.settings.join_timeout)
+    member.arm("connect_news", FIRST_NEWS)
+    if member.listener.port is None:
+        member.do(BindStore())
+    retry(member)
+
+
+def retry(member: Member) -> None:
+    """Connect, after a while if that has failed before."""
+    joining = member.joining
+    if joining.delay:
+        member.arm("reconnect", joining.delay)
+    else:
+        member.do(Connect(joining.incarnation))
+    joining.delay = min(max(FIRST_DELAY, joining.delay * 2), LONGEST_DELAY)
+
+
+def reconnect(member: Member) -> None:
+    """The time between two attempts has passed."""
+    if member.phase is Phase.CONNECTING and member.link is None:
+        member.do(Connect(member.joining.incarnation))
+
+
+def connection_lost(member: Member, event: ConnectionLost) -> None:
+    """Connecting failed, or the connection is lost."""
+    if member.phase in (Phase.NEW, Phase.EXIT, Phase.FENCED):
+        return
+    is_final = event.kind in FINAL and not by_hand.may_be_lent(member, event.kind)
+    if is_final and not member.joining.was_registered:
+        member.link = None
+        member.exit(Outcome("refused", event.message))
+        return
+    lose(member, by_hand.why_lost(member, event))
+
+
+def fence(member: Member, why: str) -> None:
+    """Give the connection up: the others may have counted this agent as gone."""
+    member.do(Disconnect())
+    lose(member, why)
+
+
+def lose(member: Member, why: str) -> None:
+    """Fence an agent that lost its connection: its workers must be gone before it registers again."""
+    was_registered = member.registered is not None
+    if was_registered:
+        member.arm("store_lost", member.rendezvous.store_lost_timeout)
+        member.disarm("give_up")
+        member.disarm("barrier")
+    member.forget_connection()
+    member.joining.trouble = why
+    member.listener.idle_after = None
+    text = f"lost the rendezvous store {member.rendezvous.endpoint}: {why}"
+    if may_rejoin(member):
+        if was_registered and member.leaving is None:
+            member.do(Announce(f"{text}; trying to join again"))
+        without_workers(member)
+    else:
+        member.stop(text, fenced=True)
+
+
+def may_rejoin(member: Member) -> bool:
+    """True if nothing of a round is left here."""
+    return member.workers is None
+
+
+def without_workers(member: Member) -> None:
+    """A fenced agent has no workers any more."""
+    if member.leaving is not None:
+        member.exit(member.leaving.outcome or Outcome("aborted", member.leaving.closing))
+        return
+    fresh_listener(member)
+    retry(member)
+
+
+def fresh_listener(member: Member) -> bool:
+    """Replace a listener that has served a round; return true if there is one to announce."""
+    listener = member.listener
+    if not listener.has_served:
+        return listener.port is not None
+    listener.has_served = False
+    member.do(CloseStore())
+    if member.rendezvous.master_port is None:
+        listener.port = None
+        member.do(BindStore())
+    return listener.port is not None
+
+
+# --- for too long ---
+
+
+def store_lost(member: Member) -> None:
+    """The store could not be reached again in time."""
+    if member.registered is not None or member.phase is Phase.EXIT:
+        return
+    where = f"lost the rendezvous store {member.rendezvous.endpoint} in round {member.age.seen}"
+    seconds, why = member.rendezvous.store_lost_timeout, member.joining.trouble
+    todo = "start the job again, or put its store on a node that stays: python -m elasticrs.store"
+    text = f"{where} and could not reach it again within {seconds:g} s ({why}); {todo}"
+    _give_up(member, Outcome("lost", text))
+
+
+def connect_timeout(member: Member) -> None:
+    """The first registration has taken too long."""
+    joining = member.joining
+    if joining.was_registered or member.phase is Phase.EXIT:
+        return
+    why = f": {joining.trouble}" if joining.trouble else ""
+    within = f"within {member.settings.join_timeout:g} s{why}"
+    _give_up(
+        member, Outcome("timeout", f"could not join the rendezvous at {member.rendezvous.endpoint} {within}")
+    )
+
+
+def _give_up(member: Member, outcome: Outcome) -> None:
+    if member.workers is None:
+        member.exit(outcome)
+    else:
+        member.leave_with(outcome)
+
+
+def connect_news(member: Member) -> None:
+    """Tell the user why nothing happens."""
+    joining, seconds = member.joining, member.settings.join_timeout
+    if joining.was_registered or member.phase is not Phase.CONNECTING or joining.trouble is None:
+        return
+    begun = joining.begun or 0
+    since = f"cannot reach the rendezvous store {member.rendezvous.endpoint} since {utc(begun)}"
+    limit = f"trying until {utc(begun + int(seconds * 1e9))} (join_timeout={seconds:g})"
+    member.do(Announce(f"{since}; {limit}: {joining.trouble}"))

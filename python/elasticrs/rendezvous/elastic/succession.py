@@ -1,0 +1,65 @@
+"""Who leads: the agent with the oldest registration. Each watches the registration before its own."""
+
+from __future__ import annotations
+
+from elasticrs.coordination import CreatedAt, Predecessor, Unwatch
+from elasticrs.rendezvous.elastic.connecting import fence
+from elasticrs.rendezvous.elastic.keys import is_member
+from elasticrs.rendezvous.elastic.leader import Leader
+from elasticrs.rendezvous.elastic.rounds import GONE
+from elasticrs.rendezvous.elastic.state import Purpose
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.coordination import Compare, Entry, Reply
+    from elasticrs.rendezvous.elastic.state import Member, Registration
+
+
+def follow(member: Member, registration: Registration, predecessor: Entry | None) -> None:
+    """Wait for the end of the registration before this one, or lead."""
+    if predecessor is None:
+        registration.predecessor = None
+        registration.leader = Leader(registration)
+        member.watch(Purpose.SEE_ALL, member.keys.prefix, exact=False)
+    elif is_member(predecessor.key[len(member.keys.nodes) :]):
+        registration.predecessor = predecessor.key
+        member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
+    else:
+        # Another program's: nobody would ever end it.
+        before = CreatedAt(predecessor.key, predecessor.create_revision)
+        _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
+
+
+def predecessor_gone(member: Member, registration: Registration) -> None:
+    """The registration before this one is gone; ask which one precedes it now."""
+    if registration.predecessor is None:
+        return
+    member.do(Unwatch(registration.predecessor, True))
+    registration.predecessor = None
+    find_predecessor(member, registration)
+
+
+def find_predecessor(member: Member, registration: Registration) -> None:
+    """Ask who is before this registration."""
+    _ask(member, registration, Purpose.FIND_PREDECESSOR, member.keys.node(registration.member))
+
+
+def _ask(member: Member, registration: Registration, purpose: Purpose, key: str, *more: Compare) -> None:
+    own = CreatedAt(member.keys.node(registration.member), registration.create_revision)
+    member.txn(purpose, [own, *more], [Predecessor(member.keys.nodes, key)])
+
+
+def predecessor_found(member: Member, registration: Registration, reply: Reply) -> None:
+    """Follow it, unless the own registration is gone."""
+    if reply.ok:
+        follow(member, registration, reply.entry(0))
+    else:
+        fence(member, GONE)
+
+
+def before_stranger_found(member: Member, registration: Registration, reply: Reply) -> None:
+    """Follow it, unless the stranger is gone."""
+    if reply.ok:
+        follow(member, registration, reply.entry(0))
+    else:
+        find_predecessor(member, registration)

@@ -1,0 +1,22 @@
+"""Members of a rendezvous for tests, from settings in one flat list."""
+
+from elasticrs.rendezvous.elastic.machine import Member
+from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings, ThisAgent
+
+
+def member(agent, node, *, port=29400, host="head", backend="c10d", node_rank=None, local_addr=None, **given):
+    """An agent that has not begun; what is not given has its default, or is as small as can be."""
+    sizes = {name: given.pop(name, 1) for name in ("min_nodes", "max_nodes")}
+    known = {"role": "default", "nproc": 1, "max_restarts": 0, "hosts_store": False, "fallback_addr": None}
+    known.update((name, given.pop(name)) for name in list(given) if name in known)
+    rendezvous = Rendezvous(
+        backend,
+        host,
+        port,
+        run_id="job",
+        settings=Settings(given),
+        node_rank=node_rank,
+        local_addr=local_addr,
+        **sizes,
+    )
+    return Member(rendezvous, ThisAgent("job", agent, node, node, **known))
