@@ -1,6 +1,7 @@
 """The failure report as the launcher prints it, without `@record` and without redirection."""
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -49,6 +50,32 @@ def test_a_signal_is_named(
     number = -signal.Signals[name]
     assert re.search(rf"exitcode  : {number} \(pid: \d+\)  \({name}\)", job.stderr)
     assert (re.search(r"line \d+ in deep", job.stderr) is not None) is has_stack
+
+
+def test_who_ended_without_a_word_comes_before_the_peer_that_noticed(
+    launch: Launch, worker_script: Callable[..., Path], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "recorded")
+    script = worker_script(f"""
+        import atexit, os, signal
+        recorded = {str(tmp_path / "recorded")!r}
+        if os.environ["RANK"] == "1":
+            open(recorded).read(1)
+            os._exit(7)
+
+        @atexit.register
+        def tell():
+            with open(recorded, "w") as file:
+                file.write("x")
+            signal.pause()
+
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
+    """)
+    job = launch("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
+    assert job.wait() == 1
+    assert re.search(r"rank 1 \(pid \d+\) exited with code 7; 1 other stopped; restarting", job.stderr)
+    root = job.stderr[job.stderr.index("Root Cause") :]
+    assert "  rank      : 1 (local_rank: 1)\n" in root
 
 
 def test_the_timeline_is_written(launch: Launch, worker_script: Callable[..., Path], tmp_path: Path) -> None:

@@ -3,23 +3,36 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
-from elasticrs.multiprocessing.errors.root_cause import RECORD_WINDOW_NS, in_order, root_cause, victims
+from elasticrs.multiprocessing.errors.root_cause import (
+    RECORD_WINDOW_NS,
+    WAVE_NS,
+    in_order,
+    root_cause,
+    victims,
+)
 
 NOW = time.monotonic_ns()
 MS = 1_000_000
 
 
 def failure(
-    seen_ns: int | None, sent_signal: int | None = None, recorded_ns: int | None = None, recorded_pid: int = 7
+    seen_ns: int | None,
+    sent_signal: int | None = None,
+    recorded_ns: int | None = None,
+    recorded_pid: int = 7,
+    message: str = "",
+    cause: str | None = None,
 ) -> ProcessFailure:
-    made = ProcessFailure(0, 7, -9, "", seen_ns=seen_ns, sent_signal=sent_signal)
+    made = ProcessFailure(0, 7, -9, "", seen_ns=seen_ns, sent_signal=sent_signal, cause=cause)
     if recorded_ns is not None:
+        made.message = message
         made.recorded_ns, made.recorded_pid = recorded_ns, recorded_pid
     return made
 
@@ -61,6 +74,35 @@ def test_other_records_excuse_no_victim(recorded_ns: int) -> None:
 def test_the_record_of_another_process_is_no_evidence_of_the_time() -> None:
     wrapper = failure(NOW + MS, recorded_ns=NOW - MS, recorded_pid=8)
     assert root_cause({0: wrapper, 1: failure(NOW)}) == 1
+
+
+LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
+
+
+@pytest.mark.parametrize("sent_signal", [None, 15], ids=["ended by itself", "stopped"])
+def test_who_lost_a_peer_is_not_before_one_that_ended_without_a_word(sent_signal: int | None) -> None:
+    lost = failure(NOW + 20 * MS, sent_signal, recorded_ns=NOW - MS, message=LOST)
+    failures = {0: lost, 1: failure(NOW)}
+    assert in_order(failures) == [1, 0]
+    assert root_cause(failures) == 1
+    assert victims(failures) == ([] if sent_signal is None else [0])
+
+
+@pytest.mark.parametrize(
+    ("lost", "other"),
+    [
+        ({"message": "ValueError: boom"}, {}),
+        ({"recorded_ns": NOW - WAVE_NS - MS}, {}),
+        ({"recorded_pid": 8}, {"seen_ns": NOW + 30 * MS}),
+        ({}, {"recorded_ns": NOW}),
+        ({}, {"sent_signal": 15}),
+        ({}, {"cause": "hung"}),
+    ],
+    ids=["another error", "long before", "of another process", "both raised", "stopped", "hung"],
+)
+def test_other_ends_do_not_explain_a_lost_peer(lost: dict[str, Any], other: dict[str, Any]) -> None:
+    first = failure(**{"seen_ns": NOW + 20 * MS, "recorded_ns": NOW - MS, "message": LOST, **lost})
+    assert root_cause({0: first, 1: failure(**{"seen_ns": NOW, **other})}) == 0
 
 
 def test_without_stamps_torchs_rule_stands(tmp_path: Path) -> None:
