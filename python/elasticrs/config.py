@@ -28,7 +28,6 @@ DEFAULT_MASTER_PORT = 29500
 DEFAULT_HEALTH_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
 UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
-STOP_SCOPES = ("worker", "group")
 START_METHODS = ("spawn", "fork", "forkserver")
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
@@ -320,57 +319,18 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
 
 
-def stop_scope_of(scope: str | None, entrypoint: object) -> str:
-    """Whom the first signal of a stop reaches.
+def default_stop_scope(entrypoint: object) -> str:
+    """Whom the first signal of a stop reaches if nobody has said so.
 
     Args:
-        scope: what a program has asked for; ``None`` for what suits the workers.
         entrypoint: a function, or a program's name.
 
     Returns:
-        One of :data:`STOP_SCOPES`. By default ``"worker"`` for functions and for Python, whose helpers serve
-        a worker while it saves, ``"group"`` for other programs, such as shells, which pass nothing on.
-
-    Raises:
-        ValueError: another scope.
+        ``"worker"`` for functions and for Python, whose helpers serve a worker while it saves, ``"group"``
+        for other programs, such as shells, which pass nothing on.
     """
-    if scope is None:
-        is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
-        return "worker" if is_python else "group"
-    if scope not in STOP_SCOPES:
-        raise ValueError(f"stop_scope must be 'worker' or 'group', got {scope!r}")
-    return scope
-
-
-def check_hang_timeouts(timeout: float | str | None, startup: float | None) -> None:
-    """Check the heartbeat limits that a program has given.
-
-    Args:
-        timeout: seconds, ``"auto"`` or ``"auto:SECONDS"``.
-        startup: seconds.
-
-    Raises:
-        ValueError: one of them is no limit, or the second one stands alone.
-    """
-    if timeout is not None and not _is_hang_timeout(timeout):
-        raise ValueError(f"hang_timeout must be seconds above 0, 'auto' or 'auto:SECONDS', got {timeout!r}")
-    if startup is not None and not _is_limit(startup):
-        raise ValueError(f"hang_startup_timeout must be seconds above 0, got {startup!r}")
-    if startup is not None and timeout is None:
-        raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")
-
-
-def check_exit_timeout(timeout: float) -> None:
-    """Check what a program has given.
-
-    Args:
-        timeout: seconds.
-
-    Raises:
-        ValueError: it is negative, or no number of seconds.
-    """
-    if not _is_limit(timeout) and timeout != 0:
-        raise ValueError(f"exit_timeout must be seconds, 0 for any time, got {timeout!r}")
+    is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
+    return "worker" if is_python else "group"
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
@@ -388,20 +348,6 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
     if name != "auto":
         raise ValueError(timeout)
     return None, seconds(least) if colon else None
-
-
-def _is_hang_timeout(value: object) -> bool:
-    if not isinstance(value, str):
-        return _is_limit(value)
-    try:
-        _, least = hang_limits(value)
-    except ValueError:
-        return False
-    return least is None or _is_limit(least)
-
-
-def _is_limit(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 < value <= LONGEST
 
 
 def seconds(text: str) -> float:

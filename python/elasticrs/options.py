@@ -1,8 +1,9 @@
 """The command line as a table: names, conversions, help. Nothing is parsed here.
 
-The table replaces :mod:`argparse` on the launch path, which costs 13 ms with this many options;
-:func:`elasticrs.run.get_args_parser` builds an argparse parser from the same table for programs that want
-one.
+An option is declared here once: its flag and variable, its default, what it takes, its help, and what a
+program may give in its place (:func:`check`). The parser, ``--help``, the argparse parser of programs and
+:class:`~elasticrs.launcher.LaunchConfig` read the table. It replaces :mod:`argparse` on the launch path, as
+that costs 13 ms with this many options.
 """
 
 from __future__ import annotations
@@ -17,11 +18,25 @@ if TYPE_CHECKING:
     from dataclasses import KW_ONLY
 
 OURS = "elasticrs"
+"""The group of options that torchrun does not have."""
 NEWER = frozenset(("exit-barrier-timeout",))
 """Ours, until torch has them: in its sources, not yet in a release."""
-"""The group of options that torchrun does not have."""
 
 SHELLS = ("bash", "zsh", "tcsh")
+
+
+class Kind(Value):
+    """What an option takes.
+
+    Args:
+        convert: text to value; raises ``ValueError`` with what is expected.
+        metavar: what stands for the value in ``--help``.
+        needs: what a program's value must be, in words; see :func:`check`.
+    """
+
+    convert: Callable[[str], object]
+    metavar: str
+    needs: str = ""
 
 
 class Option(Value):
@@ -29,24 +44,24 @@ class Option(Value):
 
     Args:
         name: its long name with dashes; underscores are accepted as well.
-        default: what it is without the option and its variable.
-        convert: text to value; raises ``ValueError`` with what is expected. ``None`` makes it a flag.
         help: for ``--help``.
+        default: what it is without the option and its variable.
+        kind: of its values; ``None`` makes it a flag.
         short: a letter.
-        metavar: what stands for the value in ``--help``.
         group: :data:`OURS` for an option that torchrun does not have.
-        has_variable: whether ``PET_<NAME>`` sets it.
+        has_variable: true if ``PET_<NAME>`` sets it.
+        typed: the default as it is typed, where torchrun keeps the text and does not convert it.
     """
 
     name: str
-    default: object
-    convert: Callable[[str], object] | None
     help: str
+    default: object
+    kind: Kind | None = None
     _: KW_ONLY
     short: str | None = None
-    metavar: str = "VALUE"
     group: str = "torchrun"
     has_variable: bool = True
+    typed: str | None = None
 
     @property
     def dest(self) -> str:
@@ -56,7 +71,25 @@ class Option(Value):
     @property
     def is_flag(self) -> bool:
         """True if the option takes no value."""
-        return self.convert is None
+        return self.kind is None
+
+    @property
+    def default_as_typed(self) -> object:
+        """The default in torchrun's namespaces."""
+        if self.typed is not None:
+            return self.typed
+        return list(self.default) if isinstance(self.default, tuple) else self.default
+
+    def converted(self, text: str) -> object:
+        """The value of a text.
+
+        Raises:
+            ValueError: with what is expected.
+            TypeError: a flag takes no value.
+        """
+        if self.kind is None:
+            raise TypeError(f"{self.flag} is a flag")
+        return self.kind.convert(text)
 
     @property
     def flag(self) -> str:
@@ -69,32 +102,32 @@ class Option(Value):
         return "PET_" + self.dest.upper()
 
 
-def _count(text: str) -> int:
-    expected = "a whole number, 0 or more"
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(expected) from None
-    if value < 0:
-        raise ValueError(expected)
-    return value
+def _whole(expected: str, least: int, most: float = float("inf")) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(expected) from None
+        if not least <= value <= most:
+            raise ValueError(expected)
+        return value
+
+    return convert
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{', '.join(names[:-1])} or {names[-1]}")
+        return text
+
+    return convert
 
 
 def _interval(text: str) -> float:
     value = config.seconds(text)
     if value == 0:
         raise ValueError("seconds, more than 0")
-    return value
-
-
-def _port(text: str) -> int:
-    expected = "a port, 0 to 65535"
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(expected) from None
-    if not 0 <= value < 2**16:
-        raise ValueError(expected)
     return value
 
 
@@ -111,17 +144,8 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _workers(text: str) -> int | str:
-    expected = "a whole number from 1, cpu, gpu, xpu or auto"
     # Torch can be extended with devices of other names.
-    if text.isidentifier():
-        return text
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(expected) from None
-    if value < 1:
-        raise ValueError(expected)
-    return value
+    return text if text.isidentifier() else _whole("a whole number from 1, cpu, gpu, xpu or auto", 1)(text)
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -153,28 +177,6 @@ def _texts(text: str) -> tuple[str, ...]:
     return tuple(part.replace("\0", ",") for part in parts if part)
 
 
-def _affinity(text: str) -> str:
-    if text not in config.AFFINITY_MODES:
-        raise ValueError("node, socket, exclusive or core-complex")
-    return text
-
-
-def _shell(text: str) -> str:
-    if text not in SHELLS:
-        raise ValueError("bash, zsh or tcsh")
-    return text
-
-
-def _start_method(text: str) -> str:
-    if text not in ("spawn", "fork", "forkserver"):
-        raise ValueError("spawn, fork or forkserver")
-    return text
-
-
-def _health_port(text: str) -> int:
-    return config.health_port(text)
-
-
 def _hang_timeout(text: str) -> float | str:
     name, colon, least = text.partition(":")
     try:
@@ -187,309 +189,153 @@ def _hang_timeout(text: str) -> float | str:
     return text
 
 
-def _stop_scope(text: str) -> str:
-    if text not in config.STOP_SCOPES:
-        raise ValueError("worker or group")
-    return text
+SECONDS = Kind(config.seconds, "SECONDS")
+EXIT_TIMEOUT = Kind(config.seconds, "SECONDS", "seconds, 0 for any time")
+INTERVAL = Kind(_interval, "SECONDS", "seconds above 0")
+HANG_TIMEOUT = Kind(_hang_timeout, "SECONDS|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
+STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
+COUNT = Kind(_whole("a whole number, 0 or more", 0), "N")
+PORT = Kind(_whole("a port, 0 to 65535", 0, 65535), "PORT")
+HEALTH_PORT = Kind(config.health_port, "PORT")
+NODES = Kind(_nodes, "N|MIN:MAX")
+WORKERS = Kind(_workers, "N")
+STREAMS = Kind(parse_streams, "STREAMS")
+RANKS = Kind(_ranks, "RANKS")
+PAIRS = Kind(_pairs, "KEY=VALUE,…")
+TEXTS = Kind(_texts, "TEXT,…")
+NAME, HOST, TEXT = Kind(str, "NAME"), Kind(str, "HOST"), Kind(str, "TEXT")
+STOP_SIGNALS = Kind(config.parse_signals, "NAMES")
+FORWARDED_SIGNALS = Kind(config.parse_forwarded, "NAMES")
+START_METHOD = Kind(_one_of(*config.START_METHODS), "METHOD")
+AFFINITY = Kind(_one_of(*config.AFFINITY_MODES), "MODE")
+DRAIN = Kind(_one_of("node", "job"), "node|job")
+SHELL = Kind(_one_of(*SHELLS), "SHELL")
+
+# fmt: off
+SECTIONS: dict[str, tuple[Option, ...]] = {
+    "Workers": (
+        Option("nproc-per-node", "workers on this node: a number, cpu, gpu, xpu or auto (default 1)",
+               1, WORKERS, typed="1"),
+        Option("max-restarts", "how many times the workers are restarted before the job fails (default 0)",
+               0, COUNT),
+        Option("module", "the script is a module, as in python -m", False, short="m"),
+        Option("no-python", "the script is a program: run it without Python", False),
+        Option("run-path", "run the script with runpy.run_path in a function worker", False),
+        Option("start-method", "with --run-path, how workers are started: spawn (the default), fork or "
+               "forkserver", "spawn", START_METHOD),
+        Option("role", 'role of the workers, in their environment and in log lines (default "default")',
+               "default", NAME),
+        Option("numa-binding", "bind workers to CPUs near their GPUs: node, socket, exclusive or "
+               "core-complex", None, AFFINITY, has_variable=False),
+        Option("virtual-local-rank", "each worker sees LOCAL_RANK=0 and only its own GPU, as device 0",
+               False),
+    ),
+    "Nodes": (
+        Option("nnodes", "number of nodes, or a range MIN:MAX (default 1)", (1, 1), NODES, typed="1:1"),
+        Option("standalone", "run on this node alone, with a free port and a random job id", False),
+        Option("rdzv-backend", "how nodes meet: c10d (also called elasticrs), static (the default), or one "
+               "from a package", "static", NAME),
+        Option("rdzv-endpoint", "HOST[:PORT] of the node that hosts the rendezvous store (port 29400); the "
+               "same on all nodes", "", Kind(str, "ENDPOINT")),
+        Option("rdzv-id", "name of the job, the same on all nodes", "none", Kind(str, "ID")),
+        Option("rdzv-conf", "rendezvous settings, listed below", {}, PAIRS, typed=""),
+        Option("node-rank", "rank of this node (static), or its place in the order of nodes (c10d); default "
+               "0", 0, COUNT),
+        Option("master-addr", "address of node rank 0, for the static rendezvous", "127.0.0.1", HOST),
+        Option("master-port", "port on node rank 0 (default: 29500 for several nodes, a free one on one "
+               "node)", None, PORT),
+        Option("local-addr", "address at which other nodes reach this one (default: detected)", None, HOST),
+        Option("drain", "what a signal to this agent ends: node (the default; the others go on) or the whole "
+               "job", None, DRAIN, group=OURS),
+        Option("exit-barrier-timeout", "how long a finished node waits for the others "
+               "(TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT or 300)", None, SECONDS, group=OURS),
+    ),
+    "Output": (
+        Option("log-dir", "folder for log files; each run creates a folder of its own in it (default: a "
+               "temporary one)", None, Kind(str, "FOLDER")),
+        Option("redirects", "write to files instead of the console: 1 stdout, 2 stderr, 3 both; by local "
+               "rank: 0:1,1:3", 0, STREAMS, short="r", typed="0"),
+        Option("tee", "write to files and show on the console, each line with its rank; same values",
+               0, STREAMS, short="t", typed="0"),
+        Option("capture-stderr", "write stderr of all workers to files as well, so that the failure report "
+               "shows the last lines", False, group=OURS),
+        Option("local-ranks-filter", "show only these local ranks on the console, such as 0,3",
+               None, RANKS, typed=""),
+        Option("log-line-prefix-template", "prefix of --tee lines; may use ${role_name}, ${local_rank}, "
+               "${rank}, ${hostname}", None, TEXT, typed=""),
+        Option("duplicate-stdout-filters", "copy --tee lines that contain one of these texts to "
+               "filtered_stdout.log; write ,, for a comma", (), TEXTS),
+        Option("duplicate-stderr-filters", "the same for stderr and filtered_stderr.log", (), TEXTS),
+        Option("logs-specs", "class that decides where output goes: an entry point in torchrun.logs_specs",
+               None, NAME, has_variable=False),
+    ),
+    "Stops and hangs": (
+        Option("signals-to-handle", "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
+               config.DEFAULT_SIGNALS, STOP_SIGNALS, typed=config.DEFAULT_SIGNALS),
+        Option("signals-to-forward", "signals that the workers get and that do nothing else (default "
+               "USR1,USR2)", None, FORWARDED_SIGNALS, group=OURS),
+        Option("stop-scope", "whom a stop signals first: the worker, and the rest of its process group when "
+               "it has ended, or the whole group (default worker, group with --no-python)",
+               None, STOP_SCOPE, group=OURS),
+        Option("shutdown-timeout", "seconds between the stop signal and SIGKILL (default: "
+               "TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)", None, SECONDS),
+        Option("exit-timeout", "a rank that has not ended this long after an uncaught exception has failed "
+               "(default 10; 0: never)", config.DEFAULT_EXIT_TIMEOUT, EXIT_TIMEOUT, group=OURS),
+        Option("linger", "after success, seconds that processes left behind by workers may go on (default 5)",
+               config.DEFAULT_LINGER, SECONDS, group=OURS),
+        Option("keep-descendants", "after success, leave processes that workers left behind alone",
+               False, group=OURS),
+        Option("hang-timeout", "a rank without a heartbeat for this long has failed; auto[:LEAST] learns the "
+               "limit from steps", None, HANG_TIMEOUT, group=OURS),
+        Option("hang-startup-timeout", "the same, from the start of the workers to the first heartbeat "
+               "(default: no limit)", None, INTERVAL, group=OURS),
+    ),
+    "Monitoring": (
+        Option("health-check-port", "port for /healthz, /readyz, /metrics, /status (default: "
+               "TORCHELASTIC_HEALTH_CHECK_PORT)", None, HEALTH_PORT, group=OURS),
+        Option("health-check-host", "address that the health check server listens on (default: "
+               "ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)", None, HOST, group=OURS),
+        Option("health-check-timeout", "seconds without progress after which /healthz answers 503 (default "
+               "60)", config.DEFAULT_HEALTH_TIMEOUT, SECONDS, group=OURS),
+        Option("event-log-handler", "where events go: null (default), console, file:PATH, an entry point in "
+               "elasticrs.event_handlers", "null", NAME),
+        Option("monitor-interval", "for a rendezvous backend or agent class that polls; ours react at once "
+               "(default 0.1)", config.DEFAULT_MONITOR_INTERVAL, INTERVAL),
+    ),
+    "Other": (
+        Option("print-completion", "print a completion script for bash, zsh or tcsh, and exit (needs shtab)",
+               None, SHELL, has_variable=False),
+        Option("use-env", "accepted for command lines of torch.distributed.launch; always on",
+               False, group=OURS),
+    ),
+}
+# fmt: on
+"""All options, as ``--help`` shows them."""
+
+OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
+
+_BY_DEST = {option.dest: option for option in OPTIONS}
 
 
-def _drain(text: str) -> str:
-    if text not in ("node", "job"):
-        raise ValueError("node or job")
-    return text
+def check(**values: object) -> None:
+    """Check values that a program has given, by the rules of the command line; ``None`` is always allowed.
 
+    Args:
+        values: by the names of the options.
 
-OPTIONS: tuple[Option, ...] = (
-    Option("nnodes", (1, 1), _nodes, "number of nodes, or a range MIN:MAX (default 1)", metavar="N|MIN:MAX"),
-    Option(
-        "nproc-per-node",
-        1,
-        _workers,
-        "workers on this node: a number, cpu, gpu, xpu or auto (default 1)",
-        metavar="N",
-    ),
-    Option("standalone", False, None, "run on this node alone, with a free port and a random job id"),
-    Option(
-        "rdzv-backend",
-        "static",
-        str,
-        "how nodes meet: c10d (also called elasticrs), static (the default), or one from a package",
-        metavar="NAME",
-    ),
-    Option(
-        "rdzv-endpoint",
-        "",
-        str,
-        "HOST[:PORT] of the node that hosts the rendezvous store (port 29400); the same on all nodes",
-        metavar="ENDPOINT",
-    ),
-    Option("rdzv-id", "none", str, "name of the job, the same on all nodes", metavar="ID"),
-    Option("rdzv-conf", {}, _pairs, "rendezvous settings, listed below", metavar="KEY=VALUE,…"),
-    Option(
-        "max-restarts",
-        0,
-        _count,
-        "how many times the workers are restarted before the job fails (default 0)",
-        metavar="N",
-    ),
-    Option(
-        "monitor-interval",
-        config.DEFAULT_MONITOR_INTERVAL,
-        _interval,
-        "for a rendezvous backend or agent class that polls; ours react at once (default 0.1)",
-        metavar="SECONDS",
-    ),
-    Option(
-        "start-method",
-        "spawn",
-        _start_method,
-        "with --run-path, how workers are started: spawn (the default), fork or forkserver",
-        metavar="METHOD",
-    ),
-    Option(
-        "event-log-handler",
-        "null",
-        str,
-        "where events go: null (default), console, file:PATH, an entry point in elasticrs.event_handlers",
-        metavar="NAME",
-    ),
-    Option(
-        "role",
-        "default",
-        str,
-        'role of the workers, in their environment and in log lines (default "default")',
-        metavar="NAME",
-    ),
-    Option("module", False, None, "the script is a module, as in python -m", short="m"),
-    Option("no-python", False, None, "the script is a program: run it without Python"),
-    Option("run-path", False, None, "run the script with runpy.run_path in a function worker"),
-    Option(
-        "log-dir",
-        None,
-        str,
-        "folder for log files; each run creates a folder of its own in it (default: a temporary one)",
-        metavar="FOLDER",
-    ),
-    Option(
-        "redirects",
-        0,
-        parse_streams,
-        "write to files instead of the console: 1 stdout, 2 stderr, 3 both; by local rank: 0:1,1:3",
-        short="r",
-        metavar="STREAMS",
-    ),
-    Option(
-        "tee",
-        0,
-        parse_streams,
-        "write to files and show on the console, each line with its rank; same values",
-        short="t",
-        metavar="STREAMS",
-    ),
-    Option(
-        "local-ranks-filter",
-        None,
-        _ranks,
-        "show only these local ranks on the console, such as 0,3",
-        metavar="RANKS",
-    ),
-    Option(
-        "log-line-prefix-template",
-        None,
-        str,
-        "prefix of --tee lines; may use ${role_name}, ${local_rank}, ${rank}, ${hostname}",
-        metavar="TEXT",
-    ),
-    Option(
-        "duplicate-stdout-filters",
-        (),
-        _texts,
-        "copy --tee lines that contain one of these texts to filtered_stdout.log; write ,, for a comma",
-        metavar="TEXT,…",
-    ),
-    Option(
-        "duplicate-stderr-filters",
-        (),
-        _texts,
-        "the same for stderr and filtered_stderr.log",
-        metavar="TEXT,…",
-    ),
-    Option(
-        "node-rank",
-        0,
-        _count,
-        "rank of this node (static), or its place in the order of nodes (c10d); default 0",
-        metavar="N",
-    ),
-    Option(
-        "master-addr", "127.0.0.1", str, "address of node rank 0, for the static rendezvous", metavar="HOST"
-    ),
-    Option(
-        "master-port",
-        None,
-        _port,
-        "port on node rank 0 (default: 29500 for several nodes, a free one on one node)",
-        metavar="PORT",
-    ),
-    Option(
-        "local-addr",
-        None,
-        str,
-        "address at which other nodes reach this one (default: detected)",
-        metavar="HOST",
-    ),
-    Option(
-        "logs-specs",
-        None,
-        str,
-        "class that decides where output goes: an entry point in torchrun.logs_specs",
-        metavar="NAME",
-        has_variable=False,
-    ),
-    Option(
-        "numa-binding",
-        None,
-        _affinity,
-        "bind workers to CPUs near their GPUs: node, socket, exclusive or core-complex",
-        metavar="MODE",
-        has_variable=False,
-    ),
-    Option(
-        "signals-to-handle",
-        config.DEFAULT_SIGNALS,
-        config.parse_signals,
-        "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
-        metavar="NAMES",
-    ),
-    Option(
-        "shutdown-timeout",
-        None,
-        config.seconds,
-        "seconds between the stop signal and SIGKILL (default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)",
-        metavar="SECONDS",
-    ),
-    Option(
-        "virtual-local-rank",
-        False,
-        None,
-        "each worker sees LOCAL_RANK=0 and only its own GPU, as device 0",
-    ),
-    Option(
-        "print-completion",
-        None,
-        _shell,
-        "print a completion script for bash, zsh or tcsh, and exit (needs shtab)",
-        metavar="SHELL",
-        has_variable=False,
-    ),
-    Option(
-        "exit-barrier-timeout",
-        None,
-        config.seconds,
-        "how long a finished node waits for the others (TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT or 300)",
-        metavar="SECONDS",
-        group=OURS,
-    ),
-    Option(
-        "linger",
-        config.DEFAULT_LINGER,
-        config.seconds,
-        "after success, seconds that processes left behind by workers may go on (default 5)",
-        metavar="SECONDS",
-        group=OURS,
-    ),
-    Option(
-        "signals-to-forward",
-        None,
-        config.parse_forwarded,
-        "signals that the workers get and that do nothing else (default USR1,USR2)",
-        metavar="NAMES",
-        group=OURS,
-    ),
-    Option(
-        "stop-scope",
-        None,
-        _stop_scope,
-        "whom a stop signals first: the worker, and the rest of its process group when it has ended, or the "
-        "whole group (default worker, group with --no-python)",
-        metavar="worker|group",
-        group=OURS,
-    ),
-    Option(
-        "exit-timeout",
-        config.DEFAULT_EXIT_TIMEOUT,
-        config.seconds,
-        "a rank that has not ended this long after an uncaught exception has failed (default 10; 0: never)",
-        metavar="SECONDS",
-        group=OURS,
-    ),
-    Option(
-        "drain",
-        None,
-        _drain,
-        "what a signal to this agent ends: node (the default; the others go on) or the whole job",
-        metavar="node|job",
-        group=OURS,
-    ),
-    Option(
-        "hang-timeout",
-        None,
-        _hang_timeout,
-        "a rank without a heartbeat for this long has failed; auto[:LEAST] learns the limit from steps",
-        metavar="SECONDS|auto",
-        group=OURS,
-    ),
-    Option(
-        "hang-startup-timeout",
-        None,
-        _interval,
-        "the same, from the start of the workers to the first heartbeat (default: no limit)",
-        metavar="SECONDS",
-        group=OURS,
-    ),
-    Option(
-        "use-env",
-        False,
-        None,
-        "accepted for command lines of torch.distributed.launch; always on",
-        group=OURS,
-    ),
-    Option(
-        "health-check-port",
-        None,
-        _health_port,
-        "port for /healthz, /readyz, /metrics, /status (default: TORCHELASTIC_HEALTH_CHECK_PORT)",
-        metavar="PORT",
-        group=OURS,
-    ),
-    Option(
-        "health-check-host",
-        None,
-        str,
-        "address that the health check server listens on (default: ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)",
-        metavar="HOST",
-        group=OURS,
-    ),
-    Option(
-        "health-check-timeout",
-        config.DEFAULT_HEALTH_TIMEOUT,
-        config.seconds,
-        "seconds without progress after which /healthz answers 503 (default 60)",
-        metavar="SECONDS",
-        group=OURS,
-    ),
-    Option(
-        "keep-descendants",
-        False,
-        None,
-        "after success, leave processes that workers left behind alone",
-        group=OURS,
-    ),
-    Option(
-        "capture-stderr",
-        False,
-        None,
-        "write stderr of all workers to files as well, so that the failure report shows the last lines",
-        group=OURS,
-    ),
-)
+    Raises:
+        ValueError: with what is expected and what it got.
+    """
+    for name, value in values.items():
+        kind = _BY_DEST[name].kind
+        if kind is None or value is None:
+            continue
+        try:
+            # A number as text is the command line's alone.
+            is_right = isinstance(kind.convert(str(value)), str) == isinstance(value, str)
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise ValueError(f"{name} must be {kind.needs}, got {value!r}")
+    if values.get("hang_startup_timeout") is not None and values.get("hang_timeout") is None:
+        raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")

@@ -10,21 +10,23 @@ already by the parser. One that was filled in by hand may leave out options, and
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from contextlib import suppress
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
-from elasticrs import launch
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.config import UsageError
-from elasticrs.launcher.arguments import Namespace
-from elasticrs.launcher.options import OPTIONS, SHELLS, Option
+from elasticrs.launcher import command_line
+from elasticrs.launcher.arguments import LOG_OPTIONS, Namespace, values_of
+from elasticrs.launcher.parser import OLD_LAUNCHERS, get_args_parser
+from elasticrs.options import OPTIONS
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
     from elasticrs.agent.health_check_server import HealthCheckServer
@@ -56,21 +58,7 @@ _OFFERED = {
 }
 """What programs import from torchrun's module, though it is at home elsewhere."""
 
-_TEXTS = {
-    "nnodes": "1:1",
-    "nproc_per_node": "1",
-    "rdzv_conf": "",
-    "redirects": "0",
-    "tee": "0",
-    "local_ranks_filter": "",
-    "log_line_prefix_template": "",
-    "signals_to_handle": defaults.DEFAULT_SIGNALS,
-}
-"""Options whose values torchrun keeps as they were typed, and their defaults."""
-
 _ANY_PORT = "localhost:0"
-_OLD_LAUNCHERS = "use_env"
-"""In torch only the launcher before torchrun has this option."""
 
 
 def __getattr__(name: str) -> object:
@@ -80,34 +68,6 @@ def __getattr__(name: str) -> object:
     if name in _OFFERED:
         return getattr(importlib.import_module(_OFFERED[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """An argparse parser with all options in both spellings, and defaults from ``PET_*`` variables."""
-    parser = argparse.ArgumentParser(prog="elasticrun")
-    for option in OPTIONS:
-        if option.dest == _OLD_LAUNCHERS:
-            continue
-        spellings = dict.fromkeys((option.flag, "--" + option.dest))
-        names = [f"-{option.short}", *spellings] if option.short else list(spellings)
-        if option.name == "print-completion":
-            parser.add_argument(*names, action=_PrintCompletion, choices=SHELLS, help=option.help)
-        elif option.is_flag:
-            default = bool(int(os.environ.get(option.variable, "0")))
-            parser.add_argument(*names, action="store_true", default=default, help=option.help)
-        else:
-            parser.add_argument(
-                *names,
-                type=_converter(option),
-                default=os.environ.get(option.variable, _default(option))
-                if option.has_variable
-                else _default(option),
-                help=option.help.replace("%", "%%"),
-                metavar=option.metavar,
-            )
-    parser.add_argument("training_script")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
-    return parser
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
@@ -163,7 +123,7 @@ def get_use_env(args: Any) -> bool:
     """Return true if workers find their local rank in the environment alone, unless ``args.use_env`` says
     otherwise.
     """
-    return bool(getattr(args, _OLD_LAUNCHERS, True))
+    return bool(getattr(args, OLD_LAUNCHERS, True))
 
 
 def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
@@ -188,36 +148,23 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
         _say("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
         os.environ["OMP_NUM_THREADS"] = "1"
-    configuration = LaunchConfig(
-        min_nodes=low,
-        max_nodes=high,
-        nproc_per_node=nproc,
-        logs_specs=_logs_specs(values, nproc),
-        run_id=values.rdzv_id,
-        role=values.role,
-        rdzv_endpoint=get_rdzv_endpoint(values),
-        rdzv_backend=values.rdzv_backend,
-        rdzv_configs=_rdzv_configs(values),
-        max_restarts=values.max_restarts,
-        monitor_interval=values.monitor_interval,
-        start_method=values.start_method,
-        log_line_prefix_template=values.log_line_prefix_template
+    # Most options are fields of the same name.
+    names = {field.name for field in fields(LaunchConfig)} & {option.dest for option in OPTIONS}
+    configuration = LaunchConfig(**{
+        **values_of(values, names),
+        "min_nodes": low,
+        "max_nodes": high,
+        "nproc_per_node": nproc,
+        "logs_specs": _logs_specs(values, nproc),
+        "run_id": values.rdzv_id,
+        "rdzv_endpoint": get_rdzv_endpoint(values),
+        "rdzv_configs": _rdzv_configs(values),
+        "log_line_prefix_template": values.log_line_prefix_template
         or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-        local_addr=values.local_addr,
-        event_log_handler=values.event_log_handler,
-        numa_options=_numa_options(values.numa_binding),
-        signals_to_handle=values.signals_to_handle,
-        signals_to_forward=values.signals_to_forward,
-        stop_scope=values.stop_scope,
-        duplicate_stdout_filters=list(values.duplicate_stdout_filters) or None,
-        duplicate_stderr_filters=list(values.duplicate_stderr_filters) or None,
-        virtual_local_rank=values.virtual_local_rank,
-        shutdown_timeout=values.shutdown_timeout,
-        exit_barrier_timeout=values.exit_barrier_timeout,
-        hang_timeout=values.hang_timeout,
-        hang_startup_timeout=values.hang_startup_timeout,
-        exit_timeout=values.exit_timeout,
-    )
+        "numa_options": _numa_options(values.numa_binding),
+        "duplicate_stdout_filters": list(values.duplicate_stdout_filters) or None,
+        "duplicate_stderr_filters": list(values.duplicate_stderr_filters) or None,
+    })  # fmt: skip
     return configuration, *_command(values, get_use_env(args))
 
 
@@ -260,7 +207,7 @@ def main(args: Sequence[str] | None = None) -> None:
         SignalException: a signal asked to stop.
     """
     if args is None:
-        code = launch.main()
+        code = command_line.main()
         if code != 0:
             sys.exit(code)
         return
@@ -269,71 +216,16 @@ def main(args: Sequence[str] | None = None) -> None:
     record(run)(parse_args(args))
 
 
-def completion(shell: str) -> str:
-    """A script that completes the command line.
-
-    Args:
-        shell: bash, zsh or tcsh.
-
-    Raises:
-        ImportError: the package ``shtab`` is not installed.
-    """
-    import shtab
-
-    text: str = shtab.complete(get_args_parser(), shell=shell)
-    return text + os.linesep
-
-
-class _PrintCompletion(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,  # noqa: ARG002 -- argparse's signature
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        try:
-            sys.stdout.write(completion(str(values)))
-        except ImportError:
-            parser.exit(
-                1, f"{option_string} needs the package shtab: pip install 'elasticrs[completion]'{os.linesep}"
-            )
-        parser.exit()
-
-
-def _default(option: Option) -> object:
-    if option.dest in _TEXTS:
-        return _TEXTS[option.dest]
-    return list(option.default) if isinstance(option.default, tuple) else option.default
-
-
-def _converter(option: Option) -> Callable[[str], object]:
-    def convert(text: str) -> object:
-        if option.convert is None:
-            raise TypeError(f"{option.flag} is a flag")
-        try:
-            value = option.convert(text)
-        except UsageError:
-            raise
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {error}") from None
-        if option.dest in _TEXTS:
-            return text
-        return list(value) if isinstance(value, tuple) else value
-
-    return convert
-
-
 def _values(args: Any) -> Namespace:
     """The values of all options, converted; those that the namespace leaves out have their defaults."""
     found: dict[str, object] = {}
     for option in OPTIONS:
         value = getattr(args, option.dest, None)
         if value is None:
-            value = _default(option)
-        if option.convert is not None and (isinstance(value, str) or option.dest in _TEXTS):
+            value = option.default_as_typed
+        if option.kind is not None and (isinstance(value, str) or option.typed is not None):
             try:
-                value = option.convert(str(value))
+                value = option.kind.convert(str(value))
             except ValueError as error:
                 raise UsageError(f"{option.flag}: got {value!r}, expected {error}") from None
         found[option.dest] = value
@@ -381,14 +273,7 @@ def _logs_specs(values: Namespace, nproc: int) -> LogsSpecs:
     from elasticrs.config import LogSettings
     from elasticrs.multiprocessing.plugins import make_logs_specs
 
-    settings = LogSettings(
-        log_dir=values.log_dir,
-        redirects=values.redirects,
-        tee=values.tee,
-        local_ranks_filter=values.local_ranks_filter,
-        capture_stderr=values.capture_stderr,
-        specs=values.logs_specs,
-    )
+    settings = LogSettings(specs=values.logs_specs, **values_of(values, LOG_OPTIONS))
     return make_logs_specs(settings, nproc)
 
 
@@ -420,4 +305,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch.main())
+    sys.exit(command_line.main())

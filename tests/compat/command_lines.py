@@ -15,7 +15,7 @@ from typing import Any
 
 from elasticrs.config import UsageError
 from elasticrs.launcher.arguments import HelpRequested, parse
-from elasticrs.launcher.options import OPTIONS, OURS
+from elasticrs.options import OPTIONS, OURS
 
 SHARED = tuple(option for option in OPTIONS if option.group != OURS and option.name != "print-completion")
 VALUES = {
@@ -109,8 +109,8 @@ def meant(read: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for option in SHARED:
         value = getattr(read, option.dest)
-        is_text = option.convert is not None and (isinstance(value, str) or value is not None)
-        found[option.dest] = option.convert(as_text(value)) if is_text else value
+        is_text = option.kind is not None and (isinstance(value, str) or value is not None)
+        found[option.dest] = option.converted(as_text(value)) if is_text else value
     # An empty one is none.
     found["log_line_prefix_template"] = read.log_line_prefix_template or None
     found["training_script"] = read.training_script

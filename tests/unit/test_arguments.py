@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elasticrs.config import UsageError
 from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 from elasticrs.launcher.help import WIDTH, help_text
-from elasticrs.launcher.options import OPTIONS, OURS
+from elasticrs.options import OPTIONS, OURS
 from elasticrs.rendezvous.elastic.settings import KEYS
 
 ENV = {"PATH": "/usr/bin:/bin"}
@@ -397,7 +397,7 @@ def _reference():
         if option.is_flag:
             parser.add_argument(*names, option.flag, action="store_true", default=option.default)
         else:
-            parser.add_argument(*names, option.flag, type=option.convert, default=option.default)
+            parser.add_argument(*names, option.flag, type=option.kind.convert, default=option.default)
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     parser.set_defaults(signals_to_handle=(15, 2, 1, 3))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs.launcher.options import OPTIONS
+from elasticrs.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs.launcher.options import OPTIONS
+from elasticrs.options import OPTIONS
 from elasticrs.rendezvous.elastic.settings import KEYS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from helpers import http_client
 import elasticrs.launch as distrib_launch
 from elasticrs.config import DEFAULT_SIGNALS
 from elasticrs.launcher.arguments import parse
-from elasticrs.launcher.options import OPTIONS, OURS
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std
+from elasticrs.options import OPTIONS, OURS
 from elasticrs.run import (
     _get_logs_specs_class,
     _values,
@@ -280,7 +280,7 @@ def test_torchruns_options_are_all_there_with_their_defaults():
         option = ours[dest]
         assert sorted(spellings_of[dest]) == spellings
         assert (option.is_flag, option.has_variable) == (is_flag, has_variable), dest
-        expected = option.convert(default) if isinstance(default, str) and default else default
+        expected = option.converted(default) if isinstance(default, str) and default else default
         assert dest == "print_completion" or values[dest] == default or not (values[dest] or default), dest
         # What torch leaves empty has a value of its kind here.
         assert parse(["x"], {}).__dict__[dest] == expected or not (option.default or expected), dest

@@ -12,7 +12,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core, texts
+from elasticrs import _core, options, texts
 from elasticrs import config as defaults
 from elasticrs._worker import hook_environment, inherited_environment
 from elasticrs.agent.decisions import OneNode
@@ -150,7 +150,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             raise ValueError(f"signals_to_handle: expected {error}") from None
         self._signal_names = names or defaults.DEFAULT_SIGNALS
         self._forwarded = defaults.forwarded_by_name(signals_to_forward, self._signals)
-        self._stop_scope = defaults.stop_scope_of(stop_scope, spec.entrypoint)
+        options.check(stop_scope=stop_scope)
+        self._stop_scope = stop_scope or defaults.default_stop_scope(spec.entrypoint)
         self._start_method = start_method
         self._rdzv_handler = spec.rdzv_handler
         self._logs_specs = logs_specs

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
+from elasticrs import options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,8 +74,11 @@ class WorkerSpec:
             raise AssertionError("local_world_size must be positive")
         if self.monitor_interval <= 0:
             raise AssertionError("monitor_interval must be positive")
-        defaults.check_hang_timeouts(self.hang_timeout, self.hang_startup_timeout)
-        defaults.check_exit_timeout(self.exit_timeout)
+        options.check(
+            hang_timeout=self.hang_timeout,
+            hang_startup_timeout=self.hang_startup_timeout,
+            exit_timeout=self.exit_timeout,
+        )
         if self.fn:
             warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)
             self.entrypoint = self.fn

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
-from elasticrs import events
+from elasticrs import events, options
 from elasticrs.agent.health_check_server import _AliveCallbackProxy
 from elasticrs.agent.observer_factory import check_destination
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
@@ -127,9 +127,12 @@ class LaunchConfig:
             raise ValueError(f"exit_barrier_timeout must be non-negative, got {self.exit_barrier_timeout}")
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
-        defaults.stop_scope_of(self.stop_scope, None)
-        defaults.check_hang_timeouts(self.hang_timeout, self.hang_startup_timeout)
-        defaults.check_exit_timeout(self.exit_timeout)
+        options.check(
+            stop_scope=self.stop_scope,
+            hang_timeout=self.hang_timeout,
+            hang_startup_timeout=self.hang_startup_timeout,
+            exit_timeout=self.exit_timeout,
+        )
 
 
 class elastic_launch:  # noqa: N801 -- torch's name

@@ -13,20 +13,30 @@ import sys
 from elasticrs import config
 from elasticrs._value import Value
 from elasticrs.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
-from elasticrs.launcher.options import NEWER, OPTIONS, OURS, Option
+from elasticrs.launcher.meeting import meeting_of
+from elasticrs.options import NEWER, OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.launcher.meeting import Meeting
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help lists them all"
 _MANY = 32
 """Workers for each CPU; more are most likely a mistake."""
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
+
+
+JOB_OPTIONS = (
+    *("role", "max_restarts", "virtual_local_rank"),
+    *("hang_timeout", "hang_startup_timeout", "exit_timeout"),
+)
+"""Options that are settings of :class:`~elasticrs.config.JobConfig` as they are."""
+LOG_OPTIONS = ("log_dir", "redirects", "tee", "local_ranks_filter", "capture_stderr")
+"""The same for :class:`~elasticrs.config.LogSettings`."""
 
 
 class Namespace:
@@ -46,6 +56,16 @@ class Namespace:
 
     def __repr__(self) -> str:
         return f"Namespace({', '.join(f'{k}={v!r}' for k, v in sorted(self.__dict__.items()))})"
+
+
+def values_of(args: Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The values of these options, by name.
+
+    Args:
+        args: all values.
+        names: of the options.
+    """
+    return {name: getattr(args, name) for name in names}
 
 
 class HelpRequested(Exception):  # noqa: N818 -- not an error
@@ -130,13 +150,11 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     nproc = _nproc(args.nproc_per_node, environ, notices)
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
-    meeting = _meeting(args, environ, grace, notices)
+    meeting = meeting_of(args, environ, grace, notices)
     job = JobConfig(
         nproc,
         meeting.run_id,
-        role=args.role,
         name=args.training_script,
-        max_restarts=args.max_restarts,
         shutdown_timeout=grace,
         signals=args.signals_to_handle,
         forwarded=_forwarded(args),
@@ -146,22 +164,15 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         master_port=meeting.master_port,
         rendezvous=meeting.rendezvous,
         cpus=_cpus(args.numa_binding, nproc, environ),
-        virtual_local_rank=args.virtual_local_rank,
         uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
-        hang_timeout=args.hang_timeout,
-        hang_startup_timeout=args.hang_startup_timeout,
-        exit_timeout=args.exit_timeout,
+        **values_of(args, JOB_OPTIONS),
     )
     logs = LogSettings(
-        log_dir=args.log_dir,
-        redirects=args.redirects,
-        tee=args.tee,
-        local_ranks_filter=args.local_ranks_filter,
         prefix_template=args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-        capture_stderr=args.capture_stderr,
         stdout_filters=args.duplicate_stdout_filters,
         stderr_filters=args.duplicate_stderr_filters,
         specs=args.logs_specs,
+        **values_of(args, LOG_OPTIONS),
     )
     if args.virtual_local_rank:
         _check_devices(nproc, environ)
@@ -189,7 +200,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
 
 
 def _observe(
-    args: Namespace, command: list[str], meeting: _Meeting, environ: Mapping[str, str], notices: list[str]
+    args: Namespace, command: list[str], meeting: Meeting, environ: Mapping[str, str], notices: list[str]
 ) -> ObserveSettings:
     metrics = os.path.join(os.path.dirname(os.path.dirname(__file__)), "metrics")
     return ObserveSettings(
@@ -278,7 +289,8 @@ def _value(option: Option, arguments: Iterator[str]) -> str:
     # As in argparse: what looks like an option is none's value, unless it is a negative number or has a
     # space.
     if text is None or (text.startswith("-") and len(text) > 1 and " " not in text and not _is_number(text)):
-        raise UsageError(f"{option.flag}: a value is missing, as in {option.flag} {option.metavar}")
+        example = f"{option.flag} {option.kind.metavar if option.kind is not None else ''}"
+        raise UsageError(f"{option.flag}: a value is missing, as in {example}")
     return text
 
 
@@ -291,10 +303,8 @@ def _is_number(text: str) -> bool:
 
 
 def _convert(option: Option, name: str, text: str) -> object:
-    if option.convert is None:
-        raise TypeError(f"{name} is a flag")
     try:
-        return option.convert(text)
+        return option.converted(text)
     except ValueError as error:
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
 
@@ -378,123 +388,6 @@ def _useless(args: Namespace) -> Iterator[str]:
             continue
         if getattr(args, f"duplicate_{name}_filters") and not tee & stream:
             yield f"--duplicate-{name}-filters has no effect here: it copies what --tee shows of {name}"
-
-
-class _Meeting(Value):
-    """Where the workers meet, and with which nodes the agent does.
-
-    Args:
-        run_id: the name of the job.
-        master_addr: where rank 0 hosts the workers' store.
-        master_port: its port; ``None`` for a fresh one in every attempt.
-        rendezvous: with the other nodes; ``None`` when there are none.
-        handler: in place of a rendezvous of ours.
-    """
-
-    run_id: str
-    master_addr: str
-    master_port: int | None
-    rendezvous: Rendezvous | None = None
-    handler: HandlerSettings | None = None
-
-
-def _meeting(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> _Meeting:
-    """By torch's rules: a plain launch and ``--standalone`` are one node that meets nobody."""
-    low, high = args.nnodes
-    endpoint: str = args.rdzv_endpoint.strip()
-    alone = args.local_addr or "localhost"
-    is_plain = args.rdzv_backend == "static" and high == 1 and not endpoint and args.master_port is None
-    if args.standalone:
-        if low > 1:
-            raise UsageError(f"--standalone is for one node, but --nnodes is {_range(args.nnodes)}")
-        # What torch would have replaced is not looked at.
-        is_plain, high = True, 1
-    if is_plain and not args.rdzv_conf and args.node_rank == 0:
-        return _Meeting(config.random_run_id(), alone, None)
-    return _described(args, environ, grace, notices, is_plain=is_plain)
-
-
-def _described(
-    args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str], *, is_plain: bool
-) -> _Meeting:
-    from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, STATIC, describe, is_in_file
-    from elasticrs.rendezvous.endpoint import parse_endpoint
-
-    if not is_plain and (
-        args.rdzv_backend not in BACKENDS or (args.rdzv_backend == C10D and is_in_file(args.rdzv_conf))
-    ):
-        return _polled(args, environ, notices)
-    backend = STATIC if is_plain else BACKENDS[args.rdzv_backend]
-    endpoint: str = args.rdzv_endpoint.strip()
-    if backend == STATIC and not endpoint:
-        endpoint = _static_endpoint(args)
-    rendezvous, more = describe(
-        backend,
-        endpoint,
-        args.rdzv_id,
-        (1, 1) if args.standalone else args.nnodes,
-        {**args.rdzv_conf, **({} if args.drain is None else {"drain": args.drain})},
-        environ,
-        node_rank=0 if args.standalone else args.node_rank,
-        local_addr=args.local_addr,
-        grace=grace,
-        exit_barrier_timeout=args.exit_barrier_timeout,
-    )
-    notices += more
-    if is_plain:
-        return _Meeting(config.random_run_id(), args.local_addr or "localhost", None)
-    if backend == STATIC:
-        host, port = parse_endpoint("--rdzv-endpoint", endpoint)
-        if port is None:
-            raise UsageError(
-                f"--rdzv-endpoint: got {endpoint!r}, expected HOST:PORT with the static rendezvous, "
-                "the same on all nodes"
-            )
-        return _Meeting(args.rdzv_id, host, port or None, rendezvous)
-    if args.master_port is not None:
-        notices.append("--master-port has no effect here: it is for the static rendezvous")
-    # The workers' store has a port of its own; the endpoint is where nodes meet.
-    return _Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
-
-
-def _polled(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> _Meeting:
-    from elasticrs.rendezvous.elastic.describe import COMMAND_LINE
-    from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
-    from elasticrs.rendezvous.registry import find_backend
-
-    find_backend(args.rdzv_backend, COMMAND_LINE)
-    for option, is_given in (
-        ("--master-port", args.master_port is not None),
-        ("--node-rank", args.node_rank != 0),
-        ("--drain", args.drain is not None),
-    ):
-        if is_given:
-            notices.append(f"{option} has no effect here: this rendezvous backend does not support it")
-    barrier = args.exit_barrier_timeout
-    if barrier is None:
-        barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")
-    handler = HandlerSettings(
-        args.rdzv_backend,
-        args.rdzv_endpoint,
-        args.rdzv_id,
-        args.nnodes,
-        args.rdzv_conf,
-        args.local_addr,
-        barrier,
-        args.monitor_interval,
-    )
-    return _Meeting(args.rdzv_id, args.local_addr or "localhost", None, handler=handler)
-
-
-def _static_endpoint(args: Namespace) -> str:
-    host = args.master_addr.strip().strip("[]")
-    port = config.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _range(nodes: tuple[int, int]) -> str:
-    low, high = nodes
-    return str(low) if low == high else f"{low}:{high}"
 
 
 def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m elasticrs.launch`` and ``elasticrun``. Options in, exit code out; no logic.
+"""What the command line does: options in, exit code out; no logic. See :mod:`elasticrs.launch`.
 
 Exit codes: 0 when every worker exited 0; 1 when the job failed or was ended by a signal; 2 for a mistake in
 the command line or its environment: then nothing was started, and stderr has one line that says what is
@@ -7,19 +7,11 @@ wrong.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` has to import more
 import os
+import signal
 import sys
 
-_is_command = __name__ == "__main__" or os.path.basename((sys.argv or [""])[0]) == "elasticrun"
-_ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
-if _ends_by_sigint:
-    # Until there are handlers, Ctrl-C ends this process as any other signal does, without a traceback.
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-
-import signal  # noqa: E402
-
-from elasticrs.agent.signals import catch_signals, ignored_signals  # noqa: E402
+from elasticrs.agent.signals import catch_signals, ignored_signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,27 +37,19 @@ _FIRST_SIGNALS = (
 )
 
 
-def __getattr__(name: str) -> object:
-    # The functions of torch.distributed.launch; the command line has no use for argparse.
-    if name in {"get_args_parser", "launch", "parse_args", "run"}:
-        from elasticrs.launcher import torch_launch
-
-        return getattr(torch_launch, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def main(args: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> int:
     """Launch a job and wait for its end.
 
     Args:
         args: the command line without the program; the interpreter's own when ``None``.
+        ends_by_sigint: SIGINT has its default action until there are handlers; see :mod:`elasticrs.launch`.
 
     Returns:
         The exit code.
     """
     _open_standard_descriptors()
     # Before all imports that take time: from here on no signal ends the process half-way.
-    signals = _catch_first_signals()
+    signals = _catch_first_signals(ends_by_sigint)
     try:
         return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
     finally:
@@ -74,8 +58,8 @@ def main(args: Sequence[str] | None = None) -> int:
             signals.close(ignore=args is None)
 
 
-def _catch_first_signals() -> SignalPipe | None:
-    if not _ends_by_sigint:
+def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
+    if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
     # Forked functions get back what Python had installed. Blocked meanwhile, or Ctrl-C would raise here.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -247,7 +231,7 @@ def _print_help(what: str) -> int:
     elif what == "version":
         text = f"elasticrs {__version__}{os.linesep}"
     else:
-        from elasticrs.run import completion
+        from elasticrs.launcher.parser import completion
 
         try:
             text = completion(what)
@@ -291,7 +275,3 @@ def _open_standard_descriptors() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

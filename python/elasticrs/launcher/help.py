@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from elasticrs.launcher.options import OPTIONS, OURS
+from elasticrs.options import OURS, SECTIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from elasticrs.launcher.options import Option
+    from elasticrs.options import Option
 
 WIDTH = 80
 _COLUMN = 28
@@ -31,30 +31,6 @@ _EXAMPLES = (
     ),
 )
 
-_SECTIONS = {
-    "Workers": (
-        "nproc-per-node max-restarts module no-python run-path start-method role numa-binding "
-        "virtual-local-rank"
-    ),
-    "Nodes": (
-        "nnodes standalone rdzv-backend rdzv-endpoint rdzv-id rdzv-conf node-rank master-addr master-port "
-        "local-addr drain exit-barrier-timeout"
-    ),
-    "Output": (
-        "log-dir redirects tee capture-stderr local-ranks-filter log-line-prefix-template "
-        "duplicate-stdout-filters duplicate-stderr-filters logs-specs"
-    ),
-    "Stops and hangs": (
-        "signals-to-handle signals-to-forward stop-scope shutdown-timeout exit-timeout linger "
-        "keep-descendants hang-timeout hang-startup-timeout"
-    ),
-    "Monitoring": (
-        "health-check-port health-check-host health-check-timeout event-log-handler monitor-interval"
-    ),
-}
-_REST = "Other"
-"""Where options stand that no section names."""
-
 
 def help_text(program: str) -> str:
     """What ``--help`` prints, at most :data:`WIDTH` columns wide.
@@ -72,9 +48,9 @@ def help_text(program: str) -> str:
     ]  # fmt: skip
     for meaning, command in _EXAMPLES:
         lines += [f"  # {meaning}", *f"  {program} {command}".split("\n")]
-    for title, options in _by_section().items():
+    for title, options in SECTIONS.items():
         lines += ["", f"{title}:"]
-        if title == _REST:
+        if title == "Other":
             lines += [*_row("  -h, --help", "show this text"), *_row("  --version", "show the version")]
         for option in options:
             lines += _row(_head(option), option.help)
@@ -91,21 +67,10 @@ def help_text(program: str) -> str:
     return os.linesep.join(lines) + os.linesep
 
 
-def _by_section() -> dict[str, list[Option]]:
-    section_of = {name: title for title, names in _SECTIONS.items() for name in names.split()}
-    order = list(section_of)
-    found: dict[str, list[Option]] = {title: [] for title in (*_SECTIONS, _REST)}
-    for option in sorted(
-        OPTIONS, key=lambda option: order.index(option.name) if option.name in order else -1
-    ):
-        found[section_of.get(option.name, _REST)].append(option)
-    return found
-
-
 def _head(option: Option) -> str:
     mark = "*" if option.group == OURS else " "
     names = f"-{option.short}, {option.flag}" if option.short else option.flag
-    return f"{mark} {names}" if option.is_flag else f"{mark} {names} {option.metavar}"
+    return f"{mark} {names}" if option.kind is None else f"{mark} {names} {option.kind.metavar}"
 
 
 def _settings() -> Iterator[str]:

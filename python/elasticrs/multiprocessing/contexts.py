@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs._worker import hook_environment, inherited_environment
-from elasticrs.config import START_METHODS, stop_scope_of
+from elasticrs.config import START_METHODS, default_stop_scope
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
@@ -206,7 +206,7 @@ class SubprocessContext(_SupervisedContext):
             )
             for rank, command in commands.items()
         ]
-        self._group = SupervisedGroup(stop_scope=stop_scope_of(None, self.entrypoint))
+        self._group = SupervisedGroup(stop_scope=default_stop_scope(self.entrypoint))
         self._group.start(specs, self._streams)
         self.subprocess_handlers = {
             rank: SubprocessHandler.of_group(self._group, rank, command) for rank, command in commands.items()

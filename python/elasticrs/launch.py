@@ -1,0 +1,82 @@
+"""``python -m elasticrs.launch`` and ``elasticrun``, and the names of ``torch.distributed.launch``.
+
+What it does is in :mod:`elasticrs.launcher.command_line`.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # `signal` has to import more
+import os
+import sys
+
+_is_command = __name__ == "__main__" or os.path.basename((sys.argv or [""])[0]) == "elasticrun"
+_ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+if _ends_by_sigint:
+    # Until there are handlers, Ctrl-C ends this process as any other signal does, without a traceback.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+from elasticrs.launcher import command_line  # noqa: E402
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from typing import Any
+
+
+def __getattr__(name: str) -> object:
+    # The command line has no use for argparse.
+    if name in {"get_args_parser", "run"}:
+        from elasticrs import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Launch a job and wait for its end.
+
+    Args:
+        args: the command line without the program; the interpreter's own when ``None``.
+
+    Returns:
+        The exit code.
+    """
+    return command_line.main(args, ends_by_sigint=_ends_by_sigint)
+
+
+def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
+    """Read a command line; a mistake ends the process with exit code 2, as in argparse.
+
+    Args:
+        args: without the program; the interpreter's own when ``None``.
+    """
+    from elasticrs.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.add_argument(
+        "--use-env",
+        "--use_env",
+        action="store_true",
+        help="the local rank is only in the environment, not in the script's arguments",
+    )
+    return parser.parse_args(args)
+
+
+def launch(args: Any) -> None:
+    """Run what a namespace of :func:`parse_args` says.
+
+    Without ``use_env`` each script gets ``--local-rank=N`` in front of its arguments.
+
+    Raises:
+        ValueError: a program that is no Python script, without ``use_env`` (as in torch).
+    """
+    from elasticrs.run import run
+
+    if args.no_python and not args.use_env:
+        raise ValueError("--no-python needs --use-env: a program of any kind gets no --local-rank")
+    run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

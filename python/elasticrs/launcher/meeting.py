@@ -1,0 +1,169 @@
+"""Where the workers meet, and with which nodes the agent does: which back end, by torch's rules.
+
+::
+
+    --standalone, or one node without an endpoint and a port    alone: the node meets nobody
+    static                                                      ranks by hand
+    c10d, elasticrs                                             nodes meet, ranks are given
+    anything else, or c10d in a file                            a handler that polls
+"""
+
+from __future__ import annotations
+
+from elasticrs import config
+from elasticrs._value import Value
+from elasticrs.config import HandlerSettings, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+    from elasticrs.launcher.arguments import Namespace
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+
+class Meeting(Value):
+    """Where the workers meet, and with which nodes the agent does.
+
+    Args:
+        run_id: the name of the job.
+        master_addr: where rank 0 hosts the workers' store.
+        master_port: its port; ``None`` for a fresh one in every attempt.
+        rendezvous: with the other nodes; ``None`` when there are none.
+        handler: in place of a rendezvous of ours.
+    """
+
+    run_id: str
+    master_addr: str
+    master_port: int | None = None
+    rendezvous: Rendezvous | None = None
+    handler: HandlerSettings | None = None
+
+
+def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
+    """Choose the back end of a command line, and check its settings.
+
+    Args:
+        args: all options.
+        environ: the agent's environment.
+        grace: seconds between the first signal and SIGKILL.
+        notices: gets lines for the user.
+
+    Raises:
+        UsageError: one line for the user.
+    """
+    if is_alone(args):
+        return _alone(args, environ, grace, notices)
+    from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, STATIC, is_in_file
+
+    makers: dict[str, Callable[[Namespace, Mapping[str, str], float, list[str]], Meeting]]
+    makers = {STATIC: _static, C10D: _c10d}
+    backend = BACKENDS.get(args.rdzv_backend, "")
+    if args.rdzv_backend == C10D and is_in_file(args.rdzv_conf):
+        backend = ""
+    return makers.get(backend, _polled)(args, environ, grace, notices)
+
+
+def is_alone(args: Any) -> bool:
+    """Return true if the node meets nobody: ``--standalone``, or a plain launch.
+
+    Args:
+        args: all options.
+
+    Raises:
+        UsageError: ``--standalone`` with several nodes.
+    """
+    low, high = args.nnodes
+    if args.standalone and low > 1:
+        nodes = str(low) if low == high else f"{low}:{high}"
+        raise UsageError(f"--standalone is for one node, but --nnodes is {nodes}")
+    is_plain = args.rdzv_backend == "static" and high == 1 and args.master_port is None
+    return bool(args.standalone) or (is_plain and not args.rdzv_endpoint.strip())
+
+
+def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
+    if args.rdzv_conf or args.node_rank != 0:
+        # Checked, though nobody is met. What torch would have replaced is not looked at.
+        _describe("static", args, environ, grace, notices)
+    return Meeting(config.random_run_id(), args.local_addr or "localhost")
+
+
+def _static(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
+    from elasticrs.rendezvous.endpoint import parse_endpoint
+
+    rendezvous = _describe("static", args, environ, grace, notices)
+    endpoint = _static_endpoint(args)
+    host, port = parse_endpoint("--rdzv-endpoint", endpoint)
+    if port is None:
+        raise UsageError(
+            f"--rdzv-endpoint: got {endpoint!r}, expected HOST:PORT with the static rendezvous, "
+            "the same on all nodes"
+        )
+    return Meeting(args.rdzv_id, host, port or None, rendezvous)
+
+
+def _c10d(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
+    rendezvous = _describe("c10d", args, environ, grace, notices)
+    if args.master_port is not None:
+        notices.append("--master-port has no effect here: it is for the static rendezvous")
+    # The workers' store has a port of its own; the endpoint is where nodes meet.
+    return Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
+
+
+def _polled(args: Namespace, environ: Mapping[str, str], _grace: float, notices: list[str]) -> Meeting:
+    from elasticrs.rendezvous.elastic.describe import COMMAND_LINE
+    from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
+    from elasticrs.rendezvous.registry import find_backend
+
+    find_backend(args.rdzv_backend, COMMAND_LINE)
+    for option, is_given in (
+        ("--master-port", args.master_port is not None),
+        ("--node-rank", args.node_rank != 0),
+        ("--drain", args.drain is not None),
+    ):
+        if is_given:
+            notices.append(f"{option} has no effect here: this rendezvous backend does not support it")
+    barrier = args.exit_barrier_timeout
+    if barrier is None:
+        barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")
+    handler = HandlerSettings(
+        args.rdzv_backend,
+        args.rdzv_endpoint,
+        args.rdzv_id,
+        args.nnodes,
+        args.rdzv_conf,
+        args.local_addr,
+        barrier,
+        args.monitor_interval,
+    )
+    return Meeting(args.rdzv_id, args.local_addr or "localhost", handler=handler)
+
+
+def _describe(
+    backend: str, args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]
+) -> Rendezvous | None:
+    from elasticrs.rendezvous.elastic.describe import describe
+
+    rendezvous, more = describe(
+        backend,
+        _static_endpoint(args) if backend == "static" else args.rdzv_endpoint.strip(),
+        args.rdzv_id,
+        (1, 1) if args.standalone else args.nnodes,
+        {**args.rdzv_conf, **({} if args.drain is None else {"drain": args.drain})},
+        environ,
+        node_rank=0 if args.standalone else args.node_rank,
+        local_addr=args.local_addr,
+        grace=grace,
+        exit_barrier_timeout=args.exit_barrier_timeout,
+    )
+    notices += more
+    return rendezvous
+
+
+def _static_endpoint(args: Namespace) -> str:
+    if endpoint := args.rdzv_endpoint.strip():
+        return str(endpoint)
+    host = args.master_addr.strip().strip("[]")
+    port = config.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,92 @@
+"""The options as an argparse parser, for programs that build on torchrun's, and for completion."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from elasticrs.config import UsageError
+from elasticrs.options import OPTIONS, SHELLS, Option
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OLD_LAUNCHERS = "use_env"
+"""In torch only the launcher before torchrun has this option."""
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """An argparse parser with all options in both spellings, and defaults from ``PET_*`` variables."""
+    parser = argparse.ArgumentParser(prog="elasticrun")
+    for option in OPTIONS:
+        if option.dest == OLD_LAUNCHERS:
+            continue
+        spellings = dict.fromkeys((option.flag, "--" + option.dest))
+        names = [f"-{option.short}", *spellings] if option.short else list(spellings)
+        if option.name == "print-completion":
+            parser.add_argument(*names, action=_PrintCompletion, choices=SHELLS, help=option.help)
+        elif option.kind is None:
+            default = bool(int(os.environ.get(option.variable, "0")))
+            parser.add_argument(*names, action="store_true", default=default, help=option.help)
+        else:
+            parser.add_argument(
+                *names,
+                type=_converter(option),
+                default=os.environ.get(option.variable, option.default_as_typed)
+                if option.has_variable
+                else option.default_as_typed,
+                help=option.help.replace("%", "%%"),
+                metavar=option.kind.metavar,
+            )
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def completion(shell: str) -> str:
+    """A script that completes the command line.
+
+    Args:
+        shell: bash, zsh or tcsh.
+
+    Raises:
+        ImportError: the package ``shtab`` is not installed.
+    """
+    import shtab
+
+    text: str = shtab.complete(get_args_parser(), shell=shell)
+    return text + os.linesep
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,  # noqa: ARG002 -- argparse's signature
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            sys.stdout.write(completion(str(values)))
+        except ImportError:
+            parser.exit(
+                1, f"{option_string} needs the package shtab: pip install 'elasticrs[completion]'{os.linesep}"
+            )
+        parser.exit()
+
+
+def _converter(option: Option) -> Callable[[str], object]:
+    def convert(text: str) -> object:
+        try:
+            value = option.converted(text)
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {error}") from None
+        if option.typed is not None:
+            return text
+        return list(value) if isinstance(value, tuple) else value
+
+    return convert
