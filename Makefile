@@ -100,13 +100,14 @@ SOAK ?= --seconds 600
 soak: build ## random schedules of the rendezvous for ten minutes; SOAK="--seconds N --seed S"
 	@$(PY) -m tests.rendezvous.soak $(SOAK)
 
-lint: build ## formatters, linters, types, the stub of the extension, rules of the tree
+lint: build ## formatters, linters, types, the stub of the extension, floors and circles, rules of the tree
 	@cargo fmt --all --check
 	@cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
 	@$(PY) -m ruff check --quiet $(PYTHON_TREES)
 	@$(PY) -m ruff format --quiet --check $(PYTHON_TREES)
 	@$(PY) -m mypy python tools tests/helpers tests/conftest.py benchmarks
 	@$(PY) -m mypy.stubtest --concise --allowlist tools/stubtest-allowlist.txt elasticrs._core
+	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 	@$(PY) tools/check_tree.py
 
 bench: build ## measure side by side with torchrun; results go to benchmarks/results

@@ -1,5 +1,6 @@
 """Rules of the tree that no linter knows. Prints breaches as ``path:line: rule``; exits 1 if there is one."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -16,6 +17,19 @@ UNSAFE_HOMES = (
     "crates/elasticrs-testkit/src/",  # a program whose purpose is to fork, crash and misbehave; never shipped
 )
 """Where `unsafe` code may be."""
+
+
+CORE_DOORS = (
+    *("agent/attempt", "agent/cause", "agent/health_check_server", "agent/job_events", "agent/job_health"),
+    *("agent/job_metrics", "agent/report", "agent/signals", "agent/story", "agent/tracker"),
+    *("compat/c10d_rendezvous_backend", "compat/dynamic_rendezvous", "compat/local_elastic_agent"),
+    *("compat/replaced_console", "launcher/by_handler", "launcher/command_line"),
+    *("multiprocessing/contexts", "multiprocessing/keeper", "multiprocessing/supervised_group"),
+    *("native_session", "rendezvous/elastic/driver", "rendezvous/elastic/meeting_point"),
+    *("rendezvous/one_node", "rendezvous/own_store", "rendezvous/static", "store/__main__", "store/store"),
+    "workers",
+)
+"""The modules of the package that may import the extension, but for type checkers."""
 
 
 class LineRule(NamedTuple):
@@ -70,6 +84,27 @@ def breaches_of_rust(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
             yield number, "pyo3 outside the seam"
 
 
+def breaches_of_python(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
+    """The extension behind doors that are not its own."""
+    home = "python/elasticrs/"
+    if not name.startswith(home) or name[len(home) : -len(".py")] in CORE_DOORS:
+        return
+    for number in _imports_of_core(ast.parse("\n".join(lines))):
+        yield number, "elasticrs._core is imported here; see CORE_DOORS"
+
+
+def _imports_of_core(tree: ast.AST) -> Iterator[int]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and (
+            node.module == "elasticrs._core"
+            or (node.module == "elasticrs" and any(alias.name == "_core" for alias in node.names))
+        ):
+            yield node.lineno
+        yield from _imports_of_core(node)
+
+
 def main() -> int:
     found = []
     for name in tracked():
@@ -81,6 +116,8 @@ def main() -> int:
         rules = [breaches_of_text(name, lines)]
         if name.endswith(".rs"):
             rules.append(breaches_of_rust(name, lines))
+        if name.endswith(".py"):
+            rules.append(breaches_of_python(name, lines))
         found.extend(f"{name}:{number}: {breach}" for rule in rules for number, breach in rule)
     print("\n".join(found), end="\n" if found else "")
     return 1 if found else 0
