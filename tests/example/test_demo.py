@@ -1,30 +1,19 @@
 """The example, and what its demo makes of a run."""
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from helpers import ports
 from helpers.launcher import clean_environment
 
-DIRECTORY = Path(__file__).parents[2] / "examples" / "ddp_digits"
+EXAMPLE = "ddp_digits"
+DIRECTORY = Path(__file__).parents[2] / "examples" / EXAMPLE
 HANG = 240
 MS = 1_000_000
-
-
-@pytest.fixture
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ddp_digits_demo", DIRECTORY / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def good_lines() -> list[str]:
@@ -56,7 +45,7 @@ def good_records() -> list[dict[str, Any]]:
     ]
 
 
-def test_a_good_run_is_told(demo: ModuleType) -> None:
+def test_a_good_run_is_told(demo):
     story = demo.tell(0, good_lines(), good_records())
     assert story.broken == []
     assert story.account == [
@@ -97,7 +86,7 @@ BROKEN: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("complaint", "change"), BROKEN, ids=[complaint for complaint, _ in BROKEN])
-def test_every_broken_promise_is_named(demo: ModuleType, complaint: str, change: Change) -> None:
+def test_every_broken_promise_is_named(demo, complaint: str, change: Change):
     story = demo.tell(*change(good_lines(), good_records()))
     assert [each for each in story.broken if complaint in each]
 
@@ -138,7 +127,7 @@ def run_workers(count: int, attempt: int, *arguments: str) -> tuple[list[int], s
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.timeout(2 * HANG)
-def test_training_resumes_where_it_was_killed(tmp_path: Path) -> None:
+def test_training_resumes_where_it_was_killed(tmp_path):
     checkpoint = tmp_path / "digits.pt"
     arguments = ("--checkpoint", str(checkpoint), "--epochs", "4", "--kill-rank", "1", "--kill-epoch", "2")
     exitcodes, printed = run_workers(2, 0, *arguments)
@@ -155,15 +144,7 @@ def test_training_resumes_where_it_was_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.timeout(2 * HANG)
-def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, DIRECTORY / "demo.py", "--keep", tmp_path],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "stamp up" not in done.stdout
-    assert "  training resumed after epoch 2, from its checkpoint\n" in done.stdout
+def test_the_demo_keeps_its_promises(run_demo, tmp_path):
+    printed = run_demo("ddp_digits/demo.py", "--keep", tmp_path)
+    assert "stamp up" not in printed
+    assert "  training resumed after epoch 2, from its checkpoint\n" in printed

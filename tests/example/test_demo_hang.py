@@ -1,16 +1,8 @@
 """The example of a rank that hangs, and what its demo makes of a run."""
 
-import importlib.util
-import subprocess
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
-from helpers.launcher import clean_environment
 
-DIRECTORY = Path(__file__).parents[2] / "examples" / "hang"
-HANG = 240
+EXAMPLE = "hang"
 
 GOOD = [
     "epoch 1/6: loss 0.0935\n",
@@ -29,17 +21,7 @@ threads in the kernel: state, name, wait channel, stack
 """
 
 
-@pytest.fixture
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hang_demo", DIRECTORY / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_good_run_is_told(demo: ModuleType) -> None:
+def test_a_good_run_is_told(demo):
     story = demo.tell(0, GOOD, EVIDENCE)
     assert story.broken == []
     assert '    File "train.py", line 94 in hang_if_told' in story.account
@@ -58,18 +40,11 @@ def test_a_good_run_is_told(demo: ModuleType) -> None:
         (0, 3, GOOD[3].replace("98.61", "95.00"), EVIDENCE, "the accuracy is not above 95.0 %"),
     ],
 )
-def test_a_broken_promise_is_named(
-    demo: ModuleType, exitcode: int, line: int, instead: str, evidence: str, broken: str
-) -> None:
+def test_a_broken_promise_is_named(demo, exitcode: int, line: int, instead: str, evidence: str, broken: str):
     lines = [*GOOD[:line], instead, *GOOD[line + 1 :]]
     assert demo.tell(exitcode, lines, evidence).broken == [broken]
 
 
 @pytest.mark.slow
-def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
-    command = [sys.executable, str(DIRECTORY / "demo.py"), "--keep", str(tmp_path)]
-    done = subprocess.run(
-        command, env=clean_environment(), capture_output=True, text=True, timeout=HANG, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "in barrier" in done.stdout
+def test_the_demo_keeps_its_promises(run_demo, tmp_path):
+    assert "in barrier" in run_demo("hang/demo.py", "--keep", tmp_path)

@@ -1,16 +1,12 @@
 """The demo of several nodes keeps its promises, in namespaces and without."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import hosts
-from helpers.launcher import clean_environment
 
 ROOT = Path(__file__).parents[2]
-HANG = 280
 EPOCHS = "30"
 """The host is back after some ten; the others are there for a quick machine, on which it comes back late."""
 
@@ -22,28 +18,20 @@ PLACES = [
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.timeout(HANG + 20)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", PLACES)
-def test_a_host_is_cut_off_and_comes_back(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_host_is_cut_off_and_comes_back(run_demo, tmp_path, options):
     if not options and (reason := hosts.why_not()):
         pytest.skip(reason)
     # A fresh clone has the name of the project, which is then in the path of every script.
     clone = tmp_path / "elasticrs"
     for part in ("examples", "tests/helpers"):
         shutil.copytree(ROOT / part, clone / part)
-    done = subprocess.run(
-        [sys.executable, clone / "examples" / "ddp_multinode" / "demo.py", "--epochs", EPOCHS, *options],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    told = [line[11:].split(":")[0] for line in done.stdout.splitlines() if line[8:9] == "s"]
+    printed = run_demo(clone / "examples" / "ddp_multinode" / "demo.py", "--epochs", EPOCHS, *options)
+    told = [line[11:].split(":")[0] for line in printed.splitlines() if line[8:9] == "s"]
     assert [line for line in told if "workers train" in line] == [
         "3 workers train",
         "2 workers train",
         "3 workers train",
     ]
-    assert "NOT AS PROMISED" not in done.stdout
+    assert "NOT AS PROMISED" not in printed
