@@ -76,7 +76,7 @@ demo-hang: build ## the same, but one stops in a collective: it is found, its st
 demo-multinode: build ## three hosts train; one is cut off, the job goes on with two, it comes back (namespaces if root)
 	@$(PY) examples/ddp_multinode/demo.py
 
-test: test-rust test-python ## all tests but the slow ones; ALL=1: every test
+test: test-rust test-python ## all tests but those marked slow, then a list of what took longest; ALL=1: every test
 
 # Tests run the programs of the workspace, and cargo builds only those of a package that has such tests itself. Without
 # nextest they share a process, whose descriptors and children are everybody's: one at a time.
@@ -90,7 +90,7 @@ test-rust:
 	@cargo test --locked --doc --quiet
 
 test-python: build $(PYTEST_NEEDS)
-	@$(PY) -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_SELECT) $(PYTEST)
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2 $(PYTEST_SELECT) $(PYTEST)
 
 interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'
 	@tools/interop.sh '$(TORCH)'

@@ -6,12 +6,10 @@ import signal
 
 import pytest
 from helpers import procs
-from helpers.launcher import TORCHRUN
 
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.beyond_torchrun,  # both are started here, whatever --launcher says
-    TORCHRUN,
 ]
 
 BOTH = ("torchrun", "elasticrs")

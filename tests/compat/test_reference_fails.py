@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from helpers import ports, procs
-from helpers.launcher import TORCHRUN
 from helpers.procs import HANG
 
 pytestmark = [
@@ -18,7 +17,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(150),
     pytest.mark.beyond_torchrun,
-    TORCHRUN,
 ]
 
 BOTH = ("elasticrs", "torchrun")

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from helpers import ports, procs
-from helpers.launcher import LAUNCHERS, TORCHRUN
+from helpers.launcher import LAUNCHERS
 
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.beyond_torchrun,  # both are started here, whatever --launcher says
-    TORCHRUN,
 ]
 
 SHOW = """
@@ -38,8 +37,8 @@ IN_TURN = (
 OURS = {"ELASTICRS_ROUND"}
 """Variables that only our workers have."""
 
-TORCHS = {"TORCH_FR_BUFFER_SIZE", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
-"""Variables that importing torch puts into the agent's environment, and workers inherit."""
+TORCHS = {"TORCH_FR_BUFFER_SIZE", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PET_MASTER_PORT"}
+"""Variables that importing torch, or these tests, put into the agent's environment, and workers inherit."""
 
 
 DIFFERENT = {"--master-port": "/workers/0-0/env/TORCHELASTIC_USE_AGENT_STORE"}

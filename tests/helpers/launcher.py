@@ -10,9 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
-from helpers import procs
+from helpers import ports, procs
 from helpers.procs import HANG
 
 FOREIGN = re.compile(
@@ -206,10 +204,7 @@ class Launched:
 
 LAUNCHERS = {
     "elasticrs": (sys.executable, "-m", "elasticrs.launch"),
-    "torchrun": (str(Path(sys.executable).parent / "torchrun"),),
+    # Torchrun's own default is one port for all that run on a machine.
+    "torchrun": ("env", f"PET_MASTER_PORT={ports.free()}", str(Path(sys.executable).parent / "torchrun")),
 }
 """Command lines, all under this interpreter."""
-
-TORCHRUN = pytest.mark.xdist_group("torchrun")
-"""For tests that start torchrun on this machine without saying where its nodes meet: it has one port for all
-of them, so that they cannot run at the same time."""

@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from helpers.launcher import LAUNCHERS, TORCHRUN, Launched, clean_environment
+from helpers.launcher import LAUNCHERS, Launched, clean_environment
 from helpers.schema import check, schemas
 
 EVENT, INNER = schemas("events.md")
@@ -295,7 +295,6 @@ def shape(value):
 
 @pytest.mark.slow
 @pytest.mark.torch
-@TORCHRUN
 @pytest.mark.parametrize("body", [FAILS_ONCE, FAILS_AND_HANGS])
 def test_keys_order_and_types_are_those_of_torchrun(worker_script, tmp_path, body):
     told = {}
