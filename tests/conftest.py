@@ -18,9 +18,9 @@ import hypothesis
 import pytest
 from helpers.launcher import LAUNCHERS, Launched, clean_environment
 from helpers.leaks import no_leaks
-from helpers.network_fixtures import hosts, impair, multinode, network
+from helpers.network_fixtures import formed, hosts, impair, multinode, network
 
-__all__ = ["hosts", "impair", "multinode", "network", "no_leaks"]
+__all__ = ["formed", "hosts", "impair", "multinode", "network", "no_leaks"]
 
 pytest_plugins = ["pytester"]
 

@@ -10,8 +10,10 @@ from helpers import hosts as hosts_of
 from helpers import packets
 from helpers.hosts import Host, Network
 from helpers.launcher import Launched
-from helpers.nodes import Job
+from helpers.nodes import Agent, Job, Worker
 from helpers.packets import PacketRelay
+
+Formed = tuple[Job, list[Agent], list[Worker]]
 
 
 @pytest.fixture
@@ -53,6 +55,19 @@ def multinode(
 
     def make(store: Host, nnodes: str, *options: str, **how: Any) -> Job:
         return Job(launch, tmp_path, store, nnodes, *options, **how)
+
+    return make
+
+
+@pytest.fixture
+def formed(hosts: Callable[..., list[Host]], multinode: Callable[..., Job]) -> Callable[..., Formed]:
+    """Makes a job of N hosts, its store on the first, and waits until its workers run."""
+
+    def make(count: int, *options: str, nnodes: str | None = None, **how: Any) -> Formed:
+        machines = hosts(count)
+        job = multinode(machines[0], nnodes or str(count), *options, **how)
+        agents = job.start(*machines)
+        return job, agents, job.formed(*agents)
 
     return make
 

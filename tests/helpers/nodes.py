@@ -55,6 +55,20 @@ class Worker(NamedTuple):
         return cls(**typed)
 
 
+QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_timeout": 60}
+"""A rendezvous that gives up a silent node after 2 s, and never its store."""
+
+
+def pids(workers: Iterable[Worker], *hosts: Host) -> list[int]:
+    """Of all these workers, or of those on these hosts."""
+    return [worker.pid for worker in workers if not hosts or worker.host in {host.name for host in hosts}]
+
+
+def restarts(workers: Iterable[Worker]) -> set[int]:
+    """How many restarts the workers were told of."""
+    return {worker.restart for worker in workers}
+
+
 class Agent:
     """A launcher on a host."""
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from helpers import procs
-from helpers.nodes import PORT
+from helpers.nodes import PORT, pids, restarts
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
@@ -39,23 +39,6 @@ client.close()
 
 def on(agent, workers):
     return [worker for worker in workers if worker.host == agent.host.name]
-
-
-def pids(workers):
-    return [worker.pid for worker in workers]
-
-
-@pytest.fixture
-def two(hosts, multinode):
-    """A job of two nodes, formed."""
-
-    def form(*options, **how):
-        machines = hosts(2)
-        job = multinode(machines[0], "2", *options, **how)
-        agents = job.start(*machines)
-        return job, agents, job.formed(*agents)
-
-    return form
 
 
 # --- what is reported and counted ---
@@ -92,12 +75,12 @@ def test_the_error_is_told_with_the_restart(hosts, multinode, worker_script):
     job.assert_empty()
 
 
-def test_restarts_are_counted_for_the_job_wherever_workers_fail(two):
-    job, agents, workers = two(max_restarts=2)
+def test_restarts_are_counted_for_the_job_wherever_workers_fail(formed):
+    job, agents, workers = formed(2, max_restarts=2)
     for count, agent in enumerate((agents[0], agents[1]), 1):
         job.tell(on(agent, workers), FAIL)
         workers = job.formed(*agents)
-        assert {worker.restart for worker in workers} == {count}
+        assert restarts(workers) == {count}
     job.tell(on(agents[0], workers), FAIL)
     assert job.ended() == [1, 1]
     for agent in agents:
@@ -108,8 +91,8 @@ def test_restarts_are_counted_for_the_job_wherever_workers_fail(two):
 # --- success ---
 
 
-def test_an_agent_may_die_after_its_workers_have_finished(two):
-    job, agents, workers = two()
+def test_an_agent_may_die_after_its_workers_have_finished(formed):
+    job, agents, workers = formed(2)
     job.tell(on(agents[1], workers), SUCCEED)
     store = agents[0].host
     store.run(sys.executable, "-c", WAIT_FOR_KEY, store.address, PORT, "/elasticrs/job/done/1/1")
@@ -118,8 +101,8 @@ def test_an_agent_may_die_after_its_workers_have_finished(two):
     job.finish(agents[:1], on(agents[0], workers))
 
 
-def test_who_comes_while_the_host_of_the_store_lingers_is_told_of_the_success(two):
-    job, agents, workers = two()
+def test_who_comes_while_the_host_of_the_store_lingers_is_told_of_the_success(formed):
+    job, agents, workers = formed(2)
     job.tell(on(agents[1], workers), SUCCEED)
     store = agents[0].host
     store.run(sys.executable, "-c", WAIT_FOR_KEY, store.address, PORT, "/elasticrs/job/done/1/1")
@@ -136,8 +119,8 @@ def test_who_comes_while_the_host_of_the_store_lingers_is_told_of_the_success(tw
     job.assert_empty()
 
 
-def test_a_finished_node_waits_no_longer_than_it_was_told(two):
-    job, agents, workers = two("--exit-barrier-timeout", "1")
+def test_a_finished_node_waits_no_longer_than_it_was_told(formed):
+    job, agents, workers = formed(2, "--exit-barrier-timeout", "1")
     job.tell(on(agents[1], workers), SUCCEED)
     assert job.ended(agents[1]) == [0]
     assert "this node has finished; other nodes are still running" in agents[1].launched.stderr, job.story(
@@ -148,8 +131,8 @@ def test_a_finished_node_waits_no_longer_than_it_was_told(two):
     job.finish(agents[:1], on(agents[0], workers))
 
 
-def test_a_spare_waits_and_says_so_until_the_job_ends(two):
-    job, agents, workers = two()
+def test_a_spare_waits_and_says_so_until_the_job_ends(formed):
+    job, agents, workers = formed(2)
     (spare,) = job.start(agents[1].host)
     job.line(spare, r"waiting as a spare: round 1 .* its 2 nodes")
     job.tell(workers, SUCCEED)
@@ -162,8 +145,8 @@ def test_a_spare_waits_and_says_so_until_the_job_ends(two):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_to_all_agents_ends_the_job(two, signum):
-    job, agents, workers = two()
+def test_a_signal_to_all_agents_ends_the_job(formed, signum):
+    job, agents, workers = formed(2)
     # All at once: an agent that hears of the end from another one first need not tell of its own signal.
     for agent in agents:
         agent.signal(signal.SIGSTOP)
@@ -181,8 +164,8 @@ def test_a_signal_to_all_agents_ends_the_job(two, signum):
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["host of the store", "other node"])
-def test_who_asks_twice_does_not_wait_for_the_workers(two, which):
-    job, agents, workers = two("--shutdown-timeout", "1000", env={"STUBBORN": "1"})
+def test_who_asks_twice_does_not_wait_for_the_workers(formed, which):
+    job, agents, workers = formed(2, "--shutdown-timeout", "1000", env={"STUBBORN": "1"})
     agents[which].signal(signal.SIGTERM)
     job.line(agents[which], r"^IGNORED 15")
     agents[which].launched.insist(signal.SIGTERM)

@@ -4,23 +4,14 @@ import signal
 
 import pytest
 from helpers import procs
+from helpers.nodes import pids, restarts
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
 
-def pids(workers):
-    return [worker.pid for worker in workers]
-
-
 @pytest.fixture
-def three(hosts, multinode):
-    def form(**conf):
-        machines = hosts(3)
-        job = multinode(machines[0], "2:3", conf=conf)
-        agents = job.start(*machines)
-        return job, agents, job.formed(*agents)
-
-    return form
+def three(formed):
+    return lambda **conf: formed(3, nnodes="2:3", conf=conf)
 
 
 def test_a_signal_drains_one_node(three):
@@ -29,7 +20,7 @@ def test_a_signal_drains_one_node(three):
     assert job.ended(agents[2]) == [1]
     job.assert_empty(agents[2].host)
     again = job.formed(*agents[:2])
-    assert {each.restart for each in again} == {0}
+    assert restarts(again) == {0}
     job.finish(agents[:2], again)
 
 

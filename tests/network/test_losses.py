@@ -4,29 +4,15 @@ import signal
 
 import pytest
 from helpers import procs
+from helpers.nodes import pids, restarts
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
 KILL, FAIL, SUCCEED = signal.SIGKILL, signal.SIGUSR2, signal.SIGUSR1
 
 
-def restarts(workers):
-    return {worker.restart for worker in workers}
-
-
-def pids(workers):
-    return [worker.pid for worker in workers]
-
-
-def on(host, workers):
-    return [worker for worker in workers if worker.host == host.name]
-
-
-def test_a_killed_worker_restarts_all_nodes_together(hosts, multinode):
-    first, second = hosts(2)
-    job = multinode(first, "2", nproc=2)
-    agents = job.start(first, second)
-    workers = job.formed(*agents)
+def test_a_killed_worker_restarts_all_nodes_together(formed):
+    job, agents, workers = formed(2, nproc=2)
     job.tell(workers[3:], KILL)
     again = job.formed(*agents)  # of one round, all of them
     assert restarts(again) == {1}
@@ -36,21 +22,17 @@ def test_a_killed_worker_restarts_all_nodes_together(hosts, multinode):
     job.finish(agents, again)
 
 
-def test_failures_everywhere_at_once_cost_one_restart(hosts, multinode):
-    machines = hosts(3)
-    job = multinode(machines[0], "3")
-    agents = job.start(*machines)
-    job.tell(job.formed(*agents), FAIL)
+def test_failures_everywhere_at_once_cost_one_restart(formed):
+    job, agents, workers = formed(3)
+    job.tell(workers, FAIL)
     again = job.formed(*agents)
     assert restarts(again) == {1}
     job.finish(agents, again)
 
 
-def test_every_agent_reports_the_first_cause_when_restarts_are_used_up(hosts, multinode):
-    first, second = hosts(2)
-    job = multinode(first, "2", max_restarts=1)
-    agents = job.start(first, second)
-    job.tell(job.formed(*agents)[1:], FAIL)
+def test_every_agent_reports_the_first_cause_when_restarts_are_used_up(formed):
+    job, agents, workers = formed(2, max_restarts=1)
+    job.tell(workers[1:], FAIL)
     job.tell(job.formed(*agents)[1:], FAIL)
     assert job.ended() == [1, 1]
     for agent in agents:
@@ -59,13 +41,10 @@ def test_every_agent_reports_the_first_cause_when_restarts_are_used_up(hosts, mu
     job.assert_empty()
 
 
-def test_survivors_of_a_killed_agent_go_on_without_it(hosts, multinode):
-    first, second, third = hosts(3)
-    job = multinode(first, "1:3")
-    agents = job.start(first, second, third)
-    workers = job.formed(*agents)
+def test_survivors_of_a_killed_agent_go_on_without_it(formed):
+    job, agents, workers = formed(3, nnodes="1:3")
     agents[1].signal(KILL)
-    job.assert_empty(second)
+    job.assert_empty(agents[1].host)
     survivors = (agents[0], agents[2])
     again = job.formed(*survivors)
     assert restarts(again) == {0}  # a lost node costs none
@@ -122,25 +101,19 @@ def test_up_and_down_again(hosts, multinode, how):
     job.finish(agents[:2], again)
 
 
-def test_a_node_that_is_done_waits_for_the_others_and_is_not_lost(hosts, multinode):
-    first, second = hosts(2)
-    job = multinode(first, "2")
-    agents = job.start(first, second)
-    workers = job.formed(*agents)
-    job.tell(on(second, workers), SUCCEED)
-    procs.assert_gone(pids(on(second, workers)))
+def test_a_node_that_is_done_waits_for_the_others_and_is_not_lost(formed):
+    job, agents, workers = formed(2)
+    job.tell(workers[1:], SUCCEED)
+    procs.assert_gone(pids(workers[1:]))
     assert procs.process(workers[0].pid) is not None
     job.finish(agents, workers[:1])
 
 
-def test_a_failure_after_a_node_was_done_restarts_that_node_too(hosts, multinode):
-    first, second = hosts(2)
-    job = multinode(first, "2")
-    agents = job.start(first, second)
-    workers = job.formed(*agents)
-    job.tell(on(second, workers), SUCCEED)
-    procs.assert_gone(pids(on(second, workers)))
-    job.tell(on(first, workers), FAIL)
+def test_a_failure_after_a_node_was_done_restarts_that_node_too(formed):
+    job, agents, workers = formed(2)
+    job.tell(workers[1:], SUCCEED)
+    procs.assert_gone(pids(workers[1:]))
+    job.tell(workers[:1], FAIL)
     again = job.formed(*agents)
     assert restarts(again) == {1}
     job.finish(agents, again)

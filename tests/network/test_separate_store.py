@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 from helpers import procs
 from helpers.launcher import Launched, clean_environment
-from helpers.nodes import PORT
+from helpers.nodes import PORT, QUICK, pids, restarts
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
-QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_timeout": 60}
 KILL, FAIL, SUCCEED = signal.SIGKILL, signal.SIGUSR2, signal.SIGUSR1
-
-
-def pids(workers):
-    return [worker.pid for worker in workers]
 
 
 @contextmanager
@@ -50,7 +45,7 @@ def test_the_first_agent_is_killed_in_a_round(apart):
     workers = job.formed(leader, *others)
     leader.signal(KILL)
     again = job.formed(*others)
-    assert {worker.restart for worker in again} == {0}
+    assert restarts(again) == {0}
     procs.assert_gone(pids(workers))
     job.assert_empty(leader.host)
     job.finish(others, again)
@@ -80,7 +75,7 @@ def test_the_first_agent_is_killed_while_a_restart_is_under_way(apart, seed):
     job.assert_empty(leader.host)
     # Whether the round of three came first is chance: two of them run in the end.
     again = job.formed(*others)
-    assert {worker.restart for worker in again} <= {0, 1}
+    assert restarts(again) <= {0, 1}
     job.finish(others, again)
 
 
@@ -93,7 +88,7 @@ def test_every_agent_is_replaced_one_after_the_other(apart):
         job.assert_empty(machine)
         agents[index] = job.start(machine)[0]
         workers = job.formed(*agents)
-        assert {worker.restart for worker in workers} == {0}
+        assert restarts(workers) == {0}
     job.finish(agents, workers)
 
 
@@ -106,7 +101,7 @@ def test_a_signal_to_the_leader_drains_its_node_alone(apart):
     assert job.ended(leader) == [1]
     job.assert_empty(leader.host)
     again = job.formed(*others)
-    assert {worker.restart for worker in again} == {0}
+    assert restarts(again) == {0}
     job.finish(others, again)
 
 
@@ -120,7 +115,7 @@ def test_the_host_of_the_store_is_cut_off_for_a_while(apart):
     procs.assert_gone(pids(workers))
     store_host.link_up()
     again = job.formed(*agents)
-    assert {worker.restart for worker in again} == {0}
+    assert restarts(again) == {0}
     job.finish(agents, again)
 
 
@@ -181,7 +176,7 @@ def test_a_bad_network_between_the_nodes_and_the_store(hosts, multinode, impair)
         agents = job.start(*machines)
         job.tell(job.formed(*agents, timeout=60)[-1:], FAIL)
         again = job.formed(*agents, timeout=60)
-        assert {worker.restart for worker in again} == {1}
+        assert restarts(again) == {1}
         job.finish(agents, again, timeout=60)
 
 

@@ -7,36 +7,27 @@ import signal
 
 import pytest
 from helpers import procs
-from helpers.nodes import PORT
+from helpers.nodes import PORT, QUICK, pids, restarts
 from helpers.relay import TcpRelay
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
-QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_timeout": 60}
-
-
-def pids(workers, *hosts):
-    return [worker.pid for worker in workers if not hosts or worker.host in {host.name for host in hosts}]
-
 
 @pytest.fixture
-def three(hosts, multinode):
-    """A job that needs two nodes and has three, formed."""
-    machines = hosts(3)
-    job = multinode(machines[0], "2:3", conf=QUICK)
-    agents = job.start(*machines)
-    return job, agents, job.formed(*agents)
+def three(formed):
+    """A job that needs two nodes and has three."""
+    return formed(3, nnodes="2:3", conf=QUICK)
 
 
 def goes_on_with_two(job, agents):
     again = job.formed(*agents[:2])
-    assert {each.restart for each in again} == {0}
+    assert restarts(again) == {0}
     return again
 
 
 def takes_it_in_again(job, agents):
     again = job.formed(*agents)
-    assert {each.restart for each in again} == {0}
+    assert restarts(again) == {0}
     assert [each.host for each in again] == ["node1", "node2", "node3"]
     job.finish(agents, again)
 
@@ -70,16 +61,13 @@ def test_a_host_that_loses_power_is_given_up(three):
     job.finish(agents[:2], again)
 
 
-def test_below_the_minimum_the_others_stop_and_wait(hosts, multinode):
-    first, second = hosts(2)
-    job = multinode(first, "2", conf=QUICK)
-    agents = job.start(first, second)
-    workers = job.formed(*agents)
-    second.link_down()
+def test_below_the_minimum_the_others_stop_and_wait(formed):
+    job, agents, workers = formed(2, conf=QUICK)
+    agents[1].host.link_down()
     procs.assert_gone(pids(workers))
-    second.link_up()
+    agents[1].host.link_up()
     again = job.formed(*agents)
-    assert {each.restart for each in again} == {0}
+    assert restarts(again) == {0}
     job.finish(agents, again)
 
 

@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+from helpers.nodes import restarts
 from helpers.procs import HANG
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(150)]
@@ -58,5 +59,5 @@ def test_a_host_is_replaced_by_another_one_with_its_rank(network, multinode):
     agents[1] = start(job, net.add_host(), 1)
     workers = job.formed(*agents, timeout=60)
     assert hosts_by_rank(workers) == ["node1", "node4", "node3"]
-    assert {each.restart for each in workers} == {0}
+    assert restarts(workers) == {0}
     job.finish(agents, workers)

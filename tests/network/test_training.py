@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from helpers.nodes import STEPS
+from helpers.nodes import QUICK, STEPS
 from helpers.procs import HANG
 
 pytestmark = [
@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_timeout": 60}
 LONG = 3 * HANG
 
 
