@@ -24,7 +24,7 @@ CORE_DOORS = (
     *("agent/job_metrics", "agent/report", "agent/signals", "agent/story", "agent/tracker"),
     *("compat/c10d_rendezvous_backend", "compat/dynamic_rendezvous", "compat/local_elastic_agent"),
     *("compat/replaced_console", "launcher/by_handler", "launcher/command_line"),
-    *("multiprocessing/contexts", "multiprocessing/keeper", "multiprocessing/supervised_group"),
+    *("multiprocessing/keeper", "multiprocessing/supervised_group"),
     *("native_session", "rendezvous/elastic/driver", "rendezvous/elastic/meeting_point"),
     *("rendezvous/one_node", "rendezvous/own_store", "rendezvous/static", "store/__main__", "store/store"),
     "workers",

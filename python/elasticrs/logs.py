@@ -17,6 +17,7 @@ from elasticrs.texts import visible
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from dataclasses import KW_ONLY
 
 STDOUT = 1
 STDERR = 2
@@ -31,37 +32,15 @@ class LogPaths(Value):
         are_new: none of the files was there before the attempt.
     """
 
-    __slots__ = (
-        "are_new",
-        "error_files",
-        "filtered_stderr",
-        "filtered_stdout",
-        "stderrs",
-        "stdouts",
-        "tee_stderrs",
-        "tee_stdouts",
-    )
-
-    def __init__(
-        self,
-        stdouts: dict[int, str],
-        stderrs: dict[int, str],
-        tee_stdouts: dict[int, str],
-        tee_stderrs: dict[int, str],
-        error_files: dict[int, str],
-        filtered_stdout: str = "",
-        filtered_stderr: str = "",
-        *,
-        are_new: bool = False,
-    ) -> None:
-        self.stdouts = stdouts
-        self.stderrs = stderrs
-        self.tee_stdouts = tee_stdouts
-        self.tee_stderrs = tee_stderrs
-        self.error_files = error_files
-        self.filtered_stdout = filtered_stdout
-        self.filtered_stderr = filtered_stderr
-        self.are_new = are_new
+    stdouts: dict[int, str]
+    stderrs: dict[int, str]
+    tee_stdouts: dict[int, str]
+    tee_stderrs: dict[int, str]
+    error_files: dict[int, str]
+    filtered_stdout: str = ""
+    filtered_stderr: str = ""
+    _: KW_ONLY
+    are_new: bool = False
 
     @property
     def run_folder(self) -> str:
@@ -325,14 +304,18 @@ def temporary_directory() -> str:
     return os.getcwd()
 
 
-def remove_if_empty(directory: str) -> None:
+def remove_if_empty(directory: str, levels: int = 0) -> None:
     """Remove a tree of directories, apart from those that hold a file or cannot be removed.
 
     Args:
         directory: its root.
+        levels: so many directories above it as well.
     """
     for parent, _, _ in os.walk(directory, topdown=False):
         _rmdir_if_empty(parent)
+    for _ in range(levels):
+        directory = os.path.dirname(directory)
+        _rmdir_if_empty(directory)
 
 
 def _rmdir_if_empty(path: str) -> None:

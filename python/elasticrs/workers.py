@@ -335,6 +335,20 @@ def end_at_once(supervisor: _core.Supervisor) -> None:
     supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
 
 
+def last_lines(path: str, count: int) -> list[str]:
+    """The last lines of a log file, or why they cannot be had.
+
+    Args:
+        path: of the file.
+        count: at most so many.
+    """
+    try:
+        lines = _core.last_lines(path, count)
+    except OSError as error:
+        return [f"(the file cannot be read: {error.strerror})"]
+    return [line.decode(errors="replace") for line in lines]
+
+
 def heartbeat_page() -> tuple[int, str]:
     """Make a page for the heartbeats of one worker; return its descriptor, and how the worker finds it."""
     return _core.heartbeat_page()

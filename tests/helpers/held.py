@@ -22,13 +22,19 @@ def thread_of(pid: int, name: str) -> int | None:
     return found[0] if found else None
 
 
-def hold(thread: int | None) -> ctypes.CDLL:
-    """This thread does not run until it is let go, or has gone with its process: :func:`gone`."""
-    assert thread is not None
+def trace(thread: int) -> ctypes.CDLL:
+    """Be told of its end before its parent is; until then it runs on."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
     if libc.ptrace(_SEIZE, thread, None, None) != 0:
         pytest.skip(f"threads cannot be traced: {os.strerror(ctypes.get_errno())}")
+    return libc
+
+
+def hold(thread: int | None) -> ctypes.CDLL:
+    """This thread does not run until it is let go, or has gone with its process: :func:`gone`."""
+    assert thread is not None
+    libc = trace(thread)
     assert libc.ptrace(_INTERRUPT, thread, None, None) == 0
     assert os.waitpid(thread, _EVERY_THREAD)[0] == thread
     return libc

@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+import sys
+import textwrap
 
 import pytest
 from helpers import procs
@@ -89,3 +91,25 @@ def test_the_end_of_the_launcher_ends_it(leave):
     launched.exits(-signal.SIGKILL)
     procs.assert_gone([left])
     procs.reap_adopted()
+
+
+UNENDABLE = """
+    import subprocess
+    from elasticrs.multiprocessing import keeper
+
+    keeper._GIVE_UP = keeper._LAST_MOMENT = 0.05
+    # As in state D.
+    keeper._kill = lambda *_: None
+    child = subprocess.Popen(["sleep", "1000"])
+    keeper._end_all()
+    child.kill()
+    print(child.pid)
+"""
+
+
+def test_a_keeper_names_what_it_cannot_end():
+    program = [sys.executable, "-c", textwrap.dedent(UNENDABLE)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=procs.HANG, check=True)
+    assert done.stderr == (
+        f"elasticrs: could not end processes that functions left behind: {int(done.stdout)} (sleep)\n"
+    )

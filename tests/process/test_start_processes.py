@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers import functions, procs
+from helpers import functions, held, procs
 
 from elasticrs import _core
 from elasticrs.multiprocessing import (
@@ -242,6 +242,23 @@ def test_many_processes(tmp_path, method):
     assert context.wait().return_values == dict.fromkeys(range(64), b"xx")
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_function_that_a_debugger_keeps_holds_up_nobody(tmp_path, method):
+    context = start(tmp_path, functions.wait_for_signal, start_method=method)
+    group, (traced, other) = context._group, context.pids().values()
+    held.trace(traced)
+    os.kill(traced, signal.SIGKILL)
+    try:
+        procs.wait_state(traced, "Z")
+        os.kill(other, signal.SIGTERM)
+        assert group.wait_until(lambda: 1 in group.exits, procs.HANG)
+    finally:
+        os.waitpid(traced, 0)
+        result = context.wait()
+    assert group.exits[1].exitcode == -signal.SIGTERM, "its keeper has told"
+    assert result.failures[0].exitcode == -signal.SIGKILL
+
+
 HOST = """
 import sys
 from helpers import functions
@@ -382,6 +399,18 @@ def test_several_threads_may_wait(tmp_path):
     for thread in threads:
         thread.join(procs.HANG)
     assert [len(result.failures) for result in results] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("redirects", [Std.NONE, Std.OUT])
+def test_a_temporary_folder_without_files_is_removed(tmp_path, monkeypatch, redirects):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    specs = DefaultLogsSpecs(redirects=redirects)
+    for _ in range(2):
+        start(tmp_path, sys.executable, "-c", "print(1)", specs=specs).wait()
+        files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+        assert files == ["stdout.log"] * len(files)
+        assert list(tmp_path.iterdir()) == ([Path(specs.root_log_dir)] if files else [])
+    assert len(files) == 4 * (redirects is Std.OUT)
 
 
 def test_ranks_have_to_match(tmp_path):

@@ -15,6 +15,7 @@ from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import root_cause, victims
+from elasticrs.multiprocessing.failed_process import failure_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.config import JobConfig
-
-_TAIL_LINES = 50
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
@@ -149,25 +148,19 @@ def hand_on(error: ChildFailedError) -> None:
 def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     rank = worker.local_rank
     paths = attempt.paths
-    logs: dict[str, str] = {}
+    files = ("", "", "")
     if paths is not None:
-        both = (("stdout", paths.stdouts.get(rank)), ("stderr", paths.stderrs.get(rank)))
-        logs = {name: path for name, path in both if path and path != os.devnull}
-    tail = _tail(logs["stderr"]) if "stderr" in logs else []
+        files = (paths.stdouts.get(rank, ""), paths.stderrs.get(rank, ""), paths.error_files.get(rank, ""))
     note = oom_note(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
     timer = attempt.expired.get(rank)
-    failure = ProcessFailure(
-        rank,
-        worker.pid,
-        worker.exitcode,
-        paths.error_files.get(rank, "") if paths is not None else "",
+    failure = failure_of(
+        worker,
+        *files,
         # It failed when it had raised, or was found to hang. What ended it then is a consequence.
         seen_ns=attempt.failed_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=_cause(attempt, worker),
         note=note if worker.sent_signal is None else None,
-        log_paths=logs,
-        stderr_tail=tail,
     )
     if timer is not None and failure.error_file != NOT_AVAILABLE:
         # What it said when the signal came is in the message; why it came must be told as well.
@@ -199,14 +192,6 @@ def _last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> l
     end_ns = attempt.stamps.get("failure_seen", end_ns or attempt.stamps.get("ended", 0))
     notes = hangs.heartbeat_notes(attempt.heartbeats, end_ns, attempt.global_ranks())
     return [f"{where}{note}" for note in notes]
-
-
-def _tail(path: str) -> list[str]:
-    try:
-        lines = _core.last_lines(path, _TAIL_LINES)
-    except OSError as error:
-        return [f"(the file cannot be read: {error.strerror})"]
-    return [line.decode(errors="replace") for line in lines]
 
 
 def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:

@@ -226,9 +226,10 @@ class DefaultLogsSpecs(LogsSpecs):
             os.path.join(directory, "filtered_stderr.log") if directory else "",
         )
 
-    def _remove_if_empty(self) -> None:
+    def _remove_if_empty(self, attempt: str | None = None) -> None:
+        """Remove a temporary folder without files, or that of one attempt with those around it."""
         if self._is_temporary:
-            logs.remove_if_empty(self.root_log_dir)
+            logs.remove_if_empty(attempt or self.root_log_dir, levels=2 if attempt else 0)
 
     def _settings(self) -> LogSettings:
         chosen = self._local_ranks_filter
@@ -419,6 +420,7 @@ class PContext(ABC):
         self.stderrs = logs_dest.stderrs
         self.error_files = logs_dest.error_files
         self.nprocs = nprocs
+        self._logs_specs = logs_specs
         self._caught = []
         self._tail_logs = [
             TailLog(name, _followed(logs_dest.tee_stdouts), sys.stdout, log_line_prefixes),
@@ -530,6 +532,13 @@ class PContext(ABC):
                     if copy is not None:
                         copy.close()
                 caught_signals.release(self._caught)
+                self._remove_empty_files()
+
+    def _remove_empty_files(self) -> None:
+        for path in self.error_files.values():
+            logs.discard_empty_fault_file(path)
+            if isinstance(self._logs_specs, DefaultLogsSpecs):
+                self._logs_specs._remove_if_empty(os.path.dirname(os.path.dirname(path)))
 
 
 def _followed(tees: dict[int, str]) -> dict[int, str]:

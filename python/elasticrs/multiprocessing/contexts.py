@@ -8,12 +8,12 @@ import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core
 from elasticrs._worker import hook_environment, inherited_environment
 from elasticrs.config import START_METHODS, default_stop_scope
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
+from elasticrs.multiprocessing.failed_process import failure_of
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 from elasticrs.multiprocessing.tail_log import replaced_streams
 from elasticrs.texts import SILENT
@@ -21,8 +21,9 @@ from elasticrs.workers import console_stream, process_spec
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    from elasticrs._core import LogStream, WorkerExited
     from elasticrs.multiprocessing.api import LogsSpecs
     from elasticrs.multiprocessing.foreign import ForeignPrograms
     from elasticrs.multiprocessing.start_methods import FunctionStart
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MultiprocessContext", "SubprocessContext"]
 
-_TAIL_LINES = 50
 _LOOK = 0.1
 """Seconds between looks at programs that others have started."""
 
@@ -53,7 +53,7 @@ class _SupervisedContext(PContext):
 
     def _show_by_core(self) -> None:
         """Give the console's part to the core, where ``sys.stdout`` is the descriptor itself."""
-        self._streams: list[_core.LogStream] = []
+        self._streams: list[LogStream] = []
         replaced = replaced_streams()
         for to, tail_log in ((1, self._tail_logs[0]), (2, self._tail_logs[1])):
             if to in replaced:
@@ -97,30 +97,19 @@ class _SupervisedContext(PContext):
             result.return_values = self._return_values()
         return result
 
-    def _is_told(self, ended: _core.WorkerExited) -> bool:  # noqa: ARG002 -- for functions
+    def _is_told(self, ended: WorkerExited) -> bool:  # noqa: ARG002 -- for functions
         return True
 
     def _failure(
-        self, ended: _core.WorkerExited, processes: SupervisedGroup, cause: str | None = None
+        self, ended: WorkerExited, processes: SupervisedGroup, cause: str | None = None
     ) -> ProcessFailure:
         rank = ended.local_rank
-        both = (("stdout", self.stdouts[rank]), ("stderr", self.stderrs[rank]))
-        logs = {stream: path for stream, path in both if path and path != os.devnull}
         if ended.exitcode is None:
             end = processes.end
             lost = end is not None and end.nursery_exitcode is not None
             cause = "the nursery was lost, and the process with it" if lost else self._unknown_end()
-        return ProcessFailure(
-            rank,
-            ended.pid,
-            ended.exitcode,
-            self.error_files.get(rank, ""),
-            seen_ns=ended.seen_ns,
-            sent_signal=ended.sent_signal,
-            cause=cause,
-            log_paths=logs,
-            stderr_tail=_last_lines(logs["stderr"]) if "stderr" in logs else (),
-        )
+        files = (self.stdouts[rank], self.stderrs[rank], self.error_files.get(rank, ""))
+        return failure_of(ended, *files, cause=cause)
 
     def _unknown_end(self) -> str:
         """What is known of a process whose exit status is lost."""
@@ -167,14 +156,8 @@ class SubprocessContext(_SupervisedContext):
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
         super().__init__(
-            name,
-            entrypoint,
-            args,
-            envs,
-            logs_specs,
-            log_line_prefixes,
-            duplicate_stdout_filters,
-            duplicate_stderr_filters,
+            *(name, entrypoint, args, envs, logs_specs, log_line_prefixes),
+            *(duplicate_stdout_filters, duplicate_stderr_filters),
             numa_options=numa_options,
         )
         self.subprocess_handlers: dict[int, SubprocessHandler] = {}
@@ -290,14 +273,8 @@ class MultiprocessContext(_SupervisedContext):
                 f"start_method: got {start_method!r}, expected one of {', '.join(START_METHODS)}"
             )
         super().__init__(
-            name,
-            entrypoint,
-            args,
-            envs,
-            logs_specs,
-            log_line_prefixes,
-            duplicate_stdout_filters,
-            duplicate_stderr_filters,
+            *(name, entrypoint, args, envs, logs_specs, log_line_prefixes),
+            *(duplicate_stdout_filters, duplicate_stderr_filters),
             numa_options=numa_options,
         )
         self.start_method = start_method
@@ -316,7 +293,7 @@ class MultiprocessContext(_SupervisedContext):
         self._functions = BY_METHOD[self.start_method](functions)
         self._group = self._functions.start(self._streams)
 
-    def _is_told(self, ended: _core.WorkerExited) -> bool:
+    def _is_told(self, ended: WorkerExited) -> bool:
         return ended.sent_signal is None
 
     def _unknown_end(self) -> str:
@@ -376,11 +353,3 @@ def _wrap(
         value = record(fn)(*args[local_rank])
     ret_vals[local_rank].put(value)
     queue_finished_reading_event.wait()
-
-
-def _last_lines(path: str) -> Sequence[str]:
-    try:
-        lines = _core.last_lines(path, _TAIL_LINES)
-    except OSError as error:
-        return [f"(the file cannot be read: {error.strerror})"]
-    return [line.decode(errors="replace") for line in lines]

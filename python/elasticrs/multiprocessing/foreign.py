@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._value import Record, fresh
 from elasticrs.multiprocessing import api
 from elasticrs.multiprocessing.subprocess_handler import handlers
 
@@ -28,7 +29,7 @@ def replaced_factory() -> Callable[..., Any] | None:
     return None if found is getattr(handlers, "_OWN", None) else found
 
 
-class ForeignPrograms:
+class ForeignPrograms(Record):
     """The programs of one context.
 
     Args:
@@ -41,12 +42,11 @@ class ForeignPrograms:
         sent: the signal that :meth:`stop` sent, by local rank.
     """
 
-    def __init__(self, context: PContext, numa_options: NumaOptions | None) -> None:
-        self._context = context
-        self._numa_options = numa_options
-        self.handlers: dict[int, Any] = {}
-        self.exits: dict[int, tuple[int, int]] = {}
-        self.sent: dict[int, int] = {}
+    context: PContext
+    numa_options: NumaOptions | None
+    handlers: dict[int, Any] = fresh(factory=dict)
+    exits: dict[int, tuple[int, int]] = fresh(factory=dict)
+    sent: dict[int, int] = fresh(factory=dict)
 
     def start(self, make: Callable[..., Any]) -> None:
         """Start all; those that were started are :meth:`stop`'s when one cannot be.
@@ -54,7 +54,7 @@ class ForeignPrograms:
         Args:
             make: with the signature of ``get_subprocess_handler``.
         """
-        context = self._context
+        context = self.context
         for rank in range(context.nprocs):
             self.handlers[rank] = make(
                 entrypoint=context.entrypoint,
@@ -63,7 +63,7 @@ class ForeignPrograms:
                 stdout=context.stdouts[rank],
                 stderr=context.stderrs[rank],
                 local_rank_id=rank,
-                numa_options=self._numa_options,
+                numa_options=self.numa_options,
             )
 
     def has_ended(self) -> bool:

@@ -20,6 +20,7 @@ from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spaw
 from multiprocessing.context import set_spawning_popen
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._value import Value
 from elasticrs.multiprocessing.errors import record
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def close_all(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-class _Deferred:
+class _Deferred(Value):
     """Stands for the process object in the pipe; unpickling it in the child loads the real one from the
     memory file.
 
@@ -177,11 +178,10 @@ class _Deferred:
     there.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    fd: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_process, (self._fd,)
+        return _load_process, (self.fd,)
 
 
 def _load_process(fd: int) -> BaseProcess:

@@ -32,6 +32,7 @@ from multiprocessing import resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
+from elasticrs._value import Value
 from elasticrs.multiprocessing.redirects import descriptors
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ _TERM_GRACE = 1.0
 _GIVE_UP = 10.0
 _LAST_MOMENT = 1.0
 _LOOK = 0.005
+_LOOK_AT_TRACED = 0.1
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -74,7 +76,7 @@ def word(linger: float) -> bytes:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class WorkerPlan:
+class WorkerPlan(Value):
     """One worker, as the keeper starts it.
 
     Args:
@@ -86,21 +88,12 @@ class WorkerPlan:
         keeps: descriptors that it alone needs.
     """
 
-    def __init__(
-        self,
-        run: Callable[[], int],
-        stdout: str,
-        stderr: str,
-        cpus: Sequence[int] | None,
-        status: int,
-        keeps: Sequence[int],
-    ) -> None:
-        self.run = run
-        self.stdout = stdout
-        self.stderr = stderr
-        self.cpus = cpus
-        self.status = status
-        self.keeps = keeps
+    run: Callable[[], int]
+    stdout: str
+    stderr: str
+    cpus: Sequence[int] | None
+    status: int
+    keeps: Sequence[int]
 
 
 def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) -> None:
@@ -199,24 +192,28 @@ def _be_worker(
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
     """Report the exit statuses of workers; return what the program said."""
     poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(parent_pidfd, select.POLLIN)
-    pidfds = {os.pidfd_open(pid): pid for pid in statuses}
-    for pidfd in pidfds:
-        poll.register(pidfd, select.POLLIN)
+    running = {os.pidfd_open(pid): pid for pid in statuses}
+    for fd in (control, parent_pidfd, *running):
+        poll.register(fd, select.POLLIN)
+    ended: set[int] = set()
     while True:
-        for fd, _ in poll.poll():
-            if fd == control:
-                said = os.read(control, _WORD.size)
-                # Nothing more can come from a program that has closed it, as from one that has died.
-                return float(_WORD.unpack(said)[0]) if len(said) == _WORD.size else AT_ONCE
-            if fd == parent_pidfd:
-                return AT_ONCE
-            pid = pidfds.pop(fd)
-            _, status = os.waitpid(pid, 0)
+        # Of one that is traced the debugger takes the status first, and nothing tells that it has.
+        ready = {fd for fd, _ in poll.poll(1000 * _LOOK_AT_TRACED if ended else None)}
+        for fd in ready & running.keys():
+            ended.add(running.pop(fd))
             poll.unregister(fd)
             os.close(fd)
-            os.write(statuses[pid], struct.pack("i", status))
+        for pid in tuple(ended):
+            collected, status = os.waitpid(pid, os.WNOHANG)
+            if collected:
+                ended.remove(pid)
+                os.write(statuses[pid], struct.pack("i", status))
+        if control in ready:
+            said = os.read(control, _WORD.size)
+            # Nothing more can come from a program that has closed it, as from one that has died.
+            return float(_WORD.unpack(said)[0]) if len(said) == _WORD.size else AT_ONCE
+        if parent_pidfd in ready:
+            return AT_ONCE
 
 
 def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
@@ -284,6 +281,8 @@ def _end_all() -> None:
                 _kill(pid, signal.SIGKILL)
         if _reaped_all(_LOOK):
             return
+    left = ", ".join(f"{pid} ({_name_of(pid)})" for pid in _children())
+    os.write(2, f"elasticrs: could not end processes that functions left behind: {left}\n".encode())
 
 
 def _reaped_all(seconds: float) -> bool:
@@ -344,7 +343,7 @@ def _prctl(option: int, value: int) -> None:
 # --- for `forkserver` ---
 
 
-class RunPrepared:
+class RunPrepared(Value):
     """Loads and runs a function that was prepared as for multiprocessing's ``spawn``.
 
     Args:
@@ -353,19 +352,18 @@ class RunPrepared:
         pipe_handle: the pipe with multiprocessing's preparation data.
     """
 
-    def __init__(self, environment: dict[str, str], tracker_fd: int, pipe_handle: int) -> None:
-        self._environment = environment
-        self._tracker_fd = tracker_fd
-        self._pipe_handle = pipe_handle
+    environment: dict[str, str]
+    tracker_fd: int
+    pipe_handle: int
 
     def __call__(self) -> int:
         """Run it, and return the exit code."""
         os.environ.clear()
-        os.environ.update(self._environment)
+        os.environ.update(self.environment)
         tracker: Any = resource_tracker._resource_tracker
-        tracker._fd = self._tracker_fd
+        tracker._fd = self.tracker_fd
         main: Callable[[int, int], int] = spawn._main
-        return main(self._pipe_handle, os.dup(self._pipe_handle))
+        return main(self.pipe_handle, os.dup(self.pipe_handle))
 
 
 def main(plan_fd: int) -> None:

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
+from elasticrs._value import Record
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Future
@@ -26,35 +28,32 @@ _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 20
 
 
-class _File:
+class _File(Record):
     """One file that is followed; it need not exist yet."""
 
-    def __init__(
-        self, header: str, path: str, dst: TextIO, line_filter: Callable[[str], bool] | None
-    ) -> None:
-        self._header = header
-        self._path = path
-        self._dst = dst
-        self._filter = line_filter
-        self._file: BinaryIO | None = None
-        self._rest = b""
+    header: str
+    path: str
+    dst: TextIO
+    line_filter: Callable[[str], bool] | None
+    file: BinaryIO | None = None
+    rest: bytes = b""
 
     def advance(self) -> bool:
         """Show the lines that have come; whether there was anything."""
-        if self._file is None:
+        if self.file is None:
             try:
-                self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 -- closed by `finish`
+                self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 -- closed by `finish`
             except FileNotFoundError:
                 return False
-        piece = self._file.read(_CHUNK)
+        piece = self.file.read(_CHUNK)
         if not piece:
             return False
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        *lines, self.rest = (self.rest + piece).split(b"\n")
         for line in lines:
             self._show(line)
-        if len(self._rest) > _LONGEST_LINE:
-            self._show(self._rest)
-            self._rest = b""
+        if len(self.rest) > _LONGEST_LINE:
+            self._show(self.rest)
+            self.rest = b""
         return True
 
     def finish(self) -> None:
@@ -62,21 +61,21 @@ class _File:
         try:
             while self.advance():
                 continue
-            if self._rest:
-                self._show(self._rest)
+            if self.rest:
+                self._show(self.rest)
         finally:
             self.close()
 
     def close(self) -> None:
-        self._rest = b""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.rest = b""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     def _show(self, line: bytes) -> None:
         text = line.decode("utf-8", errors="replace") + "\n"
-        if self._filter is None or self._filter(text):
-            self._dst.write(self._header + text)
+        if self.line_filter is None or self.line_filter(text):
+            self.dst.write(self.header + text)
 
 
 def tail_logfile(
