@@ -20,10 +20,9 @@ UNSAFE_HOMES = (
 
 
 CORE_DOORS = (
-    *("agent/attempt", "agent/cause", "agent/health_check_server", "agent/job_events", "agent/job_health"),
-    *("agent/job_metrics", "agent/report", "agent/signals", "agent/story", "agent/tracker"),
+    *("agent/health_check_server", "agent/report", "agent/signals", "agent/tracker"),
     *("compat/c10d_rendezvous_backend", "compat/dynamic_rendezvous", "compat/local_elastic_agent"),
-    *("compat/replaced_console", "launcher/by_handler", "launcher/command_line"),
+    *("launcher/by_handler", "launcher/command_line"),
     *("multiprocessing/keeper", "multiprocessing/supervised_group"),
     *("native_session", "rendezvous/elastic/driver", "rendezvous/elastic/meeting_point"),
     *("rendezvous/one_node", "rendezvous/own_store", "rendezvous/static", "store/__main__", "store/store"),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticrs.agent.attempt import Attempt, JobResult
+from elasticrs.agent.attempt import Attempt, JobResult, Overdue
 from elasticrs.agent.cause import (
     MAX_LINE,
     MAX_LINES,
@@ -127,7 +127,7 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
         SimpleNamespace(local_rank=beat.local_rank, heartbeat=beat, frame=None, state="S", wait_channel="")
         for beat in beats
     ]
-    attempt.expired[local_rank] = SimpleNamespace(
+    told = SimpleNamespace(
         local_rank=local_rank,
         missed="step",
         limit=60.0,
@@ -136,6 +136,7 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
         ground="behind",
         ranks=ranks,
     )
+    attempt.expired[local_rank] = Overdue(now, hung=told)
     attempt.heartbeats = beats
     return attempt
 

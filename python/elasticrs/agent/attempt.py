@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elasticrs._value import Record, fresh
+from elasticrs import texts
+from elasticrs._value import Record, Value, fresh
 from elasticrs.agent.state import Phase
 from elasticrs.clock import Clock
 
@@ -13,6 +14,22 @@ if TYPE_CHECKING:
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.logs import LogPaths
     from elasticrs.plan import Plan
+
+
+class Overdue(Value):
+    """What we ended a worker for: one of the three.
+
+    Args:
+        seen_ns: when it was found, monotonic.
+        timer: of the worker that was not released in time.
+        hung: it gave no sign of life.
+        raised: it had raised, and did not end.
+    """
+
+    seen_ns: int
+    timer: TimerExpired | None = None
+    hung: WorkerHung | None = None
+    raised: WorkerRaised | None = None
 
 
 class Attempt(Record):
@@ -47,7 +64,7 @@ class Attempt(Record):
     exits: dict[int, WorkerExited] = fresh(factory=dict)
     first_failure: int | None = None
     raised: set[int] = fresh(factory=set)
-    expired: dict[int, TimerExpired | WorkerHung | WorkerRaised] = fresh(factory=dict)
+    expired: dict[int, Overdue] = fresh(factory=dict)
     heartbeats: list[Heartbeat] = fresh(factory=list)
     oom_kills: dict[str, int] = fresh(factory=dict)
     oom_kills_after: dict[str, int] = fresh(factory=dict)
@@ -66,17 +83,15 @@ class Attempt(Record):
         event = self.expired.get(local_rank)
         if event is None:
             return None
-        from elasticrs import _core
-
-        if isinstance(event, _core.TimerExpired):
-            from elasticrs.texts import timer_expired
-
-            return timer_expired(event)
-        if isinstance(event, _core.WorkerRaised):
-            return f"it raised, and had not ended {event.limit:g} s later (--exit-timeout)"
+        if event.timer is not None:
+            return texts.timer_expired(event.timer)
+        if event.raised is not None:
+            return f"it raised, and had not ended {event.raised.limit:g} s later (--exit-timeout)"
+        if event.hung is None:
+            return None
         from elasticrs.agent.hangs import hung
 
-        return hung(event, self.global_ranks(), was_found_here=self.first_failure is not None)
+        return hung(event.hung, self.global_ranks(), was_found_here=self.first_failure is not None)
 
     def failed_ns(self, worker: WorkerExited) -> int:
         """When a worker failed, monotonic: before its end if it had raised, or hung."""
@@ -85,8 +100,6 @@ class Attempt(Record):
 
     def how_it_ended(self, worker: WorkerExited) -> str:
         """How a worker ended by itself, to follow its name."""
-        from elasticrs import texts
-
         return texts.SILENT if worker.local_rank in self.silent else texts.how_it_ended(worker.exitcode)
 
     def global_ranks(self) -> dict[int, int]:

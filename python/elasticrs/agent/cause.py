@@ -128,10 +128,9 @@ def own_cause(attempt: Attempt, place: Place, clock: Clock) -> dict[str, Any] | 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
     """What tells apart those that are named by nodes which wait for each other."""
-    from elasticrs import _core
-
-    event = attempt.expired.get(local_rank)
-    if event is None or isinstance(event, (_core.TimerExpired, _core.WorkerRaised)):
+    overdue = attempt.expired.get(local_rank)
+    event = overdue.hung if overdue is not None else None
+    if event is None:
         return {}
     told: dict[str, Any] = {
         "ground": event.ground,

@@ -11,7 +11,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from elasticrs import _core, texts
+from elasticrs import texts
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import Phase, Rendezvous, Start
 from elasticrs.events import Event, EventSource, get_logging_handler, record
@@ -21,6 +21,7 @@ from elasticrs.events.hostname import fq_hostname
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
@@ -70,7 +71,7 @@ class EventRecorder(Observer):
         self._hung: _core.WorkerHung | None = None
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
-        """Of nothing yet."""
+        """The first rendezvous begins."""
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:
@@ -86,18 +87,42 @@ class EventRecorder(Observer):
             self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
             self._record_watching(True)
 
-    def seen(self, event: object, result: JobResult) -> None:
-        """Of the workers."""
-        if isinstance(event, _core.GroupStarted):
-            attempt = result.attempts[-1]
-            for ranks in attempt.plan.ranks:
-                self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
-        elif isinstance(event, _core.GroupEnded):
-            self._meeting_since = time.monotonic()
-            if event.outcome in ("failed", "lost") or result.attempts[-1].silent:
-                self._failed = result.attempts[-1], self._restarts
-        else:
-            self._seen_by_watchdogs(event, result)
+    def running(self, result: JobResult) -> None:
+        """Of the start of each worker."""
+        attempt = result.attempts[-1]
+        for ranks in attempt.plan.ranks:
+            self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
+
+    def over(self, attempt: Attempt, outcome: str) -> None:
+        """A failure is recorded when nothing is delayed by it."""
+        self._meeting_since = time.monotonic()
+        if outcome in ("failed", "lost"):
+            self._failed = attempt, self._restarts
+
+    def timer_expired(self, timer: _core.TimerExpired) -> None:
+        """Of the watchdog: a timer, and the end of its worker."""
+        claim: dict[str, object] = {
+            "worker_pid": str(timer.pid),
+            "scope_id": timer.scope,
+            "expiration_time": str(timer.deadline),
+            "signal": str(timer.signal or 0),
+        }
+        self._record_watchdog("timer expired", claim)
+        if timer.signal is not None:
+            self._record_watchdog("kill worker process", claim)
+
+    def hung(self, event: _core.WorkerHung) -> None:
+        """If it was found here, or named by another node, is told by its next event."""
+        self._hung = event
+
+    def failed(self, attempt: Attempt) -> None:
+        """Of the watchdog, if the worker hung."""
+        if attempt.first_failure is not None:
+            self._record_hung(attempt.first_failure, attempt)
+
+    def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        """The same."""
+        self._record_hung(worker.local_rank, attempt)
 
     def started(self) -> None:
         """Of the workers whose failure led to this restart: reading why holds up nothing any more."""
@@ -203,15 +228,6 @@ class EventRecorder(Observer):
         metadata["duration_ms"] = duration_ms
         self._pass_on(Event(_NAME + state, source, _milliseconds(at_ns), metadata))
 
-    def _seen_by_watchdogs(self, event: object, result: JobResult) -> None:
-        if isinstance(event, _core.TimerExpired):
-            self._record_expired(event)
-        elif isinstance(event, _core.WorkerHung):
-            # Whether it was found here, or named by another node, the next event of it tells.
-            self._hung = event
-        elif isinstance(event, (_core.FailureSeen, _core.WorkerExited)):
-            self._record_hung(event.local_rank, result.attempts[-1])
-
     def _record_hung(self, local_rank: int, attempt: Attempt) -> None:
         event = self._hung
         if event is None or event.local_rank != local_rank:
@@ -223,17 +239,6 @@ class EventRecorder(Observer):
         }
         self._record_watchdog("worker hung", claim)
         self._record_watchdog("kill worker process", claim)
-
-    def _record_expired(self, event: _core.TimerExpired) -> None:
-        claim: dict[str, object] = {
-            "worker_pid": str(event.pid),
-            "scope_id": event.scope,
-            "expiration_time": str(event.deadline),
-            "signal": str(event.signal or 0),
-        }
-        self._record_watchdog("timer expired", claim)
-        if event.signal is not None:
-            self._record_watchdog("kill worker process", claim)
 
     def _record_watching(self, watches: bool) -> None:
         """That the watchdog of timers starts or stops; once for each change."""
@@ -279,12 +284,12 @@ class WatchdogRecorder(EventRecorder):
             self._plan, self._restarts = plan, action.restarts
             self._record_watching(True)
 
-    def seen(self, event: object, result: JobResult) -> None:
-        """Of the workers."""
-        if isinstance(event, _core.GroupEnded):
-            self._record_watching(False)
-        else:
-            self._seen_by_watchdogs(event, result)
+    def running(self, result: JobResult) -> None:
+        """The hooks record it."""
+
+    def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's
+        """Nobody watches until the next attempt."""
+        self._record_watching(False)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's
         """Nobody watches any longer."""

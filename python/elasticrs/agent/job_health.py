@@ -10,7 +10,6 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from elasticrs import _core
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import AnnounceRestart, Phase, Start, Stop
 from elasticrs.metrics.api import add_sink, remove_sink
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.health_check_server import HealthCheckServer
     from elasticrs.agent.state import Action
@@ -94,31 +94,24 @@ class HealthObserver(Observer):
         if attempt.paths is not None:
             self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
-    def seen(self, event: object, result: JobResult) -> None:
-        """Of the workers."""
-        if isinstance(event, (_core.GroupEnded, _core.StartFailed)):
-            self._native.files_ended()
-        if isinstance(event, _core.GroupStarted):
-            self._on_started(result)
-        elif isinstance(event, _core.FailureSeen):
-            self._on_failure(event)
-        elif isinstance(event, _core.TimerExpired) and event.signal is not None:
-            self._was_hung((time.monotonic_ns() - event.seen_ns) / 1e9)
-        elif isinstance(event, _core.WorkerHung):
-            self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
-        elif isinstance(event, _core.WorkerPaused):
-            self._paused.add(event.local_rank)
-            self._publish()
-        elif isinstance(event, _core.WorkerResumed):
-            self._paused.discard(event.local_rank)
-            self._publish()
-        elif isinstance(event, _core.WorkerExited):
-            self._on_exit(event)
-        elif isinstance(event, _core.GroupEnded):
-            self._on_ended(event, result.attempts[-1])
-            self._native.enter("restarting" if self._job.rendezvous is None else "waiting_for_nodes")
-        elif isinstance(event, _core.StartFailed):
-            self._enter_state("STOPPED")
+    def not_started(self) -> None:
+        """The state of the workers."""
+        self._native.files_ended()
+        self._enter_state("STOPPED")
+
+    def timer_expired(self, timer: _core.TimerExpired) -> None:
+        """A worker that a timer ended counts as hung since then."""
+        if timer.signal is not None:
+            self._was_hung((time.monotonic_ns() - timer.seen_ns) / 1e9)
+
+    def hung(self, event: _core.WorkerHung) -> None:
+        """Since its last sign of life."""
+        self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
+
+    def paused(self, local_rank: int, is_paused: bool) -> None:
+        """The state of the worker."""
+        (self._paused.add if is_paused else self._paused.discard)(local_rank)
+        self._publish()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """The port is closed."""
@@ -135,7 +128,8 @@ class HealthObserver(Observer):
             self._native.enter("hung")
             self._native.was_hung(max(0.0, seconds))
 
-    def _on_started(self, result: JobResult) -> None:
+    def running(self, result: JobResult) -> None:
+        """Why they start again, how long that took, and who they are."""
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
@@ -152,26 +146,29 @@ class HealthObserver(Observer):
             for ranks, pid in zip(self._attempt.plan.ranks, self._attempt.pids, strict=True)
         ])  # fmt: skip
 
-    def _on_failure(self, event: _core.FailureSeen) -> None:
-        self._failed_ns = event.seen_ns
+    def failed(self, attempt: Attempt) -> None:
+        """The state of the workers, and the time that is lost from here on."""
+        self._failed_ns = attempt.stamps["failure_seen"]
         if self._attempt is not None and not self._attempt.expired:
             self._native.enter("restarting")
         self._enter_state("UNHEALTHY")
 
-    def _on_exit(self, event: _core.WorkerExited) -> None:
+    def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        """Told when somebody asks."""
         self._is_stale = True
-        attempt = self._attempt
-        if attempt is not None and attempt.first_failure == event.local_rank:
-            self._note_failure(attempt, event)
+        if attempt is self._attempt and attempt.first_failure == worker.local_rank:
+            self._note_failure(attempt, worker)
         if not self._is_asked:
             self._publish()
 
-    def _on_ended(self, event: _core.GroupEnded, attempt: Attempt) -> None:
+    def over(self, attempt: Attempt, outcome: str) -> None:
+        """The state of the workers, and what the node does next."""
+        self._native.files_ended()
         if attempt.silent and attempt.first_failure is not None:
-            self._failed_ns = event.ended_ns
+            self._failed_ns = attempt.stamps["failure_seen"]
             self._note_failure(attempt, attempt.exits[attempt.first_failure])
-        has_succeeded = event.outcome == "succeeded" and not attempt.silent
-        self._enter_state("SUCCEEDED" if has_succeeded else "STOPPED")
+        self._enter_state("SUCCEEDED" if outcome == "succeeded" else "STOPPED")
+        self._native.enter("restarting" if self._job.rendezvous is None else "waiting_for_nodes")
 
     def _note_failure(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
         self._last_failure = {
@@ -246,7 +243,7 @@ def _cause(attempt: Attempt) -> str:
     if "started" not in attempt.stamps:
         return "start_failed"
     if attempt.expired and attempt.first_failure is not None:
-        is_hung = any(isinstance(event, _core.WorkerHung) for event in attempt.expired.values())
+        is_hung = any(event.hung is not None for event in attempt.expired.values())
         return "worker_hung" if is_hung else "timer_expired"
     if attempt.first_failure is not None:
         return "worker_failed"

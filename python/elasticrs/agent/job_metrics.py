@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from elasticrs import _core
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import Phase, Rendezvous, Start
 from elasticrs.metrics.api import put_metric
 
 if TYPE_CHECKING:
-    from elasticrs.agent.attempt import JobResult
+    from elasticrs import _core
+    from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
     from elasticrs.plan import Plan
@@ -49,30 +49,35 @@ class MetricRecorder(Observer):
             _measured("SimpleElasticAgent._rendezvous", took)
             _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
 
-    def seen(self, event: object, result: JobResult) -> None:
-        """Of the workers."""
+    def running(self, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
+        """Of the start, and of the restart if it was one."""
         now = time.monotonic()
-        if isinstance(event, _core.GroupStarted):
-            _measured("LocalElasticAgent._start_workers", now - self._starting_since)
-            _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
-            if self._failed_at is not None:
-                _measured("SimpleElasticAgent._restart_workers", now - self._failed_at)
-                self._failed_at = None
-            self._state("healthy")
-        elif isinstance(event, _core.StartFailed):
-            _measured("LocalElasticAgent._start_workers", now - self._starting_since, succeeded=False)
-        elif isinstance(event, _core.FailureSeen):
-            self._failed_at = now
-            self._state("failed")
-        elif isinstance(event, _core.GroupEnded):
-            self._meeting_since = now
-            if result.attempts[-1].silent:
-                self._failed_at = now
-                self._state("failed")
-            elif event.outcome == "succeeded":
-                self._state("succeeded")
-            elif self._failed_at is not None:
-                _measured("LocalElasticAgent._stop_workers", now - self._failed_at)
+        _measured("LocalElasticAgent._start_workers", now - self._starting_since)
+        _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
+        if self._failed_at is not None:
+            _measured("SimpleElasticAgent._restart_workers", now - self._failed_at)
+            self._failed_at = None
+        self._state("healthy")
+
+    def not_started(self) -> None:
+        """Of the start."""
+        took = time.monotonic() - self._starting_since
+        _measured("LocalElasticAgent._start_workers", took, succeeded=False)
+
+    def failed(self, attempt: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
+        """The state of the workers."""
+        self._failed_at = time.monotonic()
+        self._state("failed")
+
+    def over(self, attempt: Attempt, outcome: str) -> None:
+        """Of the stop, or the state of the workers."""
+        self._meeting_since = now = time.monotonic()
+        if attempt.silent:
+            self.failed(attempt)
+        elif outcome == "succeeded":
+            self._state("succeeded")
+        elif self._failed_at is not None:
+            _measured("LocalElasticAgent._stop_workers", now - self._failed_at)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """Of the whole run; of one that a signal or an exception ended, only how long it took."""

@@ -90,7 +90,7 @@ class Agent:
         except BaseException as error:
             self._tracker.observers.ended(self._result, error)
             raise
-        self._tracker.observers.ended(result)
+        self._tracker.observers.ended(result, None)
         return result
 
     def _run(self) -> JobResult:

@@ -47,12 +47,60 @@ class Observer:
     def started(self) -> None:
         """The workers of an attempt are being started, or could not be: from here on nothing is delayed."""
 
-    def seen(self, event: object, result: JobResult) -> None:
-        """An event of the core was taken in.
+    def running(self, result: JobResult) -> None:
+        """All workers of an attempt run.
 
         Args:
-            event: one of the classes of :mod:`elasticrs._core`.
-            result: the job so far; the event's attempt is the last one.
+            result: the job so far; the attempt is the last one.
+        """
+
+    def not_started(self) -> None:
+        """The workers of the last attempt could not be started."""
+
+    def failed(self, attempt: Attempt) -> None:
+        """A worker has failed first; its siblings have been signalled.
+
+        Args:
+            attempt: with its ``first_failure``.
+        """
+
+    def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        """A worker has ended.
+
+        Args:
+            attempt: that it belongs to.
+            worker: how it ended.
+        """
+
+    def timer_expired(self, timer: _core.TimerExpired) -> None:
+        """A timer of a worker was not released in time.
+
+        Args:
+            timer: which.
+        """
+
+    def hung(self, event: _core.WorkerHung) -> None:
+        """A worker gave no sign of life in time.
+
+        Args:
+            event: which, and since when.
+        """
+
+    def paused(self, local_rank: int, is_paused: bool) -> None:
+        """Somebody has stopped a worker by a signal, or it continues.
+
+        Args:
+            local_rank: which.
+            is_paused: it is stopped.
+        """
+
+    def over(self, attempt: Attempt, outcome: str) -> None:
+        """Nothing of an attempt is left.
+
+        Args:
+            attempt: that has ended.
+            outcome: ``succeeded``, ``failed``, ``stopped`` or ``lost``. Workers that only seemed to succeed
+                have failed.
         """
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
@@ -64,59 +112,40 @@ class Observer:
         """
 
 
-class Observers:
-    """Those of one agent, in order.
+class Observers(Observer):
+    """Those of one agent, in order: each hears of everything, whatever becomes of the others.
 
     Args:
         observers: they.
         say: tells the user a line.
     """
 
-    __slots__ = ("_broken", "_observers", "_say")
-
     def __init__(self, observers: Sequence[Observer], say: Callable[[str], None]) -> None:
         self._observers = tuple(observers)
         self._say = say
         self._broken: set[int] = set()
 
-    def opened(self, supervisor: _core.Supervisor) -> None:
-        """See :class:`Observer`."""
-        self._tell(lambda observer: observer.opened(supervisor))
-
     def fd_ready(self, fd: int) -> bool:
-        """Whether it was one of theirs; see :class:`Observer`."""
-        found: list[bool] = []
-        self._tell(lambda observer: found.append(observer.fd_ready(fd)))
-        return any(found)
+        """Return true if the descriptor was one of theirs."""
+        return any(self._tell("fd_ready", fd))
 
-    def acting(self, action: Action, plan: Plan | None) -> None:
-        """See :class:`Observer`."""
-        self._tell(lambda observer: observer.acting(action, plan))
+    def _tell(self, name: str, *args: object) -> list[object]:
+        return [self._tell_one(observer, name, args) for observer in self._observers]
 
-    def prepared(self, attempt: Attempt) -> None:
-        """See :class:`Observer`."""
-        self._tell(lambda observer: observer.prepared(attempt))
-
-    def started(self) -> None:
-        """See :class:`Observer`."""
-        self._tell(lambda observer: observer.started())
-
-    def seen(self, event: object, result: JobResult) -> None:
-        """See :class:`Observer`."""
-        self._tell(lambda observer: observer.seen(event, result))
-
-    def ended(self, result: JobResult, error: BaseException | None = None) -> None:
-        """See :class:`Observer`."""
-        self._tell(lambda observer: observer.ended(result, error))
-
-    def _tell(self, call: Callable[[Observer], object]) -> None:
-        for observer in self._observers:
-            self._tell_one(observer, call)
-
-    def _tell_one(self, observer: Observer, call: Callable[[Observer], object]) -> None:
+    def _tell_one(self, observer: Observer, name: str, args: tuple[object, ...]) -> object:
         try:
-            call(observer)
+            return getattr(observer, name)(*args)
         except Exception as error:
             if id(observer) not in self._broken:
                 self._broken.add(id(observer))
                 self._say(f"{type(observer).__name__} failed, and the job goes on: {error!r}")
+        return None
+
+
+def _pass_on(name: str) -> None:
+    setattr(Observers, name, lambda self, *args: self._tell(name, *args))
+
+
+for _name in vars(Observer).keys() - vars(Observers).keys():
+    if not _name.startswith("_"):
+        _pass_on(_name)

@@ -177,7 +177,7 @@ def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFail
 
         path = hang_file(attempt.paths.error_files[rank])
         if os.path.isfile(path):
-            others = 3 if isinstance(attempt.expired[rank], _core.WorkerRaised) else 0
+            others = 3 if attempt.expired[rank].raised is not None else 0
             failure.stack = hangs.stack(path, others=others)
             failure.log_paths["hang"] = path
     if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs import _core, texts
+from elasticrs import texts
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import AnnounceRestart, Phase
 
@@ -17,6 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
@@ -88,17 +89,17 @@ class Story(Observer):
             )
         )
 
-    def seen(self, event: object, result: JobResult) -> None:
-        """A worker has failed first, or the workers run again."""
-        if not result.attempts:
-            return
-        attempt = result.attempts[-1]
-        if isinstance(event, _core.WorkerExited):
-            # With several nodes the rendezvous says it, on all of them.
-            is_first = event.local_rank == attempt.first_failure and self._job.rendezvous is None
-            if is_first and attempt.signalled:
-                self._tell_first(attempt, event)
-        elif isinstance(event, _core.GroupStarted) and self._failed_ns is not None:
+    def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        """A worker has failed first."""
+        # With several nodes the rendezvous says it, on all of them.
+        is_first = worker.local_rank == attempt.first_failure and self._job.rendezvous is None
+        if is_first and attempt.signalled:
+            self._tell_first(attempt, worker)
+
+    def running(self, result: JobResult) -> None:
+        """The workers run again."""
+        if self._failed_ns is not None:
+            attempt = result.attempts[-1]
             span = texts.milliseconds(attempt.stamps["started"] - self._failed_ns)
             self._failed_ns = None
             self._say(f"attempt {attempt.name} is running, {span} after the failure was seen")
@@ -151,7 +152,7 @@ def productive_ns(attempts: Iterable[Attempt]) -> int:
     for attempt in attempts:
         started = attempt.stamps.get("started")
         end = attempt.stamps.get("failure_seen", attempt.stamps.get("ended"))
-        silent = [event.since_ns for event in attempt.expired.values() if isinstance(event, _core.WorkerHung)]
+        silent = [event.hung.since_ns for event in attempt.expired.values() if event.hung is not None]
         if started is not None and end is not None:
             total += max(0, min([end, *silent]) - started)
     return total

@@ -12,7 +12,7 @@ from collections import deque
 
 from elasticrs import _core, texts
 from elasticrs.agent import state as machine
-from elasticrs.agent.attempt import Attempt, JobResult
+from elasticrs.agent.attempt import Attempt, JobResult, Overdue
 from elasticrs.agent.evidence import oom_kills, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
@@ -238,9 +238,6 @@ class AttemptTracker:
             self._owner.on_fence()
         else:
             _RECORDERS[type(event)](self, event)
-        # Those two count when the workers' side is ready as well.
-        if not isinstance(event, (_core.GroupStarted, _core.GroupEnded)):
-            self.observers.seen(event, self.result)
         return True
 
     def _on_fd(self, fd: int) -> None:
@@ -270,12 +267,13 @@ class AttemptTracker:
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         attempt.oom_kills = oom_kills(attempt.pids)
         self.events.append(machine.Started())
-        self.observers.seen(event, self.result)
+        self.observers.running(self.result)
 
     def _on_start_failed(self, event: _core.StartFailed) -> None:
         self._workers.ended(self.supervisor, self.result.attempts[-1])
         self.result.message, self.result.start_errno = event.message, event.errno
         self.events.append(machine.StartFailed(event.message, event.errno in _TRANSIENT))
+        self.observers.not_started()
 
     def _on_failure(self, event: _core.FailureSeen) -> None:
         attempt = self.result.attempts[-1]
@@ -284,26 +282,33 @@ class AttemptTracker:
         attempt.stamps["failure_seen"] = event.seen_ns
         attempt.stamps["siblings_signalled"] = event.signalled_ns
         self.events.append(machine.FailureSeen(event.local_rank))
+        self.observers.failed(attempt)
 
     def _on_timer(self, event: _core.TimerExpired) -> None:
         _log_expired(self._job.run_id, event)
         if event.signal is not None:
-            self.result.attempts[-1].expired.setdefault(event.local_rank, event)
+            self._is_overdue(event.local_rank, Overdue(event.seen_ns, timer=event))
         else:
             self._console.say(f"{self._who(event.local_rank, event.pid)}: {texts.timer_expired(event)}")
+        self.observers.timer_expired(event)
 
     def _on_hung(self, event: _core.WorkerHung) -> None:
-        self.result.attempts[-1].expired.setdefault(event.local_rank, event)
+        self._is_overdue(event.local_rank, Overdue(event.seen_ns, hung=event))
+        self.observers.hung(event)
+
+    def _is_overdue(self, local_rank: int, why: Overdue) -> None:
+        self.result.attempts[-1].expired.setdefault(local_rank, why)
 
     def _on_raised(self, event: _core.WorkerRaised) -> None:
-        attempt = self.result.attempts[-1]
-        attempt.raised.add(event.local_rank)
+        self.result.attempts[-1].raised.add(event.local_rank)
         if event.is_overdue:
-            attempt.expired.setdefault(event.local_rank, event)
+            self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
 
     def _on_exit(self, event: _core.WorkerExited) -> None:
-        self.result.attempts[-1].exits[event.local_rank] = event
+        attempt = self.result.attempts[-1]
+        attempt.exits[event.local_rank] = event
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode))
+        self.observers.exited(attempt, event)
 
     def _on_ended(self, event: _core.GroupEnded) -> None:
         attempt = self.result.attempts[-1]
@@ -322,7 +327,8 @@ class AttemptTracker:
             self.events.append(machine.StartFailed(self.result.message))
         else:
             self._tell_end(event, leftovers)
-        self.observers.seen(event, self.result)
+        attempt = self.result.attempts[-1]
+        self.observers.over(attempt, "failed" if attempt.silent else event.outcome)
 
     def _tell_end(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
         attempt = self.result.attempts[-1]
@@ -356,9 +362,11 @@ class AttemptTracker:
         self._console.say(
             f"{self._who(event.local_rank, event.pid)} is stopped ({name}); waiting until it continues"
         )
+        self.observers.paused(event.local_rank, True)
 
     def _on_resumed(self, event: _core.WorkerResumed) -> None:
         self._console.say(f"{self._who(event.local_rank, event.pid)} continues")
+        self.observers.paused(event.local_rank, False)
 
     def _on_log_trouble(self, event: _core.LogTrouble) -> None:
         self._console.say(f"{self._who(event.local_rank)}: log file {event.path}: {os.strerror(event.errno)}")

@@ -231,7 +231,7 @@ class PolledWorkers:
             self._release_plan()
             self._conclude()
             tracker.close()
-            tracker.observers.ended(self._result)
+            tracker.observers.ended(self._result, None)
         tracker.tidy_up()
         self._console.flush()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from elasticrs import _core
 from elasticrs.agent.observer import Observer
 from elasticrs.logs import line_prefix
 from elasticrs.multiprocessing.tail_log import TailLog
@@ -58,10 +57,9 @@ class ReplacedConsole(Observer):
             files = {rank: path for rank, path in tees.items() if path != os.devnull}
             self._tails.append(TailLog(self._role, files, stream, prefixes).start())
 
-    def seen(self, event: object, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
+    def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
         """Show what is left when the workers have ended."""
-        if isinstance(event, _core.GroupEnded):
-            self._stop()
+        self._stop()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- as above
         """Show what is left."""
