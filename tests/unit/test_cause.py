@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrs.agent.attempt import Attempt, JobResult, Overdue
-from elasticrs.agent.cause import (
+from elasticrs.agent.cause import Cause, remote_failure
+from elasticrs.agent.own_cause import (
     MAX_LINE,
     MAX_LINES,
     MAX_MESSAGE,
@@ -15,7 +16,6 @@ from elasticrs.agent.cause import (
     first_word,
     not_started,
     own_cause,
-    remote_failure,
 )
 from elasticrs.agent.report import all_failures
 from elasticrs.clock import Clock
@@ -56,14 +56,14 @@ def test_workers_that_end_with_their_nursery_are_a_cause():
     killed.first_failure, killed.nursery_exitcode = None, -9
     cause = own_cause(killed, PLACE, Clock())
     assert cause is not None
-    assert (cause["rank"], cause["pid"], cause["exitcode"]) == (2, 100, -9)
-    assert cause["message"] == "the nursery died by SIGKILL, and the worker with it"
+    assert (cause.rank, cause.pid, cause.exitcode) == (2, 100, -9)
+    assert cause.message == "the nursery died by SIGKILL, and the worker with it"
     none_told = attempt_of([])
     none_told.nursery_hung = True
     cause = own_cause(none_told, PLACE, Clock())
     assert cause is not None
-    assert "rank" not in cause
-    assert cause["message"] == "the nursery hung and was killed by the agent"
+    assert cause.rank is None
+    assert cause.message == "the nursery hung and was killed by the agent"
 
 
 def test_a_cause_names_the_worker_and_is_small(tmp_path):
@@ -74,13 +74,13 @@ def test_a_cause_names_the_worker_and_is_small(tmp_path):
     paths = LogPaths({}, {1: str(stderr)}, {}, {}, {1: str(error_file)})
     cause = own_cause(attempt_of([(1, 7, None)], paths=paths), PLACE, Clock())
     assert cause is not None
-    assert (cause["node"], cause["host"], cause["group_rank"]) == ("b", "host-b", 1)
-    assert (cause["rank"], cause["local_rank"], cause["pid"], cause["exitcode"]) == (3, 1, 101, 7)
-    assert cause["message"].endswith(" the end")
-    assert len(cause["message"]) == MAX_MESSAGE
-    assert len(cause["lines"]) == MAX_LINES
-    assert all(len(line) <= MAX_LINE for line in cause["lines"])
-    assert len(json.dumps(cause)) < 3072
+    assert (cause.node, cause.host, cause.group_rank) == ("b", "host-b", 1)
+    assert (cause.rank, cause.local_rank, cause.pid, cause.exitcode) == (3, 1, 101, 7)
+    assert cause.message.endswith(" the end")
+    assert len(cause.message) == MAX_MESSAGE
+    assert len(cause.lines) == MAX_LINES
+    assert all(len(line) <= MAX_LINE for line in cause.lines)
+    assert len(json.dumps(cause.encoded())) < 3072
 
 
 def test_times_are_told_on_the_clock_of_the_store():
@@ -89,9 +89,9 @@ def test_times_are_told_on_the_clock_of_the_store():
     seen = attempt.exits[0].seen_ns
     cause = own_cause(attempt, PLACE, fast)
     assert cause is not None
-    assert abs(cause["time_ns"] - time.time_ns() - 5_000_000_000) < 2_000_000_000
+    assert abs(cause.time_ns - time.time_ns() - 5_000_000_000) < 2_000_000_000
     # Another node, whose wall clock is 12 s off, on the same monotonic clock for the sake of the test.
-    shifted = dict(cause, time_ns=cause["time_ns"] - 12_000_000_000)
+    shifted = Cause.decoded(dict(cause.encoded(), time_ns=cause.time_ns - 12_000_000_000))
     back = remote_failure(shifted, slow).seen_ns
     assert back is not None
     assert abs(back - seen) < 100_000_000
@@ -146,16 +146,16 @@ def test_a_rank_that_hung_is_told_with_what_speaks_against_it():
     attempt = hung_attempt(1, 1, 7)
     told = "hung: no heartbeat for 61.0 s (limit 60 s); stopped at step 7, 1 step behind them"
     for cause in (first_word(attempt, attempt.exits[1], PLACE, clock), own_cause(attempt, PLACE, clock)):
-        assert (cause["rank"], cause["ground"], cause["silence"], cause["step"]) == (3, "behind", 61.0, 7)
-        assert cause["message"].splitlines()[-1] == told
-        assert failure_of(cause) == f"rank 3 (pid 101) on node b: {told}"
+        assert (cause.rank, cause.ground, cause.silence, cause.step) == (3, "behind", 61.0, 7)
+        assert cause.message.splitlines()[-1] == told
+        assert failure_of(cause.encoded()) == f"rank 3 (pid 101) on node b: {told}"
 
 
 def test_a_rank_that_another_node_may_wait_for_is_a_cause_although_it_was_only_stopped():
     cause = own_cause(hung_attempt(1, 1, 7, was_found_here=False), PLACE, Clock())
     assert cause is not None
-    assert (cause["rank"], cause["ground"], cause["step"]) == (3, "behind", 7)
-    assert "(limit 60 s, but a rank on another node is waiting)" in cause["message"]
+    assert (cause.rank, cause.ground, cause.step) == (3, "behind", 7)
+    assert "(limit 60 s, but a rank on another node is waiting)" in cause.message
 
 
 def report_of(attempt, cause):
@@ -197,7 +197,7 @@ def test_a_node_where_nobody_hung_shows_where_its_own_ranks_stood():
 )
 def test_the_error_of_the_clocks_is_a_bound_or_unknown(theirs, ours, shown):
     cause = own_cause(attempt_of([(1, -9, None)]), PLACE, Clock(error_ns=theirs))
-    assert shown in remote_failure(bound_cause(cause), Clock(error_ns=ours)).note
+    assert shown in remote_failure(Cause.decoded(bound_cause(cause.encoded())), Clock(error_ns=ours)).note
 
 
 def test_the_failure_of_this_node_is_not_shown_twice():

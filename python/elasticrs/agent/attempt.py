@@ -9,9 +9,8 @@ from elasticrs.clock import Clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
+    from elasticrs.agent.cause import Cause
     from elasticrs.logs import LogPaths
     from elasticrs.plan import Plan
 
@@ -138,7 +137,7 @@ class JobResult(Record):
     signum: int | None = None
     message: str | None = None
     start_errno: int | None = None
-    first_cause: dict[str, Any] | None = None
+    first_cause: Cause | None = None
     clock: Clock = Clock()
     attempts: list[Attempt] = fresh(factory=list)
     return_values: dict[int, object] = fresh(factory=dict)

@@ -10,10 +10,11 @@ from elasticrs.config import SAFETY_TICK
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Protocol
+    from typing import Protocol
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
+    from elasticrs.agent.cause import Cause
     from elasticrs.config import JobConfig
     from elasticrs.plan import Plan
 
@@ -37,7 +38,7 @@ class Decisions(ABC):
     """
 
     plan: Plan | None = None
-    first_cause: dict[str, Any] | None = None
+    first_cause: Cause | None = None
     clock = Clock()
     has_taken_part = True
     has_peers = False

@@ -70,19 +70,15 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     """
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
-    if (
-        cause is not None
-        and failed
-        and cause.get("round", result.attempts[-1].round) != result.attempts[-1].round
-    ):
+    if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
         # This node had no part in the round that ended the job: what failed here was made good.
         failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
         # The message is the reason; workers that we stopped for it are no failures.
         return {}
-    if cause is None or cause.get("rank") is None:
+    if cause is None or cause.rank is None:
         return failed
-    rank = cause["rank"]
+    rank = cause.rank
     if rank not in failed:
         from elasticrs.agent.cause import remote_failure
 
@@ -91,7 +87,7 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
             remote.more_notes = _last_heartbeats(result.attempts[-1], remote.seen_ns, "here: ")
         failed = {rank: remote, **failed}
     failed[rank].is_first = True
-    if result.attempts and cause.get("ground") is not None:
+    if result.attempts and cause.ground is not None:
         for local_rank in result.attempts[-1].expired:
             _add_who_it_waits_for(failed, result.attempts[-1].global_ranks()[local_rank], rank)
     return failed

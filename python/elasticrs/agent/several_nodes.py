@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
+    from elasticrs.agent.cause import Cause
     from elasticrs.config import JobConfig
     from elasticrs.console import Console
     from elasticrs.rendezvous.elastic.meeting_point import Home
@@ -83,7 +84,7 @@ class SeveralNodes(Decisions):
         self._driver: Driver | None = None
         self._attempt: Attempt | None = None
         self._first_failure: int | None = None
-        self._first_word: dict[str, Any] | None = None
+        self._first_word: Cause | None = None
         self._group_exists = False
 
     # --- what the loop asks ---
@@ -226,11 +227,11 @@ class SeveralNodes(Decisions):
         attempt = self._attempt
         if attempt is None or event.local_rank != self._first_failure:
             return []
-        from elasticrs.agent.cause import first_word
+        from elasticrs.agent.own_cause import first_word
 
         worker = attempt.exits[event.local_rank]
         self._first_word = first_word(attempt, worker, self._place(), self._clock())
-        return self._tell(messages.WorkerFailed(self._first_word))
+        return self._tell(messages.WorkerFailed(self._first_word.encoded()))
 
     def _on_group_ended(self, event: machine.GroupEnded) -> list[machine.Action]:
         self._group_exists = False
@@ -239,22 +240,19 @@ class SeveralNodes(Decisions):
             return []
         if event.outcome == "succeeded":
             return self._over(messages.WorkersDone())
-        from elasticrs.agent.cause import own_cause
+        from elasticrs.agent.own_cause import own_cause
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
         # Workers that were stopped because one hung in the kernel have not failed.
         is_failure = self._phase is not machine.Phase.STOPPING and event.unfit is None
         if is_failure or self._first_failure is not None or attempt.expired:
-            cause = own_cause(attempt, self._place(), self._clock())
-            if cause is not None and self._first_word is not None:
-                # The estimate of the store's clock moves: what is known in full must not seem later for that.
-                cause["time_ns"] = min(cause["time_ns"], self._first_word["time_ns"])
+            cause = own_cause(attempt, self._place(), self._clock(), self._first_word)
         else:
             cause = None
-        return self._over(messages.GroupEnded(cause, event.why_unfit))
+        return self._over(messages.GroupEnded(None if cause is None else cause.encoded(), event.why_unfit))
 
     def _place(self) -> Any:
-        from elasticrs.agent.cause import Place
+        from elasticrs.agent.own_cause import Place
 
         plan = self._attempt.plan if self._attempt is not None else None
         return Place(node_name(), node_name(), plan.ranks[0].group_rank if plan is not None else -1)
@@ -325,7 +323,10 @@ class SeveralNodes(Decisions):
         self.clock = self._clock()
         self.outcome = outcome
         self.has_taken_part = outcome.kind != "spare"
-        self.first_cause = dict(outcome.cause) if outcome.cause is not None else None
+        if outcome.cause is not None:
+            from elasticrs.agent.cause import Cause
+
+            self.first_cause = Cause.decoded(outcome.cause)
         self._phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
         code = 0 if self._phase is machine.Phase.SUCCEEDED else 1
         if code == 0 and self._signum is None:

@@ -1,0 +1,164 @@
+"""What failed first on this node, as a :class:`~elasticrs.agent.cause.Cause` for the others.
+
+Imported only when something went wrong.
+"""
+
+from __future__ import annotations
+
+import time
+
+from elasticrs._value import Value
+from elasticrs.agent.cause import Cause
+from elasticrs.agent.report import failures
+from elasticrs.multiprocessing.errors.report import traceback_text
+from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
+from elasticrs.texts import how_the_nursery_ended
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from elasticrs._core import WorkerExited
+    from elasticrs.agent.attempt import Attempt
+    from elasticrs.clock import Clock
+    from elasticrs.multiprocessing.errors import ProcessFailure
+
+MAX_MESSAGE = 1400
+"""Characters of the message: the end of a traceback says most."""
+
+BEFORE_ALL_STEPS = -1
+"""The step of a rank that gave no heartbeat in time after its start."""
+
+MAX_LINES = 8
+MAX_LINE = 120
+
+
+class Place(Value):
+    """Which node this is in a round.
+
+    Args:
+        node: its name in the rendezvous.
+        host: its host name.
+        group_rank: its rank.
+    """
+
+    node: str
+    host: str
+    group_rank: int
+
+    def fields(self) -> dict[str, Any]:
+        """As they stand in a cause."""
+        return {"node": self.node, "host": self.host, "group_rank": self.group_rank}
+
+
+def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Clock) -> Cause:
+    """What can be said at once of the worker that failed first, without reading any file.
+
+    Args:
+        attempt: the attempt.
+        worker: its end.
+        place: where.
+        clock: of the store.
+    """
+    why = attempt.why_expired(worker.local_rank)
+    return Cause(
+        **place.fields(),
+        round=attempt.round,
+        rank=attempt.plan.ranks[worker.local_rank].global_rank,
+        local_rank=worker.local_rank,
+        pid=worker.pid,
+        exitcode=worker.exitcode,
+        message=None if why is None else _end(why, MAX_MESSAGE),
+        **_hang(attempt, worker.local_rank),
+        time_ns=clock.from_monotonic(attempt.failed_ns(worker)),
+        error_ns=clock.error_ns,
+    )
+
+
+def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None = None) -> Cause | None:
+    """What failed first on this node, in full; ``None`` when its workers only ended because of a stop.
+
+    Workers that end with their nursery have failed.
+
+    Args:
+        attempt: that has ended.
+        place: where.
+        clock: of the store. Its estimate moves: what is known in full must not seem later for that.
+        told: the first word of it.
+    """
+    failed = failures(attempt)
+    is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
+    if not failed and is_nursery_lost:
+        how = how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+        return not_started(f"the nursery {how}", place, clock)
+    if not failed:
+        return None
+    rank = root_cause(failed)
+    first = failed[rank]
+    # Nobody had asked those to end that went with their nursery, though it was a signal of ours.
+    if rank in victims(failed) and not is_nursery_lost:
+        return None
+    at = failed_ns(first)
+    time_ns = clock.from_monotonic(at if at is not None else time.monotonic_ns())
+    if told is not None and told.time_ns is not None:
+        time_ns = min(time_ns, told.time_ns)
+    return Cause(
+        **place.fields(),
+        round=attempt.round,
+        rank=rank,
+        local_rank=first.local_rank,
+        pid=first.pid,
+        exitcode=first.exitcode,
+        message=_end(_message(attempt, first), MAX_MESSAGE),
+        lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
+        **_hang(attempt, first.local_rank),
+        time_ns=time_ns,
+        error_ns=clock.error_ns,
+    )
+
+
+def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
+    """What tells apart those that are named by nodes which wait for each other."""
+    overdue = attempt.expired.get(local_rank)
+    event = overdue.hung if overdue is not None else None
+    if event is None:
+        return {}
+    told: dict[str, Any] = {
+        "ground": event.ground,
+        "silence": round((event.seen_ns - event.since_ns) / 1e9, 3),
+    }
+    own = next((rank for rank in event.ranks if rank.local_rank == local_rank), None)
+    if own is not None and own.frame:
+        told["frame"] = own.frame
+    if event.missed == "startup":
+        told["step"] = BEFORE_ALL_STEPS
+    elif own is not None and own.heartbeat is not None and own.heartbeat.step is not None:
+        told["step"] = own.heartbeat.step
+    return told
+
+
+def _message(attempt: Attempt, first: ProcessFailure) -> str:
+    """What is known of it, with what says most at the end."""
+    text = traceback_text(first)
+    why = attempt.why_expired(first.local_rank)
+    return text if why is None else f"{text.removeprefix(why).strip()}\n{why}".strip()
+
+
+def not_started(message: str, place: Place, clock: Clock) -> Cause:
+    """The cause when the workers of this node could not be started.
+
+    Args:
+        message: why.
+        place: where.
+        clock: of the store.
+    """
+    return Cause(
+        **place.fields(),
+        message=message[:MAX_MESSAGE],
+        time_ns=clock.from_monotonic(time.monotonic_ns()),
+        error_ns=clock.error_ns,
+    )
+
+
+def _end(text: str, limit: int) -> str:
+    return text if len(text) <= limit else "…" + text[-limit + 1 :]
