@@ -34,11 +34,11 @@ IN_TURN = (
 )
 """Rank 1 fails when rank 0 has ended: nobody is stopped before it has shown what it sees."""
 
-OURS = {"ELASTICRS_ROUND"}
+OURS = {"ELASTICRS_NOTICES", "ELASTICRS_ROUND"}
 """Variables that only our workers have."""
 
-TORCHS = {"TORCH_FR_BUFFER_SIZE", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PET_MASTER_PORT"}
-"""Variables that importing torch, or these tests, put into the agent's environment, and workers inherit."""
+TORCHS = {"TORCH_FR_BUFFER_SIZE", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""Variables that importing torch puts into the agent's environment, and workers inherit."""
 
 
 DIFFERENT = {"--master-port": "/workers/0-0/env/TORCHELASTIC_USE_AGENT_STORE"}

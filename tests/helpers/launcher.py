@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from helpers import ports, procs
+from helpers import procs
 from helpers.procs import HANG
 
 FOREIGN = re.compile(
@@ -204,7 +204,6 @@ class Launched:
 
 LAUNCHERS = {
     "elasticrs": (sys.executable, "-m", "elasticrs.launch"),
-    # Torchrun's own default is one port for all that run on a machine.
-    "torchrun": ("env", f"PET_MASTER_PORT={ports.free()}", str(Path(sys.executable).parent / "torchrun")),
+    "torchrun": (str(Path(sys.executable).parent / "torchrun"),),
 }
 """Command lines, all under this interpreter."""
