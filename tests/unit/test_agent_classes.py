@@ -19,7 +19,7 @@ from elasticrs.agent.server import (
 )
 from elasticrs.agent.server.api import _RoleInstanceInfo
 from elasticrs.agent.server.health_check_server import HealthCheckServer
-from elasticrs.agent.server.local_elastic_agent import _AliveCallbackProxy
+from elasticrs.agent.server.local_elastic_agent import _AliveCallbackProxy, why_hooks_decide
 from elasticrs.compat.progress import Progress
 from elasticrs.launcher import LaunchConfig, elastic_launch
 from elasticrs.launcher.api import _get_entrypoint_name
@@ -404,7 +404,7 @@ class Metered(LocalElasticAgent):
 
 def test_torchs_loop_runs_where_somebody_else_has_a_say(handler, tmp_path):
     def waits(kind, its_handler):
-        return kind(spec(its_handler), DefaultLogsSpecs(str(tmp_path)))._waits_for_events
+        return why_hooks_decide(kind(spec(its_handler), DefaultLogsSpecs(str(tmp_path)))) is None
 
     assert waits(LocalElasticAgent, handler)
     assert not waits(LocalElasticAgent, Delegating())
@@ -458,7 +458,7 @@ def test_who_replaces_the_health_check_has_the_whole_of_it(handler, tmp_path, mo
 def test_whom_a_stop_reaches(handler, tmp_path, program, asked, found):
     how = spec(handler, entrypoint=program)
     agent = LocalElasticAgent(how, DefaultLogsSpecs(str(tmp_path)), stop_scope=asked)
-    assert agent._job().stop_scope == found
+    assert agent._local.config().stop_scope == found
 
 
 def test_a_stop_that_reaches_somebody_else_is_refused():
@@ -476,6 +476,6 @@ def test_a_programs_own_handler_for_such_a_signal_stays(handler, tmp_path):
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         agent = LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)))
-        assert agent._job().forwarded == (signal.SIGUSR2,)
+        assert agent._local.config().forwarded == (signal.SIGUSR2,)
     finally:
         signal.signal(signal.SIGUSR1, before)

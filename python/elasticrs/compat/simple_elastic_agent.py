@@ -16,6 +16,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
@@ -216,18 +217,25 @@ class SimpleElasticAgent(ElasticAgent):
         Raises:
             SignalException: a signal asked to stop; ``_shutdown`` has passed it on.
         """
-        return self._run_and_shut_down(role)
+        return self._run_and_shut_down(partial(self._invoke_run, role))
 
-    def _run_and_shut_down(self, role: str) -> RunResult:
+    def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
+        """Run the workers, and shut down whatever happens.
+
+        Args:
+            invoke: runs them.
+            is_observed: events and metrics are recorded there already.
+        """
         started = time.monotonic()
         is_shut_down = False
         try:
-            result = self._invoke_run(role)
+            result = invoke()
             if result.is_failed():
                 self._tell_failure(_first_failure(result))
             self._total_execution_time = int(time.monotonic() - started)
-            self._record_metrics(result)
-            self._record_worker_events(result)
+            if not is_observed:
+                self._record_metrics(result)
+                self._record_worker_events(result)
             return result
         except SignalException as error:
             _log.warning("%s received: shutting down", error.sigval.name)

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
 from elasticrs import options
+from elasticrs.plan import Plan
+from elasticrs.ports import ReservedPort
+from elasticrs.ranks import WorkerRanks
+from elasticrs.rendezvous.api import RendezvousError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -181,13 +185,59 @@ class WorkerGroup:
     def store(self, store: Any) -> None:
         self._store, self._open_store = store, None
 
-    def share(self, open_store: Callable[[], Any]) -> None:
-        """Have a store, which is opened by who looks at it first. Not in torch.
+    def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
+        """Show a plan to who reads this. What the specification says of the workers' store has precedence,
+        and changes the plan. Not in torch.
 
         Args:
-            open_store: makes it.
+            plan: of the next attempt.
+            open_store: makes the store that the nodes of the round share, for who looks at it first.
         """
+        plan.master_addr = self.spec.master_addr or plan.master_addr
+        if self.spec.master_port:
+            # A port of the user's own is rank 0's to listen on.
+            plan.master_port, plan.use_agent_store = self.spec.master_port, False
         self._store, self._open_store = None, open_store
+        self.group_rank, self.group_world_size = plan.ranks[0].group_rank, plan.ranks[0].group_world_size
+        self.master_addr, self.master_port = plan.master_addr, plan.master_port
+        for worker, own in zip(self.workers, plan.ranks, strict=True):
+            worker.global_rank, worker.role_rank = own.global_rank, own.role_rank
+            worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
+
+    def plan(self) -> Plan:
+        """What the hooks have agreed on. Not in torch.
+
+        Raises:
+            RuntimeError: there was no rendezvous.
+            RendezvousError: the rendezvous gave no port.
+        """
+        spec = self.spec
+        if self.group_rank is None or self.group_world_size is None:
+            raise RuntimeError("workers are started before a rendezvous")
+        ranks = [
+            WorkerRanks(
+                spec.role,
+                worker.local_rank,
+                worker.global_rank,
+                self.group_rank,
+                worker.role_rank,
+                spec.local_world_size,
+                worker.world_size,
+                self.group_world_size,
+                worker.role_world_size,
+            )
+            for worker in self.workers
+        ]
+        reserved = None
+        if self.master_port is None:
+            if self.group_world_size > 1:
+                raise RendezvousError("the rendezvous gave no port for the workers' store")
+            reserved = ReservedPort()
+            self.master_port = reserved.number
+        # A port of the user's own is rank 0's to listen on.
+        use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
+        address = self.master_addr or "localhost"
+        return Plan(ranks, address, self.master_port, reserved, use_agent_store=use_agent_store)
 
 
 @dataclass

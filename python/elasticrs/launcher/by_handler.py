@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from elasticrs.config import HandlerSettings, JobConfig
     from elasticrs.console import Console
     from elasticrs.launcher.arguments import Launch
-    from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.workers import Workers
 
 _MISTAKES = {
@@ -73,7 +72,7 @@ def run_by_handler(
     """
     if launch.observe.event_log_handler != "null":
         check_destination(launch.observe.event_log_handler)
-    running: list[_CommandLineAgent] = []
+    running: list[LocalElasticAgent] = []
     logger, lines = logging.getLogger("elasticrs"), _Lines(console)
     logger.addHandler(lines)
 
@@ -84,7 +83,7 @@ def run_by_handler(
         # The other signals are raised by their own handlers.
         if signals is not None and signal.SIGTSTP in signals.take():
             if running:
-                running[0].suspend(signals)
+                running[0]._suspend(signals)
             else:
                 suspend(None, signals)
 
@@ -100,7 +99,7 @@ def run_by_handler(
                     signal.signal(signal.SIGTSTP, stop_for_a_while)
                     signals.order_pauses()
             made = _make_handler(handler)
-            running.append(_CommandLineAgent(launch, handler, made, workers, console))
+            running.append(_make_agent(launch, handler, made, workers, console))
             return _run(running[0], made, launch, write)
     except SignalException as error:
         if not running:
@@ -126,57 +125,37 @@ class _Lines(logging.Handler):
         self._console.say(self.format(record))
 
 
-class _CommandLineAgent(LocalElasticAgent):
-    def __init__(
-        self,
-        launch: Launch,
-        settings: HandlerSettings,
-        handler: RendezvousHandler,
-        workers: Workers,
-        console: Console,
-    ) -> None:
-        job, observe = launch.job, launch.observe
-        spec = WorkerSpec(
-            job.role,
-            job.nproc,
-            handler,
-            entrypoint=observe.entry_point,
-            max_restarts=job.max_restarts,
-            monitor_interval=settings.monitor_interval,
-            local_addr=settings.local_addr,
-            event_log_handler=observe.event_log_handler,
-        )
-        super().__init__(
-            spec,
-            # Not asked: the workers come with theirs.
-            DefaultLogsSpecs(os.devnull),
-            exit_barrier_timeout=settings.exit_barrier_timeout,
-            shutdown_timeout=job.shutdown_timeout,
-            uninterruptible_state_timeout=job.uninterruptible_state_timeout,
-            health_check_server=None if observe.health_port is None else open_server(observe, console.say),
-            signals_to_forward=",".join(signal.Signals(signum).name for signum in job.forwarded),
-            signals_to_handle=launch.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"],
-        )
-        self._given_job = job
-        self._given_workers = workers
-
-    @property
-    def _waits_for_events(self) -> bool:
-        return False
-
-    def _job(self, rendezvous: Rendezvous | None = None) -> JobConfig:  # noqa: ARG002 -- it has none
-        return self._given_job
-
-    def _workers(self, job: JobConfig) -> Workers:  # noqa: ARG002 -- made for it
-        return self._given_workers
-
-    def suspend(self, signals: SignalPipe) -> None:
-        """Stop the workers and this process, until it goes on."""
-        if self._pcontext is not None:
-            self._pcontext.suspend(signals)
-        else:
-            suspend(None, signals)
-        self._progress.renew()
+def _make_agent(
+    launch: Launch,
+    settings: HandlerSettings,
+    handler: RendezvousHandler,
+    workers: Workers,
+    console: Console,
+) -> LocalElasticAgent:
+    job, observe = launch.job, launch.observe
+    spec = WorkerSpec(
+        job.role,
+        job.nproc,
+        handler,
+        entrypoint=observe.entry_point,
+        max_restarts=job.max_restarts,
+        monitor_interval=settings.monitor_interval,
+        local_addr=settings.local_addr,
+        event_log_handler=observe.event_log_handler,
+    )
+    agent = LocalElasticAgent(
+        spec,
+        # Not asked: the workers come with theirs.
+        DefaultLogsSpecs(os.devnull),
+        exit_barrier_timeout=settings.exit_barrier_timeout,
+        shutdown_timeout=job.shutdown_timeout,
+        uninterruptible_state_timeout=job.uninterruptible_state_timeout,
+        health_check_server=None if observe.health_port is None else open_server(observe, console.say),
+        signals_to_forward=",".join(signal.Signals(signum).name for signum in job.forwarded),
+        signals_to_handle=launch.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"],
+    )
+    agent._local.made = job, workers
+    return agent
 
 
 def _make_handler(settings: HandlerSettings) -> RendezvousHandler:

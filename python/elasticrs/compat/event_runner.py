@@ -1,0 +1,142 @@
+"""Runs the workers of torch's agent class in the event-driven loop, which is that of the command line."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from typing import TYPE_CHECKING
+
+from elasticrs.agent.decisions import OneNode
+from elasticrs.agent.loop import Agent
+from elasticrs.agent.observer_factory import make_observers
+from elasticrs.agent.signals import catch_signals
+from elasticrs.agent.state import Phase
+from elasticrs.compat.worker_group import RunResult, WorkerState
+from elasticrs.console import Console, prefix_of
+from elasticrs.multiprocessing.api import SignalException
+from elasticrs.multiprocessing.not_started import not_started
+from elasticrs.plan import Plan
+from elasticrs.ranks import NodeShare, assign
+from elasticrs.rendezvous.api import RendezvousClosedError
+from elasticrs.rendezvous.static import OneNodeRendezvous
+
+if TYPE_CHECKING:
+    from elasticrs import _core
+    from elasticrs.agent.attempt import JobResult
+    from elasticrs.agent.decisions import Decisions
+    from elasticrs.agent.health_check_server import HealthCheckServer
+    from elasticrs.compat.local_job import LocalJob
+    from elasticrs.compat.worker_group import WorkerGroup
+    from elasticrs.config import JobConfig
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+
+class EventRunner:
+    """Runs a job once, and keeps the worker group up to date.
+
+    Args:
+        group: what users of torch's classes read.
+        local: settings and workers.
+        rendezvous: that of several nodes; ``None`` for one node.
+        server: the health check server, open, for the loop to answer for.
+
+    Attributes:
+        restarts: those that were charged.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        local: LocalJob,
+        rendezvous: Rendezvous | None,
+        server: HealthCheckServer | None,
+    ) -> None:
+        self._group = group
+        self._local = local
+        self._rendezvous = rendezvous
+        self._server = server
+        self.restarts = 0
+
+    def run(self) -> RunResult:
+        """See :meth:`elasticrs.agent.server.LocalElasticAgent.run`."""
+        job = self._local.config(self._rendezvous)
+        if job.rendezvous is not None and self._group.spec.rdzv_handler.is_closed():
+            raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
+        signals = catch_signals((*job.signals, *job.forwarded))
+        if signals is None:
+            warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=4)
+        console = Console(prefix=prefix_of(job.rendezvous is not None))
+        decisions = self._decisions(job, console)
+        try:
+            observers = make_observers(job, self._local.observe(), console.say, self._server, tells_end=False)
+            agent = Agent(
+                job,
+                self._local.workers(job),
+                decisions,
+                signals=signals,
+                owns_process=False,
+                console=console,
+                observers=self._local.with_console(observers),
+            )
+            result = agent.run()
+        finally:
+            if signals is not None:
+                signals.close()
+        return self._run_result(result, decisions)
+
+    def _decisions(self, job: JobConfig, console: Console) -> Decisions:
+        handler = self._group.spec.rdzv_handler
+        if isinstance(handler, OneNodeRendezvous):
+            return OneNode(job, _Planner(self._group, handler))
+        from elasticrs.agent.several_nodes import SeveralNodes
+
+        return SeveralNodes(job, console, self._group.take_plan, getattr(handler, "home", None))
+
+    def _run_result(self, result: JobResult, decisions: Decisions) -> RunResult:
+        group = self._group
+        if result.attempts:
+            self.restarts = result.attempts[-1].restarts
+        if result.phase is Phase.SUCCEEDED:
+            group.state = WorkerState.SUCCEEDED
+            return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
+        if result.signum is not None:
+            group.state = WorkerState.STOPPED
+            sigval = signal.Signals(result.signum)
+            raise SignalException(f"stopped by {sigval.name}", sigval)
+        from elasticrs.agent.report import all_failures
+
+        group.state = WorkerState.FAILED
+        failed = all_failures(result)
+        if failed:
+            return RunResult(WorkerState.FAILED, failures=failed)
+        outcome = getattr(decisions, "outcome", None)
+        if outcome is not None and outcome.kind not in {"failed", "stuck"}:
+            from elasticrs.rendezvous.elastic.handler import error_of
+
+            raise error_of(outcome)
+        raise not_started(result.message or "the workers could not be started", result.start_errno)
+
+
+class _Planner:
+    """Plans from the handler of a node by itself."""
+
+    def __init__(self, group: WorkerGroup, handler: OneNodeRendezvous) -> None:
+        self._group = group
+        self._handler = handler
+
+    def next(self, supervisor: _core.Supervisor) -> Plan:
+        spec, handler = self._group.spec, self._handler
+        bootstrap = handler.next_served_by(supervisor)
+        plan = Plan(
+            assign([NodeShare(spec.role, spec.local_world_size)], 0),
+            bootstrap.master_addr,
+            bootstrap.master_port,
+            handler.reserved_port,
+            store=handler.agent_store,
+            use_agent_store=handler.use_agent_store,
+        )
+        self._group.take_plan(plan, handler.open_shared_store)
+        return plan
+
+    def close(self) -> None:
+        """The launcher shuts the handler down: an agent may be run more than once."""

@@ -1,0 +1,153 @@
+"""What a :class:`WorkerSpec` and the arguments of an agent are to the modules below: settings and workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from elasticrs import config as defaults
+from elasticrs import options
+from elasticrs._worker import hook_environment, inherited_environment
+from elasticrs.agent.signals import ignored_signals
+from elasticrs.compat.replaced_console import ReplacedConsole
+from elasticrs.config import JobConfig, ObserveSettings
+from elasticrs.multiprocessing.binding import cpus_of_options
+from elasticrs.multiprocessing.plugins import attempt_logs
+from elasticrs.multiprocessing.tail_log import replaced_streams
+from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticrs.agent.observer import Observer
+    from elasticrs.compat.worker_group import WorkerSpec
+    from elasticrs.multiprocessing.api import LogsSpecs
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+
+class LocalJob:
+    """The job of one agent; see :class:`~elasticrs.agent.server.LocalElasticAgent` for the arguments.
+
+    Attributes:
+        made: settings and workers of the command line, in place of those that would be made here.
+
+    Raises:
+        ValueError: what this release does not support, or names that are no signals.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        *,
+        start_method: str,
+        prefix_template: str | None,
+        shutdown_timeout: float,
+        uninterruptible_state_timeout: float | None,
+        signals_to_handle: str | None,
+        signals_to_forward: str | None,
+        stop_scope: str | None,
+    ) -> None:
+        if start_method not in defaults.START_METHODS:
+            raise ValueError(
+                f"start_method: got {start_method!r}, expected one of {', '.join(defaults.START_METHODS)}"
+            )
+        names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+        self._signal_names = names or defaults.DEFAULT_SIGNALS
+        try:
+            self.signals = defaults.parse_signals(self._signal_names)
+        except ValueError as error:
+            raise ValueError(f"signals_to_handle: expected {error}") from None
+        self._forwarded = defaults.forwarded_by_name(signals_to_forward, self.signals)
+        options.check(stop_scope=stop_scope)
+        self._stop_scope = stop_scope or defaults.default_stop_scope(spec.entrypoint)
+        if uninterruptible_state_timeout is None:
+            uninterruptible_state_timeout = defaults.uninterruptible_state_timeout_from(os.environ)
+        self.uninterruptible_state_timeout = uninterruptible_state_timeout
+        self.start_method = start_method
+        self.logs_specs = logs_specs
+        self._spec = spec
+        self._shutdown_timeout = shutdown_timeout
+        self._prefix_template = prefix_template
+        self.made: tuple[JobConfig, Workers] | None = None
+
+    @property
+    def forwarded(self) -> tuple[int, ...]:
+        """The signals to pass on; by default not those for which the program has handlers."""
+        if self._forwarded is not None:
+            return self._forwarded
+        found = defaults.forwarded_signals(None, self.signals)
+        return tuple(signum for signum in found if signal.getsignal(signum) == signal.SIG_DFL)
+
+    @property
+    def prefix_template(self) -> str | None:
+        """The template of the prefix of console lines."""
+        return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+
+    def config(self, rendezvous: Rendezvous | None = None) -> JobConfig:
+        """The settings of the job.
+
+        Args:
+            rendezvous: that of several nodes, where the agent reacts to its events.
+        """
+        if self.made is not None:
+            return self.made[0]
+        spec = self._spec
+        return JobConfig(
+            spec.local_world_size,
+            spec.rdzv_handler.get_run_id(),
+            role=spec.role,
+            name=spec.get_entrypoint_name(),
+            max_restarts=spec.max_restarts,
+            shutdown_timeout=self._shutdown_timeout,
+            signals=self.signals,
+            forwarded=self.forwarded,
+            stop_scope=self._stop_scope,
+            rendezvous=rendezvous,
+            cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
+            virtual_local_rank=spec.virtual_local_rank,
+            uninterruptible_state_timeout=self.uninterruptible_state_timeout,
+            hang_timeout=spec.hang_timeout,
+            hang_startup_timeout=spec.hang_startup_timeout,
+            exit_timeout=spec.exit_timeout,
+        )
+
+    def workers(self, job: JobConfig) -> Workers:
+        """What starts the workers.
+
+        Args:
+            job: their settings.
+        """
+        if self.made is not None:
+            return self.made[1]
+        spec = self._spec
+        setup = WorkerSetup(
+            job,
+            attempt_logs(self.logs_specs),
+            self.prefix_template,
+            hook_environment({
+                **inherited_environment(), "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names
+            }),
+            ignored_signals(),
+            (spec.duplicate_stdout_filters or [], spec.duplicate_stderr_filters or []),
+            {1, 2} - replaced_streams().keys(),
+        )  # fmt: skip
+        if callable(spec.entrypoint):
+            from elasticrs.multiprocessing.function_workers import function_workers
+
+            return function_workers(setup, spec.entrypoint, spec.args, self.start_method)
+        return CommandWorkers(setup, [str(spec.entrypoint), *map(str, spec.args)])
+
+    def observe(self) -> ObserveSettings:
+        """Where events and metrics go."""
+        spec = self._spec
+        entry_point, backend = spec.get_entrypoint_name(), spec.rdzv_handler.get_backend()
+        return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
+
+    def with_console(self, observers: Sequence[Observer]) -> Sequence[Observer]:
+        """With who shows lines of workers where ``sys.stdout`` or ``sys.stderr`` was replaced."""
+        streams = replaced_streams()
+        if not streams:
+            return observers
+        return [*observers, ReplacedConsole(streams, self._spec.role, self.prefix_template)]
