@@ -293,8 +293,7 @@ def send():
 # Of these hooks the last that was registered is called first: this one is called when signals are blocked.
 os.register_at_fork(before=send)
 from elasticrs.compat.raised_signals import raised_signals
-class Stopped(Exception):
-    pass
+from elasticrs.multiprocessing import SignalException
 def fork():
     if os.fork() == 0:
         os._exit(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
@@ -302,11 +301,11 @@ def fork():
 reader, writer = os.pipe2(os.O_NONBLOCK)
 signal.set_wakeup_fd(writer)
 try:
-    with raised_signals([signal.SIGTERM], lambda *_: Stopped(), lambda _: False):
+    with raised_signals([signal.SIGTERM]):
         {fork}
         select.select([reader], [], [], 20)
     raise AssertionError("the signal was lost")
-except Stopped:
+except SignalException:
     for thread in threading.enumerate():
         if thread is not threading.current_thread():
             thread.join()
@@ -323,12 +322,11 @@ def test_a_signal_during_a_fork_is_raised_and_is_not_the_childs(fork):
 TWO_AT_ONCE = """
 import signal
 from elasticrs.compat.raised_signals import raised_signals
-class Stopped(Exception):
-    pass
-with raised_signals([signal.SIGTERM, signal.SIGHUP], lambda *_: Stopped(), lambda _: False):
+from elasticrs.multiprocessing import SignalException
+with raised_signals([signal.SIGTERM, signal.SIGHUP]):
     try:
         signal.raise_signal(signal.SIGTERM)
-    except Stopped:
+    except SignalException:
         signal.raise_signal(signal.SIGHUP)
     else:
         raise AssertionError("the first was not raised")

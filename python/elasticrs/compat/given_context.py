@@ -112,10 +112,6 @@ class GivenContext:
         """Nothing tells before it is looked at."""
         time.sleep(seconds)
 
-    def interrupt(self, _error: BaseException) -> bool:
-        """Keep no error of a signal handler."""
-        return False
-
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         """End the workers; once."""
         if not self._is_closed:

@@ -39,7 +39,6 @@ from elasticrs.console import Console
 from elasticrs.events.hostname import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
-from elasticrs.multiprocessing.api import SignalException
 from elasticrs.rendezvous.static import OneNodeRendezvous
 from elasticrs.workers import watching_descriptors
 
@@ -171,15 +170,13 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _run_by_hooks(self, role: str) -> RunResult:
         local = self._local
-        with raised_signals(local.signals, SignalException, self._interrupt, local.forwarded, self._pass_on):
+        with raised_signals(local.signals, local.forwarded, self._pass_on):
             result: RunResult = super().run(role)
             return result
 
-    def _interrupt(self, error: BaseException) -> bool:
-        return self._pcontext is not None and self._pcontext.interrupt(error)
-
     def _pass_on(self, signum: int) -> None:
-        if self._pcontext is not None:
+        # A context of the user's has no way to.
+        if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.pass_on(signum)
 
     def _suspend(self, signals: SignalPipe) -> None:

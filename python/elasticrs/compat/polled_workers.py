@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elasticrs import texts
@@ -18,11 +17,12 @@ from elasticrs.agent import state as machine
 from elasticrs.agent.signals import suspend
 from elasticrs.agent.tracker import AttemptTracker
 from elasticrs.multiprocessing.api import RunProcsResult
+from elasticrs.multiprocessing.interrupts import held, waiting, when_safe
 from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.multiprocessing.supervised_group import LATE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.agent.observer import Observer
@@ -58,25 +58,6 @@ class PolledWorkers:
         self._ended: machine.GroupEnded | None = None
         self._found: RunProcsResult | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._is_taking = False
-        self._pending: BaseException | None = None
-        self._suspends_by: SignalPipe | None = None
-        self._to_pass_on: list[int] = []
-
-    def interrupt(self, error: BaseException) -> bool:
-        """Take an error of a signal handler, to be raised as soon as no event can be lost by it.
-
-        Args:
-            error: to be raised.
-
-        Returns:
-            ``False`` when no event is being taken: then the handler raises it.
-        """
-        if not self._is_taking:
-            return False
-        self._pending = error
-        os.eventfd_write(self._bell, 1)
-        return True
 
     def suspend(self, signals: SignalPipe) -> None:
         """Control-Z: stop the workers and this process, until it goes on. For a signal handler.
@@ -84,26 +65,11 @@ class PolledWorkers:
         Args:
             signals: where the SIGTSTP was taken from.
         """
-        if self._is_taking:
-            self._suspends_by = signals
-            os.eventfd_write(self._bell, 1)
-        else:
-            self._suspend(signals)
-
-    def _suspend(self, signals: SignalPipe) -> None:
-        suspend(self._tracker.supervisor if self._tracker.is_open else None, signals)
+        when_safe(lambda: suspend(self._tracker.supervisor if self._tracker.is_open else None, signals))
 
     def pass_on(self, signum: int) -> None:
-        """Pass a signal on to the workers. For a signal handler.
-
-        Args:
-            signum: which.
-        """
-        self._to_pass_on.append(signum)
-        if self._is_taking:
-            os.eventfd_write(self._bell, 1)
-        else:
-            self._hear()
+        """Pass a signal on to the workers, when that is safe."""
+        self._tracker.forward(signum, are_running=self._has_started and self.is_running)
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
         """Start all workers, or none.
@@ -125,7 +91,7 @@ class PolledWorkers:
         if not tracker.is_open:
             tracker.open(self._bell)
         self._release_plan()
-        with self._undisturbed():
+        with held():
             self._forget()
             action = machine.Start(len(self._result.attempts) + 1, restarts)
             tracker.observers.acting(action, plan)
@@ -247,35 +213,16 @@ class PolledWorkers:
     def _forget(self) -> None:
         self._has_started, self._ended, self._found = False, None, None
 
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """What is done here is done to its end before a signal is heard."""
-        self._is_taking = True
-        try:
-            yield
-        finally:
-            self._is_taking = False
-            self._hear()
-
-    def _hear(self) -> None:
-        """The signals that were kept: one that raises does so also in place of another error."""
-        while self._to_pass_on:
-            are_running = self._has_started and self.is_running
-            self._tracker.forward(self._to_pass_on.pop(0), are_running=are_running)
-        pending, self._pending = self._pending, None
-        suspends_by, self._suspends_by = self._suspends_by, None
-        if suspends_by is not None:
-            self._suspend(suspends_by)
-        if pending is not None:
-            raise pending
-
     def _pump(self, seconds: float | None) -> bool:
         """Handle one event: whether there was one."""
         self._console.flush()
-        with self._undisturbed():
+        with waiting(self._ring):
             was_something = self._tracker.wait(seconds)
             self._note_events()
         return was_something
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
 
     def on_fd(self, fd: int, *, is_over: bool) -> bool:
         """See :class:`elasticrs.agent.tracker.Owner`."""

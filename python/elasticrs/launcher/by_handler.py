@@ -76,9 +76,6 @@ def run_by_handler(
     logger, lines = logging.getLogger("elasticrs"), _Lines(console)
     logger.addHandler(lines)
 
-    def interrupt(error: BaseException) -> bool:
-        return bool(running) and running[0]._interrupt(error)
-
     def stop_for_a_while(_signum: int, _frame: FrameType | None) -> None:
         # The other signals are raised by their own handlers.
         if signals is not None and signal.SIGTSTP in signals.take():
@@ -88,7 +85,7 @@ def run_by_handler(
                 suspend(None, signals)
 
     try:
-        with raised_signals(launch.job.signals, SignalException, interrupt):
+        with raised_signals(launch.job.signals):
             if signals is not None:
                 for signum in signals.take():
                     if signum in launch.job.signals:

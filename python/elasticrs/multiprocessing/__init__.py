@@ -76,7 +76,7 @@ def start_processes(
             ``FileNotFoundError`` or ``PermissionError`` for a program that is not there or may not be run.
         ValueError: no such start method.
     """
-    from elasticrs.multiprocessing import api, supervised_group
+    from elasticrs.multiprocessing import api, interrupts
 
     nprocs = len(args)
     api._validate_full_rank(args, nprocs, "args")
@@ -86,7 +86,7 @@ def start_processes(
     context: PContext | None = None
     try:
         # A signal that comes meanwhile is raised at the end of the block.
-        with supervised_group.held():
+        with interrupts.held():
             if isinstance(entrypoint, str):
                 context = api.SubprocessContext(name, entrypoint, args, envs, *logs, numa_options, *filters)
             else:

@@ -22,19 +22,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from elasticrs import logs
 from elasticrs.config import DEFAULT_SIGNALS, LogSettings
-from elasticrs.forks import is_undone, undo_in_children
-from elasticrs.multiprocessing import supervised_group
+from elasticrs.multiprocessing import interrupts
 from elasticrs.multiprocessing.tail_log import TailLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from types import FrameType
-    from typing import TypeAlias
 
     from elasticrs.multiprocessing.contexts import MultiprocessContext, SubprocessContext
     from elasticrs.multiprocessing.errors import ProcessFailure
-
-    Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 __all__ = [
     "DefaultLogsSpecs",
@@ -288,9 +284,9 @@ class RunProcsResult:
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- a signal handler
     """Raise :class:`SignalException`, at once or as soon as nothing is lost by it."""
     sigval = signal.Signals(signum)
-    error = SignalException(f"Process {os.getpid()} got signal: {sigval.value}", sigval=sigval)
-    if not supervised_group.interrupt(error):
-        raise error
+    interrupts.raise_when_safe(
+        SignalException(f"Process {os.getpid()} got signal: {sigval.value}", sigval=sigval)
+    )
 
 
 def _validate_full_rank(d: dict[int, Any], nprocs: int, what: str) -> None:
@@ -314,67 +310,30 @@ def get_std_cm(
     return redirect_fn(std_rd) if std_rd else nullcontext()
 
 
-class _CaughtSignals:
-    """The handlers that contexts have installed; what was there before returns with the last of them, and in
-    children made by ``fork``.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[int, Handler] = {}
-        self._users: dict[int, int] = {}
-
-    def catch(self, names: Iterable[str]) -> list[int]:
-        """Install our handler; names that are no signals are logged. Main thread only.
-
-        Returns:
-            What :meth:`release` takes.
-        """
-        caught: list[int] = []
-        if not self._before:
-            is_undone(self._put_back_all)
-            undo_in_children(self._put_back_all, self._before)
-        for name in names:
-            try:
-                signum = getattr(signal, name.strip())
-                before = signal.signal(signum, _terminate_process_handler)
-            except (AttributeError, TypeError, ValueError, OSError):
-                logger.warning("no handler for signal %s: there is none, or it cannot be caught", name)
-                continue
-            self._users[signum] = self._users.get(signum, 0) + 1
-            self._before.setdefault(signum, before)
-            caught.append(signum)
-            logger.info("Registered signal handler for %s", name)
-        return caught
-
-    def release(self, signums: list[int]) -> None:
-        """Undo :meth:`catch`, but for handlers that somebody has installed since."""
-        if signums and threading.current_thread() is not threading.main_thread():
-            logger.warning("signal handlers stay: only the main thread can put back what was there before")
-            return
-        while signums:
-            signum = signums.pop()
-            if signum not in self._users:
-                # A context of the process of which this one was forked.
-                continue
-            self._users[signum] -= 1
-            if self._users[signum] == 0:
-                self._put_back(signum)
-        if not self._before:
-            is_undone(self._put_back_all)
-
-    def _put_back_all(self) -> None:
-        for signum in list(self._before):
-            self._put_back(signum)
-
-    def _put_back(self, signum: int) -> None:
-        del self._users[signum]
-        before = self._before.pop(signum)
-        if signal.getsignal(signum) is _terminate_process_handler:
-            # None: installed by C code, and Python cannot put it back.
-            signal.signal(signum, signal.SIG_DFL if before is None else before)
+caught_signals = interrupts.CaughtSignals()
+"""For all contexts."""
 
 
-caught_signals = _CaughtSignals()
+def _catch(names: str) -> list[int]:
+    caught: list[int] = []
+    for name in names.split(","):
+        try:
+            signum = getattr(signal, name.strip())
+            caught_signals.catch(signum, _terminate_process_handler)
+        except (AttributeError, TypeError, ValueError, OSError):
+            logger.warning("no handler for signal %s: there is none, or it cannot be caught", name)
+            continue
+        caught.append(signum)
+        logger.info("Registered signal handler for %s", name)
+    return caught
+
+
+def _release(caught: list[int]) -> None:
+    if caught and threading.current_thread() is not threading.main_thread():
+        logger.warning("signal handlers stay: only the main thread can put back what was there before")
+        return
+    caught_signals.release(caught)
+    caught.clear()
 
 
 class PContext(ABC):
@@ -464,10 +423,10 @@ class PContext(ABC):
 
         The signals are those of ``TORCHELASTIC_SIGNALS_TO_HANDLE``; they raise :class:`SignalException`.
         """
-        with supervised_group.held():
+        with interrupts.held():
             if threading.current_thread() is threading.main_thread():
                 names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE") or DEFAULT_SIGNALS
-                self._caught += caught_signals.catch(names.split(","))
+                self._caught += _catch(names)
             else:
                 logger.warning("not in the main thread: signals are not handled")
             self._start()
@@ -522,7 +481,7 @@ class PContext(ABC):
             death_sig: the signal; SIGTERM when ``None``.
             timeout: seconds until SIGKILL, one deadline for all.
         """
-        with supervised_group.held():
+        with interrupts.held():
             try:
                 self._close(death_sig or signal.SIGTERM, timeout)
             finally:
@@ -531,7 +490,7 @@ class PContext(ABC):
                 for copy in (self.filtered_stdout, self.filtered_stderr):
                     if copy is not None:
                         copy.close()
-                caught_signals.release(self._caught)
+                _release(self._caught)
                 self._remove_empty_files()
 
     def _remove_empty_files(self) -> None:

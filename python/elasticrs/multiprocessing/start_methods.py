@@ -28,7 +28,8 @@ from elasticrs.multiprocessing.function_process import (
     call_and_return,
     close_all,
 )
-from elasticrs.multiprocessing.supervised_group import SupervisedGroup, raise_pending
+from elasticrs.multiprocessing.interrupts import call_kept
+from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 from elasticrs.workers import process_spec
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ class Kept(FunctionStart):
         while True:
             # Modules that are imported first may take long.
             while not select.select([self.control], [], [], _LOOK_FOR_SIGNALS)[0]:
-                raise_pending()
+                call_kept()
             try:
                 pids = self.take_pids()
             except RuntimeError as error:

@@ -2,10 +2,6 @@
 
 The core starts, watches and ends the processes; this module takes in what it tells. A group may be used from
 any thread, and from several: one of them waits for the core, the others for that one.
-
-A signal handler that raises would lose the event that was being taken in. So while this module waits in the
-main thread, :func:`interrupt` keeps the exception until the event has been recorded; and while something is
-started or closed (:func:`held`), until it waits or is done. Children made by ``fork`` begin without all that.
 """
 
 from __future__ import annotations
@@ -14,15 +10,15 @@ import os
 import subprocess
 import threading
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
+from elasticrs.multiprocessing.interrupts import waiting
 from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.workers import adopt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 DRAIN_TIMEOUT = 10.0
 """Seconds that a slow console gets at the end; the files have everything in any case."""
@@ -33,66 +29,6 @@ always ready, there is more of it for ever."""
 
 _END_SLACK = 45.0
 """Seconds beyond the grace after which the group is given up: the core itself gives up after 30."""
-
-_waiting: list[SupervisedGroup] = []
-"""The group for which the main thread waits at this moment; several when a signal handler waits as well."""
-
-_holds: list[bool] = []
-_pending: list[BaseException] = []
-
-
-def _begin_anew() -> None:
-    # Not emptied: a child may return through the very frames that have put something in.
-    global _waiting, _holds, _pending
-    _waiting, _holds, _pending = [], [], []
-
-
-os.register_at_fork(after_in_child=_begin_anew)
-
-
-def interrupt(error: BaseException) -> bool:
-    """Hand an exception to the wait that is going on in this thread, to be raised when that is safe.
-
-    For signal handlers, which run in the main thread.
-
-    Args:
-        error: to be raised.
-
-    Returns:
-        ``False`` when nothing waits here: then the caller raises it.
-    """
-    if not _waiting and not _holds:
-        # The caller's is raised in place of one that is still kept.
-        _pending.clear()
-        return False
-    _pending.append(error)
-    if _waiting:
-        _waiting[-1].ring()
-    return True
-
-
-@contextmanager
-def held() -> Iterator[None]:
-    """Hold back what :func:`interrupt` is given until the block ends or this thread waits for a group."""
-    is_main = threading.current_thread() is threading.main_thread()
-    holds = _holds
-    if is_main:
-        holds.append(True)
-    try:
-        yield
-    finally:
-        if is_main:
-            holds.pop()
-            if not _holds and not _waiting:
-                raise_pending()
-
-
-def raise_pending() -> None:
-    """Raise the first exception that was kept; the others say no more."""
-    if _pending and threading.current_thread() is threading.main_thread():
-        error = _pending[0]
-        _pending.clear()
-        raise error
 
 
 class SupervisedGroup:
@@ -241,18 +177,10 @@ class SupervisedGroup:
         supervisor = self._supervisor
         if supervisor is None:
             return False
-        is_main = threading.current_thread() is threading.main_thread()
-        waiting = _waiting
-        if is_main:
-            waiting.append(self)
-        try:
+        with waiting(self.ring):
             event = supervisor.next_event(timeout)
             if event is not None:
                 self._record(event)
-        finally:
-            if is_main:
-                waiting.pop()
-        raise_pending()
         return event is not None
 
     def _record(self, event: _core.Event) -> None:
