@@ -16,8 +16,10 @@ from elasticrs.texts import visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from dataclasses import KW_ONLY
+
+    from elasticrs.ranks import WorkerRanks
 
 STDOUT = 1
 STDERR = 2
@@ -206,23 +208,24 @@ def parse_streams(text: str) -> int | dict[int, int]:
     return chosen
 
 
-def line_prefix(template: str | None, *, role: str, local_rank: int, rank: int, hostname: str) -> str:
-    """The prefix of a worker's lines on the console.
+def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[int, str]:
+    """The prefix of each worker's lines on the console, by local rank.
 
     Args:
         template: with the macros ``${role_name}``, ``${local_rank}``, ``${rank}``, ``${hostname}``; the usual
             one when ``None`` or empty.
-        role: of the worker.
-        local_rank: of the worker.
-        rank: its global rank.
-        hostname: the short name of this machine.
+        ranks: of the workers.
     """
-    names = {"role_name": visible(role), "hostname": visible(hostname)}
-    values = {**names, "local_rank": str(local_rank), "rank": str(rank)}
-    text = template or DEFAULT_PREFIX_TEMPLATE
-    for name, value in values.items():
-        text = text.replace("${" + name + "}", value)
-    return text
+    hostname = visible(os.uname().nodename.split(".")[0])
+    prefixes = {}
+    for own in ranks:
+        text = template or DEFAULT_PREFIX_TEMPLATE
+        names = {"role_name": visible(own.role), "hostname": hostname}
+        values = {**names, "local_rank": str(own.local_rank), "rank": str(own.global_rank)}
+        for name, value in values.items():
+            text = text.replace("${" + name + "}", value)
+        prefixes[own.local_rank] = text
+    return prefixes
 
 
 def coloured(prefix: str, local_rank: int) -> str:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from elasticrs import _core
 from elasticrs._value import Value
 from elasticrs.config import UsageError, hang_limits
-from elasticrs.logs import LogPaths, RunLogs, coloured, fault_file, hang_file, line_prefix, wants_colour
+from elasticrs.logs import LogPaths, RunLogs, coloured, fault_file, hang_file, line_prefixes, wants_colour
 from elasticrs.worker_env import virtual_local_rank, worker_env
 
 TYPE_CHECKING = False
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.config import JobConfig
+    from elasticrs.plan import Plan
 
 
 def watching_descriptors(nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str]) -> int:
@@ -157,24 +158,9 @@ class Workers(ABC):
             OSError: a log directory could not be made, or descriptors ran out.
         """
         job, environ = self._setup.job, self._setup.environ
-        variables = {
-            ranks.local_rank: worker_env(
-                ranks,
-                run_id=job.run_id,
-                master_addr=attempt.plan.master_addr,
-                master_port=attempt.plan.master_port,
-                round=attempt.round,
-                restarts=attempt.restarts,
-                max_restarts=job.max_restarts,
-                inherited=environ,
-                use_agent_store=attempt.plan.use_agent_store,
-                timer_file=self._timer_file,
-            )
-            for ranks in attempt.plan.ranks
-        }
-        if job.virtual_local_rank:
-            for local_rank, own in variables.items():
-                own.update(virtual_local_rank(local_rank, environ))
+        variables = variables_of(
+            job, attempt.plan, attempt.round, attempt.restarts, environ, self._timer_file
+        )
         attempt.paths = paths = self._setup.logs(attempt.name, variables)
         files = [path for _, path in sorted(paths.error_files.items())]
         are_watched = bool(files) and all(files)
@@ -242,7 +228,7 @@ class Workers(ABC):
 
     def _streams(self, attempt: Attempt, paths: LogPaths) -> list[_core.LogStream]:
         streams: list[_core.LogStream] = []
-        hostname = os.uname().nodename.split(".")[0]
+        prefixes = line_prefixes(self._setup.prefix_template, attempt.plan.ranks)
         for to, tees, copy in (
             (1, paths.tee_stdouts, paths.filtered_stdout),
             (2, paths.tee_stderrs, paths.filtered_stderr),
@@ -252,13 +238,7 @@ class Workers(ABC):
             for local_rank, path in tees.items():
                 if path == os.devnull:
                     continue
-                text = line_prefix(
-                    self._setup.prefix_template,
-                    role=self._setup.job.role,
-                    local_rank=local_rank,
-                    rank=attempt.plan.ranks[local_rank].global_rank,
-                    hostname=hostname,
-                )
+                text = prefixes[local_rank]
                 if to in self._setup.consoles:
                     prefix = coloured(text, local_rank) if colour else text
                     streams.append(console_stream(local_rank, path, to, prefix))
@@ -266,6 +246,45 @@ class Workers(ABC):
                     plain = os.fsencode(text)
                     streams.append(_core.LogStream(local_rank, path, copy, plain, contains=contains))
         return streams
+
+
+def variables_of(
+    job: JobConfig,
+    plan: Plan,
+    round: int,  # noqa: A002 -- the field's own word
+    restarts: int,
+    inherited: Mapping[str, str],
+    timer_file: str | None = None,
+) -> dict[int, dict[str, str]]:
+    """What is added to the environment of each worker of an attempt, by local rank.
+
+    Args:
+        job: the job.
+        plan: ranks and addresses.
+        round: number of the attempt.
+        restarts: charged so far.
+        inherited: the environment that all workers have.
+        timer_file: the FIFO of timers, if there is one.
+    """
+    variables = {
+        ranks.local_rank: worker_env(
+            ranks,
+            run_id=job.run_id,
+            master_addr=plan.master_addr,
+            master_port=plan.master_port,
+            round=round,
+            restarts=restarts,
+            max_restarts=job.max_restarts,
+            inherited=inherited,
+            use_agent_store=plan.use_agent_store,
+            timer_file=timer_file,
+        )
+        for ranks in plan.ranks
+    }
+    if job.virtual_local_rank:
+        for local_rank, own in variables.items():
+            own.update(virtual_local_rank(local_rank, inherited))
+    return variables
 
 
 def process_spec(

@@ -13,11 +13,12 @@ from elasticrs.logs import (
     coloured,
     followed_files,
     layout,
-    line_prefix,
+    line_prefixes,
     parse_streams,
     wants_colour,
 )
 from elasticrs.multiprocessing import DefaultLogsSpecs
+from elasticrs.ranks import NodeShare, assign
 
 
 def test_nothing_is_redirected_by_default():
@@ -175,10 +176,11 @@ def test_malformed_streams_are_refused(text):
 
 
 def test_prefixes_follow_the_template():
-    values = {"role": "default", "local_rank": 0, "rank": 4, "hostname": "node1"}
-    assert line_prefix(None, **values) == "[default0]:"
-    assert line_prefix("${hostname}:${rank} ", **values) == "node1:4 "
-    assert line_prefix(None, **{**values, "role": "a\x1b[2J"}) == "[a\\x1b[2J0]:"
+    nodes = [NodeShare("a\x1b[2J", 1), NodeShare("default", 2)]
+    ranks, host = assign(nodes, 1), os.uname().nodename.split(".")[0]
+    assert line_prefixes(None, ranks) == {0: "[default0]:", 1: "[default1]:"}
+    assert line_prefixes("${hostname}:${rank} ", ranks) == {0: f"{host}:1 ", 1: f"{host}:2 "}
+    assert line_prefixes(None, assign(nodes, 0)) == {0: "[a\\x1b[2J0]:"}
     assert coloured("[x]:", 0).startswith("\x1b[36m[x]:")
 
 

@@ -52,10 +52,10 @@ def test_rank_0_assigns_what_all_have_told():
 
 def test_the_last_one_opens_the_barrier():
     store = Store()
-    first = rank_exchange.ExitBarrier(store, 2)
-    assert not first.is_over()
-    assert rank_exchange.ExitBarrier(store, 2).is_over()
-    assert first.is_over()
+    last_key = rank_exchange.begin_exit_barrier(store, 2)
+    assert not store.check([last_key])
+    assert rank_exchange.begin_exit_barrier(store, 2) == last_key
+    assert store.check([last_key])
     assert set(store.values) == {
         "torchelastic/agent/terminal_state/num_members",
         "torchelastic/agent/terminal_state/last_member",

@@ -7,70 +7,44 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.logs import line_prefix
+from elasticrs.logs import line_prefixes
 from elasticrs.utils.api import macros
-from elasticrs.worker_env import virtual_local_rank, worker_env
+from elasticrs.workers import variables_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elasticrs.compat.local_job import LocalJob
     from elasticrs.compat.worker_group import WorkerSpec
-    from elasticrs.multiprocessing.api import LogsSpecs, PContext, RunProcsResult
+    from elasticrs.multiprocessing.api import PContext
     from elasticrs.plan import Plan
 
 
 def start_by(
-    start_processes: Callable[..., PContext],
-    spec: WorkerSpec,
-    plan: Plan,
-    restarts: int,
-    *,
-    logs_specs: LogsSpecs,
-    start_method: str,
-    prefix_template: str | None,
+    start_processes: Callable[..., PContext], spec: WorkerSpec, local: LocalJob, plan: Plan, restarts: int
 ) -> GivenContext:
     """Start the workers of an attempt as torch's agent does: by this function, with torch's arguments.
 
     Args:
         start_processes: the user's.
         spec: of the workers.
+        local: the same, as settings.
         plan: ranks and addresses.
         restarts: charged so far.
-        logs_specs: where their output goes.
-        start_method: of functions.
-        prefix_template: of console lines.
     """
-    host = os.uname().nodename.split(".")[0]
-    envs, args, prefixes = {}, {}, {}
-    for ranks in plan.ranks:
-        rank = ranks.local_rank
-        own = worker_env(
-            ranks,
-            run_id=spec.rdzv_handler.get_run_id(),
-            master_addr=plan.master_addr,
-            master_port=plan.master_port,
-            round=restarts + 1,
-            restarts=restarts,
-            max_restarts=spec.max_restarts,
-            inherited=os.environ,
-            use_agent_store=plan.use_agent_store,
-        )
-        if spec.virtual_local_rank:
-            own.update(virtual_local_rank(rank, os.environ))
-        envs[rank] = own
-        args[rank] = tuple(macros.substitute(list(spec.args), str(rank)))
-        prefixes[rank] = line_prefix(
-            prefix_template, role=spec.role, local_rank=rank, rank=ranks.global_rank, hostname=host
-        )
+    template = local.prefix_template
     try:
         context = start_processes(
             name=spec.role,
             entrypoint=spec.entrypoint,
-            args=args,
-            envs=envs,
-            logs_specs=logs_specs,
-            log_line_prefixes=prefixes if prefix_template else None,
-            start_method=start_method,
+            args={
+                rank: tuple(macros.substitute(list(spec.args), str(rank)))
+                for rank in range(spec.local_world_size)
+            },
+            envs=variables_of(local.config(), plan, restarts + 1, restarts, os.environ),
+            logs_specs=local.logs_specs,
+            log_line_prefixes=line_prefixes(template, plan.ranks) if template else None,
+            start_method=local.start_method,
             numa_options=spec.numa_options,
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
@@ -103,10 +77,6 @@ class GivenContext:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
-
-    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
-        """As the context's."""
-        return self._context.wait(timeout, period)
 
     def wait_for_news(self, seconds: float) -> None:
         """Nothing tells before it is looked at."""

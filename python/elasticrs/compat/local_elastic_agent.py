@@ -251,15 +251,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         spec, local = worker_group.spec, self._local
         restarts = spec.max_restarts - self._remaining_restarts
         if start_processes is not _OWN_START:
-            self._pcontext = start_by(
-                start_processes,
-                spec,
-                worker_group.plan(),
-                restarts,
-                logs_specs=local.logs_specs,
-                start_method=local.start_method,
-                prefix_template=local.prefix_template,
-            )
+            self._pcontext = start_by(start_processes, spec, local, worker_group.plan(), restarts)
             pids: dict[int, Any] = self._pcontext.pids()
             return pids
         if self._pcontext is None:

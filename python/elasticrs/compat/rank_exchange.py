@@ -12,6 +12,7 @@ from typing import Any
 
 from elasticrs.compat.worker_group import _RoleInstanceInfo
 from elasticrs.ranks import NodeRanks, NodeShare, node_ranks
+from elasticrs.utils.store import _barrier_nonblocking
 
 TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 _INFO = "torchelastic/role_info/"
@@ -46,19 +47,11 @@ def _share(data: bytes) -> NodeShare:
     return NodeShare(str(told.role), int(told.local_world_size))
 
 
-class ExitBarrier:
-    """Tells the other nodes that this one has finished.
+def begin_exit_barrier(store: Any, group_world_size: int) -> str:
+    """Tell the other nodes that this one has finished; the key that is set when all have.
 
     Args:
         store: as for :func:`exchange`.
         group_world_size: nodes in the round.
     """
-
-    def __init__(self, store: Any, group_world_size: int) -> None:
-        self._store = store
-        if store.add(f"{TERMINAL_STATE_SYNC_ID}/num_members", 1) == group_world_size:
-            store.set(f"{TERMINAL_STATE_SYNC_ID}/last_member", "<val_ignored>")
-
-    def is_over(self) -> bool:
-        """Whether all nodes have finished; never waits for them."""
-        return bool(self._store.check([f"{TERMINAL_STATE_SYNC_ID}/last_member"]))
+    return _barrier_nonblocking(store, group_world_size, TERMINAL_STATE_SYNC_ID)

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from elasticrs.agent.observer import Observer
-from elasticrs.logs import line_prefix
+from elasticrs.logs import line_prefixes
 from elasticrs.multiprocessing.tail_log import TailLog
 
 if TYPE_CHECKING:
@@ -41,17 +41,7 @@ class ReplacedConsole(Observer):
         paths = attempt.paths
         if paths is None:
             return
-        host = os.uname().nodename.split(".")[0]
-        prefixes = {
-            ranks.local_rank: line_prefix(
-                self._template,
-                role=self._role,
-                local_rank=ranks.local_rank,
-                rank=ranks.global_rank,
-                hostname=host,
-            )
-            for ranks in attempt.plan.ranks
-        }
+        prefixes = line_prefixes(self._template, attempt.plan.ranks)
         for fd, stream in self._streams.items():
             tees = paths.tee_stdouts if fd == 1 else paths.tee_stderrs
             files = {rank: path for rank, path in tees.items() if path != os.devnull}

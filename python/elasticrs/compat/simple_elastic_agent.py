@@ -361,8 +361,9 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _wait_for_others(self, group: WorkerGroup, *, watches: bool) -> bool:
         deadline = time.monotonic() + self._exit_barrier_timeout
-        barrier = rank_exchange.ExitBarrier(group.store, group.group_world_size or 1)
-        while not barrier.is_over():
+        store = group.store
+        last_key = rank_exchange.begin_exit_barrier(store, group.group_world_size or 1)
+        while not store.check([last_key]):
             if watches and group.spec.rdzv_handler.num_nodes_waiting() > 0:
                 return False
             left = deadline - time.monotonic()

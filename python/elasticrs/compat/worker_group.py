@@ -101,8 +101,6 @@ class WorkerSpec:
 class Worker:
     """One worker of a group; -1 stands for a rank that is not assigned yet."""
 
-    __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
-
     def __init__(
         self,
         local_rank: int,
@@ -150,18 +148,6 @@ class WorkerGroup:
     Attributes:
         store: shared by the nodes of the round, as torch's.
     """
-
-    __slots__ = (
-        "_open_store",
-        "_store",
-        "group_rank",
-        "group_world_size",
-        "master_addr",
-        "master_port",
-        "spec",
-        "state",
-        "workers",
-    )
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -267,8 +253,6 @@ class _RoleInstanceInfo:
         rank: of the node.
         local_world_size: how many workers.
     """
-
-    __slots__ = ("local_world_size", "rank", "role")
 
     def __init__(self, role: str, rank: int, local_world_size: int) -> None:
         self.role = role

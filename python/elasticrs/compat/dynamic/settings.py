@@ -35,10 +35,10 @@ class RendezvousTimeout:
         close: timedelta | None = None,
         heartbeat: timedelta | None = None,
     ) -> None:
-        self._join = self._checked("join", join)
-        self._last_call = self._checked("last_call", last_call)
-        self._close = self._checked("close", close)
-        self._heartbeat = self._checked("heartbeat", heartbeat)
+        self.join = self._checked("join", join)
+        self.last_call = self._checked("last_call", last_call)
+        self.close = self._checked("close", close)
+        self.heartbeat = self._checked("heartbeat", heartbeat)
 
     @classmethod
     def _checked(cls, name: str, value: timedelta | None) -> timedelta:
@@ -47,26 +47,6 @@ class RendezvousTimeout:
         if value <= cls._ZERO:
             raise ValueError(f"The {name} timeout ({value}) must be positive.")
         return value
-
-    @property
-    def join(self) -> timedelta:
-        """See the class."""
-        return self._join
-
-    @property
-    def last_call(self) -> timedelta:
-        """See the class."""
-        return self._last_call
-
-    @property
-    def close(self) -> timedelta:
-        """See the class."""
-        return self._close
-
-    @property
-    def heartbeat(self) -> timedelta:
-        """See the class."""
-        return self._heartbeat
 
 
 @dataclass(repr=False, eq=False, frozen=True)
