@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
 from elasticrs.rendezvous.endpoint import parse_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from elasticrs.agent.server import RunResult
     from elasticrs.compat.local_elastic_agent import HealthCheckServer
@@ -231,21 +232,15 @@ def launch_agent(
     if isinstance(alive_callback, _AliveCallbackProxy):
         alive_callback.set_delegate(agent._get_alive_time)
     name = _get_entrypoint_name(entrypoint, args)
-    is_signalled = False
     check_destination(config.event_log_handler)
     try:
-        initialize_metrics(MetricsConfig(config.metrics_cfg))
-        result = run_agent(agent, config.event_log_handler)
-        if result.is_failed():
-            raise ChildFailedError(name=name, failures=result.failures)
-        return result.return_values
-    except SignalException:
-        # Closing would end the job on all nodes, and only this one was asked to stop.
-        is_signalled = True
-        raise
+        with shut_down_after(spec.rdzv_handler):
+            initialize_metrics(MetricsConfig(config.metrics_cfg))
+            result = run_agent(agent, config.event_log_handler)
+            if result.is_failed():
+                raise ChildFailedError(name=name, failures=result.failures)
+            return result.return_values
     finally:
-        if not is_signalled:
-            shut_down(spec.rdzv_handler)
         if isinstance(config.logs_specs, DefaultLogsSpecs):
             config.logs_specs._remove_if_empty()
 
@@ -266,16 +261,27 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
     return result
 
 
-def shut_down(handler: RendezvousHandler) -> None:
-    """End a rendezvous after its job; an error of the handler is a warning, as the job's outcome stands.
+@contextmanager
+def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
+    """End a rendezvous after its job, but not when this node was asked to stop: that would end the job on all
+    nodes. An error of the handler is a warning, as the job's outcome stands.
 
     Args:
         handler: ours or the user's.
     """
+    is_signalled = False
     try:
-        handler.shutdown()
-    except Exception as error:
-        warnings.warn(f"the rendezvous could not be shut down: {error!r}", RuntimeWarning, stacklevel=3)
+        yield
+    except SignalException:
+        is_signalled = True
+        raise
+    finally:
+        if not is_signalled:
+            try:
+                handler.shutdown()
+            except Exception as error:
+                text = f"the rendezvous could not be shut down: {error!r}"
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:

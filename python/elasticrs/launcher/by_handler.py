@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core, texts
 from elasticrs.agent.observer_factory import check_destination, open_server
-from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.agent.signals import suspend
+from elasticrs.compat.local_elastic_agent import LocalElasticAgent
 from elasticrs.compat.raised_signals import raised_signals
+from elasticrs.compat.worker_group import WorkerSpec
 from elasticrs.config import UsageError
-from elasticrs.launcher.api import run_agent, shut_down
+from elasticrs.launcher.api import run_agent, shut_down_after
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import TypeGuard
 
-    from elasticrs.agent.server import RunResult
     from elasticrs.agent.signals import SignalPipe
-    from elasticrs.config import HandlerSettings, JobConfig
+    from elasticrs.compat.worker_group import RunResult
+    from elasticrs.config import HandlerSettings
     from elasticrs.console import Console
     from elasticrs.launcher.arguments import Launch
     from elasticrs.workers import Workers
@@ -72,17 +73,17 @@ def run_by_handler(
     """
     if launch.observe.event_log_handler != "null":
         check_destination(launch.observe.event_log_handler)
-    running: list[LocalElasticAgent] = []
+    agent: LocalElasticAgent | None = None
     logger, lines = logging.getLogger("elasticrs"), _Lines(console)
     logger.addHandler(lines)
 
     def stop_for_a_while(_signum: int, _frame: FrameType | None) -> None:
         # The other signals are raised by their own handlers.
         if signals is not None and signal.SIGTSTP in signals.take():
-            if running:
-                running[0]._suspend(signals)
-            else:
+            if agent is None:
                 suspend(None, signals)
+            else:
+                agent._suspend(signals)
 
     try:
         with raised_signals(launch.job.signals):
@@ -95,11 +96,10 @@ def run_by_handler(
                 if signal.SIGTSTP not in launch.job.signals and signal.SIGTSTP in signals.caught:
                     signal.signal(signal.SIGTSTP, stop_for_a_while)
                     signals.order_pauses()
-            made = _make_handler(handler)
-            running.append(_make_agent(launch, handler, made, workers, console))
-            return _run(running[0], made, launch, write)
+            agent = _make_agent(launch, handler, _make_handler(handler), workers, console)
+            return _run(agent, launch, write)
     except SignalException as error:
-        if not running:
+        if agent is None:
             console.say(f"stopped by {error.sigval.name}")
         return 1
     except Exception as error:
@@ -185,34 +185,25 @@ def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettin
     return bool(is_given) and isinstance(error, OSError) and error.errno in _MISTAKES
 
 
-def _run(
-    agent: LocalElasticAgent, handler: RendezvousHandler, launch: Launch, write: Callable[[str], None]
-) -> int:
-    is_signalled = False
-    try:
-        return _exit_code(run_agent(agent, launch.observe.event_log_handler), launch.job, write)
-    except SignalException:
-        # Closing would end the job on all nodes, and only this one was asked to stop.
-        is_signalled = True
-        raise
-    except (RuntimeError, _core.SupervisorError, OSError) as error:
-        write(f"{texts.PREFIX}the job was stopped: {error}{os.linesep}")
-        return 1
-    finally:
-        if not is_signalled:
-            shut_down(handler)
+def _run(agent: LocalElasticAgent, launch: Launch, write: Callable[[str], None]) -> int:
+    with shut_down_after(agent.get_worker_group().spec.rdzv_handler):
+        try:
+            result = run_agent(agent, launch.observe.event_log_handler)
+            if result.is_failed():
+                _report(result, launch.job.name, write)
+            return int(result.is_failed())
+        except (RuntimeError, _core.SupervisorError, OSError) as error:
+            write(f"{texts.PREFIX}the job was stopped: {error}{os.linesep}")
+            return 1
 
 
-def _exit_code(result: RunResult, job: JobConfig, write: Callable[[str], None]) -> int:
-    if not result.is_failed():
-        return 0
+def _report(result: RunResult, name: str, write: Callable[[str], None]) -> None:
     if not result.failures:
         write(f"{texts.PREFIX}the job has failed{os.linesep}")
-        return 1
+        return
     from elasticrs.agent.report import hand_on
 
-    error = ChildFailedError(job.name, result.failures)
+    error = ChildFailedError(name, result.failures)
     write(error.format_msg() + os.linesep)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         hand_on(error)
-    return 1

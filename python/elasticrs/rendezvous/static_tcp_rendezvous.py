@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING
+from typing import Any
 
 from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.utils import parse_rendezvous_endpoint
 
-if TYPE_CHECKING:
-    from elasticrs.rendezvous.api import RendezvousInfo
-
 __all__ = ["StaticTCPRendezvous", "create_rdzv_handler"]
 
 _DEFAULT_TIMEOUT = 600
+
+
+def _asked(name: str) -> Any:
+    """A method that asks the handler of the registry."""
+    return lambda self: getattr(self._handler, name)()
 
 
 class StaticTCPRendezvous(RendezvousHandler):
@@ -63,29 +65,15 @@ class StaticTCPRendezvous(RendezvousHandler):
         """Always false: rank 0 listens on the port that was given. Torch's agent does."""
         return self._handler.use_agent_store
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See :class:`RendezvousHandler`."""
-        return self._handler.next_rendezvous()
-
-    def is_closed(self) -> bool:
-        """See :class:`RendezvousHandler`."""
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        """See :class:`RendezvousHandler`."""
-        self._handler.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """See :class:`RendezvousHandler`."""
-        return self._handler.num_nodes_waiting()
+    next_rendezvous = _asked("next_rendezvous")
+    is_closed = _asked("is_closed")
+    set_closed = _asked("set_closed")
+    num_nodes_waiting = _asked("num_nodes_waiting")
+    shutdown = _asked("shutdown")
 
     def get_run_id(self) -> str:
         """See :class:`RendezvousHandler`."""
         return self.run_id
-
-    def shutdown(self) -> bool:
-        """See :class:`RendezvousHandler`."""
-        return self._handler.shutdown()
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:

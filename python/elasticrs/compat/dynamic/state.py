@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from elasticrs.rendezvous.api import RendezvousStateError
+from elasticrs.rendezvous.elastic.checked import ANY, COUNT, FLAG, INT, TEXT, fields, one_of, row
 
 VERSION = 1
 MAX_BYTES = 4 << 20
@@ -108,6 +109,16 @@ class State:
         return replace(self, nodes={**self.nodes, node: standing})
 
 
+_FIELDS = {
+    **dict.fromkeys(("round", "size", "last_call", "last_calls"), COUNT),
+    **dict.fromkeys(("format", "version"), ANY),
+    "closed": TEXT,
+    "has_failed": FLAG,
+    "nodes": lambda value: isinstance(value, list),
+}
+_NODE = (TEXT, COUNT, COUNT, one_of(*(place.value for place in Place)), COUNT, INT)
+
+
 def natural_order(node: Node) -> tuple[list[tuple[int, int, str]], int, int]:
     """The order of ranks: by host, where ``node10`` comes after ``node2``; then by process."""
     parts = re.findall(r"\d+|\D+", node.addr)
@@ -168,42 +179,10 @@ def decode(data: bytes) -> State:
 
 
 def _state(document: dict[str, Any]) -> State:
+    found = fields(document, _FIELDS, ("round", "size", "last_calls", "has_failed", "nodes"))
     nodes: dict[Node, Standing] = {}
-    for addr, pid, local_id, place, beat, rank in document["nodes"]:
-        node = Node(_text(addr), _count(pid), _count(local_id))
-        nodes[node] = Standing(Place(place), _count(beat), _whole(rank))
-    last_call, closed = document["last_call"], document["closed"]
-    return State(
-        _count(document["round"]),
-        _count(document["size"]),
-        None if last_call is None else _count(last_call),
-        _count(document["last_calls"]),
-        None if closed is None else _text(closed),
-        nodes,
-        _truth(document["has_failed"]),
-    )
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not a whole number")
-    return value
-
-
-def _count(value: object) -> int:
-    number = _whole(value)
-    if number < 0:
-        raise ValueError(f"{number} is negative")
-    return number
-
-
-def _truth(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is neither true nor false")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value
+    for each in found.pop("nodes"):
+        addr, pid, local_id, place, beat, rank = row(each, _NODE)
+        nodes[Node(addr, pid, local_id)] = Standing(Place(place), beat, rank)
+    del found["format"], found["version"]
+    return State(**found, nodes=nodes)
