@@ -98,23 +98,16 @@ class WorkerSpec:
         return self.entrypoint.__qualname__
 
 
+@dataclass(repr=False, eq=False)
 class Worker:
     """One worker of a group; -1 stands for a rank that is not assigned yet."""
 
-    def __init__(
-        self,
-        local_rank: int,
-        global_rank: int = -1,
-        role_rank: int = -1,
-        world_size: int = -1,
-        role_world_size: int = -1,
-    ) -> None:
-        self.id: Any = None
-        self.local_rank = local_rank
-        self.global_rank = global_rank
-        self.role_rank = role_rank
-        self.world_size = world_size
-        self.role_world_size = role_world_size
+    local_rank: int
+    global_rank: int = -1
+    role_rank: int = -1
+    world_size: int = -1
+    role_world_size: int = -1
+    id: Any = field(default=None, init=False)
 
     def __str__(self) -> str:
         return (
@@ -149,16 +142,18 @@ class WorkerGroup:
         store: shared by the nodes of the round, as torch's.
     """
 
+    workers: list[Worker]
+    group_rank: int | None = None
+    group_world_size: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    state: WorkerState = WorkerState.INIT
+
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
         self._store: Any = None
         self._open_store: Callable[[], Any] | None = None
-        self.group_rank: int | None = None
-        self.group_world_size: int | None = None
-        self.master_addr: str | None = None
-        self.master_port: int | None = None
-        self.state = WorkerState.INIT
 
     @property
     def store(self) -> Any:
@@ -245,6 +240,7 @@ class RunResult:
         return self.state == WorkerState.FAILED
 
 
+@dataclass(repr=False, eq=False)
 class _RoleInstanceInfo:
     """What an agent tells the others of a round about its workers, in torch's JSON.
 
@@ -254,10 +250,9 @@ class _RoleInstanceInfo:
         local_world_size: how many workers.
     """
 
-    def __init__(self, role: str, rank: int, local_world_size: int) -> None:
-        self.role = role
-        self.rank = rank
-        self.local_world_size = local_world_size
+    role: str
+    rank: int
+    local_world_size: int
 
     def serialize(self) -> bytes:
         """As it goes into the store."""
