@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.ranks import NodeShare, assign, node_ranks
-from elasticrs.rendezvous.elastic.addresses import is_loopback, master_addr
+from elasticrs.rendezvous.elastic.addresses import is_loopback_name, master_addr
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.records import (
     MAX_CAUSE,
@@ -127,8 +127,8 @@ def test_the_master_is_where_all_can_reach_it(nodes, expected):
     "address", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost", "::ffff:127.0.0.1"]
 )
 def test_loopback(address):
-    assert is_loopback(address)
-    assert not is_loopback("10.0.0.1")
+    assert is_loopback_name(address)
+    assert not is_loopback_name("10.0.0.1")
 
 
 texts = st.text(max_size=3000)

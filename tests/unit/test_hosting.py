@@ -10,6 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.config import UsageError
+from elasticrs.rendezvous.elastic.addresses import (
+    is_loopback,
+    is_loopback_name,
+    is_unspecified,
+    is_usable_elsewhere,
+    packed,
+)
 from elasticrs.rendezvous.elastic.hosting import (
     Hosting,
     SystemResolver,
@@ -17,11 +24,6 @@ from elasticrs.rendezvous.elastic.hosting import (
     decide_again,
     fallback_address,
     host_identity,
-    is_loopback,
-    is_loopback_name,
-    is_unspecified,
-    is_usable_elsewhere,
-    packed,
     unresolved,
 )
 from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings

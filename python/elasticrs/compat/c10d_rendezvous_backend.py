@@ -13,6 +13,7 @@ from elasticrs import _core
 from elasticrs.compat.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE
 from elasticrs.compat.dynamic_rendezvous import RendezvousBackend, Token
 from elasticrs.compat.file_store import FileStore, TemporaryFileStore
+from elasticrs.config import DEFAULT_PORT
 from elasticrs.events import NodeState, construct_and_record_rdzv_event
 from elasticrs.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
 from elasticrs.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
@@ -20,8 +21,6 @@ from elasticrs.store import DistNetworkError, Store
 
 if TYPE_CHECKING:
     from elasticrs.rendezvous.api import RendezvousParameters
-
-DEFAULT_PORT = 29400
 
 
 class C10dRendezvousBackend(RendezvousBackend):

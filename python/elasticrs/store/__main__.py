@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from elasticrs import _core
+from elasticrs.config import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m elasticrs.store", description="Serve a coordination store.")
     parser.add_argument("--host", default="", help="address to listen on (default: all, IPv4 and IPv6)")
-    parser.add_argument("--port", type=int, default=29400, help="0: any free one (default: 29400)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0: any free one (default: 29400)")
     parser.add_argument("--run-id", help="serve only this run (default: any)")
     parser.add_argument("--token-file", help="token that clients must present (default: $ELASTICRS_TOKEN)")
     parser.add_argument("--max-connections", type=int, help="limit of connections (default: 16384)")

@@ -15,9 +15,9 @@ The command line and the Python API come through here, so that both accept the s
 from __future__ import annotations
 
 from elasticrs._value import Value
-from elasticrs.config import DEFAULT_SHUTDOWN_TIMEOUT, UsageError
-from elasticrs.rendezvous.elastic.hosting import is_loopback_name
-from elasticrs.rendezvous.elastic.settings import DEFAULT_PORT, Rendezvous, read_settings
+from elasticrs.config import DEFAULT_PORT, DEFAULT_SHUTDOWN_TIMEOUT, UsageError
+from elasticrs.rendezvous.elastic.addresses import is_loopback_name
+from elasticrs.rendezvous.elastic.settings import Rendezvous, read_settings
 from elasticrs.rendezvous.endpoint import parse_endpoint
 
 TYPE_CHECKING = False

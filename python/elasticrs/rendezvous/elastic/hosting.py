@@ -29,6 +29,14 @@ import os
 
 from elasticrs._value import Value
 from elasticrs.config import UsageError
+from elasticrs.rendezvous.elastic.addresses import (
+    is_loopback,
+    is_loopback_name,
+    is_unspecified,
+    is_usable_elsewhere,
+    packed,
+    plain,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -139,8 +147,8 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
         return Hosting(_listen(rendezvous, resolver), "told to host the store", is_explicit=True, doubt=doubt)
     if is_loopback_name(rendezvous.host):
         return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is this machine")
-    name = _plain(rendezvous.host)
-    if any(_plain(own) == name for own in resolver.host_names()):
+    name = plain(rendezvous.host)
+    if any(plain(own) == name for own in resolver.host_names()):
         return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is the name of this host")
     return _by_address(rendezvous, resolver)
 
@@ -271,50 +279,6 @@ def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
         return None
     shown = host if [host] == list(addresses) else f"{host} ({', '.join(addresses)})"
     return f"{here} {shown}, where the others look for it, is not an address of this machine"
-
-
-def _plain(name: str) -> str:
-    return name.rstrip(".").lower()
-
-
-# --- addresses as text ---
-
-
-def packed(address: str) -> bytes | None:
-    """The bytes of a numeric address, IPv4 ones that are written as IPv6 as IPv4; ``None`` for a name."""
-    text = address.partition("%")[0]
-    for family in (_socket.AF_INET, _socket.AF_INET6):
-        try:
-            data = _socket.inet_pton(family, text)
-        except (OSError, ValueError):
-            continue
-        return data[12:] if data[:12] == bytes(10) + b"\xff\xff" and len(data) == 16 else data
-    return None
-
-
-def is_loopback(address: str) -> bool:
-    """Whether a numeric address is 127.0.0.0/8 or ::1."""
-    data = packed(address)
-    return data is not None and (data[0] == 127 if len(data) == 4 else data == bytes(15) + b"\x01")
-
-
-def is_loopback_name(host: str) -> bool:
-    """Whether a host of an endpoint is ``localhost``, or a loopback address."""
-    return _plain(host) == "localhost" or is_loopback(host)
-
-
-def is_unspecified(address: str) -> bool:
-    """Whether a numeric address stands for all interfaces."""
-    data = packed(address)
-    return data is not None and not any(data)
-
-
-def is_usable_elsewhere(address: str) -> bool:
-    """Whether a numeric address may mean this node on other machines too: no loopback, no link-local one."""
-    data = packed(address)
-    if data is None or not any(data) or is_loopback(address):
-        return False
-    return data[:2] != b"\xa9\xfe" if len(data) == 4 else (data[0], data[1] & 0xC0) != (0xFE, 0x80)
 
 
 # --- the machine ---

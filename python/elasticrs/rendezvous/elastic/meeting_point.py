@@ -14,6 +14,7 @@ from elasticrs.clock import Clock
 from elasticrs.coordination import Connected, ConnectionLost
 from elasticrs.native_session import NativeSession
 from elasticrs.rendezvous.elastic import hosting
+from elasticrs.rendezvous.elastic.addresses import is_unspecified, packed
 from elasticrs.rendezvous.elastic.asked import Asked
 from elasticrs.rendezvous.elastic.settings import ThisAgent
 
@@ -236,8 +237,8 @@ class MeetingPoint:
         if self._server is None:
             return self._rendezvous.host, self._rendezvous.port
         address = self._hosting.listen[0][0]
-        if hosting.is_unspecified(address):
-            address = "127.0.0.1" if hosting.packed(address) == bytes(4) else "::1"
+        if is_unspecified(address):
+            address = "127.0.0.1" if packed(address) == bytes(4) else "::1"
         return address, self._server.port
 
     def disconnect(self) -> None:

@@ -11,7 +11,7 @@ import json
 
 from elasticrs._value import Value
 from elasticrs.rendezvous.elastic import checked
-from elasticrs.rendezvous.elastic.addresses import is_loopback
+from elasticrs.rendezvous.elastic.addresses import is_loopback_name
 from elasticrs.rendezvous.elastic.checked import DamagedError, decode
 from elasticrs.rendezvous.elastic.keys import is_member
 
@@ -196,7 +196,7 @@ class Node(Value):
     @property
     def shown(self) -> str:
         """Name and address, for the user."""
-        seen = self.fallback_addr if is_loopback(self.address) and self.fallback_addr else self.address
+        seen = self.fallback_addr if is_loopback_name(self.address) and self.fallback_addr else self.address
         return f"{self.name} ({self.local_addr or seen})"
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from dataclasses import KW_ONLY
 
-DEFAULT_PORT = 29400
 """Of an endpoint without a port, as in torch."""
 
 _LONGEST = 1e9
