@@ -81,110 +81,41 @@ class WorkerSetup(Value):
 
 
 class Leftovers(Value):
-    """What workers left behind that the core did not start.
+    """What the core cannot tell of the end of workers.
 
     Args:
-        ended: pid and name of each that was ended, the first few.
+        ended: pid and name of each process that they left behind, that the core did not start, and that was
+            ended; the first few.
         more_ended: how many more.
-        was_stopped: they were to go on for a while, and the group was stopped meanwhile.
+        was_stopped: those were to go on for a while, and the group was stopped meanwhile.
+        silent: the local ranks that should have returned a value, and have not.
+        why_not_started: why workers that the core does not start could not be.
     """
 
     ended: Sequence[tuple[int, str]] = ()
     more_ended: int = 0
     _: KW_ONLY
     was_stopped: bool = False
+    silent: Collection[int] = ()
+    why_not_started: str | None = None
 
 
 class Workers(ABC):
-    """Starts the workers of every attempt; a subclass says what they are.
+    """The workers of a job's attempts, one attempt after another; a subclass says what they are.
 
     Args:
         setup: what all kinds need.
 
     Attributes:
-        are_started: True if all workers of the attempt run; may change with :meth:`started` and
-            :meth:`fd_ready`.
-        why_not_started: why workers that the core does not start could not be; the group is being ended.
-        leftovers: what became of what the core did not start; ``None`` until nothing is left of it. May
-            change with :meth:`ended` and :meth:`fd_ready`.
+        are_started: True if all workers of the attempt run, also those that the core does not start.
+        leftovers: what else there is to say of the end of an attempt; ``None`` until nothing is left of it.
     """
 
     are_started: bool = True
-    why_not_started: str | None = None
     leftovers: Leftovers | None = Leftovers()
 
     def __init__(self, setup: WorkerSetup) -> None:
-        self._setup = setup
-        self._timer_file: str | None = None
-
-    def watch_timers(self, supervisor: _core.Supervisor) -> None:
-        """Watch expiration timers of all attempts, where ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` asks for it,
-        and signs of life, where ``--hang-timeout`` does.
-
-        Args:
-            supervisor: by whom.
-
-        Raises:
-            UsageError: what is at ``TORCHELASTIC_TIMER_FILE`` is not ours, or a FIFO cannot be made there.
-            OSError: no FIFO can be made at all.
-        """
-        environ = self._setup.environ
-        if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
-            path = environ.get("TORCHELASTIC_TIMER_FILE") or None
-            try:
-                self._timer_file = supervisor.watch_timers(path)
-            except OSError as error:
-                if path is None or error.errno in _EXHAUSTED:
-                    raise
-                raise UsageError(_bad_timer_file(path, error)) from error
-        job = self._setup.job
-        if job.hang_timeout is not None:
-            limit, least = hang_limits(job.hang_timeout)
-            startup = job.hang_startup_timeout
-            supervisor.watch_hangs(_enough(limit), startup=_enough(startup), least=_enough(least))
-
-    def prepare(self, supervisor: _core.Supervisor, attempt: Attempt) -> _core.GroupSpec:
-        """Make all ready for the start; fills in the attempt's paths.
-
-        Args:
-            supervisor: who follows the output.
-            attempt: what was planned.
-
-        Returns:
-            What the supervisor is to start, all or none.
-
-        Raises:
-            _core.SupervisorError: the supervisor cannot.
-            OSError: a log directory could not be made, or descriptors ran out.
-        """
-        job, environ = self._setup.job, self._setup.environ
-        variables = variables_of(
-            job, attempt.plan, attempt.round, attempt.restarts, environ, self._timer_file
-        )
-        attempt.paths = paths = self._setup.logs(attempt.name, variables)
-        files = [path for _, path in sorted(paths.error_files.items())]
-        are_watched = bool(files) and all(files)
-        notices = supervisor.watch_exits(job.exit_timeout or None) if are_watched else ""
-        for own in variables.values():
-            own["ELASTICRS_NOTICES"] = notices
-        processes = self.specs(paths, {
-            local_rank: {**environ, **own} for local_rank, own in variables.items()
-        })  # fmt: skip
-        group = _core.GroupSpec(
-            processes,
-            on_failure=_core.StopPolicy(signal.SIGTERM, job.shutdown_timeout),
-            stop_scope=job.stop_scope,
-            linger=job.linger,
-            start_deadline=job.start_deadline,
-            keep_ignored=self._setup.keep_ignored,
-        )
-        streams = self._streams(attempt, paths)
-        if streams:
-            supervisor.follow(streams)
-        evidence = [(fault_file(path), hang_file(path)) for path in files] if are_watched else []
-        is_watched = self._timer_file is not None or job.hang_timeout is not None
-        supervisor.keep_evidence(evidence, py_spy=_py_spy(environ) if is_watched else None)
-        return group
+        self.setup = setup
 
     @abstractmethod
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
@@ -195,57 +126,137 @@ class Workers(ABC):
             environments: their whole environment.
         """
 
-    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for programs
-        """All workers of the attempt that the core starts run; see :attr:`are_started` for others."""
+    @abstractmethod
+    def return_values(self, attempt: Attempt) -> dict[int, object]:
+        """What the workers of the last attempt returned, by global rank.
 
-    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- nothing to do for programs
+        Args:
+            attempt: the last one.
+        """
+
+    # What follows is heard by workers that have more than the processes of the core: a keeper, return values.
+
+    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- see above
+        """All workers of the attempt that the core starts run."""
+
+    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- see above
         """A descriptor that the workers' side watches is readable."""
 
-    def stop(self) -> None:  # noqa: B027 -- nothing to do for programs
+    def stop(self) -> None:  # noqa: B027 -- see above
         """The group is to be stopped, and the core has been told."""
 
-    def ended(  # noqa: B027 -- nothing to do for programs
-        self, supervisor: _core.Supervisor, attempt: Attempt, *, has_succeeded: bool = False
-    ) -> None:
+    def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- see above
         """Nothing of the attempt is left that the core started, or it could not be started.
 
         Args:
             supervisor: of the group.
-            attempt: which.
             has_succeeded: as far as the core knows.
         """
 
-    def close(self) -> None:  # noqa: B027 -- nothing to do for programs
+    def close(self) -> None:  # noqa: B027 -- see above
         """No attempt follows: end what there is, whatever happened, and release it. Idempotent."""
 
-    def silent_ranks(self) -> Collection[int]:
-        """The local ranks of the last attempt that should have returned a value, and have not."""
-        return ()
 
-    def return_values(self) -> dict[int, object]:
-        """What the workers of the last attempt returned, by global rank."""
-        return {}
+def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None:
+    """Watch expiration timers of all attempts, where ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` asks for it, and
+    signs of life, where ``--hang-timeout`` does.
 
-    def _streams(self, attempt: Attempt, paths: LogPaths) -> list[_core.LogStream]:
-        streams: list[_core.LogStream] = []
-        prefixes = line_prefixes(self._setup.prefix_template, attempt.plan.ranks)
-        for to, tees, copy in (
-            (1, paths.tee_stdouts, paths.filtered_stdout),
-            (2, paths.tee_stderrs, paths.filtered_stderr),
-        ):
-            contains = [os.fsencode(text) for text in self._setup.filters[to - 1]] if copy else []
-            colour = wants_colour(to, self._setup.environ)
-            for local_rank, path in tees.items():
-                if path == os.devnull:
-                    continue
-                text = prefixes[local_rank]
-                if to in self._setup.consoles:
-                    prefix = coloured(text, local_rank) if colour else text
-                    streams.append(console_stream(local_rank, path, to, prefix))
-                if contains:
-                    plain = os.fsencode(text)
-                    streams.append(_core.LogStream(local_rank, path, copy, plain, contains=contains))
-        return streams
+    Args:
+        setup: of the workers.
+        supervisor: by whom.
+
+    Returns:
+        The FIFO of the timers.
+
+    Raises:
+        UsageError: what is at ``TORCHELASTIC_TIMER_FILE`` is not ours, or a FIFO cannot be made there.
+        OSError: no FIFO can be made at all.
+    """
+    timer_file = None
+    environ = setup.environ
+    if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+        path = environ.get("TORCHELASTIC_TIMER_FILE") or None
+        try:
+            timer_file = supervisor.watch_timers(path)
+        except OSError as error:
+            if path is None or error.errno in _EXHAUSTED:
+                raise
+            raise UsageError(_bad_timer_file(path, error)) from error
+    job = setup.job
+    if job.hang_timeout is not None:
+        limit, least = hang_limits(job.hang_timeout)
+        startup = job.hang_startup_timeout
+        supervisor.watch_hangs(_enough(limit), startup=_enough(startup), least=_enough(least))
+    return timer_file
+
+
+def prepare_group(
+    workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, timer_file: str | None
+) -> _core.GroupSpec:
+    """Make all ready for the start of an attempt; fills in its paths.
+
+    Args:
+        workers: of the job.
+        supervisor: who follows the output.
+        attempt: what was planned.
+        timer_file: from :func:`watch_timers`.
+
+    Returns:
+        What the supervisor is to start, all or none.
+
+    Raises:
+        _core.SupervisorError: the supervisor cannot.
+        OSError: a log directory could not be made, or descriptors ran out.
+    """
+    setup = workers.setup
+    job, environ = setup.job, setup.environ
+    variables = variables_of(job, attempt.plan, attempt.round, attempt.restarts, environ, timer_file)
+    attempt.paths = paths = setup.logs(attempt.name, variables)
+    files = [path for _, path in sorted(paths.error_files.items())]
+    are_watched = bool(files) and all(files)
+    notices = supervisor.watch_exits(job.exit_timeout or None) if are_watched else ""
+    for own in variables.values():
+        own["ELASTICRS_NOTICES"] = notices
+    processes = workers.specs(paths, {
+        local_rank: {**environ, **own} for local_rank, own in variables.items()
+    })  # fmt: skip
+    group = _core.GroupSpec(
+        processes,
+        on_failure=_core.StopPolicy(signal.SIGTERM, job.shutdown_timeout),
+        stop_scope=job.stop_scope,
+        linger=job.linger,
+        start_deadline=job.start_deadline,
+        keep_ignored=setup.keep_ignored,
+    )
+    streams = _streams(setup, attempt, paths)
+    if streams:
+        supervisor.follow(streams)
+    evidence = [(fault_file(path), hang_file(path)) for path in files] if are_watched else []
+    is_watched = timer_file is not None or job.hang_timeout is not None
+    supervisor.keep_evidence(evidence, py_spy=_py_spy(environ) if is_watched else None)
+    return group
+
+
+def _streams(setup: WorkerSetup, attempt: Attempt, paths: LogPaths) -> list[_core.LogStream]:
+    streams: list[_core.LogStream] = []
+    prefixes = line_prefixes(setup.prefix_template, attempt.plan.ranks)
+    for to, tees, copy in (
+        (1, paths.tee_stdouts, paths.filtered_stdout),
+        (2, paths.tee_stderrs, paths.filtered_stderr),
+    ):
+        contains = [os.fsencode(text) for text in setup.filters[to - 1]] if copy else []
+        colour = wants_colour(to, setup.environ)
+        for local_rank, path in tees.items():
+            if path == os.devnull:
+                continue
+            text = prefixes[local_rank]
+            if to in setup.consoles:
+                prefix = coloured(text, local_rank) if colour else text
+                streams.append(console_stream(local_rank, path, to, prefix))
+            if contains:
+                plain = os.fsencode(text)
+                streams.append(_core.LogStream(local_rank, path, copy, plain, contains=contains))
+    return streams
 
 
 def variables_of(
@@ -391,11 +402,10 @@ class CommandWorkers(Workers):
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
         super().__init__(setup)
         self._command = command
-        self._ranks: list[int] = []
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         """See the base class."""
-        cpus = self._setup.job.cpus
+        cpus = self.setup.job.cpus
         return [
             process_spec(
                 local_rank,
@@ -408,13 +418,9 @@ class CommandWorkers(Workers):
             for local_rank, env in environments.items()
         ]
 
-    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
-        """Remember the ranks."""
-        self._ranks = [ranks.global_rank for ranks in attempt.plan.ranks]
-
-    def return_values(self) -> dict[int, object]:
+    def return_values(self, attempt: Attempt) -> dict[int, object]:
         """Programs return nothing; torch gives ``None`` for each rank, and so do we."""
-        return dict.fromkeys(self._ranks)
+        return dict.fromkeys(attempt.global_ranks().values())
 
 
 def _filled_in(argument: str, local_rank: int) -> str:

@@ -11,6 +11,7 @@ from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.loop import Agent
 from elasticrs.config import JobConfig
 from elasticrs.plan import Plan
+from elasticrs.workers import CommandWorkers, WorkerSetup
 
 REAL = _core.Supervisor
 
@@ -30,18 +31,13 @@ class Ends(Decisions):
         self._closed.append("rendezvous")
 
 
-class NoWorkers:
+class NoWorkers(CommandWorkers):
     def __init__(self, closed):
+        super().__init__(WorkerSetup(JobConfig(1, "job"), None, None, {}), [])
         self._closed = closed
-
-    def watch_timers(self, supervisor):
-        self.supervisor = supervisor
 
     def close(self):
         self._closed.append("workers")
-
-    def return_values(self):
-        return {}
 
 
 def agent(closed):

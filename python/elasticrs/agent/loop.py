@@ -112,9 +112,10 @@ class Agent:
         self._console.flush()
         if self._error is not None:
             raise self._error
-        if self._result.exit_code == 0 and self._decisions.has_taken_part:
+        attempts = self._result.attempts
+        if self._result.exit_code == 0 and self._decisions.has_taken_part and attempts:
             # Loads what the user's functions made, which may raise: nothing may be left to do then.
-            self._result.return_values = self._workers.return_values()
+            self._result.return_values = self._workers.return_values(attempts[-1])
         return self._result
 
     def _events_end_it(self) -> bool:

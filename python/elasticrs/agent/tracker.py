@@ -18,6 +18,7 @@ from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
 from elasticrs.logs import discard_empty_fault_file
+from elasticrs.workers import prepare_group, watch_timers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class AttemptTracker:
         self.observers = Observers((story, *observers), console.say)
         self.why_unfit: str | None = None
         self._supervisor: _core.Supervisor | None = None
+        self._timer_file: str | None = None
         self._begun: _core.GroupStarted | None = None
         self._over: _core.GroupEnded | None = None
 
@@ -111,12 +113,12 @@ class AttemptTracker:
         Raises:
             _core.SupervisorError: there is none to be had.
             OSError: descriptors ran out.
-            UsageError: see :meth:`elasticrs.workers.Workers.watch_timers`.
+            UsageError: see :func:`elasticrs.workers.watch_timers`.
         """
         self._supervisor = supervisor = _core.Supervisor(owns_process=self._owns_process)
         if fd is not None:
             supervisor.watch_fd(fd)
-        self._workers.watch_timers(supervisor)
+        self._timer_file = watch_timers(self._workers.setup, supervisor)
         self.observers.opened(supervisor)
 
     def close(self) -> None:
@@ -150,12 +152,12 @@ class AttemptTracker:
         """
         supervisor = self.supervisor
         try:
-            group = self._workers.prepare(supervisor, attempt)
+            group = prepare_group(self._workers, supervisor, attempt, self._timer_file)
             self.observers.prepared(attempt)
             supervisor.start(group)
         except BaseException as error:
             self.observers.started()
-            self._workers.ended(supervisor, attempt)
+            self._workers.ended(supervisor)
             if not isinstance(error, (OSError, _core.SupervisorError)):
                 raise
             self.not_started(str(error), isinstance(error, OSError) and error.errno in _TRANSIENT)
@@ -270,7 +272,7 @@ class AttemptTracker:
         self.observers.running(self.result)
 
     def _on_start_failed(self, event: _core.StartFailed) -> None:
-        self._workers.ended(self.supervisor, self.result.attempts[-1])
+        self._workers.ended(self.supervisor)
         self.result.message, self.result.start_errno = event.message, event.errno
         self.events.append(machine.StartFailed(event.message, event.errno in _TRANSIENT))
         self.observers.not_started()
@@ -318,12 +320,12 @@ class AttemptTracker:
         if self._job.hang_timeout is not None:
             attempt.heartbeats = self.supervisor.heartbeats()
         self._begun, self._over = None, event
-        self._workers.ended(self.supervisor, attempt, has_succeeded=event.outcome == "succeeded")
+        self._workers.ended(self.supervisor, has_succeeded=event.outcome == "succeeded")
         self._follow_workers()
 
     def _attempt_ends(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
-        if self._workers.why_not_started is not None:
-            self.result.message = self._workers.why_not_started
+        if leftovers.why_not_started is not None:
+            self.result.message = leftovers.why_not_started
             self.events.append(machine.StartFailed(self.result.message))
         else:
             self._tell_end(event, leftovers)
@@ -342,15 +344,15 @@ class AttemptTracker:
         if outcome == "succeeded":
             ended = [*((process.pid, process.command) for process in event.ended), *leftovers.ended]
             self._name_descendants("ended", ended, event.more_ended + leftovers.more_ended)
-            if self._has_silent(attempt, event):
+            if self._has_silent(attempt, event, leftovers):
                 outcome = "failed"
         conflict = outcome == "failed" and is_port_conflict(attempt)
         stuck = tuple(event.stuck_ranks)
         self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
 
-    def _has_silent(self, attempt: Attempt, event: _core.GroupEnded) -> bool:
+    def _has_silent(self, attempt: Attempt, event: _core.GroupEnded, leftovers: Leftovers) -> bool:
         """Workers that only seemed to succeed have failed: an end in the middle is no result."""
-        attempt.silent = frozenset(self._workers.silent_ranks())
+        attempt.silent = frozenset(leftovers.silent)
         if not attempt.silent:
             return False
         attempt.first_failure = min(attempt.silent, key=lambda rank: attempt.exits[rank].seen_ns)

@@ -260,7 +260,7 @@ class PolledWorkers:
         )
         local_ranks = {ranks.global_rank: ranks.local_rank for ranks in attempt.plan.ranks}
         if ended.outcome == "succeeded" and not attempt.failed_exits():
-            values = self._workers.return_values()
+            values = self._workers.return_values(attempt)
             result.return_values = {local_ranks[rank]: value for rank, value in values.items()}
             return result
         from elasticrs.agent.report import failures

@@ -21,7 +21,7 @@ from elasticrs.utils.api import macros
 from elasticrs.workers import Leftovers, Workers, adopt, end_at_once, heartbeat_page
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from elasticrs._core import ProcessSpec, Supervisor
     from elasticrs.agent.attempt import Attempt
@@ -83,8 +83,8 @@ class FunctionWorkers(Workers):
         self._start_method = start_method
         self._is_script = is_script
         self._start: FunctionStart | None = None
+        # By local rank.
         self._values: dict[int, bytes] = {}
-        self._silent: list[int] = []
         # For heartbeats of workers that the core does not start, by local rank.
         self._pages: dict[int, int] = {}
 
@@ -99,15 +99,15 @@ class FunctionWorkers(Workers):
         keeps: Mapping[int, Sequence[int]],
     ) -> list[ProcessSpec]:
         # Those of an earlier attempt may be of other ranks.
-        self._values, self._silent = {}, []
+        self._values = {}
         functions = Functions(
-            self._setup.job.name,
+            self.setup.job.name,
             self._function,
             {rank: tuple(macros.substitute(self._arguments, str(rank))) for rank in environments},
             environments,
             {rank: paths.stdouts.get(rank, "") for rank in environments},
             {rank: paths.stderrs.get(rank, "") for rank in environments},
-            self._setup.job.cpus,
+            self.setup.job.cpus,
             keeps,
         )
         self._start = BY_METHOD[self._start_method](functions)
@@ -123,21 +123,21 @@ class FunctionWorkers(Workers):
         if self._start is not None:
             self._start.fd_ready(fd)
 
-    def ended(self, supervisor: Supervisor, attempt: Attempt, *, has_succeeded: bool = False) -> None:  # noqa: ARG002
+    def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: ARG002
         """Read what is left, and close everything."""
-        self._take_values(attempt)
+        self._read_out()
         if self._start is not None:
             self._start.close()
+        self.leftovers = Leftovers(silent=self._silent())
 
-    def _take_values(self, attempt: Attempt) -> None:
-        if self._start is None or self._start.watcher is None:
-            return
-        self._start.read_out()
-        ranks = attempt.plan.ranks
-        for local_rank, data in self._start.values.items():
-            self._values[ranks[local_rank].global_rank] = bytes(data)
-            if not data and not self._is_script:
-                self._silent.append(local_rank)
+    def _read_out(self) -> None:
+        if self._start is not None and self._start.watcher is not None:
+            self._start.read_out()
+            self._values = {rank: bytes(data) for rank, data in self._start.values.items()}
+
+    def _silent(self) -> list[int]:
+        """Those that ended by ``os._exit``, say; none of scripts, which return nothing."""
+        return [] if self._is_script else [rank for rank, data in self._values.items() if not data]
 
     def close(self) -> None:
         """See the base class. Also end multiprocessing's own helper, which would outlive a launcher."""
@@ -149,19 +149,16 @@ class FunctionWorkers(Workers):
         if self._is_script:
             stop_tracker()
 
-    def silent_ranks(self) -> Collection[int]:
-        """Those that ended by ``os._exit``, say; none of scripts, which return nothing."""
-        return self._silent
-
-    def return_values(self) -> dict[int, object]:
+    def return_values(self, attempt: Attempt) -> dict[int, object]:
         """What the functions returned; nothing for scripts.
 
         Raises:
             pickle.UnpicklingError: or whatever else the value's own class raises.
         """
+        ranks = attempt.global_ranks()
         if self._is_script:
-            return dict.fromkeys(range(self._setup.job.nproc))
-        return {rank: pickle.loads(data) for rank, data in self._values.items()}
+            return dict.fromkeys(ranks.values())
+        return {ranks[rank]: pickle.loads(data) for rank, data in self._values.items()}
 
 
 class _Phase(IntEnum):
@@ -188,12 +185,13 @@ class KeptWorkers(FunctionWorkers):
     _was_stopped = False
     _supervisor: Supervisor | None = None
     _attempt: Attempt | None = None
+    _why_not_started: str | None = None
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
         """See the base class: the keeper starts them, to wait until they may begin."""
         self._phase, self._was_stopped = _Phase.PREPARED, False
-        self.are_started, self.why_not_started, self.leftovers = False, None, None
-        if self._setup.job.hang_timeout is not None:
+        self.are_started, self._why_not_started, self.leftovers = False, None, None
+        if self.setup.job.hang_timeout is not None:
             environments = {rank: dict(environment) for rank, environment in environments.items()}
             for rank, environment in environments.items():
                 self._pages[rank], environment[_HEARTBEAT] = heartbeat_page()
@@ -239,7 +237,7 @@ class KeptWorkers(FunctionWorkers):
                 return  # The group has ended meanwhile, which is told next.
         except (OSError, RuntimeError) as error:
             supervisor.unwatch_fd(kept.control)
-            self.why_not_started = f"the workers could not be started: {error}"
+            self._why_not_started = f"the workers could not be started: {error}"
             end_at_once(supervisor)
             return
         attempt.pids = list(pids.values())
@@ -260,9 +258,9 @@ class KeptWorkers(FunctionWorkers):
         else:
             kept.begin_end(keeper.AT_ONCE)
 
-    def ended(self, supervisor: Supervisor, attempt: Attempt, *, has_succeeded: bool = False) -> None:
+    def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:
         """Read what is left, and have ended what they have left behind."""
-        self._take_values(attempt)
+        self._read_out()
         self._close_pages()
         kept = self._kept
         if kept is None:
@@ -279,21 +277,27 @@ class KeptWorkers(FunctionWorkers):
             elif has_succeeded:
                 self._phase = _Phase.SUCCEEDED
                 # The core may have told of the end before it was told to stop.
-                linger = keeper.AT_ONCE if self._was_stopped else self._setup.job.linger
+                linger = keeper.AT_ONCE if self._was_stopped else self.setup.job.linger
             else:
                 self._phase = _Phase.ENDING
             kept.begin_end(keeper.LEAVE if linger is None else linger)
             supervisor.watch_fd(kept.keeper_pidfd)
 
     def _finish(self, kept: Kept, patience: float = PATIENCE) -> None:
-        self._start = None
+        self._start = self._supervisor = None
         kept.finish(patience)
         was_stopped = self._phase is _Phase.SUCCEEDED and self._was_stopped
-        self.leftovers = Leftovers(kept.ended, kept.more_ended, was_stopped=was_stopped)
+        self.leftovers = Leftovers(
+            *(kept.ended, kept.more_ended),
+            was_stopped=was_stopped,
+            silent=self._silent(),
+            why_not_started=self._why_not_started,
+        )
 
     def close(self) -> None:
         """See the base class."""
         self._close_pages()
+        self._supervisor = None
         super().close()
 
     def _close_pages(self) -> None:
