@@ -18,7 +18,7 @@ from elasticrs._value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import ClassVar, Protocol, TypeAlias
+    from typing import Protocol, TypeAlias
 
     class Entry(Protocol):
         """A key and its value, or what became of it."""
@@ -72,50 +72,40 @@ MAX_OPERATIONS = 128
 class Compare(Value):
     """A condition on a key."""
 
-    word: ClassVar[str]
     key: str
 
 
-class Exists(Compare):
+class Exists(Compare, is_hot=True):
     """The key is there."""
 
-    word: ClassVar[str] = "exists"
 
-
-class Missing(Compare):
+class Missing(Compare, is_hot=True):
     """The key is not there."""
 
-    word: ClassVar[str] = "missing"
 
-
-class CreatedAt(Compare):
+class CreatedAt(Compare, is_hot=True):
     """The key came into being at this revision; 0: it is not there."""
 
-    word: ClassVar[str] = "create"
     revision: int
 
 
-class ModifiedAt(Compare):
+class ModifiedAt(Compare, is_hot=True):
     """The last put of the key was this revision; 0: it is not there."""
 
-    word: ClassVar[str] = "mod"
     revision: int
 
 
-class HasValue(Compare):
+class HasValue(Compare, is_hot=True):
     """The key is there with this value."""
 
-    word: ClassVar[str] = "value"
     value: bytes
 
 
 class Operation(Value):
     """A step of a transaction; its result is in the :class:`Reply`."""
 
-    word: ClassVar[str]
 
-
-class Put(Operation):
+class Put(Operation, is_hot=True):
     """Set a key; the result is 1.
 
     Args:
@@ -124,34 +114,30 @@ class Put(Operation):
         leased: the key ends with this session. A put without a lease leaves the lease of a key alone.
     """
 
-    word: ClassVar[str] = "put"
     key: str
     value: bytes
     leased: bool
 
 
-class Delete(Operation):
+class Delete(Operation, is_hot=True):
     """Delete a key; the result is 1, or 0 when it was not there."""
 
-    word: ClassVar[str] = "delete"
     key: str
 
 
-class DeletePrefix(Operation):
+class DeletePrefix(Operation, is_hot=True):
     """Delete all keys that begin like this; the result is how many they were."""
 
-    word: ClassVar[str] = "delete_prefix"
     prefix: str
 
 
-class Get(Operation):
+class Get(Operation, is_hot=True):
     """Read a key; the result is an entry, or ``None``."""
 
-    word: ClassVar[str] = "get"
     key: str
 
 
-class Range(Operation):
+class Range(Operation, is_hot=True):
     """Read the first keys that begin like this; the result is a list of entries.
 
     Args:
@@ -159,15 +145,13 @@ class Range(Operation):
         limit: how many at most; 0: all.
     """
 
-    word: ClassVar[str] = "range"
     prefix: str
     limit: int
 
 
-class Predecessor(Operation):
+class Predecessor(Operation, is_hot=True):
     """Read the youngest of the keys that begin like this and are older than ``key``; as :class:`Get`."""
 
-    word: ClassVar[str] = "predecessor"
     prefix: str
     key: str
 
@@ -175,7 +159,7 @@ class Predecessor(Operation):
 # --- requests ---
 
 
-class Txn(Value):
+class Txn(Value, is_hot=True):
     """A transaction; answered by a :class:`Reply` with the same tag.
 
     Args:
@@ -191,7 +175,7 @@ class Txn(Value):
     otherwise: Sequence[Operation] = ()
 
 
-class Watch(Value):
+class Watch(Value, is_hot=True):
     """Be told of every change: a :class:`Reply`, then :class:`Changes`.
 
     Args:
@@ -207,7 +191,7 @@ class Watch(Value):
     snapshot: bool = True
 
 
-class Unwatch(Value):
+class Unwatch(Value, is_hot=True):
     """End a watch."""
 
     prefix: str
@@ -217,7 +201,7 @@ class Unwatch(Value):
 # --- events ---
 
 
-class Connected(Value):
+class Connected(Value, is_hot=True):
     """The session has begun.
 
     Args:
@@ -229,7 +213,7 @@ class Connected(Value):
     local_address: str
 
 
-class Reply(Value):
+class Reply(Value, is_hot=True):
     """The answer to a request.
 
     Args:
@@ -255,7 +239,7 @@ class Reply(Value):
         return [entry for index in range(len(self.results)) if (entry := self.entry(index)) is not None]
 
 
-class Changes(Value):
+class Changes(Value, is_hot=True):
     """One revision of the store, as far as the watches of this session cover it.
 
     Args:

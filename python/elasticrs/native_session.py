@@ -1,15 +1,38 @@
-"""A session with our own store: the one place where the native client's terms are known."""
+"""Our own store: its server, its client, and the session that alone knows the client's terms."""
 
 from __future__ import annotations
 
 from elasticrs import _core
-from elasticrs.coordination import Changes, Connected, ConnectionLost, Reply, Txn, Watch
+from elasticrs.coordination import (
+    Changes,
+    Connected,
+    ConnectionLost,
+    CreatedAt,
+    Delete,
+    DeletePrefix,
+    Exists,
+    Get,
+    HasValue,
+    Missing,
+    ModifiedAt,
+    Predecessor,
+    Put,
+    Range,
+    Reply,
+    Txn,
+    Watch,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs.coordination import Compare, Operation, Request, StoreEvent
+
+
+Server = _core.CoordinationServer
+Client = _core.CoordinationClient
+raise_descriptor_limit = _core.raise_descriptor_limit
 
 
 class NativeSession:
@@ -21,7 +44,7 @@ class NativeSession:
 
     __slots__ = ("_client", "fd")
 
-    def __init__(self, client: _core.CoordinationClient) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = client
         self.fd = client.fd
 
@@ -57,8 +80,23 @@ class NativeSession:
         self._client.close()
 
 
+_WORDS: dict[type[Compare | Operation], str] = {
+    Exists: "exists",
+    Missing: "missing",
+    CreatedAt: "create",
+    ModifiedAt: "mod",
+    HasValue: "value",
+    Put: "put",
+    Delete: "delete",
+    DeletePrefix: "delete_prefix",
+    Get: "get",
+    Range: "range",
+    Predecessor: "predecessor",
+}
+
+
 def _steps(steps: Sequence[Compare] | Sequence[Operation]) -> list[tuple[str | bytes | int, ...]]:
-    return [(step.word, *step.fields().values()) for step in steps]
+    return [(_WORDS[type(step)], *step.values()) for step in steps]
 
 
 def _event(event: _core.StoreEvent) -> StoreEvent:

@@ -165,7 +165,7 @@ def never_says_that_it_is_idle(member, registration, number):
 
 
 @rule("guards", leader, formation)
-def leader_writes_without_guards(member, leader, view):
+def leader_writes_without_guards(member, view):
     return []
 
 

@@ -25,6 +25,12 @@ class Above(Point):
     z: int = 7
 
 
+class Hot(Value, is_hot=True):
+    x: int
+    y: int = 0
+    names: list[str] = fresh(factory=list)
+
+
 class Count(Record):
     done: int
     seen: list[int] = fresh(factory=list)
@@ -41,6 +47,16 @@ def test_fields_come_by_position_by_name_and_by_default():
     assert Point(1, 2, colour="red") == Point(x=1, y=2, names=[], colour="red")
     assert repr(Point(1)) == "Point(x=1, y=0, names=[], colour=None)"
     assert (Above(1, 2, 3).z, Above(1).z, Above(1, names=["a"]).names) == (3, 7, ["a"])
+
+
+def test_a_compiled_record_is_like_the_others():
+    assert Hot(1, names=["a"]) == Hot(1, 0, ["a"]) != Hot(1)
+    assert Hot(1).values() == (1, 0, [])
+    assert Hot(1).replaced(y=2) == Hot(1, 2)
+    Hot(1).names.append("a")
+    assert Hot(1).names == []
+    with pytest.raises(TypeError, match="x"):
+        Hot()
 
 
 def test_each_object_has_a_default_of_its_own():
@@ -62,6 +78,13 @@ def test_each_object_has_a_default_of_its_own():
 def test_arguments_that_do_not_fit_are_named(args, given, word):
     with pytest.raises(TypeError, match=word):
         Point(*args, **given)
+
+
+def test_a_copy_differs_where_it_is_told_to():
+    point = Point(1, 2, names=["a"])
+    assert point.replaced(y=3) == Point(1, 3, names=["a"])
+    assert point.fields() == {"x": 1, "y": 2, "names": ["a"], "colour": None}
+    assert point.values() == (1, 2, ["a"], None)
 
 
 def test_values_compare_by_type_and_fields_and_records_by_identity():

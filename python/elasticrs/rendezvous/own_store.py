@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from elasticrs import _core
+from elasticrs.native_session import Client, Server
 
 if TYPE_CHECKING:
     from elasticrs.store import Store
@@ -22,7 +22,7 @@ class OwnStore:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._server: _core.CoordinationServer | None = None
+        self._server: Server | None = None
         self._store: Store | None = None
 
     def of_round(self, round: int) -> Store:  # noqa: A002 -- the field's own word
@@ -45,7 +45,7 @@ class OwnStore:
             self._server.close()
             self._server = None
 
-    def _connect(self) -> _core.CoordinationClient:
+    def _connect(self) -> Client:
         from elasticrs.store import DistNetworkError
 
         # Other users of this machine reach the port, too.
@@ -54,9 +54,7 @@ class OwnStore:
             if self._server is not None:
                 # It was served, and no connection could be had.
                 self._server.close()
-            self._server = _core.CoordinationServer([(_HOST, 0)], run_id=self._run_id, token=token)
-            return _core.CoordinationClient(
-                _HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None
-            )
+            self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
+            return Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)
         except OSError as error:
             raise DistNetworkError(f"the store of this node cannot be served: {error}") from error

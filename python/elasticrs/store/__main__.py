@@ -15,8 +15,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from elasticrs import _core
 from elasticrs.config import DEFAULT_PORT
+from elasticrs.native_session import Server, raise_descriptor_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
     return token
 
 
-def _serve(server: _core.CoordinationServer, stop: socket.socket) -> signal.Signals | None:
+def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
     """Serve until a signal comes; return the signal, or ``None`` when an error has ended the store."""
     poll = select.poll()
     poll.register(stop, select.POLLIN)
@@ -104,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for signum in _signals():
             signal.signal(signum, lambda *_: None)
         # One for each client.
-        _core.raise_descriptor_limit()
+        raise_descriptor_limit()
         try:
-            server = _core.CoordinationServer(
+            server = Server(
                 [(args.host, args.port)],
                 run_id=args.run_id,
                 token=token,

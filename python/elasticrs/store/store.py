@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from typing import TYPE_CHECKING
 
-from elasticrs import _core
 from elasticrs.coordination import (
     Delete,
     Exists,
@@ -16,14 +15,13 @@ from elasticrs.coordination import (
     Put,
     Range,
 )
-from elasticrs.native_session import NativeSession
+from elasticrs.native_session import Client, NativeSession
 from elasticrs.store.barrier import meet
 from elasticrs.store.requests import LaterRequests, LostError, Requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs._core import CoordinationClient
     from elasticrs.coordination import Compare, Operation, Reply
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
@@ -71,7 +69,7 @@ def connect(
     Raises:
         DistNetworkError: it could not be reached, or refused us.
     """
-    client = _core.CoordinationClient(
+    client = Client(
         host, port, run_id=run_id, token=token, connect_timeout=connect_timeout, stall_timeout=None
     )
     try:
@@ -100,7 +98,7 @@ class Store:
 
     def __init__(
         self,
-        client: CoordinationClient,
+        client: Client,
         prefix: str = "",
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     ) -> None:
@@ -116,7 +114,7 @@ class Store:
     @classmethod
     def begun_later(
         cls,
-        make: Callable[[], CoordinationClient],
+        make: Callable[[], Client],
         prefix: str = "",
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     ) -> Store:

@@ -126,12 +126,14 @@ def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive:
     the head, and slots of a form that no head names mean nothing.
     """
     members = _members(view, member.rendezvous.max_nodes)
+    registration = member.registered
+    assert registration is not None
     leader.count += 1
-    form = f"{leader.registration.create_revision}.{leader.count}"
+    form = f"{registration.create_revision}.{leader.count}"
     number = view.round + 1
     shares = [view.nodes[each] for each in members]
     ranks = node_ranks([NodeShare(node.role, node.nproc) for node in shares])
-    guard = guards(member, leader, view)
+    guard = guards(member, view)
     keys = member.keys
     for first in range(0, len(members), MEMBERS_PER_TXN):
         part = range(first, min(first + MEMBERS_PER_TXN, len(members)))

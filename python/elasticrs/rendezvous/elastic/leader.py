@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from elasticrs.coordination import Changes, Compare, Operation, Reply
     from elasticrs.rendezvous.elastic.records import Head
-    from elasticrs.rendezvous.elastic.state import Member, Registration
+    from elasticrs.rendezvous.elastic.state import Member
     from elasticrs.rendezvous.elastic.verdict import Verdict
     from elasticrs.rendezvous.elastic.view import View
 
@@ -28,7 +28,6 @@ class Leader(Record):
     """What a leader knows.
 
     Args:
-        registration: its own.
         view: the store; ``None`` until its snapshot is there.
         early: changes that came before the snapshot.
         pending: tag of the write that the next decision waits for.
@@ -43,7 +42,6 @@ class Leader(Record):
         told_damaged: how many damaged records the user was told of.
     """
 
-    registration: Registration
     view: View | None = None
     early: list[Changes] = fresh(factory=list)
     pending: int | None = None
@@ -117,9 +115,10 @@ def _timer(leader: Leader, name: str) -> str:
 # --- writes ---
 
 
-def guards(member: Member, leader: Leader, view: View) -> list[Compare]:
+def guards(member: Member, view: View) -> list[Compare]:
     """Return the conditions of every write of the leader."""
-    registration, keys = leader.registration, member.keys
+    registration, keys = member.registered, member.keys
+    assert registration is not None
     return [
         CreatedAt(keys.node(registration.member), registration.create_revision),
         ModifiedAt(keys.head, view.head_revision),
@@ -143,7 +142,7 @@ def write(
         compares: what has to hold besides the guards.
     """
     leader.sent_at = view.revision
-    leader.pending = member.txn(Purpose.LEAD, [*guards(member, leader, view), *compares], then)
+    leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
 
 
 def close(member: Member, leader: Leader, view: View, closed: Head, alive: Sequence[str] = ()) -> None:

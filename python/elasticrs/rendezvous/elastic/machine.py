@@ -54,7 +54,7 @@ def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Actio
         Where it stands then, and what to do, in order.
     """
     member.now = now
-    if member.phase is not Phase.EXIT:
+    if not member.has_exited:
         _take(member, event)
     return member, member.take_actions()
 

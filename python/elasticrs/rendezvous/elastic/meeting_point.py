@@ -9,10 +9,9 @@ import errno
 import os
 from functools import partial
 
-from elasticrs import _core
 from elasticrs.clock import Clock
 from elasticrs.coordination import Connected, ConnectionLost
-from elasticrs.native_session import NativeSession
+from elasticrs.native_session import Client, NativeSession, Server
 from elasticrs.rendezvous.elastic import hosting
 from elasticrs.rendezvous.elastic.addresses import is_unspecified, packed
 from elasticrs.rendezvous.elastic.asked import Asked
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from elasticrs import _core
     from elasticrs.coordination import Request, Session, StoreEvent
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.store import Store
@@ -67,7 +67,7 @@ class Home:
 
     def __init__(self) -> None:
         self.runs = 0
-        self.server: _core.CoordinationServer | None = None
+        self.server: Server | None = None
 
     def sessions(self) -> int:
         """How many clients the store has; 0 where it is elsewhere."""
@@ -114,7 +114,7 @@ class MeetingPoint:
                 self.job += f"#{home.runs}"
         self._rendezvous = rendezvous
         self._supervisor = supervisor
-        self._server: _core.CoordinationServer | None = None
+        self._server: Server | None = None
         self._session: Session | None = None
         self._may_decide_again = False
         self._has_met = False
@@ -168,7 +168,7 @@ class MeetingPoint:
             return
         settings, listen = self._rendezvous.settings, self._hosting.listen
         try:
-            self._server = _core.CoordinationServer(
+            self._server = Server(
                 # The server's word for all interfaces of both families.
                 [("" if address == hosting.ANY_ADDRESS[0] else address, port) for address, port in listen],
                 run_id=self._rendezvous.run_id,
@@ -219,7 +219,7 @@ class MeetingPoint:
     def _connected(self) -> Session:
         settings, supervisor = self._rendezvous.settings, self._supervisor
         host, port = self._address()
-        client = _core.CoordinationClient(
+        client = Client(
             host,
             port,
             run_id=self._rendezvous.run_id,

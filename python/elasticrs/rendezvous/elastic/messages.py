@@ -53,7 +53,7 @@ class StartFailed(Value):
     transient: bool = False
 
 
-class WorkerFailed(Value):
+class WorkerFailed(Value, is_hot=True):
     """A worker of this node has failed; others may still run.
 
     Args:
@@ -63,7 +63,7 @@ class WorkerFailed(Value):
     cause: Cause
 
 
-class WorkersDone(Value):
+class WorkersDone(Value, is_hot=True):
     """All workers of this node have exited with 0, and nothing of them is left.
 
     Args:
@@ -73,7 +73,7 @@ class WorkersDone(Value):
     summary: Mapping[str, Any] | None = None
 
 
-class GroupEnded(Value):
+class GroupEnded(Value, is_hot=True):
     """Nothing of this node's workers is left, apart from what is stuck.
 
     Without an earlier :class:`Stop` or :class:`WorkerFailed` it counts as a failure.
@@ -87,7 +87,7 @@ class GroupEnded(Value):
     stuck: str | None = None
 
 
-class TimerFired(Value):
+class TimerFired(Value, is_hot=True):
     """The time of :class:`Arm` has passed.
 
     Args:
@@ -119,7 +119,7 @@ class StoreHosted(Value):
     fallback_addr: str | None = None
 
 
-class StorePort(Value):
+class StorePort(Value, is_hot=True):
     """A fresh listener for a round's worker store is bound.
 
     Args:
@@ -142,7 +142,7 @@ class StorePortFailed(Value):
 # --- actions ---
 
 
-class Connect(Value):
+class Connect(Value, is_hot=True):
     """Begin a new session; answered by ``Connected`` or ``ConnectionLost``.
 
     Args:
@@ -156,7 +156,7 @@ class Disconnect(Value):
     """Close the connection and drop what it still has to say."""
 
 
-class Start(Value):
+class Start(Value, is_hot=True):
     """Start the workers of a round.
 
     Args:
@@ -179,7 +179,7 @@ class Start(Value):
     serves_store: bool
 
 
-class Stop(Value):
+class Stop(Value, is_hot=True):
     """Stop the workers; answered by :class:`GroupEnded` (or by :class:`WorkersDone` when that came first).
 
     Args:
@@ -206,7 +206,7 @@ class CloseStore(Value):
     """Close this node's worker store or listener, if there is one."""
 
 
-class Arm(Value):
+class Arm(Value, is_hot=True):
     """Set a timer, or set it anew; :class:`TimerFired` follows once.
 
     Args:
@@ -218,7 +218,7 @@ class Arm(Value):
     seconds: float
 
 
-class Disarm(Value):
+class Disarm(Value, is_hot=True):
     """Forget a timer; one that is not set is no error."""
 
     name: str

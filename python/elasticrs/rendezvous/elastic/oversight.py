@@ -44,7 +44,8 @@ def changed(member: Member, leader: Leader, event: Changes) -> None:
 
 
 def _seen(member: Member, leader: Leader, view: View) -> None:
-    if leader.registration.member not in view.nodes:
+    registration = member.registered
+    if registration is None or registration.member not in view.nodes:
         fence(member, GONE)
         return
     for text in list(view.damaged.values())[leader.told_damaged :]:

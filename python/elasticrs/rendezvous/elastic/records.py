@@ -151,7 +151,7 @@ def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> 
     return other_time is None or (time is not None and time <= other_time)
 
 
-class Node(Value):
+class Node(Value, is_hot=True):
     """One registration.
 
     Args:
@@ -200,7 +200,7 @@ class Node(Value):
         return f"{self.name} ({self.local_addr or seen})"
 
 
-class Head(Value):
+class Head(Value, is_hot=True):
     """The state of the job; changed only by compare on its own revision.
 
     Args:
@@ -273,7 +273,7 @@ class Head(Value):
             return Head("CLOSED", 0, outcome="failed", reason=damage(entry.key, error))
 
 
-class Seat(Value):
+class Seat(Value, is_hot=True):
     """One line of a round's table.
 
     Args:
@@ -286,7 +286,7 @@ class Seat(Value):
     address: str
 
 
-class Slot(Value):
+class Slot(Value, is_hot=True):
     """What the leader tells one member for a round.
 
     Args:
@@ -303,7 +303,7 @@ class Slot(Value):
 
     def encode(self) -> bytes:
         """Its bytes: a list, as there is one for each member."""
-        return encode(list(self.fields().values()))
+        return encode(self.values())
 
     @staticmethod
     def decode(value: bytes) -> Slot:

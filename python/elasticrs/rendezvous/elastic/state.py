@@ -67,7 +67,7 @@ class Purpose(Enum):
     ABORT = "T10"
 
 
-class Registration(Record):
+class Registration(Record, is_hot=True):
     """A registration of this agent, and what the leader tells it.
 
     Args:
@@ -88,7 +88,7 @@ class Registration(Record):
     leader: Leader | None = None
 
 
-class Link(Record):
+class Link(Record, is_hot=True):
     """A connection to the store, and what was heard on it.
 
     Args:
@@ -105,7 +105,7 @@ class Link(Record):
     registration: Registration | None = None
 
 
-class Joining(Record):
+class Joining(Record, is_hot=True):
     """How this agent gets to the store.
 
     Args:
@@ -135,7 +135,7 @@ class Joining(Record):
     told_of_port: bool = False
 
 
-class Listener(Record):
+class Listener(Record, is_hot=True):
     """The listener for the next round's worker store.
 
     Args:
@@ -149,7 +149,7 @@ class Listener(Record):
     idle_after: int | None = None
 
 
-class Workers(Record):
+class Workers(Record, is_hot=True):
     """Workers that may be here.
 
     Args:
@@ -161,7 +161,7 @@ class Workers(Record):
     is_stopping: bool = False
 
 
-class Done(Record):
+class Done(Record, is_hot=True):
     """The workers here have finished, the round has not.
 
     Args:
@@ -173,7 +173,7 @@ class Done(Record):
     is_over: bool = False
 
 
-class RoundAge(Record):
+class RoundAge(Record, is_hot=True):
     """How long rounds take.
 
     Args:
@@ -187,7 +187,7 @@ class RoundAge(Record):
     was_short: bool | None = None
 
 
-class OwnFailure(Value):
+class OwnFailure(Value, is_hot=True):
     """The last failure on this node.
 
     Args:
@@ -231,17 +231,18 @@ class Member:
         own_failure: the last one.
         told_end: the last round whose end the user was told of here, and in which words.
         leaving: set once it takes part in nothing new.
+        has_exited: nothing follows.
         now: the store's wall clock at the present event, in ns; only told, never compared.
     """
 
     __slots__ = (
         "_actions",
-        "_has_exited",
         "_tag",
         "age",
         "agent",
         "done",
         "finished_round",
+        "has_exited",
         "joining",
         "keys",
         "leaving",
@@ -271,14 +272,14 @@ class Member:
         self.told_end = 0, ""
         self.leaving: Leaving | None = None
         self.now = 0
-        self._has_exited = False
+        self.has_exited = False
         self._tag = 0
         self._actions: list[Action] = []
 
     @property
     def phase(self) -> Phase:
         """Where it stands."""
-        if self._has_exited:
+        if self.has_exited:
             return Phase.EXIT
         if self.workers is not None:
             if self.link is None:
@@ -417,5 +418,5 @@ class Member:
         if self.link is not None:
             self.do(Disconnect())
         self.forget_connection()
-        self._has_exited = True
+        self.has_exited = True
         self.do(Exit(outcome))

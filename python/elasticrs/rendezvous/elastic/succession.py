@@ -19,7 +19,7 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
     """Wait for the end of the registration before this one, or lead."""
     if predecessor is None:
         registration.predecessor = None
-        registration.leader = Leader(registration)
+        registration.leader = Leader()
         member.watch(Purpose.SEE_ALL, member.keys.prefix, exact=False)
     elif is_member(predecessor.key[len(member.keys.nodes) :]):
         registration.predecessor = predecessor.key
