@@ -1,5 +1,11 @@
-"""The rules of the protocol, each switched off: what the checker has to see. One entry patches one small
-function of the shipped code."""
+"""The rules of the protocol, each switched off: what the checker has to see.
+
+An entry replaces one small function of the shipped code, wherever that is used.
+"""
+
+import contextlib
+import sys
+from unittest import mock
 
 from elasticrs.coordination import CreatedAt, DeletePrefix
 from elasticrs.rendezvous.elastic import (
@@ -23,50 +29,67 @@ from elasticrs.rendezvous.elastic.view import View
 from .store import Store
 
 RULES = {}
+"""By name: the function that keeps a rule, and what breaks it."""
 
 
-def rule(name, *owners):
-    """Registers a replacement for a name, wherever it was imported, under the name of the function."""
+def instead_of(rule):
+    """Registers a function that breaks a rule, under its own name."""
 
     def register(function):
-        RULES[function.__name__] = (owners, name, function)
+        RULES[function.__name__] = rule, function
         return function
 
     return register
 
 
-@rule("may_rejoin", connecting)
+@contextlib.contextmanager
+def rule_off(name):
+    """Puts what breaks a rule in the place of what keeps it."""
+    rule, replacement = RULES[name]
+    owner, _, _ = rule.__qualname__.rpartition(".")
+    if owner:
+        owners = [getattr(sys.modules[rule.__module__], owner)]
+    else:
+        modules = [module for name, module in sys.modules.items() if name.startswith("elasticrs.rendezvous")]
+        owners = [module for module in modules if vars(module).get(rule.__name__) is rule]
+    with contextlib.ExitStack() as stack:
+        for each in owners:
+            stack.enter_context(mock.patch.object(each, rule.__name__, replacement))
+        yield
+
+
+@instead_of(connecting.may_rejoin)
 def register_before_the_workers_are_gone(member):
     member.workers = None
     return True
 
 
-@rule("holds", View)
+@instead_of(View.holds)
 def free_by_the_last_table(self, member):
     return member in self.rank_of and self.nodes[member].idle < self.round
 
 
-@rule("holds", View)
+@instead_of(View.holds)
 def nobody_holds(self, member):
     return False
 
 
-@rule("slow_members", formation)
+@instead_of(formation.slow_members)
 def verdict_does_not_wait(view):
     return set()
 
 
-@rule("is_explained", verdict)
+@instead_of(verdict.is_explained)
 def losses_are_charged(view):
     return False
 
 
-@rule("is_explained", verdict)
+@instead_of(verdict.is_explained)
 def any_absence_explains(view):
     return bool(view.absent)
 
 
-@rule("witnesses", verdict)
+@instead_of(verdict.witnesses)
 def verdict_on_a_stale_view(view):
     return []
 
@@ -74,127 +97,127 @@ def verdict_on_a_stale_view(view):
 _claim = by_hand.claim
 
 
-@rule("claim", by_hand)
+@instead_of(by_hand.claim)
 def anybody_may_have_a_rank(member, registration, node_rank):
     put = _claim(member, registration, node_rank).put
     return by_hand.Claim(CreatedAt(member.keys.job, member.link.job_revision), put)
 
 
-@rule("may_be_lent", by_hand)
+@instead_of(by_hand.may_be_lent)
 def a_lent_port_is_another_program_s(member, kind):
     return False
 
 
-@rule("missing_ranks", oversight)
+@instead_of(oversight.missing_ranks)
 def finished_members_count_as_lost(view):
     return view.absent
 
 
-@rule("_members", formation)
+@instead_of(formation._members)
 def every_incarnation_is_a_candidate(view, size):
     fit = [each for each in view.nodes if not view.holds(each) and each not in view.farewells]
     offered = [seating.Candidate(each, view.joined[each], None, view.nodes[each].name) for each in fit]
     return seating.seat([seat.member for seat in view.seats], offered, size)
 
 
-@rule("_members", formation)
+@instead_of(formation._members)
 def survivors_lose_their_places(view, size):
     of_agent = {agent_of(each): each for each in view.candidates}
     newest = sorted(of_agent, key=lambda agent: -view.joined[of_agent[agent]])
     return [of_agent[agent] for agent in newest[:size]]
 
 
-@rule("earlier_registrations", joining)
+@instead_of(joining.earlier_registrations)
 def registration_deletes_by_agent(member, incarnation):
     """A late registration takes a later one with it."""
     agent = member.agent.agent
     return [DeletePrefix(f"{kind}{agent}/") for kind in (member.keys.nodes, member.keys.slots)]
 
 
-@rule("is_mine", rounds)
+@instead_of(rounds.is_mine)
 def slot_without_form(registration, head):
     slot = registration.slot
     return slot is not None and head.state == "RUNNING" and slot.round == head.round
 
 
-@rule("is_mine", rounds)
+@instead_of(rounds.is_mine)
 def slot_without_head(registration, head):
     return registration.slot is not None and head.state == "RUNNING"
 
 
-@rule("fresh_listener", connecting, rounds)
+@instead_of(connecting.fresh_listener)
 def the_listener_is_kept(member):
     member.listener.has_served = False
     return True
 
 
-@rule("_earlier_cause", rounds)
+@instead_of(rounds._earlier_cause)
 def earlier_causes_are_kept_back(member, number):
     return None
 
 
-@rule("first_cause", verdict)
+@instead_of(verdict.first_cause)
 def the_first_report_is_the_first_cause(view, head):
     return head.cause
 
 
-@rule("leave_barrier", rounds)
+@instead_of(rounds.leave_barrier)
 def leaves_before_the_store_knows(member):
     if member.done is not None and member.done.is_over:
         member.exit(Outcome("succeeded"))
 
 
-@rule("mismatch", joining)
+@instead_of(joining.mismatch)
 def any_settings_will_do(member, job):
     return None
 
 
-@rule("may_grow", oversight)
+@instead_of(oversight.may_grow)
 def grows_against_the_setting(member, view, head):
     return bool(view.waiting) and not view.done
 
 
-@rule("predecessor_gone", succession)
+@instead_of(succession.predecessor_gone)
 def nobody_follows_the_leader(member, registration):
     registration.predecessor = None
 
 
-@rule("say_idle", rounds)
+@instead_of(rounds.say_idle)
 def never_says_that_it_is_idle(member, registration, number):
     registration.idle = number
 
 
-@rule("guards", leader, formation)
+@instead_of(leader.guards)
 def leader_writes_without_guards(member, view):
     return []
 
 
-@rule("stop", Member)
+@instead_of(Member.stop)
 def stops_are_forgotten(self, why, *, fenced=False, hung=None):
     if self.workers is not None:
         self.workers.is_stopping = True
 
 
-@rule("end_session", Store)
+@instead_of(Store.end_session)
 def leases_do_not_end(self, conn):
     conn.dead = True
 
 
-@rule("is_charged", verdict)
+@instead_of(verdict.is_charged)
 def failures_are_free(view, head):
     return False
 
 
-@rule("take_slot", rounds)
+@instead_of(rounds.take_slot)
 def slots_are_not_heard(member, registration, entry):
     return None
 
 
-@rule("aborted", leaving)
+@instead_of(leaving.aborted)
 def an_abort_is_tried_once(member, reply):
     return reply.entry(-1) if reply.ok else None
 
 
-@rule("_give_up", connecting)
+@instead_of(connecting._give_up)
 def a_lost_store_is_waited_for_without_end(member, outcome):
     return None

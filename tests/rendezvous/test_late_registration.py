@@ -3,7 +3,7 @@
 from elasticrs.coordination import ConnectionLost, Put, Txn
 from elasticrs.rendezvous.elastic import messages as m
 from rendezvous.cluster import running
-from rendezvous.test_schedules import rule_off
+from rendezvous.rules_off import rule_off
 
 
 def is_registration(request):

@@ -3,14 +3,12 @@
 A failure names its seed: ``python -m tests.rendezvous.soak --schedules 1 --seed SEED`` plays it again.
 """
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import hypothesis
 import pytest
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 
 from rendezvous import schedules
 from rendezvous.checks import ViolationError
-from rendezvous.rules_off import RULES
+from rendezvous.rules_off import RULES, rule_off
 
 IS_THOROUGH = os.environ.get("ELASTICRS_HYPOTHESIS_PROFILE") == "thorough"
 PARTS, PER_PART = 10, 10_000 if IS_THOROUGH else 100
@@ -93,15 +91,6 @@ def test_what_happens_does_not_depend_on_the_clocks():
 @hypothesis.given(choices)
 def test_no_schedule_of_choices_breaks_a_rule(numbers):
     schedules.play_choices(numbers)
-
-
-@contextlib.contextmanager
-def rule_off(name):
-    owners, attribute, replacement = RULES[name]
-    with contextlib.ExitStack() as stack:
-        for owner in owners:
-            stack.enter_context(mock.patch.object(owner, attribute, replacement))
-        yield
 
 
 @pytest.mark.slow
