@@ -154,7 +154,6 @@ class Agent:
     def _start(self, start: Any) -> None:
         self.round = start.round
         self._swarm.stamp("started", start.round)
-        self._events.append(messages.GroupStarted())
 
     def _stop(self, stop: Any) -> None:
         self._swarm.stamp("stopped", stop.round)

@@ -99,8 +99,8 @@ _claim = by_hand.claim
 
 @instead_of(by_hand.claim)
 def anybody_may_have_a_rank(member, registration, node_rank):
-    put = _claim(member, registration, node_rank).put
-    return by_hand.Claim(CreatedAt(member.keys.job, member.link.job_revision), put)
+    _, put = _claim(member, registration, node_rank)
+    return CreatedAt(member.keys.job, member.link.job_revision), put
 
 
 @instead_of(by_hand.may_be_lent)

@@ -221,17 +221,17 @@ def test_a_done_record_that_nobody_wrote_is_no_success(name):
     cluster, (a, b) = running(2)
     value = b"\xff" if name == "1/1" else b"{}"
     write(cluster, cluster.keys.dones + name, value)
-    a.send(m.WorkersDone({}))
+    a.send(m.WorkersDone())
     assert cluster.head.state == "RUNNING"
-    b.send(m.WorkersDone({}))
+    b.send(m.WorkersDone())
     assert (a.outcome.kind, b.outcome.kind) == ("succeeded", "succeeded")
 
 
 def test_a_done_record_that_is_written_over_still_counts():
     cluster, (a, b) = running(2)
-    b.send(m.WorkersDone({}))
+    b.send(m.WorkersDone())
     write(cluster, cluster.keys.done(1, 1), b"\xff")
-    a.send(m.WorkersDone({}))
+    a.send(m.WorkersDone())
     assert (a.outcome.kind, b.outcome.kind) == ("succeeded", "succeeded")
 
 
@@ -305,7 +305,7 @@ def test_no_damage_raises_or_gives_a_rank_twice(course):
             if what == "fail":
                 agent.fail(end=False)
             else:
-                agent.send(m.WorkersDone({}) if what == "done" else m.GroupEnded())
+                agent.send(m.WorkersDone() if what == "done" else m.GroupEnded())
         by_form = {}
         for each in agents:
             for start in each.starts:

@@ -413,7 +413,7 @@ class World:
     def stopped(self, proc):
         group, proc.group = proc.group, None
         if group.result is not None and group.result[0] == "done":
-            event = m.WorkersDone({})
+            event = m.WorkersDone()
             self.checks.finished(group)
         else:
             cause = self.checks.cause_of(proc, group)
@@ -428,7 +428,7 @@ class World:
         if not proc.group.stopping:
             self.checks.finished(proc.group)
             proc.group.stopping = True
-            proc.queue.append(m.WorkersDone({}))
+            proc.queue.append(m.WorkersDone())
             proc.group = None
             self.count("worker_done")
 

@@ -27,11 +27,12 @@ from elasticrs.rendezvous.elastic.meeting_point import node_name
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
     from elasticrs.agent.cause import Cause
+    from elasticrs.agent.own_cause import Place
+    from elasticrs.clock import Clock
     from elasticrs.config import JobConfig
     from elasticrs.console import Console
     from elasticrs.rendezvous.elastic.meeting_point import Home
@@ -184,7 +185,7 @@ class SeveralNodes(Decisions):
             return []
         if isinstance(event, machine.Started):
             self._phase = machine.Phase.RUNNING
-            return self._tell(messages.GroupStarted())
+            return []
         if isinstance(event, machine.StartFailed):
             self._group_exists = False
             why = event.message.removeprefix(f"{texts.NOT_STARTED}: ")
@@ -251,13 +252,13 @@ class SeveralNodes(Decisions):
             cause = None
         return self._over(messages.GroupEnded(None if cause is None else cause.encoded(), event.why_unfit))
 
-    def _place(self) -> Any:
+    def _place(self) -> Place:
         from elasticrs.agent.own_cause import Place
 
         plan = self._attempt.plan if self._attempt is not None else None
         return Place(node_name(), node_name(), plan.ranks[0].group_rank if plan is not None else -1)
 
-    def _clock(self) -> Any:
+    def _clock(self) -> Clock:
         return self._require_driver().meeting_point.clock
 
     def _require_driver(self) -> Driver:

@@ -168,7 +168,7 @@ class RendezvousHandler(ABC):
         """Release what this node holds, and close the rendezvous.
 
         Returns:
-            Whether that worked.
+            True if that worked.
         """
 
 

@@ -29,25 +29,25 @@ def packed(address: str) -> bytes | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a numeric address is 127.0.0.0/8 or ::1."""
+    """True if a numeric address is 127.0.0.0/8 or ::1."""
     data = packed(address)
     return data is not None and (data[0] == 127 if len(data) == 4 else data == bytes(15) + b"\x01")
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether a host of an endpoint is ``localhost``, or a loopback address."""
+    """True if a host of an endpoint is ``localhost``, or a loopback address."""
     bare = host.strip("[]")
     return plain(bare) == "localhost" or is_loopback(bare)
 
 
 def is_unspecified(address: str) -> bool:
-    """Whether a numeric address stands for all interfaces."""
+    """True if a numeric address stands for all interfaces."""
     data = packed(address)
     return data is not None and not any(data)
 
 
 def is_usable_elsewhere(address: str) -> bool:
-    """Whether a numeric address may mean this node on other machines too: no loopback, no link-local one."""
+    """True if a numeric address may mean this node on other machines too: no loopback, no link-local one."""
     data = packed(address)
     if data is None or not any(data) or is_loopback(address):
         return False

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from elasticrs._value import Value
 from elasticrs.coordination import HasValue, Missing, Put
 from elasticrs.rendezvous.elastic.checked import DamagedError
 from elasticrs.rendezvous.elastic.messages import Announce, Disconnect, Outcome
@@ -24,23 +23,11 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.view import View
 
 
-class Claim(Value):
-    """How a registration takes its node rank.
-
-    Args:
-        compare: under which it may.
-        put: with which it does.
-    """
-
-    compare: Compare
-    put: Put
-
-
-def claim(member: Member, registration: Registration, node_rank: int) -> Claim:
-    """The part of T1 that takes the node rank of a registration."""
+def claim(member: Member, registration: Registration, node_rank: int) -> tuple[Compare, Put]:
+    """The part of T1 that takes the node rank of a registration: under which condition, and with what."""
     key, earlier = member.keys.rank(node_rank), member.joining.claim
     value = encode([member.agent.agent, registration.member, member.node().shown])
-    return Claim(Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True))
+    return Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True)
 
 
 def refused(member: Member, entry: Entry | None) -> None:

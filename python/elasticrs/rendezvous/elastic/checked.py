@@ -1,6 +1,6 @@
 """JSON that another process wrote: read, and checked field by field, before anything is decided from it.
 
-Pure. A check takes a value and returns whether it may stand there.
+Pure. A check takes a value and returns true if it may stand there.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _is_span(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MOST
 
 
-_CAUSE: dict[str, Check] = {
+CAUSE: dict[str, Check] = {
     **dict.fromkeys(("node", "host", "message", "frame", "ground"), TEXT),
     **dict.fromkeys(("group_rank", "signal", "step"), WHOLE),
     **dict.fromkeys(("round", "rank", "local_rank", "pid"), COUNT),
@@ -157,7 +157,7 @@ def cause(record: Any) -> dict[str, Any] | None:
     """
     if not isinstance(record, dict):
         return None
-    return {name: value for name, value in record.items() if name not in _CAUSE or _CAUSE[name](value)}
+    return {name: value for name, value in record.items() if name not in CAUSE or CAUSE[name](value)}
 
 
 def _shown(value: Any) -> str:

@@ -48,7 +48,7 @@ class Driver:
         nproc: how many they are.
         max_restarts: of the job.
         supervisor: whose runtime thread serves; an own thread when ``None``.
-        use_agent_store: whether this agent serves the workers' store where that falls to its node; otherwise
+        use_agent_store: this agent serves the workers' store where that falls to its node; otherwise
             the port is kept for rank 0, which hosts the store.
         home: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`, as for ``found``.
 
@@ -84,12 +84,12 @@ class Driver:
 
     @property
     def hosts(self) -> bool:
-        """Whether the coordination store runs in this process."""
+        """True if the coordination store runs in this process."""
         return self.meeting_point.hosts
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this agent takes part in nothing any more: it was told to, or the job has ended."""
+        """True if this agent takes part in nothing any more: it was told to, or the job has ended."""
         return self._member is not None and self._member.leaving is not None
 
     # --- events in, actions out ---
@@ -248,7 +248,7 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """Whether the store goes on, and nobody has to be waited for: another run may follow a success."""
+        """True if the store goes on, and nobody has to be waited for: another run may follow a success."""
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.meeting_point.may_stay
 

@@ -95,7 +95,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the agents serve the workers' store: not with ``static``, nor with
+        """True if the agents serve the workers' store: not with ``static``, nor with
         ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``. Rank 0 hosts it then, on a port that is reserved for it.
         """
         return self._use_agent_store
@@ -179,7 +179,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         Waits until the others know, for about ``close_timeout`` at most.
 
         Returns:
-            Whether they do.
+            True if they do.
         """
         with self._news:
             self._is_shut = True

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
             """
 
         def is_local(self, address: str) -> bool:
-            """Whether a numeric address is one of this machine's, so that a server can listen on it."""
+            """True if a numeric address is one of this machine's, so that a server can listen on it."""
 
 
 ANY_ADDRESS = ("::", "0.0.0.0")
@@ -74,7 +74,7 @@ class Hosting(Value):
         listen: where to listen, numeric addresses and the port; empty for a client. ``"::"`` stands for all
             interfaces, IPv4 included.
         reason: why, for the log.
-        is_explicit: whether the user decided: then a port that is taken is an error, and no reason to become
+        is_explicit: the user decided: then a port that is taken is an error, and no reason to become
             a client.
         trouble: why the endpoint's name could not be resolved; ``None`` when it could.
         doubt: what is odd about hosting here, for the user; ``None``: nothing.
@@ -89,7 +89,7 @@ class Hosting(Value):
 
     @property
     def may_host(self) -> bool:
-        """Whether to try to listen."""
+        """True if this agent may try to listen."""
         return bool(self.listen)
 
 
@@ -120,7 +120,7 @@ def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
 
 
 def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
-    """Whether this agent hosts the store.
+    """Decide if this agent hosts the store.
 
     Args:
         rendezvous: the endpoint and the settings; with ``static`` node rank 0 hosts unless ``is_host`` is
@@ -154,7 +154,7 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
 
 
 def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
-    """Whether this agent hosts the store after all: what the endpoint's name stands for may have changed.
+    """Decide once more if this agent hosts the store: what the endpoint's name stands for may have changed.
 
     Args:
         hosting: what was decided.
@@ -365,7 +365,7 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 
 
 def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
-    """Whether this machine would talk to an address of its own from there; nothing is sent."""
+    """True if this machine would talk to an address of its own from there; nothing is sent."""
     sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
     try:
         sock.connect(sockaddr)

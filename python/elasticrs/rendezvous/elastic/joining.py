@@ -197,11 +197,11 @@ def register(member: Member, link: Link) -> None:
     otherwise: list[Operation] = []
     node_rank = member.rendezvous.node_rank
     if node_rank is not None:
-        claim = by_hand.claim(member, registration, node_rank)
-        compares.append(claim.compare)
+        is_mine, claim = by_hand.claim(member, registration, node_rank)
+        compares.append(is_mine)
         # The last result is the predecessor.
-        ops.insert(0, claim.put)
-        otherwise = [Get(keys.job), Get(claim.put.key)]
+        ops.insert(0, claim)
+        otherwise = [Get(keys.job), Get(claim.key)]
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
     member.watch(Purpose.SEE_SLOT, keys.slot(registration.member))
     member.watch(Purpose.SEE_HEAD, keys.head)

@@ -15,34 +15,34 @@ _TICK, _SLOW_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """The port of the store that a session hosts; without effect for one that hosts none.
+    """The port of a store that is hosted here; nothing is lent where it is not.
 
     Args:
-        session: stops to listen, and listens again; connections go on all the time.
+        meeting_point: stops to listen, and listens again; connections go on all the time.
     """
 
-    __slots__ = ("_deadline", "_is_lent", "_session", "trouble")
+    __slots__ = ("_deadline", "_is_lent", "_meeting_point", "trouble")
 
-    def __init__(self, session: MeetingPoint) -> None:
-        self._session = session
+    def __init__(self, meeting_point: MeetingPoint) -> None:
+        self._meeting_point = meeting_point
         self._is_lent = False
         self._deadline: float | None = None
         self.trouble = ""
 
     def lend(self) -> bool:
-        """Give the port away; returns whether it was there to give, else :attr:`trouble` says why not."""
+        """Give the port away; return true if that is done, else :attr:`trouble` says why not."""
         if not self.take_back():
             return False
-        if self._session.hosts:
-            self._session.stop_listening()
+        if self._meeting_point.hosts:
+            self._meeting_point.stop_listening()
             self._is_lent = True
         return True
 
     def take_back(self) -> bool:
-        """Try to have the port again; returns whether it is there, else :attr:`trouble` says why not."""
+        """Take the port back; return true if it is here, else :attr:`trouble` says why not."""
         if self._is_lent:
             try:
-                self._session.listen_again()
+                self._meeting_point.listen_again()
             except OSError as error:
                 self.trouble = str(error)
                 if self._deadline is None:

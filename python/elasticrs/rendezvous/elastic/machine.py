@@ -76,7 +76,7 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
         case messages.WorkerFailed():
             rounds.worker_failed(member, event)
         case messages.WorkersDone():
-            rounds.workers_done(member, event)
+            rounds.workers_done(member)
         case messages.StartFailed():
             rounds.start_failed(member, event)
         case messages.StorePort():
@@ -91,8 +91,6 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             leaving.leave(member, event)
         case messages.Begin():
             connecting.begin(member)
-        case messages.GroupStarted():
-            pass
         case _:
             raise TypeError(f"no event of the rendezvous: {event!r}")
 

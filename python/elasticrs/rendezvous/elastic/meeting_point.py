@@ -9,6 +9,7 @@ import errno
 import os
 from functools import partial
 
+from elasticrs._value import Record
 from elasticrs.clock import Clock
 from elasticrs.coordination import Connected, ConnectionLost
 from elasticrs.native_session import Client, NativeSession, Server
@@ -55,19 +56,16 @@ class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
     """The agent was told to host the store, and cannot; the text says why and what to do."""
 
 
-class Home:
+class Home(Record):
     """What outlasts one run of an agent: the store, where it is hosted here, has the jobs of all runs.
 
-    Attributes:
+    Args:
         runs: how many have begun.
         server: the store between two runs.
     """
 
-    __slots__ = ("runs", "server")
-
-    def __init__(self) -> None:
-        self.runs = 0
-        self.server: Server | None = None
+    runs: int = 0
+    server: Server | None = None
 
     def sessions(self) -> int:
         """How many clients the store has; 0 where it is elsewhere."""
@@ -134,7 +132,7 @@ class MeetingPoint:
 
     @property
     def hosts(self) -> bool:
-        """Whether the store runs in this process."""
+        """True if the store runs in this process."""
         return self._server is not None
 
     @property
@@ -384,7 +382,7 @@ class MeetingPoint:
 
     @property
     def may_stay(self) -> bool:
-        """Whether the store may go on without this session: there is a home for it."""
+        """True if the store may go on without this session: there is a home for it."""
         return self._home is not None
 
     def close(self, *, stays: bool = False) -> None:

@@ -37,10 +37,6 @@ class Begin(Value):
     """The loop is ready."""
 
 
-class GroupStarted(Value):
-    """All workers of this node run."""
-
-
 class StartFailed(Value):
     """The workers of this node could not be started, and nothing of them is left.
 
@@ -63,14 +59,8 @@ class WorkerFailed(Value, is_hot=True):
     cause: Cause
 
 
-class WorkersDone(Value, is_hot=True):
-    """All workers of this node have exited with 0, and nothing of them is left.
-
-    Args:
-        summary: what to keep of it (JSON).
-    """
-
-    summary: Mapping[str, Any] | None = None
+class WorkersDone(Value):
+    """All workers of this node have exited with 0, and nothing of them is left."""
 
 
 class GroupEnded(Value, is_hot=True):
@@ -259,7 +249,7 @@ class Exit(Value):
 
 
 if TYPE_CHECKING:
-    WorkersEvent: TypeAlias = GroupStarted | StartFailed | WorkerFailed | WorkersDone | GroupEnded
+    WorkersEvent: TypeAlias = StartFailed | WorkerFailed | WorkersDone | GroupEnded
     ListenerEvent: TypeAlias = StoreHosted | StorePort | StorePortFailed
     Event: TypeAlias = StoreEvent | Begin | WorkersEvent | ListenerEvent | TimerFired | Leave
     LoopAction: TypeAlias = Start | Stop | Announce | Exit

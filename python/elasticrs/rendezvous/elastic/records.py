@@ -30,23 +30,7 @@ PROTOCOL = 1
 MAX_HEAD = 4096
 MAX_CAUSE = 2304
 MAX_TEXT = 384
-CAUSE_FIELDS = (
-    "node",
-    "host",
-    "group_rank",
-    "round",
-    "rank",
-    "local_rank",
-    "pid",
-    "exitcode",
-    "signal",
-    "ground",
-    "silence",
-    "step",
-    "time_ns",
-    "error_ns",
-    "message",
-)
+CAUSE_FIELDS = [name for name in checked.CAUSE if name not in ("frame", "lines")]
 """What is kept of a cause that is too large in any case."""
 
 MAX_NAME = 128
@@ -143,7 +127,7 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Whether the leader has to know of a cause, beside the recorded one."""
+    """True if the leader has to know of a cause, beside the recorded one."""
     blame, other_blame = blame_of(own), blame_of(recorded)
     if blame is not None and other_blame is not None:
         return blame <= other_blame

@@ -32,13 +32,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.coordination import Entry
-    from elasticrs.rendezvous.elastic.messages import (
-        Cause,
-        GroupEnded,
-        StartFailed,
-        WorkerFailed,
-        WorkersDone,
-    )
+    from elasticrs.rendezvous.elastic.messages import Cause, GroupEnded, StartFailed, WorkerFailed
     from elasticrs.rendezvous.elastic.state import Link, Member, Registration
 
 GONE = "the store no longer has this node's registration"
@@ -225,7 +219,7 @@ def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
     member.txn(Purpose.NOTHING, compares, [member.put_head(ended)])
 
 
-def workers_done(member: Member, event: WorkersDone) -> None:
+def workers_done(member: Member) -> None:
     """All workers here have finished: T5, and wait for the others."""
     workers, link, registration = member.workers, member.link, member.registration
     if workers is None:
@@ -236,7 +230,7 @@ def workers_done(member: Member, event: WorkersDone) -> None:
     slot = registration.slot
     assert slot is not None
     member.workers, member.done, member.finished_round = None, Done(), workers.round
-    put = Put(member.keys.done(workers.round, slot.group_rank), encode(event.summary or {}), False)
+    put = Put(member.keys.done(workers.round, slot.group_rank), encode({}), False)
     member.txn(Purpose.TELL_DONE, [ModifiedAt(member.keys.head, link.head_revision)], [put])
     if slot.group_rank != 0 and not member.agent.hosts_store:
         # Those two serve others: they stay.

@@ -46,7 +46,7 @@ class Key(Value):
         default: its value when nobody sets it.
         read: text (or what a Python program passes) to value; raises ``ValueError`` with what is expected.
         help: what it means, with the unit.
-        is_stored: whether it is an attribute of :class:`Settings`; otherwise it is read and has no effect.
+        is_stored: it is an attribute of :class:`Settings`; otherwise it is read and has no effect.
     """
 
     name: str
@@ -243,7 +243,7 @@ class Settings(Value):
 
     Attributes:
         settle: where it is not set, the grace, the lease and 5 s together.
-        is_settle_given: whether it is set.
+        is_settle_given: it is set.
     """
 
     join_timeout: float

@@ -235,27 +235,6 @@ class Member:
         now: the store's wall clock at the present event, in ns; only told, never compared.
     """
 
-    __slots__ = (
-        "_actions",
-        "_tag",
-        "age",
-        "agent",
-        "done",
-        "finished_round",
-        "has_exited",
-        "joining",
-        "keys",
-        "leaving",
-        "link",
-        "listener",
-        "now",
-        "own_failure",
-        "rendezvous",
-        "settings",
-        "told_end",
-        "workers",
-    )
-
     def __init__(self, rendezvous: Rendezvous, agent: ThisAgent) -> None:
         self.rendezvous = rendezvous
         self.settings = rendezvous.settings
