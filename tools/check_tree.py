@@ -20,9 +20,8 @@ UNSAFE_HOMES = (
 
 
 CORE_DOORS = (
-    *("agent/health_check_server", "agent/report", "agent/signals", "agent/tracker"),
-    *("compat/c10d_rendezvous_backend", "compat/dynamic_rendezvous", "compat/local_elastic_agent"),
-    *("launcher/by_handler", "launcher/command_line"),
+    *("agent/health_check_server", "agent/signals", "agent/tracker"),
+    *("compat/c10d_rendezvous_backend", "compat/dynamic_rendezvous"),
     *("multiprocessing/keeper", "multiprocessing/supervised_group"),
     *("native_session", "rendezvous/elastic/driver", "rendezvous/elastic/meeting_point"),
     *("rendezvous/one_node", "rendezvous/own_store", "rendezvous/static", "store/__main__", "store/store"),

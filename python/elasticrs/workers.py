@@ -24,19 +24,34 @@ if TYPE_CHECKING:
     from elasticrs.plan import Plan
 
 
-def watching_descriptors(nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str]) -> int:
-    """How many the agent needs for timers and heartbeats.
+SupervisorError = _core.SupervisorError
+"""The supervisor itself failed."""
+
+
+def check_limits(
+    nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
+) -> None:
+    """Compare with the machine's limits before anything is started.
 
     Args:
         nproc: workers on this node.
         hang_timeout: see :class:`elasticrs.config.JobConfig`.
         environ: as for the workers.
+        followed: how many log files are read.
+
+    Raises:
+        ValueError: one of them does not allow that many processes or descriptors.
     """
     # A page of memory for each worker, and while they are started a second one to pass on.
     pages = 2 * nproc if hang_timeout is not None else 0
     # The FIFO, read and written, and a pidfd for each process that has a timer: one in each worker.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
-    return pages + timers
+    _core.check_limits(nproc, followed, pages + timers)
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of descriptors; processes that Python itself starts inherit it."""
+    _core.raise_descriptor_limit()
 
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from elasticrs import _core, texts
+from elasticrs import texts
 from elasticrs.agent.evidence import oom_note, probably_oom
 from elasticrs.console import prefix_of
 from elasticrs.logs import hang_file
@@ -21,6 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.config import JobConfig
 

@@ -12,8 +12,8 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core, texts
 from elasticrs import config as defaults
+from elasticrs import texts
 from elasticrs.agent.health_check_server import HealthCheckServer as OurServer
 from elasticrs.agent.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- here in torch
@@ -40,7 +40,7 @@ from elasticrs.events.hostname import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
 from elasticrs.rendezvous.static import OneNodeRendezvous
-from elasticrs.workers import watching_descriptors
+from elasticrs.workers import check_limits
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -189,8 +189,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _check_limits(self) -> None:
         spec = self._worker_group.spec
-        nproc = spec.local_world_size
-        _core.check_limits(nproc, others=watching_descriptors(nproc, spec.hang_timeout, os.environ))
+        check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
         """Where it is ours, the agent takes its settings and reacts to events, instead of asking it."""

@@ -13,7 +13,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core, texts
+from elasticrs import texts
 from elasticrs.agent.observer_factory import check_destination, open_server
 from elasticrs.agent.signals import suspend
 from elasticrs.compat.local_elastic_agent import LocalElasticAgent
@@ -26,6 +26,7 @@ from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry
 from elasticrs.rendezvous.api import RendezvousError, RendezvousHandler, RendezvousParameters, is_kind
 from elasticrs.rendezvous.elastic.describe import C10D, is_in_file
+from elasticrs.workers import SupervisorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,7 +193,7 @@ def _run(agent: LocalElasticAgent, launch: Launch, write: Callable[[str], None])
             if result.is_failed():
                 _report(result, launch.job.name, write)
             return int(result.is_failed())
-        except (RuntimeError, _core.SupervisorError, OSError) as error:
+        except (RuntimeError, SupervisorError, OSError) as error:
             write(f"{texts.PREFIX}the job was stopped: {error}{os.linesep}")
             return 1
 

@@ -77,10 +77,9 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
     try:
         launch = resolve(parse(argv, os.environ), os.environ)
         if owns_process and not launch.runs_path:
-            from elasticrs import _core
+            from elasticrs.workers import raise_descriptor_limit
 
-            # Workers that Python itself starts would inherit it.
-            _core.raise_descriptor_limit()
+            raise_descriptor_limit()
         _check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:
@@ -137,8 +136,8 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
 
 
 def _run_agent(launch: Launch, workers: Workers, console: Console, signals: SignalPipe | None) -> int:
-    from elasticrs import _core
     from elasticrs.agent.loop import Agent
+    from elasticrs.workers import SupervisorError
 
     agent = Agent(
         launch.job,
@@ -151,7 +150,7 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     )
     try:
         result = agent.run()
-    except (_core.SupervisorError, OSError) as error:
+    except (SupervisorError, OSError) as error:
         return _fail(f"the job was stopped: {error}", 1)
     if result.exit_code != 0 and (result.signum is None or _has_raised(result)):
         from elasticrs.agent.report import print_report
@@ -206,18 +205,13 @@ def _environment(launch: Launch) -> dict[str, str]:
 
 
 def _check_limits(launch: Launch) -> None:
-    from elasticrs import _core
     from elasticrs.config import UsageError
     from elasticrs.logs import followed_files
-    from elasticrs.workers import watching_descriptors
+    from elasticrs.workers import check_limits
 
     nproc = launch.job.nproc
     try:
-        _core.check_limits(
-            nproc,
-            followed_files(launch.logs, nproc),
-            watching_descriptors(nproc, launch.job.hang_timeout, os.environ),
-        )
+        check_limits(nproc, launch.job.hang_timeout, os.environ, followed_files(launch.logs, nproc))
     except ValueError as error:
         raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
 
