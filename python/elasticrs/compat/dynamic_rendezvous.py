@@ -14,6 +14,7 @@ and when it changes is in :mod:`elasticrs.compat.dynamic`. Different from torch:
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import os
 import socket
@@ -105,13 +106,10 @@ class RendezvousBackend(ABC):
 
 class _NodeGenerator:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 0
+        self._numbers = itertools.count()
 
     def generate(self, local_addr: str | None = None) -> Node:
-        with self._lock:
-            local_id, self._next = self._next, self._next + 1
-        return Node(local_addr or socket.getfqdn(), os.getpid(), local_id)
+        return Node(local_addr or socket.getfqdn(), os.getpid(), next(self._numbers))
 
 
 class DynamicRendezvousHandler(RendezvousHandler):

@@ -6,6 +6,7 @@ import signal
 import warnings
 from typing import TYPE_CHECKING
 
+from elasticrs._value import Record
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.loop import Agent
 from elasticrs.agent.observer_factory import make_observers
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
 
-class EventRunner:
+class EventRunner(Record):
     """Runs a job once, and keeps the worker group up to date.
 
     Args:
@@ -44,18 +45,11 @@ class EventRunner:
         restarts: those that were charged.
     """
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        local: LocalJob,
-        rendezvous: Rendezvous | None,
-        server: HealthCheckServer | None,
-    ) -> None:
-        self._group = group
-        self._local = local
-        self._rendezvous = rendezvous
-        self._server = server
-        self.restarts = 0
+    _group: WorkerGroup
+    _local: LocalJob
+    _rendezvous: Rendezvous | None
+    _server: HealthCheckServer | None
+    restarts: int = 0
 
     def run(self) -> RunResult:
         """See :meth:`elasticrs.agent.server.LocalElasticAgent.run`."""
@@ -117,12 +111,11 @@ class EventRunner:
         raise not_started(result.message or "the workers could not be started", result.start_errno)
 
 
-class _Planner:
+class _Planner(Record):
     """Plans from the handler of a node by itself."""
 
-    def __init__(self, group: WorkerGroup, handler: OneNodeRendezvous) -> None:
-        self._group = group
-        self._handler = handler
+    _group: WorkerGroup
+    _handler: OneNodeRendezvous
 
     def next(self, supervisor: _core.Supervisor) -> Plan:
         spec, handler = self._group.spec, self._handler

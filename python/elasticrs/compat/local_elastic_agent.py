@@ -315,23 +315,10 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 
 _HOOKS = (
-    "_assign_worker_ranks",
-    "_construct_event",
-    "_exit_barrier",
-    "_get_worker_state",
-    "_initialize_workers",
-    "_invoke_run",
-    "_monitor_workers",
-    "_record_flakiness_metric",
-    "_record_metric_with_condition",
-    "_record_metrics",
-    "_record_worker_events",
-    "_rendezvous",
-    "_restart_workers",
-    "_shutdown",
-    "_start_workers",
-    "_stop_workers",
-    "record_duration",
+    *("_assign_worker_ranks", "_construct_event", "_exit_barrier", "_get_worker_state"),
+    *("_initialize_workers", "_invoke_run", "_monitor_workers", "_record_flakiness_metric"),
+    *("_record_metric_with_condition", "_record_metrics", "_record_worker_events", "_rendezvous"),
+    *("_restart_workers", "_shutdown", "_start_workers", "_stop_workers", "record_duration"),
 )
 _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
 """As they are before anybody replaces one, in a subclass, in the class or in an object."""

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from elasticrs.workers import Workers
 
 
+_PHASES: dict[str | None, machine.Phase] = {
+    "succeeded": machine.Phase.SUCCEEDED,
+    "stopped": machine.Phase.STOPPED,
+}
+
+
 class PolledWorkers:
     """Starts, watches and stops the workers of one agent, one attempt after another.
 
@@ -151,7 +157,9 @@ class PolledWorkers:
             was_something = self._pump(None if left is None else max(0.0, left))
             if left is not None and left <= (-LATE if was_something else 0):
                 return None
-        return self._result_of_attempt()
+        if self._found is None and self.attempt is not None and self._ended is not None:
+            self._found = self._make_result(self.attempt, self._ended)
+        return self._found
 
     def wait_for_news(self, seconds: float) -> None:
         """Wait until the workers have ended or one has failed, at most this long.
@@ -195,20 +203,14 @@ class PolledWorkers:
             tracker.drain()
         finally:
             self._release_plan()
-            self._conclude()
+            # For whoever looks at the result.
+            outcome = None if self._ended is None else self._ended.outcome
+            self._result.phase = _PHASES.get(outcome, machine.Phase.FAILED)
+            self._result.exit_code = int(outcome != "succeeded")
             tracker.close()
             tracker.observers.ended(self._result, None)
         tracker.tidy_up()
         self._console.flush()
-
-    def _conclude(self) -> None:
-        """Record how the last workers ended, for whoever looks at the result."""
-        outcome = None if self._ended is None else self._ended.outcome
-        if outcome == "succeeded":
-            self._result.phase, self._result.exit_code = machine.Phase.SUCCEEDED, 0
-        else:
-            is_stopped = outcome == "stopped"
-            self._result.phase = machine.Phase.STOPPED if is_stopped else machine.Phase.FAILED
 
     def _forget(self) -> None:
         self._has_started, self._ended, self._found = False, None, None
@@ -243,14 +245,6 @@ class PolledWorkers:
                 self._ended = event
             elif isinstance(event, machine.StartFailed):
                 self._ended = machine.GroupEnded("failed")
-
-    def _result_of_attempt(self) -> RunProcsResult | None:
-        attempt = self.attempt
-        if attempt is None or self._ended is None:
-            return None
-        if self._found is None:
-            self._found = self._make_result(attempt, self._ended)
-        return self._found
 
     def _make_result(self, attempt: Attempt, ended: machine.GroupEnded) -> RunProcsResult:
         paths = attempt.paths

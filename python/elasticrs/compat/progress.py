@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from math import inf
 
+from elasticrs._value import Record
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +30,6 @@ class Progress:
     Args:
         clock: monotonic seconds.
     """
-
-    __slots__ = ("_clock", "_place")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -73,17 +73,14 @@ class Progress:
         return max(0.0, self._clock() - place.silent_until), place.name
 
 
-class Place:
+class Place(Record):
     """What :meth:`Progress.within` returns."""
 
-    __slots__ = ("_outer", "_progress", "allowance", "name", "silent_until")
-
-    def __init__(self, progress: Progress, name: str, allowance: float) -> None:
-        self._progress = progress
-        self._outer: Place | None = None
-        self.name = name
-        self.allowance = allowance
-        self.silent_until = inf
+    _progress: Progress
+    name: str
+    allowance: float
+    silent_until: float = inf
+    _outer: Place | None = None
 
     def __enter__(self) -> None:
         progress = self._progress

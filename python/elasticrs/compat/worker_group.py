@@ -197,15 +197,8 @@ class WorkerGroup:
             raise RuntimeError("workers are started before a rendezvous")
         ranks = [
             WorkerRanks(
-                spec.role,
-                worker.local_rank,
-                worker.global_rank,
-                self.group_rank,
-                worker.role_rank,
-                spec.local_world_size,
-                worker.world_size,
-                self.group_world_size,
-                worker.role_world_size,
+                *(spec.role, worker.local_rank, worker.global_rank, self.group_rank, worker.role_rank),
+                *(spec.local_world_size, worker.world_size, self.group_world_size, worker.role_world_size),
             )
             for worker in self.workers
         ]

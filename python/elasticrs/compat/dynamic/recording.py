@@ -11,6 +11,7 @@ import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from elasticrs._value import Record
 from elasticrs.compat.dynamic.decisions import Action
 from elasticrs.compat.dynamic.state import Place
 from elasticrs.events import NodeState, RdzvEvent, get_logging_handler, record_rdzv_event
@@ -39,7 +40,7 @@ _ACTS = {
 _DONE = (Action.COMPLETE, Action.CLOSE)
 
 
-class Recorder:
+class Recorder(Record):
     """Records what happens to a node.
 
     Args:
@@ -47,9 +48,8 @@ class Recorder:
         node: the node.
     """
 
-    def __init__(self, run_id: str, node: Node) -> None:
-        self._run_id = run_id
-        self._node = node
+    _run_id: str
+    _node: Node
 
     def tell(
         self,
