@@ -10,7 +10,7 @@ from helpers import ports
 HOST = '''
 import json, os, signal, sys, threading, time
 from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
-from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
+from elasticrs.agent.server import LocalElasticAgent, WorkerGroup, WorkerSpec
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from elasticrs.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler
@@ -210,13 +210,13 @@ def work():
 
 STORES = []
 
-class Agent(LocalElasticAgent):
-    def _planned(self, plan, open_store):
-        super()._planned(plan, open_store)
-        # Each node tells the other one its rank, in each round anew.
-        group = self.get_worker_group()
-        group.store.set(str(group.group_rank), str(len(STORES)))
-        STORES.append(group.store.get(str(1 - group.group_rank)).decode())
+def take_plan(group, plan, open_store):
+    TAKEN(group, plan, open_store)
+    # Each node tells the other one its rank, in each round anew.
+    group.store.set(str(group.group_rank), str(len(STORES)))
+    STORES.append(group.store.get(str(1 - group.group_rank)).decode())
+
+TAKEN, WorkerGroup.take_plan = WorkerGroup.take_plan, take_plan
 
 def group_of(agent):
     group = agent.get_worker_group()
@@ -229,7 +229,7 @@ def group_of(agent):
 parameters = RendezvousParameters("c10d", ENDPOINT, "job", 2, 2, **CONFIG)
 handler = get_rendezvous_handler(parameters)
 spec = WorkerSpec("trainer", 1, handler, entrypoint=work, max_restarts=0, monitor_interval=0.1)
-agent = Agent(spec, DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs%d" % NODE))
+agent = LocalElasticAgent(spec, DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs%d" % NODE))
 values = [list(agent.run().return_values.items()) for _ in range(3)]
 group = group_of(agent)
 handler.shutdown()

@@ -211,7 +211,7 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # Ready until it is read, and nobody reads it any more.
+                # It stays readable, and has no reader any more.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:

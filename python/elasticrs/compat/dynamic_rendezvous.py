@@ -188,7 +188,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._store = store
         self._shared = state_holder
         self._recorder = Recorder(settings.run_id, node)
-        # Whoever has it has the shared state; backends need not be safe to call from several threads.
+        # Guards the shared state: back ends need not be safe to call from several threads.
         self._lock = threading.Lock()
         self._timer: _PeriodicTimer | None = None
         self._look_again = 0.0
@@ -209,7 +209,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the agents serve the workers' store: not with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``."""
+        """True if agents serve the workers' store: unless ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``."""
         return agent_hosts_store(os.environ)
 
     def get_run_id(self) -> str:
@@ -332,7 +332,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """Close the rendezvous, and release what this node holds.
 
         Returns:
-            Whether the others can know.
+            True if the other nodes can see that it is closed.
         """
         self._stop_heartbeats()
         try:

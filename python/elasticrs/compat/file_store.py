@@ -69,7 +69,7 @@ class FileStore:
         self._timeout = timeout
 
     def has_extended_api(self) -> bool:
-        """Whether :meth:`append`, :meth:`multi_get` and :meth:`multi_set` work; true."""
+        """True: :meth:`append`, :meth:`multi_get` and :meth:`multi_set` work."""
         return True
 
     def set(self, key: str, value: str | bytes) -> None:

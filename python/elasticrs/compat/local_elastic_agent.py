@@ -1,6 +1,6 @@
 """Torch's agent for the functions or programs of this node: its arguments, its hooks, and who runs them.
 
-Where nobody else has a say, the agent waits for events, as the command line does
+Where no hook and no handler is the user's, the agent waits for events, as the command line does
 (:class:`~elasticrs.compat.event_runner.EventRunner`). Otherwise its hooks decide, over the same workers.
 """
 
@@ -325,7 +325,7 @@ _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
 
 
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
-    """Why an agent's hooks are called; ``None``: nobody else has a say, so it waits for events.
+    """Return why an agent's hooks are called, or ``None`` if it waits for events.
 
     A hook may be replaced in a subclass, in the class or in an object. The rendezvous handler has to be one
     of ours that can tell of events: over a back end of the user's it cannot.

@@ -132,12 +132,12 @@ class PolledWorkers:
 
     @property
     def is_running(self) -> bool:
-        """Whether something of the present workers is left."""
+        """True if any of the present workers, or what they started, is left."""
         return bool(self._result.attempts) and self._ended is None
 
     @property
     def has_failed(self) -> bool:
-        """Whether one of the present workers has failed; the others are being stopped."""
+        """True if one of the present workers has failed; the others are being stopped."""
         attempt = self.attempt
         return attempt is not None and attempt.first_failure is not None
 
@@ -203,7 +203,7 @@ class PolledWorkers:
             tracker.drain()
         finally:
             self._release_plan()
-            # For whoever looks at the result.
+            # Observers read it.
             outcome = None if self._ended is None else self._ended.outcome
             self._result.phase = _PHASES.get(outcome, machine.Phase.FAILED)
             self._result.exit_code = int(outcome != "succeeded")

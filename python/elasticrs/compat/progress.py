@@ -1,6 +1,6 @@
 """Where an agent whose hooks decide is, and how long it may be there without a sign of life.
 
-Written by the thread of the agent, read by whoever answers for it. A hook cannot be asked: all that is known
+Written by the agent's thread, read by its health check server. A hook cannot be asked: all that is known
 is when it was called, and for how long hooks of its kind may wait. What may wait for as long as it likes, as
 a rendezvous for other nodes, has no limit.
 """

@@ -23,7 +23,7 @@ def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare)
     """Agree on the ranks of all workers; waits for the other nodes as long as the store does.
 
     Args:
-        store: as torch's, shared by the nodes of the round and by nobody else.
+        store: as torch's, shared by the nodes of this round alone.
         group_rank: of this node.
         group_world_size: nodes in the round.
         own: what this node brings into the round.

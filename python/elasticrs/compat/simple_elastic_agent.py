@@ -268,7 +268,7 @@ class SimpleElasticAgent(ElasticAgent):
             try:
                 _call(self._shutdown, sigval, timeout=self._shutdown_timeout)
             except SignalException:
-                # Whoever asks twice wants it now.
+                # A second request: end them now.
                 _call(self._shutdown, signal.SIGKILL, timeout=0)
                 raise
 
@@ -353,7 +353,7 @@ class SimpleElasticAgent(ElasticAgent):
             # Another handler, as torch's, shows newcomers here: no reason to run again.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
-            # As in torch: the work is done, and whoever served the store may have been the first to leave.
+            # As in torch: the work is done, and the node that served the store may have left first.
             _log.warning("the store was lost in the exit barrier: %s", error)
             return True
         finally:

@@ -131,7 +131,7 @@ class WorkerState(str, Enum):
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Whether the processes of such a group are there."""
+        """True if the processes of such a group exist."""
         return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
 
 
@@ -229,7 +229,7 @@ class RunResult:
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
 
     def is_failed(self) -> bool:
-        """Whether it failed."""
+        """True if it failed."""
         return self.state == WorkerState.FAILED
 
 

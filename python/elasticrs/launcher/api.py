@@ -17,7 +17,8 @@ from elasticrs import config as defaults
 from elasticrs import events, options
 from elasticrs.agent.health_check_server import _AliveCallbackProxy
 from elasticrs.agent.observer_factory import check_destination
-from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
+from elasticrs.compat.local_elastic_agent import LocalElasticAgent
+from elasticrs.compat.worker_group import WorkerSpec
 from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
@@ -29,8 +30,8 @@ from elasticrs.rendezvous.endpoint import parse_endpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from elasticrs.agent.server import RunResult
     from elasticrs.compat.local_elastic_agent import HealthCheckServer
+    from elasticrs.compat.worker_group import RunResult
     from elasticrs.rendezvous.api import RendezvousHandler
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]

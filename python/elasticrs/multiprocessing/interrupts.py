@@ -136,7 +136,7 @@ class CaughtSignals:
         self._ours[signum] = handler
 
     def release(self, signums: Iterable[int]) -> None:
-        """Undo :meth:`catch`, but for handlers that somebody has installed since."""
+        """Undo :meth:`catch`; a handler that was installed over ours since stays."""
         for signum in signums:
             if signum not in self._users:
                 # A user in the process of which this one was forked.

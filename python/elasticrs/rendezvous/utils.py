@@ -84,7 +84,7 @@ def _try_parse_port(port_str: str) -> int | None:
 
 
 def _matches_machine_hostname(host: str) -> bool:
-    """Whether a name or an address is this machine's, as far as its own name tells; other interfaces and
+    """True if a name or an address is this machine's, as far as its own name tells; other interfaces and
     aliases are not known. A name that cannot be resolved is another machine's, where torch raises.
     """
     if host == "localhost":

@@ -3,8 +3,8 @@
 - **DYN-1** No two nodes compare clocks. A node is taken for dead when its count of signs of life has not
   changed between two looks that are ``keep_alive_interval * keep_alive_max_attempt`` apart on the clock of
   the one that looks. Nobody takes itself for dead.
-- **DYN-2** A last call begins with the node that makes up the minimum. Whoever has seen it run for its time
-  completes the round; there is only one state, so one node succeeds.
+- **DYN-2** A last call begins with the node that makes up the minimum. A node that has seen it run for
+  its time completes the round; there is only one state, so one node succeeds.
 - **DYN-3** Ranks and size are those of the moment of completion. A round that a node has left, or in which
   one has died, is over for all: its nodes leave, and the last one begins the next round. Who sees its own
   round broken before it has taken part in it leaves it at once.

@@ -1,6 +1,6 @@
 """Events of a rendezvous over a back end: torch's names, at the points where torch records them.
 
-They cost nothing while nobody has put a handler in the place of ``dynamic_rendezvous``. Names are those of
+They cost nothing unless a handler is registered for ``dynamic_rendezvous``. Names are those of
 torch's classes, as who reads events knows them.
 """
 

@@ -1,6 +1,6 @@
 """The state that the nodes of a rendezvous share, and its encoding.
 
-JSON with a version, of bounded size: whoever can write to the back end can confuse the nodes, but run no
+JSON with a version, of bounded size: who can write to the back end can confuse the nodes, but run no
 code in them. It holds no time of day, as clocks of different hosts differ: a node counts its signs of life,
 and the last calls have numbers. How long ago something came is for each node to see on its own clock.
 """

@@ -91,7 +91,7 @@ class SharedState:
         """Replace the state, unless another node has done so since it was read.
 
         Returns:
-            Whether it was replaced; ``None``: the back end has not said, and has to be read.
+            True if it was replaced; ``None``: the back end has not said, and has to be read.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
