@@ -33,7 +33,7 @@ class Decisions(ABC):
         plan: of the attempt that :class:`~elasticrs.agent.state.Start` asks for.
         first_cause: the first failure of a job on several nodes; see :mod:`elasticrs.agent.cause`.
         clock: of the store in which the nodes met.
-        has_taken_part: whether workers of this node ran in the last round.
+        has_taken_part: true if workers of this node ran in the last round.
         has_peers: other nodes wait for what becomes of this one.
     """
 

@@ -1,4 +1,4 @@
-"""Whether the kernel's OOM killer ended a worker.
+"""Evidence that the kernel's OOM killer ended a worker.
 
 It leaves no trace in a wait status, which says SIGKILL as for any other. But it counts its victims, for each
 memory cgroup (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine (``/proc/vmstat``). The
@@ -144,7 +144,7 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Whether the kernel's OOM killer ended a worker.
+    """Return true if the kernel's OOM killer probably ended a worker.
 
     Args:
         exitcode: as in :attr:`elasticrs._core.WorkerExited.exitcode`; 137, too: a shell whose command was

@@ -41,7 +41,7 @@ class EventRecorder(Observer):
         destination: of the events.
         entry_point: the base name of the workers' program, or the name of their function.
         rdzv_backend: torch's name for how the nodes meet.
-        tells_end: whether to record the end of the agent.
+        tells_end: true to record the end of the agent.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class Agent:
         return self._result
 
     def _events_end_it(self) -> bool:
-        """Whether a signal came before anything was started: then not even a supervisor is needed."""
+        """Return true if a signal came before anything was started: then not even a supervisor is needed."""
         first = self._events[0]
         if not isinstance(first, machine.SignalReceived):
             return False

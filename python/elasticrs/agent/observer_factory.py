@@ -29,7 +29,7 @@ def make_observers(
         settings: what is asked for.
         say: tells the user a line.
         server: of the caller, open already; one is made where the settings ask for it.
-        tells_end: whether the end of the agent is an event of theirs; otherwise it is the caller's.
+        tells_end: true if the end of the agent is an event of theirs; otherwise it is the caller's.
 
     Raises:
         UsageError: no such destination of events, or one that cannot be opened.
@@ -109,7 +109,7 @@ def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Health
 
 
 def check_destination(name: str) -> None:
-    """Look whether events can go there.
+    """Check that events can go there.
 
     Args:
         name: of the destination.

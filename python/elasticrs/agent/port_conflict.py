@@ -1,4 +1,4 @@
-"""Whether an attempt failed because somebody else had its port."""
+"""Finds out if an attempt failed because another process had its port."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_BYTES = 65536
 
 
 def is_port_conflict(attempt: Attempt) -> bool:
-    """Whether the workers' store could not have the port that was reserved for it.
+    """Return true if the workers' store could not have the port that was reserved for it.
 
     Judged by what the failed workers left in their error files or stderr logs: the port, and the kernel's
     words for a port in use. Ports that the user chose are his own affair.

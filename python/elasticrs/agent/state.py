@@ -52,7 +52,7 @@ class Phase(Enum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether nothing can follow."""
+        """True if nothing can follow."""
         return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED)
 
 
@@ -246,7 +246,7 @@ class AnnounceRestart(Action):
 
     Args:
         restarts_left: after this one.
-        charged: whether it was taken from the budget.
+        charged: true if it was taken from the budget.
     """
 
     restarts_left: int

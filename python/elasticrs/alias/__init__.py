@@ -38,7 +38,7 @@ def our_name(name: str) -> str | None:
 
 
 def is_active() -> bool:
-    """Whether this interpreter's imports are redirected."""
+    """True if this interpreter's imports are redirected."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 

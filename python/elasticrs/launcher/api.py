@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
@@ -137,6 +137,10 @@ class LaunchConfig:
         )
 
 
+_OF_WORKERS = {each.name for each in fields(LaunchConfig)} & {each.name for each in fields(WorkerSpec)}
+"""Fields that concern the workers: both classes have them."""
+
+
 class elastic_launch:  # noqa: N801 -- torch's name
     """Runs a function or a program as a distributed job: ``elastic_launch(config, function)(*arguments)``.
 
@@ -196,24 +200,13 @@ def launch_agent(
     )
     master_addr, master_port = _get_addr_and_port(parameters)
     spec = WorkerSpec(
-        role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=entrypoint,
         args=tuple(args),
         rdzv_handler=rdzv_registry.get_rendezvous_handler(parameters),
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
         master_addr=master_addr,
         master_port=master_port,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_options,
-        duplicate_stdout_filters=config.duplicate_stdout_filters,
-        duplicate_stderr_filters=config.duplicate_stderr_filters,
-        virtual_local_rank=config.virtual_local_rank,
-        hang_timeout=config.hang_timeout,
-        hang_startup_timeout=config.hang_startup_timeout,
-        exit_timeout=config.exit_timeout,
+        **{name: getattr(config, name) for name in _OF_WORKERS},
     )
     agent = LocalElasticAgent(
         spec=spec,
