@@ -23,8 +23,8 @@ from elasticrs.logs import LogPaths
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.plan import Plan
 from elasticrs.ranks import NodeShare, assign
+from elasticrs.rendezvous.elastic.announcements import failure_of
 from elasticrs.rendezvous.elastic.records import bound_cause
-from elasticrs.rendezvous.elastic.texts import failure_of
 
 PLACE = Place("b", "host-b", 1)
 

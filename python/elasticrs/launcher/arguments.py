@@ -13,7 +13,7 @@ import sys
 from elasticrs import config
 from elasticrs._value import Value
 from elasticrs.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
-from elasticrs.launcher.meeting import meeting_of
+from elasticrs.launcher.back_end import meeting_of
 from elasticrs.options import NEWER, OPTIONS, OURS, Option
 
 TYPE_CHECKING = False
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
-    from elasticrs.launcher.meeting import Meeting
+    from elasticrs.launcher.back_end import Meeting
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help lists them all"

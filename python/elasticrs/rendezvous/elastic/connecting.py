@@ -7,6 +7,7 @@ to be gone before it registers again (**JOIN-1**).
 from __future__ import annotations
 
 from elasticrs.rendezvous.elastic import by_hand
+from elasticrs.rendezvous.elastic.announcements import utc
 from elasticrs.rendezvous.elastic.messages import (
     Announce,
     BindStore,
@@ -16,7 +17,6 @@ from elasticrs.rendezvous.elastic.messages import (
     Outcome,
 )
 from elasticrs.rendezvous.elastic.state import Phase
-from elasticrs.rendezvous.elastic.texts import utc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from elasticrs.coordination import Delete, DeletePrefix, Put
 from elasticrs.ranks import NodeShare, node_ranks
 from elasticrs.rendezvous.elastic import by_hand, seating, verdict
 from elasticrs.rendezvous.elastic.addresses import master_addr
+from elasticrs.rendezvous.elastic.announcements import named, nodes
 from elasticrs.rendezvous.elastic.keys import agent_of
 from elasticrs.rendezvous.elastic.leader import close, forget, guards, has_passed, here, write
 from elasticrs.rendezvous.elastic.messages import Announce
 from elasticrs.rendezvous.elastic.records import Head, Slot, encode
 from elasticrs.rendezvous.elastic.state import Purpose
-from elasticrs.rendezvous.elastic.texts import named, nodes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

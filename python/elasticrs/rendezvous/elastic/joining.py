@@ -21,13 +21,13 @@ from elasticrs.coordination import (
     Range,
 )
 from elasticrs.rendezvous.elastic import by_hand
+from elasticrs.rendezvous.elastic.announcements import closed_line
 from elasticrs.rendezvous.elastic.checked import DamagedError
 from elasticrs.rendezvous.elastic.connecting import fence, retry
 from elasticrs.rendezvous.elastic.leaving import outcome_of
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, damage, encode, job_of
 from elasticrs.rendezvous.elastic.state import Purpose, Registration
-from elasticrs.rendezvous.elastic.texts import closed_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

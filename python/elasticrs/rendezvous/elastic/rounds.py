@@ -12,6 +12,7 @@ from __future__ import annotations
 from elasticrs.coordination import ModifiedAt, Put
 from elasticrs.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import leaving
+from elasticrs.rendezvous.elastic.announcements import end_of, failure_of, round_line
 from elasticrs.rendezvous.elastic.checked import DamagedError
 from elasticrs.rendezvous.elastic.connecting import fence, fresh_listener, without_workers
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
@@ -25,7 +26,6 @@ from elasticrs.rendezvous.elastic.records import (
     silence_of,
 )
 from elasticrs.rendezvous.elastic.state import Done, OwnFailure, Phase, Purpose, Workers
-from elasticrs.rendezvous.elastic.texts import end_of, failure_of, round_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

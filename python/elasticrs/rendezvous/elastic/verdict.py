@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from elasticrs._value import Value
 from elasticrs.budget import used_after
+from elasticrs.rendezvous.elastic.announcements import named, nodes
 from elasticrs.rendezvous.elastic.records import blame_of, time_of
-from elasticrs.rendezvous.elastic.texts import named, nodes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
