@@ -99,6 +99,29 @@ def assert_no_traceback(job):
     assert "panicked" not in job.launched.stderr
 
 
+def assert_could_not_restart(phase, error):
+    """Rank 0 fails, and the next attempt cannot be started."""
+    send(phase.job.ready()[0], EXIT_1)
+    phase.job.launched.exits(1)
+    (line,) = [line for line in phase.job.launched.stderr.splitlines() if "could not be started" in line]
+    assert error in line
+    assert "attempt_1" in line
+    assert_no_traceback(phase.job)
+
+
+def end_with(phase, error, refused=None):
+    """Bring the job to its end; false if the error came before the last worker was there."""
+    code = phase.end(refused)
+    stderr = phase.job.launched.stderr
+    assert_no_traceback(phase.job)
+    if error in stderr:
+        assert phase.name in {"starting", "restarting"}
+        assert code == 1
+        return False
+    assert code == (1 if phase.name == "stopping" else 0), stderr
+    return True
+
+
 def assert_told_once(phase, error):
     told = phase.job.troubles(error)
     assert len(told) == len(set(told)), told
@@ -136,12 +159,7 @@ def test_a_restart_onto_a_full_disk(broken_job, mounts):
     prefix = mounts('mount -t tmpfs -o size=64k,nr_inodes=20 none "$0"')
     phase = Phase("running", broken_job, restarts=3, prefix=prefix)
     phase.job.take_inodes()
-    send(phase.job.ready()[0], EXIT_1)
-    assert phase.job.launched.wait() == 1
-    (line,) = [line for line in phase.job.launched.stderr.splitlines() if "could not be started" in line]
-    assert "No space left on device" in line
-    assert "attempt_1" in line
-    assert_no_traceback(phase.job)
+    assert_could_not_restart(phase, "No space left on device")
     phase.job.check_files(phase.job.inside())
 
 
@@ -165,15 +183,7 @@ def image(mounts, tmp_path):
 def test_a_broken_disk(name, broken_job, image, tmp_path):
     phase = Phase(name, broken_job, prefix=image)
     phase.job.shut_down()
-    code = phase.end(errno.EIO)
-    stderr = phase.job.launched.stderr
-    assert_no_traceback(phase.job)
-    if "could not open the log file" in stderr:
-        # It broke before the last worker had its files.
-        assert name in {"starting", "restarting"}
-        assert code == 1
-    else:
-        assert code == (1 if name == "stopping" else 0), stderr
+    if end_with(phase, "could not open the log file", errno.EIO):
         assert_told_once(phase, "Input/output error")
     # The launcher's mounts have gone with it, and the files are what a machine finds after its repair.
     out = tmp_path / "out"
@@ -189,16 +199,8 @@ def test_a_broken_disk(name, broken_job, image, tmp_path):
 def test_logs_that_become_read_only(name, broken_job, mounts):
     phase = Phase(name, broken_job, prefix=mounts("true"))
     phase.job.make_read_only()
-    code = phase.end()
-    stderr = phase.job.launched.stderr
-    assert_no_traceback(phase.job)
-    if "Read-only file system" in stderr:
-        # It came before the last worker had its files.
-        assert name in {"starting", "restarting"}
-        assert code == 1
-    else:
-        # What is open stays so.
-        assert code == (1 if name == "stopping" else 0), stderr
+    # What is open stays so.
+    end_with(phase, "Read-only file system")
     phase.job.check_files(phase.job.logs)
 
 
@@ -207,12 +209,7 @@ def test_a_restart_into_logs_that_became_read_only(broken_job, mounts):
     prefix = mounts("true")
     phase = Phase("running", broken_job, restarts=3, prefix=prefix)
     phase.job.make_read_only()
-    send(phase.job.ready()[0], EXIT_1)
-    assert phase.job.launched.wait() == 1
-    (line,) = [line for line in phase.job.launched.stderr.splitlines() if "could not be started" in line]
-    assert "Read-only file system" in line
-    assert "attempt_1" in line
-    assert_no_traceback(phase.job)
+    assert_could_not_restart(phase, "Read-only file system")
     phase.job.check_files(phase.job.logs)
 
 
@@ -267,14 +264,7 @@ def test_no_descriptor_is_left(name, whose, broken_job):
     phase = Phase(name, broken_job)
     launched = phase.job.launched
     take_descriptors(launched.pid if whose == "agent" else nursery_of(launched))
-    code = phase.end()
-    assert_no_traceback(phase.job)
-    if "Too many open files" in launched.stderr:
-        # It came before the last worker was there.
-        assert name in {"starting", "restarting"}
-        assert code == 1
-    else:
-        assert code == (1 if name == "stopping" else 0), launched.stderr
+    end_with(phase, "Too many open files")
     phase.job.check_files(phase.job.logs)
 
 

@@ -1,18 +1,11 @@
 """The example, and what its demo makes of a run."""
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ports
-from helpers.launcher import clean_environment
 
 EXAMPLE = "ddp_digits"
-DIRECTORY = Path(__file__).parents[2] / "examples" / EXAMPLE
-HANG = 240
 MS = 1_000_000
 
 
@@ -91,60 +84,11 @@ def test_every_broken_promise_is_named(demo, complaint: str, change: Change):
     assert [each for each in story.broken if complaint in each]
 
 
-# --- the training script, without a launcher ---
-
-
-def run_workers(count: int, attempt: int, *arguments: str) -> tuple[list[int], str]:
-    """All ranks of one attempt; their exit codes, and what rank 0 printed."""
-    common = {
-        **clean_environment(),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(ports.free()),
-        "OMP_NUM_THREADS": "1",
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, DIRECTORY / "train.py", *arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        printed, _ = workers[0].communicate(timeout=HANG)
-        return [worker.wait(HANG) for worker in workers], printed
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-
-
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.timeout(2 * HANG)
-def test_training_resumes_where_it_was_killed(tmp_path):
-    checkpoint = tmp_path / "digits.pt"
-    arguments = ("--checkpoint", str(checkpoint), "--epochs", "4", "--kill-rank", "1", "--kill-epoch", "2")
-    exitcodes, printed = run_workers(2, 0, *arguments)
-    assert exitcodes[1] == -9
-    assert printed.startswith("epoch 1/4: ")
-    assert "epoch 2/4" not in printed
-
-    exitcodes, printed = run_workers(2, 1, *arguments)
-    assert exitcodes == [0, 0]
-    assert printed.startswith("resumed after epoch 1\nepoch 2/4: ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.pt"]
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-@pytest.mark.timeout(2 * HANG)
+@pytest.mark.timeout(300)
 def test_the_demo_keeps_its_promises(run_demo, tmp_path):
     printed = run_demo("ddp_digits/demo.py", "--keep", tmp_path)
     assert "stamp up" not in printed
     assert "  training resumed after epoch 2, from its checkpoint\n" in printed
+    assert [path.name for path in tmp_path.glob("*.pt*")] == ["digits.pt"]

@@ -253,36 +253,35 @@ def test_an_unknown_destination_is_a_mistake_of_the_command_line(launch, destina
     assert complaint in job.stderr
 
 
-def test_a_handler_of_a_package(launch, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import logging, os\n"
-        "class Handler(logging.Handler):\n"
-        "    def emit(self, record):\n"
-        "        os.write(1, b'mine: ' + record.getMessage().encode() + b'\\n')\n"
-    )
-    info = tmp_path / "mine-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nmine = mine:Handler\n")
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    job = launch("--event-log-handler=mine", "--no-python", "true", env={"PYTHONPATH": path}).exits(0)
+@pytest.fixture
+def handled(launch, tmp_path):
+    """A job whose events go to a handler of a package."""
+
+    def handled(emit):
+        (tmp_path / "mine.py").write_text(
+            "import logging, os\n"
+            "class Handler(logging.Handler):\n"
+            "    def emit(self, record):\n"
+            f"        {emit}\n"
+        )
+        info = tmp_path / "mine-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nmine = mine:Handler\n")
+        path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+        return launch("--event-log-handler=mine", "--no-python", "true", env={"PYTHONPATH": path}).exits(0)
+
+    return handled
+
+
+def test_a_handler_of_a_package(handled):
+    job = handled("os.write(1, b'mine: ' + record.getMessage().encode() + b'\\n')")
     lines = [line.removeprefix("mine: ") for line in job.stdout.splitlines() if line.startswith("mine: ")]
     assert names(read(lines))[-1] == "AGENT SUCCEEDED"
 
 
-def test_a_handler_that_fails_is_told_once_and_the_job_goes_on(launch, tmp_path):
-    (tmp_path / "bad.py").write_text(
-        "import logging\n"
-        "class Handler(logging.Handler):\n"
-        "    def emit(self, record):\n"
-        "        raise RuntimeError('no')\n"
-    )
-    info = tmp_path / "bad-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nbad = bad:Handler\n")
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    job = launch("--event-log-handler=bad", "--no-python", "true", env={"PYTHONPATH": path}).exits(0)
+def test_a_handler_that_fails_is_told_once_and_the_job_goes_on(handled):
+    job = handled("raise RuntimeError('no')")
     assert job.stderr.count("EventRecorder failed, and the job goes on: RuntimeError('no')") == 1
 
 
