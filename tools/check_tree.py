@@ -21,11 +21,8 @@ UNSAFE_HOMES = (
 
 CORE_DOORS = (
     *("agent/health_check_server", "agent/signals", "agent/tracker"),
-    *("compat/c10d_rendezvous_backend", "compat/dynamic_rendezvous"),
     *("multiprocessing/keeper", "multiprocessing/supervised_group"),
-    *("native_session", "rendezvous/elastic/driver", "rendezvous/elastic/meeting_point"),
-    *("rendezvous/one_node", "rendezvous/own_store", "rendezvous/static", "store/__main__", "store/store"),
-    "workers",
+    *("native_session", "ports", "workers"),
 )
 """The modules of the package that may import the extension, but for type checkers."""
 

@@ -15,6 +15,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from elasticrs import _core
+
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
     """True if the agent hosts the workers' store when no port is given: ``False`` with
@@ -24,6 +26,20 @@ def agent_hosts_store(environ: Mapping[str, str]) -> bool:
         environ: the agent's environment.
     """
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+
+def worker_store(ports: tuple[int, int] | None = None) -> _core.WorkerStore:
+    """Bind a port for a workers' store that this process will serve.
+
+    Args:
+        ports: the first and the last that will do; any one when ``None``.
+
+    Raises:
+        OSError: no port is free, or no descriptor.
+    """
+    from elasticrs import _core
+
+    return _core.WorkerStore(None, ports or 0)
 
 
 class ReservedPort:

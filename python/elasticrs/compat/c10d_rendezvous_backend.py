@@ -9,12 +9,12 @@ import time
 from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core
 from elasticrs.compat.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE
 from elasticrs.compat.dynamic_rendezvous import RendezvousBackend, Token
 from elasticrs.compat.file_store import FileStore, TemporaryFileStore
 from elasticrs.config import DEFAULT_PORT
 from elasticrs.events import NodeState, construct_and_record_rdzv_event
+from elasticrs.native_session import Client, Server
 from elasticrs.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
 from elasticrs.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from elasticrs.store import DistNetworkError, Store
@@ -159,9 +159,7 @@ class _ServedStore(Store):
         server: to be kept; ``None``: in another process.
     """
 
-    def __init__(
-        self, client: _core.CoordinationClient, read_timeout: float, server: _core.CoordinationServer | None
-    ) -> None:
+    def __init__(self, client: Client, read_timeout: float, server: Server | None) -> None:
         self._server = server
         super().__init__(client, timeout=datetime.timedelta(seconds=read_timeout))
 
@@ -172,23 +170,21 @@ class _ServedStore(Store):
             self._server.close()
 
 
-def _serve(port: int, run_id: str) -> tuple[_core.CoordinationServer | None, OSError | None]:
+def _serve(port: int, run_id: str) -> tuple[Server | None, OSError | None]:
     try:
         # On every address, as torch: the endpoint may be one of several names of this host.
-        return _core.CoordinationServer([("", port)], run_id=run_id), None
+        return Server([("", port)], run_id=run_id), None
     except OSError as error:
         # Another process on this machine may have been the first one.
         return None, error
 
 
-def _connected(
-    host: str, port: int, run_id: str, read_timeout: float, server: _core.CoordinationServer | None
-) -> Store:
+def _connected(host: str, port: int, run_id: str, read_timeout: float, server: Server | None) -> Store:
     """Connect, for ``read_timeout`` seconds: the host may be the last one to start."""
     deadline = time.monotonic() + read_timeout
     pause = SHORTEST_PAUSE
     while True:
-        client = _core.CoordinationClient(host, port, run_id=run_id, stall_timeout=None)
+        client = Client(host, port, run_id=run_id, stall_timeout=None)
         try:
             return _ServedStore(client, read_timeout, server)
         except BaseException as error:

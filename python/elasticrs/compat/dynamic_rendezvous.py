@@ -23,9 +23,8 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elasticrs import _core
 from elasticrs.compat.dynamic import decisions
 from elasticrs.compat.dynamic.recording import Recorder
 from elasticrs.compat.dynamic.settings import RendezvousSettings, RendezvousTimeout, check
@@ -33,7 +32,7 @@ from elasticrs.compat.dynamic.state import Node, Place
 from elasticrs.compat.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE, Operation, SharedState
 from elasticrs.compat.prefix_store import with_prefix
 from elasticrs.events import NodeState, construct_and_record_rdzv_event
-from elasticrs.ports import ReservedPort, agent_hosts_store
+from elasticrs.ports import ReservedPort, agent_hosts_store, worker_store
 from elasticrs.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -44,6 +43,9 @@ from elasticrs.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from elasticrs.rendezvous.utils import _PeriodicTimer
+
+if TYPE_CHECKING:
+    from elasticrs import _core
 
 __all__ = [
     "DynamicRendezvousHandler",
@@ -375,7 +377,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             if not self.use_agent_store:
                 self._reserved = ReservedPort()
                 return self._reserved.number
-            self._worker_store = _core.WorkerStore()
+            self._worker_store = worker_store()
             self._worker_store.serve()
             return self._worker_store.port
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from elasticrs import _core
 from elasticrs.plan import Plan
-from elasticrs.ports import ReservedPort, agent_hosts_store
+from elasticrs.ports import ReservedPort, agent_hosts_store, worker_store
 from elasticrs.ranks import NodeShare, assign
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from elasticrs import _core
     from elasticrs.config import JobConfig
 
 
@@ -39,7 +39,7 @@ class OneNodePlanner:
         if self._job.master_port is not None:
             return Plan(ranks, self._job.master_addr, self._job.master_port)
         if agent_hosts_store(os.environ):
-            store = _core.WorkerStore()
+            store = worker_store()
             store.serve(supervisor)
             return Plan(ranks, self._job.master_addr, store.port, store=store, use_agent_store=True)
         reserved = ReservedPort()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-from elasticrs import _core
 from elasticrs.config import DEFAULT_MASTER_PORT
-from elasticrs.ports import ReservedPort, agent_hosts_store
+from elasticrs.ports import ReservedPort, agent_hosts_store, worker_store
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -19,6 +18,7 @@ from elasticrs.rendezvous.own_store import OwnStore
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from elasticrs import _core
     from elasticrs.store import Store
 
 __all__ = ["OneNodeRendezvous"]
@@ -94,7 +94,7 @@ class OneNodeRendezvous(RendezvousHandler):
         self._round += 1
         port = self._port
         if self.use_agent_store:
-            self._store = _core.WorkerStore()
+            self._store = worker_store()
             self._store.serve(supervisor)
             port = self._store.port
         elif port is None:

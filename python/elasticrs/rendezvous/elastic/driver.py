@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from elasticrs import _core
 from elasticrs.coordination import Changes, ConnectionLost, Txn, Unwatch, Watch
-from elasticrs.ports import ReservedPort
+from elasticrs.ports import ReservedPort, worker_store
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
@@ -24,6 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from elasticrs import _core
     from elasticrs.coordination import StoreEvent
     from elasticrs.rendezvous.elastic.hosting import Found
     from elasticrs.rendezvous.elastic.messages import Action, Event, LoopAction
@@ -289,7 +289,7 @@ class Driver:
             if not self._use_agent_store:
                 self._reserved = ReservedPort(ports)
                 return (messages.StorePort(self._reserved.number),)
-            self._store = _core.WorkerStore(None, ports or 0)
+            self._store = worker_store(ports)
         except OSError as error:
             return (messages.StorePortFailed(f"no port for the workers' store: {error}"),)
         return (messages.StorePort(self._store.port),)
