@@ -22,7 +22,7 @@ UNSAFE_HOMES = (
 CORE_DOORS = (
     *("agent/health_check_server", "agent/signals", "agent/tracker"),
     *("multiprocessing/keeper", "multiprocessing/supervised_group"),
-    *("native_session", "ports", "workers"),
+    *("native_session", "ports", "timer/file_server", "workers"),
 )
 """The modules of the package that may import the extension, but for type checkers."""
 

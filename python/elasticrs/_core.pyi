@@ -705,6 +705,32 @@ class HealthServer:
         """Closes the port and ends the thread; returns when that is done. Idempotent."""
 
 @final
+class TimerFifo:
+    """A FIFO of timer records that only this process reads; it is removed when this is closed.
+
+    Args:
+        path: where it is made. One of this user's, that nobody else may open and nobody reads, is taken over.
+
+    Raises:
+        FileExistsError: something else is there.
+        OSError: ``EBUSY``: somebody reads the FIFO there; or it cannot be made.
+    """
+
+    def __new__(cls, path: str | PathLike[str]) -> TimerFifo: ...
+    @property
+    def fd(self) -> int:
+        """Readable when :meth:`read` has something."""
+    def read(self) -> tuple[list[tuple[int, str, float, int]], list[str]]:
+        """Take what has been written, at most 1 MiB; never waits.
+
+        Returns:
+            The records: pid, scope, when the timer expires in seconds since 1970 (negative: release), and
+            the signal (0: none). And lines for the user on what was refused, each kind once a minute.
+        """
+    def close(self) -> None:
+        """Remove the FIFO, unless somebody has put something else there. Idempotent."""
+
+@final
 class WorkerStore:
     """A server for torch's ``TCPStore`` clients (2.4 and later): the store of one round's workers.
 

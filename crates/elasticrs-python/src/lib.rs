@@ -15,6 +15,7 @@ mod nursery;
 mod spec;
 mod store_runtime;
 mod supervisor;
+mod timer_fifo;
 mod worker_store;
 
 /// The native part of elasticrs; private.
@@ -48,6 +49,8 @@ mod _core {
     use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy};
     #[pymodule_export]
     use crate::supervisor::Supervisor;
+    #[pymodule_export]
+    use crate::timer_fifo::TimerFifo;
     #[pymodule_export]
     use crate::worker_store::WorkerStore;
 }

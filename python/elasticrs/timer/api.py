@@ -341,47 +341,6 @@ class SteadyClock:
         return expiration_time if abs(step) < self.TOLERANCE else expiration_time - step
 
 
-def descends_from_us(pid: int) -> bool:
-    """Whether a living process is a descendant of this one; itself it is not.
-
-    Args:
-        pid: any number.
-    """
-    own = os.getpid()
-    for _ in range(64):
-        if pid <= 1 or pid == own:
-            return False
-        fields = _stat(str(pid))
-        if not fields:
-            return False
-        parent = int(fields[1])
-        if parent == own:
-            # A main thread that has ended is shown as a zombie, while others go on.
-            return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
-        pid = parent
-    return False
-
-
-def started_at(pid: str) -> int:
-    """When a process began, in clock ticks since boot; 0 when that cannot be read.
-
-    Args:
-        pid: its number, or ``self``.
-    """
-    fields = _stat(pid)
-    return int(fields[19]) if fields else 0
-
-
-def _stat(pid: str) -> list[bytes]:
-    """``/proc/PID/stat`` from the third field on, the state; empty when it cannot be read."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name before it stands in parentheses and may hold any byte.
-            return file.read().rpartition(b")")[2].split()
-    except OSError:
-        return []
-
-
 def _logger() -> Any:
     from logging import getLogger
 

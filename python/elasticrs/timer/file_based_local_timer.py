@@ -13,7 +13,8 @@ import time
 from _thread import RLock
 from math import isnan
 
-from elasticrs.timer.api import TimerClient, TimerRequest, _logger, places, started_at
+from elasticrs.timer.api import TimerClient, TimerRequest, _logger, places
+from elasticrs.timer.descendants import started_at
 
 try:
     from _json import encode_basestring_ascii as _quote

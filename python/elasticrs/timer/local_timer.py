@@ -5,16 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs.timer.api import (
-    RequestQueue,
-    SteadyClock,
-    TimerClient,
-    TimerRequest,
-    TimerServer,
-    _logger,
-    descends_from_us,
-    started_at,
-)
+from elasticrs.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer, _logger
+from elasticrs.timer.descendants import DescendantTimers, started_at
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalTimerClient", "LocalTimerServer", "MultiprocessingRequestQueue"]
 
+_SIGKILL = 9
 _SLICE = 1.0
 
 
@@ -86,7 +79,7 @@ class MultiprocessingRequestQueue(RequestQueue):
         return requests
 
 
-class LocalTimerServer(TimerServer):
+class LocalTimerServer(DescendantTimers, TimerServer):
     """Kills descendants of this process whose timers have expired.
 
     Different from torch: a timer expires when it is due, not up to ``max_interval`` later; steps of the wall
@@ -101,96 +94,45 @@ class LocalTimerServer(TimerServer):
 
     def __init__(self, mp_queue: Any, max_interval: float = 60, daemon: bool = True) -> None:
         super().__init__(MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
-        self._timers: dict[tuple[int, str], TimerRequest] = {}
-        self._clock = SteadyClock()
-        self._pidfds: dict[int, int] = {}
 
     def stop(self) -> None:
         """See the base class."""
         thread = self._watchdog_thread
         super().stop()
         if thread is None or not thread.is_alive():
-            for pid in list(self._pidfds):
-                os.close(self._pidfds.pop(pid))
+            self._descendants.close()
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
         """See the base class."""
-        self._forget_the_dead()
+        self._forget(self._descendants.forget_the_dead())
         for request in timer_requests:
             key = (request.worker_id, request.scope_id)
             if request.expiration_time < 0:
                 self._timers.pop(key, None)
             else:
-                self._bind(request)
+                # Of what is no process, nothing can be ended.
+                self._descendants.bind(request.worker_id, getattr(request, "start_time", 0))
                 request.expiration_time = self._clock.steady(request.expiration_time)
                 self._timers[key] = request
 
     def clear_timers(self, worker_ids: set[int]) -> None:
         """See the base class."""
-        self._timers = {key: timer for key, timer in self._timers.items() if key[0] not in worker_ids}
-
-    def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
-        """See the base class."""
-        expired: dict[Any, list[TimerRequest]] = {}
-        for timer in self._timers.values():
-            if timer.expiration_time <= deadline:
-                expired.setdefault(timer.worker_id, []).append(timer)
-        return expired
+        self._forget(worker_ids)
 
     def _reap_worker(self, worker_id: int) -> bool:
-        import signal
-
-        pidfd = self._pidfds.get(worker_id)
-        if pidfd is None:
+        if not self._descendants.holds(worker_id):
             _logger().info(
                 "pid %s has ended, or is not a descendant of this process; it is left alone", worker_id
             )
             return True
-        try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            _logger().exception("pid %s could not be killed", worker_id)
-            return False
-        return True
-
-    def _bind(self, request: TimerRequest) -> None:
-        """Hold the process that asks, if it lives and is a descendant."""
-        pid = request.worker_id
-        if pid in self._pidfds:
-            return
-        try:
-            pidfd = os.pidfd_open(pid)
-        except (OSError, OverflowError, TypeError, ValueError):
-            # A worker's identity may be anything; of what is no process, nothing can be ended.
-            return
-        said = getattr(request, "start_time", 0)
-        if descends_from_us(pid) and said in (0, started_at(str(pid))):
-            self._pidfds[pid] = pidfd
-        else:
-            os.close(pidfd)
-
-    def _forget_the_dead(self) -> None:
-        from select import POLLIN, poll
-
-        watch = poll()
-        of_fd = {fd: pid for pid, fd in self._pidfds.items()}
-        for fd in of_fd:
-            watch.register(fd, POLLIN)
-        dead = {of_fd[fd] for fd, _ in watch.poll(0)}
-        for pid in dead:
-            os.close(self._pidfds.pop(pid))
-        if dead:
-            self.clear_timers(dead)
+        return self._descendants.send(worker_id, _SIGKILL)
 
     def _join_limit(self) -> float:
         return max(self._max_interval, 2 * _SLICE)
 
     def _seconds_to_wait(self) -> float:
         # Nothing but a request wakes the queue's reader, and a stop must not take a minute.
-        soonest = min((timer.expiration_time for timer in self._timers.values()), default=float("inf"))
-        return max(0.0, min(self._max_interval, soonest - self._now(), _SLICE))
+        return min(self._max_interval, self._seconds_until_due(), _SLICE)
 
     def _now(self) -> float:
         return self._clock.now()
