@@ -38,9 +38,9 @@ pub enum WireError {
     Long,
 }
 
-/// A whole request; keys and values are in the buffer that it was parsed from.
+/// A whole request; keys and values are in the buffer that it was parsed from. The names are those of the protocol, and
+/// `Map::apply` says what each does.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the protocol's own names; `Map::apply` says what each does")]
 pub enum Request<'a> {
     Validate,
     Set { key: &'a [u8], value: &'a [u8] },
