@@ -22,9 +22,12 @@ const OUTER: [&str; 9] = [
 ];
 
 fn main() {
-    let core = variable("CARGO_MANIFEST_DIR").join("../elasticrs-core");
-    for watched in ["src", "Cargo.toml"] {
-        println!("cargo::rerun-if-changed={}", core.join(watched).display());
+    let crates = variable("CARGO_MANIFEST_DIR").join("..");
+    let core = crates.join("elasticrs-core");
+    for watched in
+        ["elasticrs-core/src", "elasticrs-core/Cargo.toml", "elasticrs-runtime/src", "elasticrs-runtime/Cargo.toml"]
+    {
+        println!("cargo::rerun-if-changed={}", crates.join(watched).display());
     }
     println!("cargo::rerun-if-changed=build.rs");
     let target = text("TARGET");

@@ -18,8 +18,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use elasticrs_core::clock::Stamp;
 use elasticrs_core::logs::{Console, Dest, LogStream, Logs, To};
+use elasticrs_runtime::clock::Stamp;
 use nix::sys::resource::{UsageWho, getrusage};
 
 const RANKS: u32 = 8;

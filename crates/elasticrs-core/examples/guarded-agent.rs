@@ -12,12 +12,12 @@ use std::net::TcpStream;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
 
-use elasticrs_core::clock::boot_now;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, Stdio, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
+use elasticrs_runtime::clock::boot_now;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 

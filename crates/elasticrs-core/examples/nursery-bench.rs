@@ -5,12 +5,12 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use elasticrs_core::clock::boot_now;
 use elasticrs_core::nursery::fence::Fence;
 use elasticrs_core::nursery::launch::{Launched, NurseryImage, launch};
 use elasticrs_core::nursery::protocol::{Reply, Request};
 use elasticrs_core::spec::{PassedFd, ProcessSpec, Stdio};
 use elasticrs_core::sys::{pidfd, wait};
+use elasticrs_runtime::clock::boot_now;
 use elasticrs_testkit::{wait_for_end, wait_readable, worker_program};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;

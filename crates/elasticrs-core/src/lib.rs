@@ -14,17 +14,12 @@
 //! Without the feature `agent` only what the nursery needs is built.
 #![deny(unsafe_code)]
 
-pub mod clock;
-#[cfg(feature = "agent")]
-pub mod counters;
 pub mod exit;
 #[cfg(feature = "agent")]
 pub mod limits;
 #[cfg(feature = "agent")]
 pub mod logs;
 pub mod nursery;
-#[cfg(feature = "agent")]
-mod panics;
 pub mod signal;
 pub mod spec;
 pub mod stat;
@@ -32,7 +27,5 @@ pub mod stat;
 pub mod supervisor;
 #[expect(unsafe_code, reason = "the one place for it; every block carries its SAFETY")]
 pub mod sys;
-#[cfg(feature = "agent")]
-pub mod threads;
 #[cfg(feature = "agent")]
 pub mod timer;

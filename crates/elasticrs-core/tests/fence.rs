@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use common::groups::{HANG, KILL, KILLED, close, event, group, run, supervisor, telling_group};
 use common::worker;
-use elasticrs_core::clock::boot_now;
 use elasticrs_core::nursery::protocol::Stage;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::Descendants;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Event, Outcome, StartFailure, Supervisor};
+use elasticrs_runtime::clock::boot_now;
 use elasticrs_testkit::{pidfd, wait_for_end};
 
 /// The exits and the outcome; the first event must be that of the fence.

@@ -9,12 +9,12 @@ use std::os::fd::AsFd;
 use std::process::{Child, Stdio};
 
 use common::{Client, Lines, Tree};
-use elasticrs_core::clock::boot_now;
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::fence::Fence;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::nursery::protocol::{Reply, Request};
 use elasticrs_core::sys::wait;
+use elasticrs_runtime::clock::boot_now;
 use elasticrs_testkit::{assert_no_children, is_running, pidfd, state, wait_for_end, wait_readable, worker_program};
 use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::ptrace;

@@ -11,8 +11,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use elasticrs_core::clock::Stamp;
 use elasticrs_core::logs::{Console, Dest, LogStream, Logs, MatchingLines, NotDrained, Notice, StreamId, To};
+use elasticrs_runtime::clock::Stamp;
 use nix::errno::Errno;
 
 /// A hang guard, never the thing measured.

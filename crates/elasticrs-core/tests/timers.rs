@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use common::{Lines, image, pipe, process, with_stdout, worker};
-use elasticrs_core::clock::Stamp;
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Outcome, Supervisor, SupervisorError, TimerExpired};
+use elasticrs_runtime::clock::Stamp;
 use elasticrs_testkit::{assert_no_children, is_running};
 
 /// A guard against hanging, never what is measured.

@@ -11,20 +11,17 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
-use std::thread::{Builder, JoinHandle};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use elasticrs_core::logs::Dest;
-use elasticrs_core::threads;
+use elasticrs_runtime::lock;
+use elasticrs_runtime::threads::Leavable;
 use tokio::sync::Notify;
 use tokio::time::timeout_at;
 
 /// How long a scrape waits for the thread. One that has been busy for longer is not waited for at all.
 pub const PATIENCE: Duration = Duration::from_millis(200);
-
-/// How long [`LogSizes::close`] waits for a thread that is not stuck.
-const CLOSE_GRACE: Duration = Duration::from_millis(200);
 
 /// Whose output, by local rank.
 pub type Stream = (u32, Dest);
@@ -112,15 +109,12 @@ impl Tally {
     }
 }
 
-/// For the thread.
-enum Command {
-    Begin(Vec<LogFile>),
-    End,
-}
+/// What the thread is to do: another attempt begins with these files, or a look at those that there are.
+type Turn = Option<Vec<LogFile>>;
 
 #[derive(Default)]
 struct State {
-    commands: Vec<Command>,
+    turns: Option<mpsc::Sender<Turn>>,
     counts: BTreeMap<Stream, u64>,
     /// An attempt runs: its files may have grown.
     is_watching: bool,
@@ -131,24 +125,23 @@ struct State {
     /// Since when something has been wanted that is not done.
     waiting_since: Option<Instant>,
     looked_at: Option<Instant>,
-    is_closed: bool,
 }
 
 impl State {
-    /// Another turn, unless one is to come anyway.
-    fn want(&mut self, now: Instant) {
-        if self.wanted == self.begun {
+    fn want(&mut self, turn: Turn, now: Instant) {
+        // Refused by a thread that has panicked: counts stand still.
+        if self.turns.as_ref().is_some_and(|turns| turns.send(turn).is_ok()) {
             self.wanted += 1;
             self.waiting_since.get_or_insert(now);
         }
     }
-}
 
-#[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
-    wake: Condvar,
-    looked: Notify,
+    /// Another look, unless one is to come anyway.
+    fn want_look(&mut self) {
+        if self.wanted == self.begun {
+            self.want(None, Instant::now());
+        }
+    }
 }
 
 /// What is known at a moment.
@@ -164,7 +157,13 @@ pub struct Known {
 #[derive(Default)]
 pub struct LogSizes {
     shared: Arc<Shared>,
-    thread: Mutex<Option<(mpsc::Receiver<()>, JoinHandle<()>)>>,
+    thread: Mutex<Option<Leavable>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    looked: Notify,
 }
 
 impl LogSizes {
@@ -180,15 +179,20 @@ impl LogSizes {
         if files.is_empty() {
             return Ok(());
         }
-        self.start_thread(look)?;
         let now = Instant::now();
         let mut state = lock(&self.shared.state);
+        if state.turns.is_none() {
+            let (turns, inbox) = mpsc::channel();
+            let shared = Arc::clone(&self.shared);
+            *lock(&self.thread) = Some(Leavable::start("elasticrs-sizes", move || shared.run(&inbox, look))?);
+            state.turns = Some(turns);
+        }
         for file in &files {
             state.counts.entry(file.stream).or_default();
         }
         state.is_watching = true;
         state.looked_at.get_or_insert(now);
-        self.shared.command(state, Command::Begin(files), now);
+        state.want(Some(files), now);
         Ok(())
     }
 
@@ -196,7 +200,7 @@ impl LogSizes {
     pub fn end(&self) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.is_watching) {
-            self.shared.command(state, Command::End, Instant::now());
+            state.want_look();
         }
     }
 
@@ -205,12 +209,11 @@ impl LogSizes {
         let (target, since) = {
             let mut state = lock(&self.shared.state);
             if state.is_watching {
-                state.want(Instant::now());
+                state.want_look();
             }
             (state.wanted, state.waiting_since)
         };
         let Some(since) = since else { return };
-        self.shared.wake.notify_one();
         let deadline = since + PATIENCE;
         loop {
             let looked = self.shared.looked.notified();
@@ -232,99 +235,43 @@ impl LogSizes {
         Known { counts: state.counts.clone(), age }
     }
 
-    /// Ends the thread. One that is stuck is left behind; it ends when its look does. Idempotent.
+    /// Ends the thread; one that is stuck is left behind, and ends when its look does. Idempotent.
     pub fn close(&self) {
-        lock(&self.shared.state).is_closed = true;
-        self.shared.wake.notify_one();
-        let Some((ended, thread)) = lock(&self.thread).take() else { return };
-        // The sender is dropped at the thread's end, whatever ended it.
-        if ended.recv_timeout(CLOSE_GRACE) == Err(mpsc::RecvTimeoutError::Disconnected) {
-            // A panic of it has no other consequence than that counts stand still.
-            let _ = thread.join();
+        lock(&self.shared.state).turns = None;
+        let thread = lock(&self.thread).take();
+        if let Some(thread) = thread {
+            thread.leave();
         }
-    }
-
-    /// In a forked child: the thread is the parent's.
-    pub(crate) fn forget_thread(&self) {
-        std::mem::forget(lock(&self.thread).take());
-    }
-
-    fn start_thread(&self, look: impl Fn(&Path) -> Look + Send + 'static) -> io::Result<()> {
-        let mut thread = lock(&self.thread);
-        if thread.is_none() {
-            let shared = Arc::clone(&self.shared);
-            let (alive, ended) = mpsc::channel::<()>();
-            let body = move || {
-                let _alive = alive;
-                shared.run(look);
-            };
-            let handle = threads::start(Builder::new().name("elasticrs-sizes".into()), body)?;
-            *thread = Some((ended, handle));
-        }
-        Ok(())
     }
 }
 
 impl Shared {
-    fn command(&self, mut state: MutexGuard<'_, State>, command: Command, now: Instant) {
-        state.commands.push(command);
-        state.want(now);
-        drop(state);
-        self.wake.notify_one();
-    }
-
-    fn run(&self, look: impl Fn(&Path) -> Look) {
+    fn run(&self, turns: &mpsc::Receiver<Turn>, look: impl Fn(&Path) -> Look) {
         let mut tally = Tally::default();
-        while let Some(commands) = self.next_turn() {
-            let mut is_running = true;
-            for command in commands {
-                is_running = matches!(command, Command::Begin(_));
-                match command {
-                    Command::Begin(files) => tally.begin(files),
-                    Command::End => self.look_at_all(&mut tally, &look),
+        for turn in turns {
+            lock(&self.state).begun += 1;
+            if let Some(files) = turn {
+                tally.begin(files);
+            }
+            for path in tally.paths() {
+                let now = look(&path);
+                if let Some((stream, count)) = tally.saw(&path, now) {
+                    lock(&self.state).counts.insert(stream, count);
                 }
             }
-            if is_running {
-                self.look_at_all(&mut tally, &look);
-            }
             self.end_turn();
-        }
-    }
-
-    /// `None`: closed.
-    fn next_turn(&self) -> Option<Vec<Command>> {
-        let idle = |state: &mut State| !state.is_closed && state.wanted == state.begun;
-        let state = lock(&self.state);
-        let mut state = self.wake.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
-        if state.is_closed {
-            return None;
-        }
-        state.begun = state.wanted;
-        Some(std::mem::take(&mut state.commands))
-    }
-
-    fn look_at_all(&self, tally: &mut Tally, look: &impl Fn(&Path) -> Look) {
-        for path in tally.paths() {
-            let now = look(&path);
-            if let Some((stream, count)) = tally.saw(&path, now) {
-                lock(&self.state).counts.insert(stream, count);
-            }
         }
     }
 
     fn end_turn(&self) {
         let mut state = lock(&self.state);
         let now = Instant::now();
-        (state.done, state.looked_at) = (state.begun, Some(now));
+        state.done += 1;
+        state.looked_at = Some(now);
         state.waiting_since = (state.wanted > state.done).then_some(now);
         drop(state);
         self.looked.notify_waiters();
     }
-}
-
-/// Plain data: a panic elsewhere does not make it wrong.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use elasticrs_core::clock::Stamp;
-use elasticrs_core::counters::Counters;
 use elasticrs_core::logs::Dest;
+use elasticrs_core::supervisor::counters::Counters;
+use elasticrs_runtime::clock::Stamp;
 
 use crate::log_sizes::{Known, Stream};
 use crate::processes::{self, Usage};

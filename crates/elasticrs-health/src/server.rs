@@ -3,22 +3,22 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use elasticrs_core::clock::Stamp;
-use elasticrs_core::counters::{Counters, Turn};
-use elasticrs_core::supervisor::{Heartbeat, Supervisor, Task};
-use elasticrs_core::threads;
-use elasticrs_store::door::{Door, Purpose};
-use elasticrs_store::listen::{ListenError, Port, listen};
-use elasticrs_store::notices::{Notices, Tell};
-use nix::sys::eventfd::{EfdFlags, EventFd};
+use elasticrs_core::supervisor::counters::{Counters, Turn};
+use elasticrs_core::supervisor::{Heartbeat, Supervisor};
+use elasticrs_runtime::clock::Stamp;
+use elasticrs_runtime::door::{Door, Purpose};
+use elasticrs_runtime::listen::{ListenError, Port, listen};
+use elasticrs_runtime::lock;
+use elasticrs_runtime::notices::{Notices, Tell};
+use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
+use elasticrs_runtime::wake::Wake;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
-use tokio::sync::{Notify, oneshot};
-use tokio::task::{AbortHandle, JoinSet, LocalSet, yield_now};
+use tokio::sync::Notify;
+use tokio::task::{AbortHandle, JoinSet, yield_now};
 use tokio::time::{timeout, timeout_at};
 
 use crate::http::{self, JSON, MAX_HEAD, METRICS, Request, Response};
@@ -86,7 +86,7 @@ struct Published {
 struct Shared {
     began: Instant,
     host: String,
-    wake: EventFd,
+    wake: Wake,
     liveness: Mutex<Liveness>,
     answered: Notify,
     published: Mutex<Published>,
@@ -116,7 +116,7 @@ impl Drop for Answer {
 pub struct Handle {
     port: u16,
     shared: Arc<Shared>,
-    thread: Mutex<Option<(oneshot::Sender<()>, JoinHandle<()>)>>,
+    runtime: Mutex<Option<Runtime>>,
     owner: u32,
 }
 
@@ -131,11 +131,10 @@ impl Handle {
         let listener = listen(Some(&settings.host), port)?;
         let bound = listener.local_addr().map_err(failed)?.port();
         let now = Instant::now();
-        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let shared = Arc::new(Shared {
             began: now,
             host: settings.host.clone(),
-            wake: EventFd::from_flags(flags).map_err(|errno| failed(errno.into()))?,
+            wake: Wake::new().map_err(failed)?,
             liveness: Mutex::new(Liveness::new(settings.limit)),
             answered: Notify::new(),
             published: Mutex::new(Published { state: "INIT".into(), status: json!({}), workers: Vec::new() }),
@@ -145,13 +144,10 @@ impl Handle {
             sizes: LogSizes::default(),
             page: Mutex::default(),
         });
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().map_err(failed)?;
-        let (stop, stopped) = oneshot::channel();
+        let runtime = Runtime::new("elasticrs-health").map_err(failed)?;
         let served = Arc::clone(&shared);
-        let body = move || LocalSet::new().block_on(&runtime, run(listener, served, Notices::new(tell), stopped));
-        let thread = threads::start(Builder::new().name("elasticrs-health".into()), body).map_err(failed)?;
-        Ok(Self { port: bound, shared, thread: Mutex::new(Some((stop, thread))), owner: std::process::id() })
+        runtime.spawn(Box::new(move || Box::pin(run(listener, served, Notices::new(tell)))));
+        Ok(Self { port: bound, shared, runtime: Mutex::new(Some(runtime)), owner: std::process::id() })
     }
 
     /// Where it listens.
@@ -166,16 +162,14 @@ impl Handle {
 
     /// The loop is alive; the last progress was so long ago, and the agent is in this.
     pub fn answer(&self, age: Duration, doing: Option<String>) {
-        // EAGAIN: nobody asked.
-        let _ = self.shared.wake.read();
+        self.shared.wake.clear();
         self.shared.answer(age, doing);
     }
 
     /// As [`Self::answer`], once the thread that supervises the workers has come to it: one that hangs is as bad as a loop
     /// that does.
     pub fn answer_through(&self, supervisor: &Supervisor, age: Duration, doing: Option<String>) {
-        // EAGAIN: nobody asked.
-        let _ = self.shared.wake.read();
+        self.shared.wake.clear();
         lock(&self.shared.liveness).pass_on();
         // Refused: it has ended, which the loop is told by other means.
         let _ = supervisor.spawn(self.answer_of_runtime(age, doing));
@@ -236,13 +230,8 @@ impl Handle {
         if std::process::id() != self.owner {
             return;
         }
-        let thread = lock(&self.thread).take();
-        if let Some((stop, thread)) = thread {
-            // Refused by a thread that has ended already.
-            let _ = stop.send(());
-            // A panic of it has no other consequence than that nobody is answered.
-            let _ = thread.join();
-        }
+        let runtime = lock(&self.runtime).take();
+        drop(runtime);
         self.shared.sizes.close();
     }
 }
@@ -250,25 +239,10 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.close();
-        if std::process::id() != self.owner {
-            // Joining a thread that this process does not have would never end.
-            std::mem::forget(lock(&self.thread).take());
-            self.shared.sizes.forget_thread();
-        }
     }
 }
 
-/// Plain data: a panic elsewhere does not make it wrong.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-async fn run(
-    listener: std::net::TcpListener,
-    shared: Arc<Shared>,
-    notices: Notices,
-    mut stopped: oneshot::Receiver<()>,
-) {
+async fn run(listener: std::net::TcpListener, shared: Arc<Shared>, notices: Notices) {
     let mut door = match Door::new(listener, Purpose::Health) {
         Ok(door) => door,
         Err(error) => return notices.say(format!("the health check server cannot be served: {error}")),
@@ -278,7 +252,6 @@ async fn run(
     loop {
         tokio::select! {
             biased;
-            _ = &mut stopped => return,
             Some(_) = clients.join_next() => oldest.retain(|client| !client.is_finished()),
             (stream, _) = door.accept(&notices, "the health check server") => {
                 if oldest.len() >= MAX_CONNECTIONS && let Some(client) = oldest.pop_front() {
@@ -411,8 +384,7 @@ impl Shared {
         answered.as_mut().enable();
         let ask = lock(&self.liveness).ask(Instant::now());
         if ask == Ask::New {
-            // EAGAIN would mean 2^64 - 2 unread wake-ups.
-            let _ = self.wake.write(1);
+            self.wake.set();
         }
         if ask != Ask::Fresh {
             // Without an answer the verdict says for how long.

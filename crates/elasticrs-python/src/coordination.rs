@@ -4,12 +4,12 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::notices::List;
 use elasticrs_store::coordination::client::{Client, Options};
 use elasticrs_store::coordination::events::Event;
 use elasticrs_store::coordination::leases::Leases;
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
-use elasticrs_store::notices::List;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};

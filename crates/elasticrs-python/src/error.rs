@@ -3,7 +3,7 @@
 use std::error::Error as _;
 
 use elasticrs_core::supervisor::SupervisorError as CoreError;
-use elasticrs_store::listen::ListenError;
+use elasticrs_runtime::listen::ListenError;
 use pyo3::exceptions::{PyException, PyOSError, PyProcessLookupError};
 use pyo3::prelude::*;
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use elasticrs_core::logs::Dest;
 use elasticrs_health::log_sizes::LogFile;
 use elasticrs_health::{Activity, Handle, Settings, Worker};
-use elasticrs_store::notices::List;
+use elasticrs_runtime::notices::List;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 

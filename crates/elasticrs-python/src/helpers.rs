@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 
-use elasticrs_core::clock::Stamp;
 use elasticrs_core::nursery::cleaner;
 use elasticrs_core::nursery::tree::Target;
 use elasticrs_core::sys::features::Features;
 use elasticrs_core::timer::pages::HeartbeatPage;
 use elasticrs_core::{limits, logs, sys};
+use elasticrs_runtime::clock::Stamp;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 

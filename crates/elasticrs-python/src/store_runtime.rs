@@ -7,10 +7,11 @@
 //! 3. A forked child has neither: nothing of its parent's is waited for.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
-use elasticrs_store::notices::{List, Tell};
-use elasticrs_store::runtime::{Runtime, Spawn, Task};
+use elasticrs_runtime::lock;
+use elasticrs_runtime::notices::{List, Tell};
+use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
 use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, os_error};
@@ -47,7 +48,7 @@ impl Stores {
                 shared.as_ref().filter(|(pid, _)| *pid == self.owner).and_then(|(_, runtime)| runtime.upgrade());
             let runtime = match known {
                 Some(runtime) => runtime,
-                None => Arc::new(Runtime::new()?),
+                None => Arc::new(Runtime::new("elasticrs-store")?),
             };
             *shared = Some((self.owner, Arc::downgrade(&runtime)));
             *own = Some(runtime);
@@ -77,10 +78,7 @@ impl Stores {
     /// Gives the share back; the last one who does waits for the end of the thread.
     pub fn leave(&self) {
         let left = lock(&self.runtime).take();
-        if self.owner != std::process::id() {
-            // Waiting for a thread that this process does not have would never end.
-            std::mem::forget(left);
-        }
+        drop(left);
     }
 }
 
@@ -145,8 +143,4 @@ pub fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
     }
     let list = Arc::clone(list);
     Box::new(move |line| list.add(line))
-}
-
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

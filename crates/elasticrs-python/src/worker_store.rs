@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use elasticrs_store::listen::Port;
-use elasticrs_store::notices::List;
-use elasticrs_store::runtime::Spawn;
+use elasticrs_runtime::listen::Port;
+use elasticrs_runtime::lock;
+use elasticrs_runtime::notices::List;
+use elasticrs_runtime::runtime::Spawn;
 use elasticrs_store::worker::{self, Limits};
 use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, listen_error};
-use crate::store_runtime::{Stores, lock, teller};
+use crate::store_runtime::{Stores, teller};
 use crate::supervisor::Supervisor;
 
 #[derive(Clone, Copy, FromPyObject)]

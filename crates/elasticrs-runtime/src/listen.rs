@@ -1,4 +1,4 @@
-//! Sockets that wait for clients, for both stores.
+//! Sockets that wait for clients.
 //!
 //! Whoever asks for a listener owns it. Connections that come before anybody accepts wait in the kernel's queue.
 //!

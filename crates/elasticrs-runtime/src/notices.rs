@@ -1,6 +1,6 @@
-//! Lines for the user: what a store refuses, closes or cannot do.
+//! Lines for the user: what a server refuses, closes or cannot do.
 //!
-//! A store says them on its own thread; where they go is its owner's choice: to the agent's events, or to a [`List`] that
+//! A server says them on its own thread; where they go is its owner's choice: to the agent's events, or to a [`List`] that
 //! somebody asks from time to time.
 //!
 //! - **NOTICE-1** at most [`LINES`] lines in each [`WINDOW`]; the next one says how many were left out;
@@ -11,10 +11,11 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use nix::sys::eventfd::{EfdFlags, EventFd};
+use crate::lock;
+use crate::wake::Wake;
 
 /// So many lines in each [`WINDOW`]; the others are counted.
 pub const LINES: u32 = 10;
@@ -85,7 +86,7 @@ impl Rate {
 #[derive(Debug, Default)]
 pub struct List {
     inner: Mutex<Inner>,
-    wake: OnceLock<EventFd>,
+    wake: OnceLock<Wake>,
 }
 
 #[derive(Debug, Default)]
@@ -97,24 +98,22 @@ struct Inner {
 impl List {
     /// Adds a line; beyond the limit they are only counted.
     pub fn add(&self, line: String) {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         if inner.lines.len() < KEPT {
             inner.lines.push_back(line);
         } else {
             inner.dropped += 1;
         }
         if let Some(wake) = self.wake.get() {
-            // EAGAIN would mean that the descriptor is readable.
-            let _ = wake.write(1);
+            wake.set();
         }
     }
 
     /// All lines; never blocks.
     pub fn take(&self) -> Vec<String> {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         if let Some(wake) = self.wake.get() {
-            // EAGAIN: there is nothing.
-            let _ = wake.read();
+            wake.clear();
         }
         let Inner { mut lines, dropped } = std::mem::take(&mut *inner);
         if dropped > 0 {
@@ -128,21 +127,16 @@ impl List {
     /// # Errors
     /// No descriptor is left.
     pub fn fd(&self) -> io::Result<BorrowedFd<'_>> {
-        let inner = self.lock();
+        let inner = lock(&self.inner);
         if let Some(wake) = self.wake.get() {
             return Ok(wake.as_fd());
         }
-        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let wake = Wake::new()?;
         if !inner.lines.is_empty() {
-            wake.write(1)?;
+            wake.set();
         }
         // Under the lock: nobody else makes one meanwhile.
         Ok(self.wake.get_or_init(|| wake).as_fd())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        // Plain data: a panic elsewhere does not make it wrong.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

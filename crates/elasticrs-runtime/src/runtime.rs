@@ -1,54 +1,77 @@
-//! Where the futures of this crate run.
+//! A thread that runs futures.
 
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
 use std::thread::{Builder, JoinHandle};
 
-use elasticrs_core::supervisor::Supervisor;
-use elasticrs_core::threads;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::LocalSet;
 
-pub use elasticrs_core::supervisor::Task;
+use crate::threads;
+
+/// Makes a future that lives on one thread, and there alone: it need not be `Send`.
+pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
 /// Gives a task to another thread, once; `false` when there is none, and the task will never run.
 pub type HandOver = Box<dyn FnOnce(Task) -> bool + Send>;
 
-/// A thread that runs futures.
+/// What runs futures for others on a thread of its own.
 pub trait Spawn {
     /// Hands a task over; `false` when the thread has ended, and the task will never run.
     fn spawn(&self, task: Task) -> bool;
 }
 
-/// For what must not wait for a store: the client that holds a lease, and the look for the first client.
-impl Spawn for Supervisor {
-    fn spawn(&self, task: Task) -> bool {
-        Supervisor::spawn(self, task).is_ok()
-    }
+/// Starts a thread that runs a future, and what that spawns with [`tokio::task::spawn_local`], until the future ends.
+/// Then, and after a panic, everything is dropped where it stands. `panicked` gets the words of the panic.
+///
+/// # Errors
+/// No thread or no descriptor is left.
+pub fn start<F: Future<Output = ()>>(
+    builder: Builder,
+    main: impl FnOnce() -> F + Send + 'static,
+    panicked: impl FnOnce(String) + Send + 'static,
+) -> io::Result<JoinHandle<()>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    threads::start(builder, move || {
+        let outcome = catch_unwind(AssertUnwindSafe(move || {
+            let tasks = LocalSet::new();
+            tasks.block_on(&runtime, async { main().await });
+            // First the tasks: their sockets belong to the runtime.
+            drop(tasks);
+            // What blocks may hang in the kernel; it must not keep the thread.
+            runtime.shutdown_background();
+        }));
+        if let Err(panic) = outcome {
+            panicked(threads::panic_message(panic.as_ref()));
+        }
+    })
 }
 
-/// The thread of the stores: of an agent's, of a server that stands alone, of a user's store object.
+/// A thread that runs what it is given. Dropping it drops every task where it stands, which closes its sockets, and waits
+/// for the thread; in a process made by `fork`, which does not have the thread, nothing happens.
 #[derive(Debug)]
 pub struct Runtime {
     tasks: Option<UnboundedSender<Task>>,
     thread: Option<JoinHandle<()>>,
+    owner: u32,
 }
 
 impl Runtime {
     /// Starts the thread.
     ///
     /// # Errors
-    /// No thread or no descriptor is left.
-    pub fn new() -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    /// As [`start`].
+    pub fn new(name: &str) -> io::Result<Self> {
         let (tasks, mut inbox) = unbounded_channel::<Task>();
-        let thread = threads::start(Builder::new().name("elasticrs-store".into()), move || {
-            LocalSet::new().block_on(&runtime, async move {
-                while let Some(task) = inbox.recv().await {
-                    tokio::task::spawn_local(task());
-                }
-            });
-        })?;
-        Ok(Self { tasks: Some(tasks), thread: Some(thread) })
+        let serve = move || async move {
+            while let Some(task) = inbox.recv().await {
+                // A panic stays in the task.
+                tokio::task::spawn_local(async { task().await });
+            }
+        };
+        let thread = start(Builder::new().name(name.to_owned()), serve, drop)?;
+        Ok(Self { tasks: Some(tasks), thread: Some(thread), owner: std::process::id() })
     }
 }
 
@@ -59,11 +82,14 @@ impl Spawn for Runtime {
 }
 
 impl Drop for Runtime {
-    /// Drops every task where it stands, which closes its sockets, and waits for the thread.
     fn drop(&mut self) {
-        self.tasks = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic of a task stays in that task; the loop itself has none to pass on.
+        let (tasks, thread) = (self.tasks.take(), self.thread.take());
+        if self.owner != std::process::id() {
+            return std::mem::forget((tasks, thread));
+        }
+        drop(tasks);
+        if let Some(thread) = thread {
+            // The loop has no panic to pass on.
             let _ = thread.join();
         }
     }
@@ -77,9 +103,10 @@ mod tests {
 
     #[test]
     fn tasks_run_on_its_thread_and_are_dropped_with_it() {
-        let runtime = Runtime::new().unwrap();
+        let runtime = Runtime::new("elasticrs-tasks").unwrap();
         let (ran, seen) = channel();
         let started = ran.clone();
+        assert!(runtime.spawn(Box::new(|| panic!("a task that cannot be made ends nobody else"))));
         assert!(runtime.spawn(Box::new(move || {
             Box::pin(async move {
                 started.send(std::thread::current().name().map(str::to_owned)).unwrap();
@@ -88,9 +115,17 @@ mod tests {
                 drop(started);
             })
         })));
-        assert_eq!(seen.recv().unwrap().as_deref(), Some("elasticrs-store"));
+        assert_eq!(seen.recv().unwrap().as_deref(), Some("elasticrs-tasks"));
         drop(ran);
         drop(runtime);
         assert!(seen.recv().is_err());
+    }
+
+    #[test]
+    fn a_panic_is_told_in_its_words() {
+        let (tell, told) = channel();
+        let main = || async { panic!("out of luck") };
+        start(Builder::new(), main, move |message| tell.send(message).unwrap()).unwrap().join().unwrap();
+        assert_eq!(told.recv().unwrap(), "out of luck");
     }
 }

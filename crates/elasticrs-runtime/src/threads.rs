@@ -1,7 +1,8 @@
 //! Threads of ours in a process that belongs to somebody else, and questions to those that run futures.
 
+use std::any::Any;
 use std::io;
-use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, channel, sync_channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -10,6 +11,8 @@ use tokio::sync::mpsc::UnboundedSender;
 
 /// How often somebody who waits for an answer looks whether there is still anybody to give one.
 const LOOK: Duration = Duration::from_millis(100);
+/// How long [`Leavable::leave`] waits for a thread that is not stuck.
+const LEAVE_GRACE: Duration = Duration::from_millis(200);
 
 /// Starts a thread that no signal is delivered to: Python's handlers belong to its own threads. SIGPIPE is among them, so
 /// that a peer that has gone is an error here also in a program in which it would end the process.
@@ -25,6 +28,42 @@ pub fn start<T: Send + 'static>(
     let started = builder.spawn(body);
     before.thread_set_mask()?;
     started
+}
+
+/// What a caught panic said.
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without a text".into())
+}
+
+/// A thread that may hang in the kernel.
+#[derive(Debug)]
+pub struct Leavable {
+    handle: JoinHandle<()>,
+    /// Its sender is dropped at the thread's end, whatever ended it.
+    ended: Receiver<()>,
+}
+
+impl Leavable {
+    /// As [`start`]. A panic of `body` has no further consequence.
+    ///
+    /// # Errors
+    /// There is no thread left.
+    pub fn start(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
+        let (alive, ended) = channel();
+        let handle = start(Builder::new().name(name.to_owned()), move || {
+            let _alive = alive;
+            body();
+        })?;
+        Ok(Self { handle, ended })
+    }
+
+    /// Waits a moment for the end of the thread. One that hangs is left behind, and ends when it can.
+    pub fn leave(self) {
+        if self.ended.recv_timeout(LEAVE_GRACE) == Err(RecvTimeoutError::Disconnected) {
+            let _ = self.handle.join();
+        }
+    }
 }
 
 /// Asks a task for something and waits for it; `None`: the task has ended.

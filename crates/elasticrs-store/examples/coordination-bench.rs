@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::runtime::Runtime;
 use elasticrs_store::coordination::client::{Client, Options};
 use elasticrs_store::coordination::events::Event;
 use elasticrs_store::coordination::guard::NoGuard;
@@ -14,7 +15,6 @@ use elasticrs_store::coordination::protocol::{Hello, Request, VERSION};
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, REQUEST_TIMEOUT, Server};
 use elasticrs_store::coordination::types::{Compare, Op, Txn, Watch};
 use elasticrs_store::coordination::wire::{Frames, MAGIC};
-use elasticrs_store::runtime::Runtime;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 const TXNS: u64 = 200_000;
@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let sessions = arguments.get(1).copied().unwrap_or(9_500);
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
-    let (store, users) = (Runtime::new()?, Runtime::new()?);
+    let (store, users) = (Runtime::new("elasticrs-store")?, Runtime::new("elasticrs-store")?);
     let config = Config {
         run_id: None,
         token: None,

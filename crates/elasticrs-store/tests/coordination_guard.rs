@@ -6,12 +6,12 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use elasticrs_runtime::runtime::Runtime;
 use elasticrs_store::coordination::client::{Client, Options};
 use elasticrs_store::coordination::events::Event;
 use elasticrs_store::coordination::guard::{Guard, NoGuard};
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, REQUEST_TIMEOUT, Server};
 use elasticrs_store::coordination::types::{Op, Txn, Watch};
-use elasticrs_store::runtime::Runtime;
 
 const HANG: Duration = Duration::from_secs(30);
 
@@ -95,12 +95,12 @@ fn watch(client: &Client) {
 
 #[test]
 fn the_session_of_a_dead_process_lasts_until_the_duplicate_is_closed() {
-    let runtime = Runtime::new().unwrap();
+    let runtime = Runtime::new("elasticrs-store").unwrap();
     let server = serve(&runtime);
     let watcher = connect(&runtime, &server, HANG, NoGuard);
     watch(&watcher);
     let guard = Recorder::default();
-    let doomed = Runtime::new().unwrap();
+    let doomed = Runtime::new("elasticrs-store").unwrap();
     let client = connect(&doomed, &server, HANG, guard.clone());
     lease(&client);
     until(&watcher, is_change);
@@ -118,7 +118,7 @@ fn the_session_of_a_dead_process_lasts_until_the_duplicate_is_closed() {
 
 #[test]
 fn close_ends_the_session_although_a_duplicate_is_held() {
-    let runtime = Runtime::new().unwrap();
+    let runtime = Runtime::new("elasticrs-store").unwrap();
     let server = serve(&runtime);
     let watcher = connect(&runtime, &server, HANG, NoGuard);
     watch(&watcher);
@@ -135,7 +135,7 @@ fn close_ends_the_session_although_a_duplicate_is_held() {
 
 #[test]
 fn every_answered_keep_alive_moves_the_deadline() {
-    let runtime = Runtime::new().unwrap();
+    let runtime = Runtime::new("elasticrs-store").unwrap();
     let server = serve(&runtime);
     let guard = Recorder::default();
     let client = connect(&runtime, &server, Duration::from_millis(10), guard.clone());
@@ -148,7 +148,7 @@ fn every_answered_keep_alive_moves_the_deadline() {
     let deadlines: Vec<u64> = guard.0.lock().unwrap().deadlines.clone();
     assert!(deadlines.is_sorted(), "{deadlines:?}");
     // 10 ms x 100, less the interval by which this side is earlier.
-    let now = elasticrs_store::coordination::clock::boot_ns();
+    let now = elasticrs_runtime::clock::boot_now();
     assert!(*deadlines.last().unwrap() <= now + 990_000_000);
     // Its end by itself leaves the last deadline and the duplicate: its owner has to act before that.
     drop(server);

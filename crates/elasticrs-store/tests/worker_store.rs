@@ -6,8 +6,8 @@ use std::net::{Ipv4Addr, TcpStream};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use elasticrs_store::listen::Port;
-use elasticrs_store::runtime::Runtime;
+use elasticrs_runtime::listen::Port;
+use elasticrs_runtime::runtime::Runtime;
 use elasticrs_store::worker::wire::{put_bytes, put_number};
 use elasticrs_store::worker::{Limits, ServeError, WorkerStore};
 
@@ -24,7 +24,7 @@ struct Served {
 
 fn served(limits: Limits) -> Served {
     let store = WorkerStore::new(None, Port::Any, limits).unwrap();
-    let runtime = Runtime::new().unwrap();
+    let runtime = Runtime::new("elasticrs-store").unwrap();
     let (tell, lines) = channel();
     store.serve(&runtime, Box::new(move |line| drop(tell.send(line)))).unwrap();
     Served { store, lines, _runtime: runtime }
@@ -214,7 +214,10 @@ fn close_ends_the_listener_and_every_connection() {
     assert!(TcpStream::connect((Ipv4Addr::LOCALHOST, served.store.port())).is_err());
     assert!(served.store.waiting().is_empty());
     served.store.close();
-    assert!(matches!(served.store.serve(&Runtime::new().unwrap(), Box::new(drop)), Err(ServeError::Closed)));
+    assert!(matches!(
+        served.store.serve(&Runtime::new("elasticrs-store").unwrap(), Box::new(drop)),
+        Err(ServeError::Closed)
+    ));
     assert!(served.lines.try_recv().is_err());
 }
 
@@ -223,7 +226,7 @@ fn it_listens_before_it_is_served_and_is_served_once() {
     let store = WorkerStore::new(None, Port::Any, Limits::default()).unwrap();
     let mut early = TcpStream::connect((Ipv4Addr::LOCALHOST, store.port())).unwrap();
     early.write_all(&GREETING).unwrap();
-    let runtime = Runtime::new().unwrap();
+    let runtime = Runtime::new("elasticrs-store").unwrap();
     store.serve(&runtime, Box::new(drop)).unwrap();
     assert_eq!(get(&mut early, b"none"), b"");
     assert!(matches!(store.serve(&runtime, Box::new(drop)), Err(ServeError::Serving)));

@@ -2,10 +2,10 @@
 //!
 //! A module of its own, so that the tests run it as well (`tests/timer_bytes.rs`).
 
-use elasticrs_core::clock::Stamp;
 use elasticrs_core::timer::lines::{Lines, MAX_LINE};
 use elasticrs_core::timer::record::{self, Record, Request};
 use elasticrs_core::timer::table::{Terms, Timers, on_monotonic};
+use elasticrs_runtime::clock::Stamp;
 
 /// Panics when something is wrong. Returns how many timers were live at the end.
 pub fn run(data: &[u8]) -> usize {

@@ -30,7 +30,7 @@ use super::console::Output;
 use super::lines::{LineSplitter, Unit};
 use super::matching::LineFilter;
 use super::{Notice, Notify, StreamId, StreamInfo, To};
-use crate::clock::Stamp;
+use elasticrs_runtime::clock::Stamp;
 
 /// One turn of one file.
 const BLOCK: usize = 64 * 1024;

@@ -29,6 +29,7 @@ mod lines;
 mod matching;
 mod pump;
 mod tail;
+mod totals;
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -37,28 +38,24 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::thread::{Builder, JoinHandle};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
+use elasticrs_runtime::lock;
+use elasticrs_runtime::threads::{Leavable, panic_message};
+use elasticrs_runtime::wake::Wake;
 use nix::errno::Errno;
-use nix::sys::eventfd::{EfdFlags, EventFd};
 
 pub use console::Console;
 pub use matching::MatchingLines;
 pub use tail::last_lines;
+pub use totals::{LogCounts, LogTotals};
 
 use console::{Output, errno_of};
 use follow::{Opened, Sink};
 use pump::{Command, Pump};
 
-use crate::clock::Stamp;
-use crate::counters::{LogCounts, LogTotals};
-use crate::panics;
-use crate::threads;
-
-/// How long [`Logs::close`] waits for a thread that is not stuck.
-const CLOSE_GRACE: Duration = Duration::from_millis(200);
+use elasticrs_runtime::clock::Stamp;
 
 /// A descriptor of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -151,7 +148,7 @@ pub struct Logs {
 
 enum Thread {
     NotStarted(Option<Console>),
-    Started { output_of: [usize; 2], ended: mpsc::Receiver<()>, handle: JoinHandle<()> },
+    Started { output_of: [usize; 2], thread: Leavable },
     Closed,
 }
 
@@ -159,7 +156,7 @@ enum Thread {
 #[derive(Debug)]
 struct Shared {
     next_id: AtomicU64,
-    wake: EventFd,
+    wake: Wake,
     commands: Mutex<Vec<Command>>,
     /// All streams that are followed; finished ones leave when they are through.
     streams: Mutex<BTreeMap<StreamId, Arc<StreamInfo>>>,
@@ -192,7 +189,7 @@ impl Logs {
     pub fn new(console: Console, notify: impl Fn(Notice) + Send + Sync + 'static) -> io::Result<Self> {
         let shared = Shared {
             next_id: AtomicU64::new(0),
-            wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
+            wake: Wake::new()?,
             commands: Mutex::default(),
             streams: Mutex::default(),
             changed: tokio::sync::Notify::new(),
@@ -302,13 +299,9 @@ impl Logs {
     /// is stuck in a write is left behind; it ends when the write does. Idempotent.
     pub fn close(&self) {
         let thread = std::mem::replace(&mut *lock(&self.thread), Thread::Closed);
-        let Thread::Started { ended, handle, .. } = thread else { return };
+        let Thread::Started { thread, .. } = thread else { return };
         self.shared.send(Command::Stop);
-        // The sender is dropped at the thread's end, whatever ended it.
-        if ended.recv_timeout(CLOSE_GRACE) == Err(mpsc::RecvTimeoutError::Disconnected) {
-            // A panic was caught inside, and reported.
-            let _reported = handle.join();
-        }
+        thread.leave();
     }
 
     /// Returns which output each destination is.
@@ -322,12 +315,8 @@ impl Logs {
         let console = console.ok_or_else(|| io::Error::other("the logs were closed"))?;
         let (outputs, output_of) = Output::pair(console);
         let (shared, notify) = (Arc::clone(&self.shared), Arc::clone(&self.notify));
-        let (alive, ended) = mpsc::channel::<()>();
-        let handle = threads::start(Builder::new().name("elasticrs-logs".to_owned()), move || {
-            let _alive = alive;
-            run_guarded(&shared, outputs, &notify);
-        })?;
-        *thread = Thread::Started { output_of, ended, handle };
+        let started = Leavable::start("elasticrs-logs", move || run_guarded(&shared, outputs, &notify))?;
+        *thread = Thread::Started { output_of, thread: started };
         Ok(output_of)
     }
 }
@@ -341,8 +330,7 @@ impl Drop for Logs {
 impl Shared {
     fn send(&self, command: Command) {
         lock(&self.commands).push(command);
-        // The only error is a full counter, and then the thread is about to wake anyway.
-        let _full = self.wake.write(1);
+        self.wake.set();
     }
 
     fn forget(&self, through: &[StreamId]) {
@@ -374,7 +362,7 @@ fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
     shared.is_gone.store(true, Ordering::Release);
     shared.changed.notify_waiters();
     if let Err(panic) = result {
-        notify(Notice::Panicked { message: panics::message(panic.as_ref()) });
+        notify(Notice::Panicked { message: panic_message(panic.as_ref()) });
     }
 }
 
@@ -388,9 +376,4 @@ fn open(stream: &LogStream) -> io::Result<(File, u64)> {
         return Err(io::Error::from_raw_os_error(libc::ESPIPE));
     }
     Ok((file, stat.len()))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What a panicked thread left is still whole: all changes under these locks are single steps.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

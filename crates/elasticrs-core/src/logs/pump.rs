@@ -93,7 +93,7 @@ impl Pump {
 
     fn take_commands(&mut self, now: Instant) -> ControlFlow<()> {
         // The counter's value says nothing: all commands are taken.
-        let _count = self.shared.wake.read();
+        self.shared.wake.clear();
         let commands = std::mem::take(&mut *lock(&self.shared.commands));
         for command in commands {
             match command {

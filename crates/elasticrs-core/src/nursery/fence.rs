@@ -20,9 +20,9 @@ use std::time::Duration;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
-use crate::clock::boot_now;
 use crate::sys::page::Page;
 use crate::sys::timer;
+use elasticrs_runtime::clock::boot_now;
 
 const NONE: u64 = 0;
 /// Also a deadline: the first nanosecond after boot.

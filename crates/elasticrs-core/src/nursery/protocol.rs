@@ -7,9 +7,9 @@
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-use crate::clock::Stamp;
 use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
+use elasticrs_runtime::clock::Stamp;
 
 /// Changes with every change of this file.
 pub const PROTOCOL: u32 = 6;

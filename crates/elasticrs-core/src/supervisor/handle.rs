@@ -3,28 +3,28 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
+use elasticrs_runtime::runtime::{self, Spawn, Task};
+use elasticrs_runtime::{lock, threads};
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
+use super::counters::Counters;
 use super::event::Heartbeat;
 use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;
 use super::task::exits::open_notices;
-use crate::counters::Counters;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
 use crate::nursery::fence;
 use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::pidfd;
-use crate::threads;
 use crate::timer::hang::{Elsewhere, Limits};
 
 /// How a supervisor works.
@@ -91,9 +91,6 @@ pub enum SupervisorError {
         owner: u32,
     },
 }
-
-/// Makes a future that lives on the runtime thread, and there alone: it need not be `Send`.
-pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
 pub(super) type Reply<T> = SyncSender<T>;
 
@@ -209,9 +206,12 @@ impl Supervisor {
         let (ready, started) = sync_channel(1);
         let thread = {
             let (queue, logs, nursery_pid) = (Arc::clone(&queue), Arc::clone(&logs), Arc::clone(&nursery_pid));
+            let told = Arc::clone(&queue);
             let shared = Shared { queue, logs, nursery_pid, fence: fence.clone(), counters: counters.clone() };
             let builder = Builder::new().name("elasticrs".into()).stack_size(512 * 1024);
-            threads::start(builder, move || task::run(config, inbox, shared, &ready))?
+            // A panic drops the task, and with it the link: the nursery then kills all workers.
+            let panicked = move |message| told.push(super::Event::Panicked { message });
+            runtime::start(builder, move || task::run(config, inbox, shared, ready), panicked)?
         };
         match started.recv() {
             Ok(Ok(())) => {}
@@ -455,7 +455,7 @@ impl Supervisor {
     /// [`SupervisorError::Forked`].
     pub fn close(&self, keep_descendants: bool) -> Result<(), SupervisorError> {
         self.check_owner()?;
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
             // A runtime that has ended by itself has nothing left to close.
             let _ = self.commands.send(Command::Close { keep_descendants });
@@ -478,6 +478,13 @@ impl Supervisor {
     fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, SupervisorError> {
         self.check_owner()?;
         threads::ask(&self.commands, command).ok_or(SupervisorError::Ended)
+    }
+}
+
+/// For what must not wait for a store: the client that holds a lease, and the look for the first client.
+impl Spawn for Supervisor {
+    fn spawn(&self, task: Task) -> bool {
+        Self::spawn(self, task).is_ok()
     }
 }
 

@@ -16,6 +16,7 @@
 //! - **SUP-8** before SIGKILL, what a worker has in its group is signalled when the worker has ended, and with
 //!   [`crate::spec::StopScope::Worker`] not earlier.
 
+pub mod counters;
 mod deadlines;
 mod event;
 pub mod evidence;
@@ -30,4 +31,4 @@ mod watch;
 pub use event::{
     Event, Heartbeat, NurseryEnd, Outcome, RankSeen, StartFailure, Swept, TimerExpired, WorkerHung, WorkerRaised,
 };
-pub use handle::{Config, Fence, Keeper, Supervisor, SupervisorError, Task};
+pub use handle::{Config, Fence, Keeper, Supervisor, SupervisorError};

@@ -3,10 +3,11 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
-use nix::sys::eventfd::{EfdFlags, EventFd};
+use elasticrs_runtime::lock;
+use elasticrs_runtime::wake::Wake;
 
 use super::event::Event;
 use crate::sys::poll::{Polled, poll_readable};
@@ -16,7 +17,7 @@ use crate::sys::poll::{Polled, poll_readable};
 pub struct Queue {
     events: Mutex<VecDeque<Event>>,
     watched: Mutex<Vec<RawFd>>,
-    wake: EventFd,
+    wake: Wake,
 }
 
 /// Why a wait came back.
@@ -38,18 +39,13 @@ impl Queue {
     /// # Errors
     /// No descriptor left for the eventfd.
     pub fn new() -> io::Result<Self> {
-        Ok(Self {
-            events: Mutex::default(),
-            watched: Mutex::default(),
-            wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
-        })
+        Ok(Self { events: Mutex::default(), watched: Mutex::default(), wake: Wake::new()? })
     }
 
     /// Adds an event and wakes the waiter. Called by the runtime thread.
     pub fn push(&self, event: Event) {
         lock(&self.events).push_back(event);
-        // EAGAIN would mean 2^64 - 2 unread wake-ups: the waiter is awake anyway.
-        let _ = self.wake.write(1);
+        self.wake.set();
     }
 
     /// From now on [`Self::next`] returns while `fd` is readable.
@@ -86,16 +82,11 @@ impl Queue {
         let mut events = lock(&self.events);
         let event = events.pop_front();
         if events.is_empty() {
-            // Under the lock, so that no push can come between: its wake-up would be lost. EAGAIN: it was read before.
-            let _ = self.wake.read();
+            // Under the lock, so that no push can come between: its wake-up would be lost.
+            self.wake.clear();
         }
         event.map_or(Next::Interrupted, Next::Event)
     }
-}
-
-/// A queue is plain data: a panic elsewhere does not make it wrong.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

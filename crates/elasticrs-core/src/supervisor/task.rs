@@ -3,13 +3,13 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::threads::panic_message;
 use tokio::sync::mpsc::UnboundedReceiver;
-use tokio::task::{JoinError, JoinHandle, JoinSet, LocalSet};
+use tokio::task::{JoinError, JoinHandle, JoinSet};
 
 use super::deadlines::{Deadlines, Timer, after};
 use super::event::{Event, StartFailure, Swept};
@@ -19,14 +19,13 @@ use super::nursery_io::{FromNursery, Nursery};
 use super::start::{Starting, spawn_requests};
 use super::state::{Effect, End, Group, Input};
 use super::watch::{self, Watched};
-use crate::clock::Stamp;
 use crate::nursery::protocol::{PROTOCOL, Reply as FromLink};
 use crate::nursery::token::Token;
-use crate::panics;
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
 use crate::timer::hang::Elsewhere;
+use elasticrs_runtime::clock::Stamp;
 
 mod check;
 mod ending;
@@ -45,39 +44,21 @@ use watchdog::{Ring, Watchdog};
 /// How long `close` waits for a nursery to end what is left.
 const CLOSE_LIMIT: Duration = Duration::from_secs(35);
 
-/// The body of the runtime thread.
-pub(super) fn run(
+/// What the runtime thread runs.
+pub(super) async fn run(
     config: Config,
     inbox: UnboundedReceiver<Command>,
     shared: Shared,
-    ready: &Reply<Result<(), SupervisorError>>,
+    ready: Reply<Result<(), SupervisorError>>,
 ) {
-    let told = Arc::clone(&shared.queue);
-    // A panic drops the task, and with it the link: the nursery then kills all workers.
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
-        let local = LocalSet::new();
-        runtime.block_on(local.run_until(async {
-            let task = Task::new(config, shared)?;
-            // Nobody waits for the answer only if the maker has gone, and then the inbox is closed as well.
-            let _ = ready.send(Ok(()));
-            // A task of its own: otherwise every wake-up of another one would look through all that this one waits for.
-            or_panic(tokio::task::spawn_local(task.serve(inbox)).await);
-            Ok::<(), SupervisorError>(())
-        }))?;
-        // The tasks of others go first: their sockets belong to the runtime.
-        drop(local);
-        // A sweep that hangs on a process in state D must not keep the thread.
-        runtime.shutdown_background();
-        Ok(())
-    }));
-    match outcome {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => {
-            let _ = ready.send(Err(error));
-        }
-        Err(panic) => told.push(Event::Panicked { message: panics::message(panic.as_ref()) }),
-    }
+    let task = match Task::new(config, shared) {
+        Ok(task) => task,
+        Err(error) => return drop(ready.send(Err(error))),
+    };
+    // Nobody waits for the answer only if the maker has gone, and then the inbox is closed as well.
+    let _ = ready.send(Ok(()));
+    // A task of its own: otherwise every wake-up of another one would look through all that this one waits for.
+    or_panic(tokio::task::spawn_local(task.serve(inbox)).await);
 }
 
 /// A running group and the descriptors through which its members are signalled.
@@ -308,7 +289,7 @@ impl Task {
 
     fn on_task_end(&self, ended: Result<(), JoinError>) {
         if let Err(error) = ended {
-            let message = format!("a task of the runtime panicked: {}", panics::message(error.into_panic().as_ref()));
+            let message = format!("a task of the runtime panicked: {}", panic_message(error.into_panic().as_ref()));
             self.shared.queue.push(Event::Degraded { message });
         }
     }

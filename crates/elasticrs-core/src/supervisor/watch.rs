@@ -11,11 +11,11 @@ use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 
 use super::event::Swept;
-use crate::clock::Stamp;
 use crate::exit::WorkerExit;
 use crate::nursery::sweep;
 use crate::nursery::token::Token;
 use crate::sys::readiness::register;
+use elasticrs_runtime::clock::Stamp;
 
 /// The end of a watched process.
 #[derive(Debug)]

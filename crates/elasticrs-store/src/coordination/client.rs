@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
-use elasticrs_core::threads::ask;
+use elasticrs_runtime::threads::ask;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::connect::{Lost, Opened, open};
@@ -19,7 +19,7 @@ use super::protocol::Request;
 use super::session::{Ended, Session};
 use super::types::{LostKind, Txn, Watch};
 use super::wire::MAX_REQUEST;
-use crate::runtime::Spawn;
+use elasticrs_runtime::runtime::Spawn;
 
 /// Where a client connects, as what, and how patient it is.
 #[derive(Debug, Clone)]

@@ -6,18 +6,18 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::thread::Builder;
 use std::time::Duration;
 
-use elasticrs_core::threads;
+use elasticrs_runtime::threads;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::auth::{self, Direction};
 use super::client::Options;
-use super::clock::boot_ns;
 use super::probe::is_tcp_store;
 use super::protocol::{Answer, Digest, Hello, Pace, Request, VERSION};
 use super::types::LostKind;
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
+use elasticrs_runtime::clock::boot_now;
 
 /// Why there is no session, or no longer.
 #[derive(Debug)]
@@ -224,7 +224,7 @@ impl Greeter<'_> {
             attempts: self.options.attempts,
             challenge: nonce,
         };
-        let sent = boot_ns();
+        let sent = boot_now();
         self.send(&[&MAGIC[..], &Request::Hello(hello).encode()].concat()).await?;
         let (run_id, challenge) = match self.answer().await? {
             Answer::Welcome { version, .. } if version.0 != VERSION.0 => {

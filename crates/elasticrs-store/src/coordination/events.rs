@@ -3,15 +3,17 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::clock::{boot_now, wall_now};
+use elasticrs_runtime::lock;
+use elasticrs_runtime::wake::Wake;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use tokio::sync::Notify;
 
-use super::clock::{Offset, boot_ns, wall_ns};
+use super::offset::Offset;
 use super::types::{Change, LostKind, OpResult};
 
 /// What has happened.
@@ -74,7 +76,7 @@ struct State {
 #[derive(Debug)]
 pub struct Events {
     state: Mutex<State>,
-    wake: EventFd,
+    wake: Wake,
     /// Boot clock: when the user last asked.
     asked: AtomicU64,
     /// Users that wait at this moment.
@@ -97,16 +99,11 @@ impl Events {
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             state: Mutex::default(),
-            wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
-            asked: AtomicU64::new(boot_ns()),
+            wake: Wake::new()?,
+            asked: AtomicU64::new(boot_now()),
             waiting: AtomicUsize::new(0),
             wake_task: Notify::new(),
         })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Plain data: a panic elsewhere does not make it wrong.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Readable while [`Self::take`] has something.
@@ -116,25 +113,24 @@ impl Events {
 
     /// Adds an event that came in so many bytes, unless the session is over.
     pub(super) fn push(&self, event: Event, bytes: usize) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if state.is_over {
             return;
         }
         state.is_over = matches!(event, Event::Lost { .. });
         state.bytes += bytes;
         state.events.push_back(event);
-        // EAGAIN would mean that the descriptor is readable.
-        let _ = self.wake.write(1);
+        self.wake.set();
     }
 
     /// Whether the user has left so much lying that no more is read.
     pub(super) fn is_full(&self) -> bool {
-        self.lock().bytes > MAX_UNTAKEN
+        lock(&self.state).bytes > MAX_UNTAKEN
     }
 
     /// A keep-alive was answered: the session holds until `deadline`.
     pub(super) fn renewed(&self, deadline: u64, sent: u64, received: u64, wall: Option<u64>) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.deadline = Some(deadline);
         if let Some(wall) = wall {
             state.offset.add(sent, received, wall);
@@ -143,24 +139,23 @@ impl Events {
 
     /// Whether nothing more will come.
     pub(super) fn is_over(&self) -> bool {
-        self.lock().is_over
+        lock(&self.state).is_over
     }
 
     /// No more events: the user has closed the client.
     pub(super) fn finish(&self) {
-        self.lock().is_over = true;
+        lock(&self.state).is_over = true;
         // Whoever waits has nothing to wait for.
-        let _ = self.wake.write(1);
+        self.wake.set();
         self.wake_task.notify_one();
     }
 
     /// All events; never blocks. One that has missed its deadline says so here, even if the runtime has not run since.
     pub fn take(&self) -> VecDeque<Event> {
-        let now = boot_ns();
+        let now = boot_now();
         self.asked.store(now, Ordering::Relaxed);
-        let mut state = self.lock();
-        // EAGAIN: there is nothing.
-        let _ = self.wake.read();
+        let mut state = lock(&self.state);
+        self.wake.clear();
         if !state.is_over && state.deadline.is_some_and(|deadline| now >= deadline) {
             state.is_over = true;
             state.events.push_back(Event::Lost { kind: LostKind::Silent, message: SILENT.into() });
@@ -181,7 +176,7 @@ impl Events {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let found = self.wait_until(deadline);
         self.waiting.fetch_sub(1, Ordering::Relaxed);
-        self.asked.store(boot_ns(), Ordering::Relaxed);
+        self.asked.store(boot_now(), Ordering::Relaxed);
         found
     }
 
@@ -207,19 +202,19 @@ impl Events {
 
     /// Everything was taken, and the session is over.
     pub fn has_nothing_to_come(&self) -> bool {
-        let state = self.lock();
+        let state = lock(&self.state);
         state.is_over && state.events.is_empty()
     }
 
     /// Whether the user has not asked for so long, and does not wait either.
     pub(super) fn is_stalled(&self, limit: Option<Duration>) -> bool {
         let Some(limit) = limit else { return false };
-        let since = boot_ns().saturating_sub(self.asked.load(Ordering::Relaxed));
+        let since = boot_now().saturating_sub(self.asked.load(Ordering::Relaxed));
         self.waiting.load(Ordering::Relaxed) == 0 && u128::from(since) > limit.as_nanos()
     }
 
     /// The store's wall clock minus ours, and by how much that may be wrong. Nanoseconds.
     pub fn clock(&self) -> Option<(i64, u64)> {
-        self.lock().offset.estimate(boot_ns(), wall_ns())
+        lock(&self.state).offset.estimate(boot_now(), wall_now())
     }
 }

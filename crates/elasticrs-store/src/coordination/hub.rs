@@ -15,7 +15,6 @@ use elasticrs_core::sys::heap;
 use tokio::sync::Notify;
 use tokio::task::{JoinSet, yield_now};
 
-use super::clock::{boot_ns, wall_ns};
 use super::leases::Leases;
 use super::memory::{CONNECTION_COST, Held, Message};
 use super::outbox::Outbox;
@@ -24,7 +23,8 @@ use super::server::Config;
 use super::state::{Revision, SessionId, State};
 use super::types::{LostKind, OpResult, Txn, Watch};
 use super::watches::{Watches, covered};
-use crate::notices::Notices;
+use elasticrs_runtime::clock::{boot_now, wall_now};
+use elasticrs_runtime::notices::Notices;
 
 /// The most watches of one client.
 const MAX_WATCHES: usize = 1024;
@@ -97,7 +97,7 @@ impl Hub {
         shared.state.begin_session(session);
         shared.open.insert(session, Rc::clone(outbox));
         self.sessions.store(shared.open.len(), Ordering::Relaxed);
-        let pace = shared.leases.begin(session, interval_ms, attempts, boot_ns());
+        let pace = shared.leases.begin(session, interval_ms, attempts, boot_now());
         self.replan.notify_one();
         (session, shared.state.revision(), pace)
     }
@@ -184,8 +184,8 @@ impl Hub {
                 shared.watches.remove(session, &watch);
                 return Ok(());
             }
-            Request::KeepAlive { sent } => match shared.leases.renew(session, boot_ns()) {
-                Some(pace) => Answer::Alive { sent, wall_ns: wall_ns(), pace },
+            Request::KeepAlive { sent } => match shared.leases.renew(session, boot_now()) {
+                Some(pace) => Answer::Alive { sent, wall_ns: wall_now(), pace },
                 None => return Ok(()),
             },
             Request::Hello(_) | Request::Prove(_) => {
@@ -282,13 +282,13 @@ impl Hub {
     /// Ends sessions that have been silent for too long. Never ends by itself.
     pub(super) async fn expire(self: Rc<Self>) {
         loop {
-            let now = boot_ns();
+            let now = boot_now();
             let planned = self.shared.borrow_mut().leases.plan(now);
             tokio::select! {
                 () = self.replan.notified() => {}
                 () = sleep_ns(planned.map(|planned| planned.saturating_sub(now))) => {}
             }
-            self.shared.borrow_mut().leases.look(boot_ns());
+            self.shared.borrow_mut().leases.look(boot_now());
             // What has arrived is read before anybody is called silent.
             yield_now().await;
             yield_now().await;

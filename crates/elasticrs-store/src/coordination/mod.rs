@@ -11,7 +11,6 @@
 
 pub mod auth;
 pub mod client;
-pub mod clock;
 mod connect;
 mod connection;
 pub mod events;
@@ -19,6 +18,7 @@ pub mod guard;
 mod hub;
 pub mod leases;
 mod memory;
+pub mod offset;
 mod outbox;
 mod probe;
 pub mod protocol;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
-use elasticrs_core::threads::ask;
+use elasticrs_runtime::threads::ask;
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -19,10 +19,10 @@ use super::connection;
 use super::hub::Hub;
 use super::outbox::Outbox;
 use super::types::LostKind;
-use crate::door::{Door, Purpose};
-use crate::listen::{ListenError, listen_at_all};
-use crate::notices::{Notices, Tell};
-use crate::runtime::Spawn;
+use elasticrs_runtime::door::{Door, Purpose};
+use elasticrs_runtime::listen::{ListenError, listen_at_all};
+use elasticrs_runtime::notices::{Notices, Tell};
+use elasticrs_runtime::runtime::Spawn;
 
 /// How a server works.
 #[derive(Debug, Clone)]

@@ -12,13 +12,13 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::yield_now;
 
 use super::client::{Command, Options};
-use super::clock::boot_ns;
 use super::connect::{Lost, Opened, deadline, endpoint, plain};
 use super::events::{Event, Events, SILENT};
 use super::guard::Guard;
 use super::protocol::{Answer, Pace, Request};
 use super::types::LostKind;
 use super::wire::{Broken, Frames};
+use elasticrs_runtime::clock::boot_now;
 
 /// How a session came to its end.
 pub(super) enum Ended {
@@ -79,7 +79,7 @@ impl<'a> Session<'a> {
             frames: opened.frames,
             unsent,
             pace: opened.pace,
-            next_beat: boot_ns(),
+            next_beat: boot_now(),
             answered: 0,
             is_stalled: false,
             chunk: vec![0; CHUNK].into(),
@@ -96,7 +96,7 @@ impl<'a> Session<'a> {
 
     async fn turn(&mut self, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Ended> {
         // First of all: after a stop of this process or of the machine nothing counts that came too late.
-        let now = boot_ns();
+        let now = boot_now();
         self.check_deadline(now)?;
         self.take_frames()?;
         self.beat(now);
@@ -105,7 +105,7 @@ impl<'a> Session<'a> {
             Turn::Time => Ok(()),
             Turn::Command(command) => self.command(command, inbox),
             Turn::Socket(ready) => {
-                self.check_deadline(boot_ns())?;
+                self.check_deadline(boot_now())?;
                 ready.map_err(|error| self.broken(&error))?;
                 if self.read()? {
                     yield_now().await;
@@ -271,7 +271,7 @@ impl<'a> Session<'a> {
     }
 
     fn alive(&mut self, sent: u64, wall_ns: u64, pace: Pace) -> Result<(), Ended> {
-        let now = boot_ns();
+        let now = boot_now();
         if sent <= self.answered || sent > now || pace.interval_ms == 0 || pace.ttl_ms <= pace.interval_ms {
             return Err(Lost::new(LostKind::Protocol, "the store answered a keep-alive that was never sent").into());
         }

@@ -3,16 +3,17 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
+use std::sync::Mutex;
 use std::sync::mpsc::SyncSender;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use elasticrs_core::threads::ask;
+use elasticrs_runtime::lock;
+use elasticrs_runtime::threads::ask;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::server::{self, Limits};
-use crate::listen::{ListenError, Port, listen};
-use crate::notices::{Notices, Tell};
-use crate::runtime::{HandOver, Spawn};
+use elasticrs_runtime::listen::{ListenError, Port, listen};
+use elasticrs_runtime::notices::{Notices, Tell};
+use elasticrs_runtime::runtime::{HandOver, Spawn};
 
 /// Why a store does not answer.
 #[derive(Debug, thiserror::Error)]
@@ -99,7 +100,7 @@ impl WorkerStore {
     }
 
     fn begin(&self, spawn: impl FnOnce(TcpListener, UnboundedReceiver<Question>) -> bool) -> Result<(), ServeError> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let listener = match std::mem::replace(&mut *state, State::Closed) {
             State::Listening(listener) => listener,
             State::Closed => return Err(ServeError::Closed),
@@ -119,7 +120,7 @@ impl WorkerStore {
     /// Who waits for which keys: by address and pid of the client, in words; not all when there are many. Empty when nobody
     /// is served.
     pub fn waiting(&self) -> BTreeMap<String, Vec<String>> {
-        let questions = match &*self.state() {
+        let questions = match &*lock(&self.state) {
             State::Serving(questions) if self.is_ours() => questions.clone(),
             _ => return BTreeMap::new(),
         };
@@ -132,7 +133,7 @@ impl WorkerStore {
         if !self.is_ours() {
             return;
         }
-        let state = std::mem::replace(&mut *self.state(), State::Closed);
+        let state = std::mem::replace(&mut *lock(&self.state), State::Closed);
         if let State::Serving(questions) = state {
             // A server that has ended, with its thread, has closed everything by itself.
             ask(&questions, Question::Close);
@@ -142,10 +143,6 @@ impl WorkerStore {
     /// Whether this process made it; a child made by `fork` did not.
     pub fn is_ours(&self) -> bool {
         std::process::id() == self.owner
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

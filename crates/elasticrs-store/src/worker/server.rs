@@ -26,8 +26,8 @@ use super::connection::{CHUNK, Connection};
 use super::handle::Question;
 use super::map::{Id, Map, Refused};
 use super::wire::WireError;
-use crate::door::{Door, Purpose};
-use crate::notices::Notices;
+use elasticrs_runtime::door::{Door, Purpose};
+use elasticrs_runtime::notices::Notices;
 
 /// How much of who waits for what is told.
 const TOLD_WAITERS: usize = 256;

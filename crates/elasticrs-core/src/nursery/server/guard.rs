@@ -4,9 +4,9 @@
 use std::os::fd::OwnedFd;
 
 use super::{Nursery, at_once};
-use crate::clock::Stamp;
 use crate::nursery::fence::{Fence, Look};
 use crate::nursery::protocol::Reply;
+use elasticrs_runtime::clock::Stamp;
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>) {

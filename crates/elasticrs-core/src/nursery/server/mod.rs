@@ -28,11 +28,11 @@ use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::start::Start;
 use super::tree::Ended;
-use crate::clock::Stamp;
 use crate::exit::WorkerExit;
 use crate::sys::spawn::Stack;
 use crate::sys::wait::{self, Waited};
 use crate::sys::{fds, priority, signals};
+use elasticrs_runtime::clock::Stamp;
 
 /// When the agent is gone, or its lease, this long is tried; then what does not die has its SIGKILL pending and needs nobody.
 const LAST_SWEEP: Duration = Duration::from_secs(10);

@@ -15,13 +15,13 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use super::{Current, Task};
-use crate::clock::Stamp;
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, WorkerRaised};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
+use elasticrs_runtime::clock::Stamp;
 
 /// A socket for notices, with a name that the kernel chose: no file, and gone with its descriptor.
 pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {

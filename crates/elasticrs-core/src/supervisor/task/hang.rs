@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
 
 use super::{Current, Running, Task};
-use crate::clock::Stamp;
 use crate::exit::WorkerExit;
 use crate::limits;
 use crate::spec::{GroupSpec, PassedFd, StopPolicy};
@@ -24,6 +23,7 @@ use crate::timer::hang::{
     Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside, still_late,
 };
 use crate::timer::pages::HeartbeatPage;
+use elasticrs_runtime::clock::Stamp;
 
 /// The number under which a worker gets its page, or the next free one below: out of the way of what programs number
 /// themselves.

@@ -18,11 +18,10 @@ use tokio::io::unix::AsyncFd;
 use tokio::task::{AbortHandle, JoinSet};
 
 use super::{Current, Running, Task};
-use crate::clock::Stamp;
-use crate::counters::TimerCounts;
 use crate::nursery::tree::Status;
 use crate::signal::Signal;
 use crate::stat::{START_TIME, Stat};
+use crate::supervisor::counters::TimerCounts;
 use crate::supervisor::event::{Event, TimerExpired};
 use crate::supervisor::handle::SupervisorError;
 use crate::supervisor::state::Input;
@@ -34,6 +33,7 @@ use crate::timer::fifo::{CAPACITY, Fifo};
 use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
 use crate::timer::table::{Due, Terms, Timers, on_monotonic};
+use elasticrs_runtime::clock::Stamp;
 
 /// What is read at a time. Between two pieces the clock is looked at.
 const PIECE: usize = libc::PIPE_BUF;

@@ -1,13 +1,14 @@
 //! What the runtime counts, for whoever shows it: a handle that other threads read without asking anybody.
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::clock::Stamp;
-use crate::logs::Dest;
-use crate::supervisor::Heartbeat;
+use elasticrs_runtime::clock::Stamp;
+use elasticrs_runtime::lock;
+
+use super::event::Heartbeat;
+use crate::logs::LogTotals;
 use crate::timer::hang::Seen;
 use crate::timer::pages::HeartbeatPage;
 
@@ -50,53 +51,6 @@ impl TimerCounts {
 /// A timer that is acted on later than this is late.
 pub const LATE_NS: u64 = 10_000_000;
 
-/// What was read of one worker's stream.
-#[derive(Debug, Default)]
-pub struct LogCounts {
-    bytes: AtomicU64,
-    lines: AtomicU64,
-}
-
-impl LogCounts {
-    /// Bytes so far.
-    pub fn bytes(&self) -> u64 {
-        self.bytes.load(Ordering::Relaxed)
-    }
-
-    /// Newlines so far.
-    pub fn lines(&self) -> u64 {
-        self.lines.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn add(&self, block: &[u8]) {
-        self.bytes.fetch_add(block.len() as u64, Ordering::Relaxed);
-        let newlines = memchr::memchr_iter(b'\n', block).count();
-        self.lines.fetch_add(newlines as u64, Ordering::Relaxed);
-    }
-}
-
-/// Streams that go to the console, by local rank; all attempts together.
-#[derive(Debug, Default)]
-pub struct LogTotals {
-    streams: Mutex<BTreeMap<(u32, Dest), Arc<LogCounts>>>,
-}
-
-impl LogTotals {
-    /// All that were ever followed.
-    pub fn all(&self) -> Vec<((u32, Dest), Arc<LogCounts>)> {
-        self.streams().iter().map(|(stream, counts)| (*stream, Arc::clone(counts))).collect()
-    }
-
-    pub(crate) fn of(&self, local_rank: u32, dest: Dest) -> Arc<LogCounts> {
-        Arc::clone(self.streams().entry((local_rank, dest)).or_default())
-    }
-
-    fn streams(&self) -> MutexGuard<'_, BTreeMap<(u32, Dest), Arc<LogCounts>>> {
-        // Plain data: a panic elsewhere does not make it wrong.
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// The pages in which workers leave their heartbeats, of the group that runs or ran last.
 #[derive(Debug, Default)]
 pub struct Heartbeats {
@@ -107,16 +61,11 @@ impl Heartbeats {
     /// The last one of each worker that had any. Reads memory that is shared with the workers, and asks nobody.
     pub fn all(&self) -> Vec<Heartbeat> {
         let now = Stamp::now().0;
-        (0..).zip(self.pages().iter()).filter_map(|(rank, page)| Heartbeat::of(rank, &page.read(now))).collect()
+        (0..).zip(lock(&self.pages).iter()).filter_map(|(rank, page)| Heartbeat::of(rank, &page.read(now))).collect()
     }
 
     pub(crate) fn set(&self, pages: Vec<Arc<HeartbeatPage>>) {
-        *self.pages() = pages;
-    }
-
-    fn pages(&self) -> MutexGuard<'_, Vec<Arc<HeartbeatPage>>> {
-        // Plain data: a panic elsewhere does not make it wrong.
-        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.pages) = pages;
     }
 }
 
@@ -176,17 +125,6 @@ pub struct Counters {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn bytes_and_newlines_are_counted_by_stream() {
-        let totals = LogTotals::default();
-        totals.of(1, Dest::Stderr).add(b"a\nb\nc");
-        totals.of(1, Dest::Stderr).add(b"\n");
-        totals.of(0, Dest::Stdout).add(b"");
-        let all: Vec<_> =
-            totals.all().into_iter().map(|(stream, counts)| (stream, counts.bytes(), counts.lines())).collect();
-        assert_eq!(all, [((0, Dest::Stdout), 0, 0), ((1, Dest::Stderr), 6, 3)]);
-    }
 
     #[test]
     fn a_loop_is_at_work_until_it_waits() {

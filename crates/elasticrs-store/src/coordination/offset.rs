@@ -1,28 +1,9 @@
-//! The clocks of the store, and how far two wall clocks are apart.
+//! How far two wall clocks are apart. Pure.
 //!
 //! - **CLOCK-1** deadlines are on the boot clock, which goes on while the machine sleeps and which nobody can set;
 //! - **CLOCK-2** the wall clock is only ever reported.
 
 use std::collections::VecDeque;
-
-use nix::time::{ClockId, clock_gettime};
-
-fn nanoseconds(clock: ClockId) -> u64 {
-    let time = clock_gettime(clock).expect("every Linux of the last ten years has this clock");
-    // A wall clock before 1970 is as good as none.
-    let seconds = u64::try_from(time.tv_sec()).unwrap_or(0);
-    seconds * 1_000_000_000 + u64::try_from(time.tv_nsec()).unwrap_or(0)
-}
-
-/// Nanoseconds since boot, sleep included.
-pub fn boot_ns() -> u64 {
-    nanoseconds(ClockId::CLOCK_BOOTTIME)
-}
-
-/// Nanoseconds since 1970.
-pub fn wall_ns() -> u64 {
-    nanoseconds(ClockId::CLOCK_REALTIME)
-}
 
 /// One answered keep-alive.
 #[derive(Debug, Clone, Copy)]

@@ -1,0 +1,67 @@
+//! How much was read of each stream: counters that other threads read without asking anybody.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use elasticrs_runtime::lock;
+
+use super::Dest;
+
+/// What was read of one worker's stream.
+#[derive(Debug, Default)]
+pub struct LogCounts {
+    bytes: AtomicU64,
+    lines: AtomicU64,
+}
+
+impl LogCounts {
+    /// Bytes so far.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Newlines so far.
+    pub fn lines(&self) -> u64 {
+        self.lines.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn add(&self, block: &[u8]) {
+        self.bytes.fetch_add(block.len() as u64, Ordering::Relaxed);
+        let newlines = memchr::memchr_iter(b'\n', block).count();
+        self.lines.fetch_add(newlines as u64, Ordering::Relaxed);
+    }
+}
+
+/// Streams that go to the console, by local rank; all attempts together.
+#[derive(Debug, Default)]
+pub struct LogTotals {
+    streams: Mutex<BTreeMap<(u32, Dest), Arc<LogCounts>>>,
+}
+
+impl LogTotals {
+    /// All that were ever followed.
+    pub fn all(&self) -> Vec<((u32, Dest), Arc<LogCounts>)> {
+        lock(&self.streams).iter().map(|(stream, counts)| (*stream, Arc::clone(counts))).collect()
+    }
+
+    pub(super) fn of(&self, local_rank: u32, dest: Dest) -> Arc<LogCounts> {
+        Arc::clone(lock(&self.streams).entry((local_rank, dest)).or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_and_newlines_are_counted_by_stream() {
+        let totals = LogTotals::default();
+        totals.of(1, Dest::Stderr).add(b"a\nb\nc");
+        totals.of(1, Dest::Stderr).add(b"\n");
+        totals.of(0, Dest::Stdout).add(b"");
+        let all: Vec<_> =
+            totals.all().into_iter().map(|(stream, counts)| (stream, counts.bytes(), counts.lines())).collect();
+        assert_eq!(all, [((0, Dest::Stdout), 0, 0), ((1, Dest::Stderr), 6, 3)]);
+    }
+}

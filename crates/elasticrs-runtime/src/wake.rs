@@ -1,0 +1,44 @@
+//! A descriptor that says that there is something to do.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+/// Readable from [`Self::set`] to [`Self::clear`].
+#[derive(Debug)]
+pub struct Wake(EventFd);
+
+impl Wake {
+    /// Not readable yet.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
+    }
+
+    /// Wakes who waits for it; never blocks.
+    pub fn set(&self) {
+        // EAGAIN would mean 2^64 - 2 unread wake-ups: it is readable anyway.
+        let _ = self.0.write(1);
+    }
+
+    /// Undoes [`Self::set`].
+    pub fn clear(&self) {
+        // EAGAIN: it was clear.
+        let _ = self.0.read();
+    }
+}
+
+impl AsFd for Wake {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl AsRawFd for Wake {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
