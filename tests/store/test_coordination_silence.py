@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import procs
-from helpers.coordination import ALIVE, MAGIC, RUN, Client, RawClient, serving, text
+from helpers.coordination import ALIVE, MAGIC, REPLY, RUN, Client, RawClient, serving, text
 
 from elasticrs import _core
 
@@ -198,6 +198,24 @@ def has_ended(connection: socket.socket) -> bool:
             continue
         return True
     return False
+
+
+def test_one_answer_of_any_length_may_be_on_its_way():
+    with serving() as server:
+        writer = Client(server.port).connected()
+        for number in range(9):
+            writer.put(f"key{number}", bytes(1_000_000))
+        slow = RawClient(server.port).connected()
+        everything = struct.pack("<QII", 1, 0, 1) + b"\4" + text("key") + bytes(4) + bytes(4)
+        # Both are answered before any of the answers is sent.
+        requests = ((0x03, everything), (0x06, struct.pack("<Q", 1)))
+        slow.socket.sendall(
+            b"".join(struct.pack("<IB", len(body) + 1, kind) + body for kind, body in requests)
+        )
+        assert len(slow.until(REPLY)) > 9_000_000
+        slow.until(ALIVE)
+        slow.close()
+        writer.close()
 
 
 def test_a_session_that_is_lost_does_not_end_its_connection_before_the_workers_have(group):

@@ -14,8 +14,8 @@ use super::protocol::Answer;
 use super::types::LostKind;
 use super::wire::MAGIC;
 
-/// A client that has more than this before it is dropped; one message may go beyond.
-pub(super) const MAX_UNREAD: usize = 8 << 20;
+/// A client that leaves more than this unread is dropped. One message that is longer may be on its way beside it.
+const MAX_UNREAD: usize = 8 << 20;
 
 /// How many messages one system call takes.
 const BATCH: usize = 64;
@@ -28,10 +28,11 @@ pub(super) struct Outbox {
     /// Bytes of the first message that have been sent.
     sent: Cell<usize>,
     unread: Cell<usize>,
+    /// What is unread of the one message that is longer than [`MAX_UNREAD`].
+    unread_of_long: Cell<usize>,
     /// Whether the kernel has got any byte.
     has_begun: Cell<bool>,
     is_closing: Cell<bool>,
-    /// Wakes the connection's task.
     pub(super) wake: Notify,
     all: Rc<Held>,
     /// The connection, and what it has sent that is no whole request yet.
@@ -45,6 +46,7 @@ impl Outbox {
             queue: RefCell::default(),
             sent: Cell::default(),
             unread: Cell::default(),
+            unread_of_long: Cell::default(),
             has_begun: Cell::default(),
             is_closing: Cell::default(),
             wake: Notify::new(),
@@ -58,13 +60,17 @@ impl Outbox {
         Message::new(&self.all, bytes)
     }
 
-    /// Adds a message; false when the client has too much unread before it.
+    /// Adds a message; false when the client has too much unread.
     pub(super) fn push(&self, message: Rc<Message>) -> bool {
         if self.is_closing.get() {
             return true;
         }
-        if self.unread.get() > MAX_UNREAD {
+        let (of_long, is_long) = (self.unread_of_long.get(), message.len() > MAX_UNREAD);
+        if self.unread.get() - of_long > MAX_UNREAD || is_long && of_long > 0 {
             return false;
+        }
+        if is_long {
+            self.unread_of_long.set(message.len());
         }
         self.unread.set(self.unread.get() + message.len());
         self.queue.borrow_mut().push_back(message);
@@ -129,8 +135,15 @@ impl Outbox {
                     self.has_begun.set(true);
                     self.unread.set(self.unread.get().saturating_sub(written));
                     let mut left = skip + written;
-                    while queue.front().is_some_and(|message| message.len() <= left) {
-                        left -= queue.pop_front().map_or(0, |message| message.len());
+                    while let Some(first) = queue.front() {
+                        if first.len() > MAX_UNREAD {
+                            self.unread_of_long.set(first.len().saturating_sub(left));
+                        }
+                        if first.len() > left {
+                            break;
+                        }
+                        left -= first.len();
+                        queue.pop_front();
                     }
                     self.sent.set(left);
                 }
@@ -143,5 +156,35 @@ impl Outbox {
             queue.shrink_to(BATCH);
         }
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_long_message_is_not_counted() {
+        let all = Rc::new(Held::default());
+        let outbox = Outbox::new(&all, ([127, 0, 0, 1], 1).into());
+        let push = |length| outbox.push(Message::new(&all, vec![0; length]));
+        assert!(push(1) && push(50 << 20) && push(1));
+        assert!(!push(MAX_UNREAD + 1));
+        assert!(push(MAX_UNREAD) && !push(1));
+    }
+
+    #[tokio::test(flavor = "current_thread")]
+    async fn what_was_sent_of_a_long_message_gives_no_room_to_others() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, peer) = listener.accept().await.unwrap();
+        let all = Rc::new(Held::default());
+        let outbox = Outbox::new(&all, peer);
+        let push = |length| outbox.push(Message::new(&all, vec![0; length]));
+        assert!(push(50 << 20) && push(MAX_UNREAD));
+        // The kernel takes some of it.
+        assert!(!outbox.flush(&stream).unwrap());
+        assert!(push(1) && !push(1));
+        drop(client);
     }
 }
