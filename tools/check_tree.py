@@ -70,7 +70,9 @@ def breaches_of_text(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 # rustc's `missing_docs` cannot exempt fields and variants, whose names say enough for most of them.
-PUBLIC_ITEM = re.compile(r"\s*pub (?:const |unsafe |async )*(?:fn|struct|enum|union|trait|type|const|static) ?(\w+)")
+PUBLIC_ITEM = re.compile(
+    r"\s*pub (?:const |unsafe |async )*(?:fn|struct|enum|union|trait|type|const|static) ?(\w+)"
+)
 SEAM = "crates/elasticrs-python/"
 """The seam between Rust and Python: its names are documented in ``_core.pyi``."""
 

@@ -621,6 +621,12 @@ class Supervisor:
 
 # --- stores ---------------------------------------------------------------------------------------
 
+WorkersState: TypeAlias = Literal["INIT", "HEALTHY", "UNHEALTHY", "STOPPED", "SUCCEEDED", "FAILED"]
+Activity: TypeAlias = Literal["starting", "productive", "restarting", "waiting_for_nodes", "hung"]
+RestartCause: TypeAlias = Literal[
+    "worker_failed", "worker_hung", "timer_expired", "start_failed", "nursery_lost", "port_taken", "nodes"
+]
+
 @final
 class HealthServer:
     """Says over HTTP how an agent is, from a thread of its own. Not for children made by ``fork``.
@@ -670,7 +676,9 @@ class HealthServer:
         """
     def files_ended(self) -> None:
         """What wrote to them has ended: they are looked at a last time."""
-    def publish(self, state: str, status: str, workers: Sequence[tuple[int, int, int]] | None = None) -> None:
+    def publish(
+        self, state: WorkersState, status: str, workers: Sequence[tuple[int, int, int]] | None = None
+    ) -> None:
         """The job is in this state from now on.
 
         Args:
@@ -679,9 +687,9 @@ class HealthServer:
             workers: rank, local rank and pid of each, while they run; as before when ``None``.
 
         Raises:
-            ValueError: ``status`` is something else.
+            ValueError: no such state, or ``status`` is something else.
         """
-    def enter(self, activity: str) -> None:
+    def enter(self, activity: Activity) -> None:
         """What time goes to from now on.
 
         Raises:
@@ -689,7 +697,7 @@ class HealthServer:
         """
     def was_hung(self, seconds: float) -> None:
         """So much of the productive time was none."""
-    def restarted(self, cause: str) -> None:
+    def restarted(self, cause: RestartCause) -> None:
         """The workers were started again.
 
         Raises:

@@ -10,18 +10,14 @@ pub struct Request {
     pub path: String,
     /// To whom it was sent, as it says.
     pub host: Option<String>,
-    /// Only the head of the answer is wanted.
     pub head_only: bool,
 }
 
 /// What is answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
-    /// Such as 200.
     pub status: u16,
-    /// Its `Content-Type`.
     pub kind: &'static str,
-    /// The content.
     pub body: Vec<u8>,
 }
 

@@ -28,7 +28,9 @@ pub mod processes;
 pub mod server;
 mod spans;
 
-pub use server::{Handle, Settings, Worker};
+pub use metrics::{Cause, State};
+pub use processes::Worker;
+pub use server::{Handle, Settings};
 pub use spans::{Activity, Spans};
 
 /// What the agent tells of the job.

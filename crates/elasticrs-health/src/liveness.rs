@@ -31,14 +31,12 @@ pub enum Ask {
     New,
     /// Wait for the answer to an earlier question.
     Pending,
-    /// Nothing: there is an answer.
     Fresh,
 }
 
 /// What is told.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
-    /// Whether it is alive.
     pub alive: bool,
     /// For how long there has been no progress, as far as is known.
     pub age: Duration,

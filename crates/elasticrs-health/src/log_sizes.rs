@@ -29,9 +29,7 @@ pub type Stream = (u32, Dest);
 /// Where one worker's stream goes, and nobody else's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogFile {
-    /// Whose.
     pub stream: Stream,
-    /// It need not be there yet.
     pub path: PathBuf,
     /// It was not there when the attempt was prepared; otherwise only what comes after the first look counts.
     pub is_new: bool,
@@ -40,7 +38,6 @@ pub struct LogFile {
 /// What a look has found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Look {
-    /// No file.
     Absent,
     /// A file that has so many bytes, with its device and number.
     File((u64, u64), u64),
@@ -116,7 +113,6 @@ type Turn = Option<Vec<LogFile>>;
 struct State {
     turns: Option<mpsc::Sender<Turn>>,
     counts: BTreeMap<Stream, u64>,
-    /// An attempt runs: its files may have grown.
     is_watching: bool,
     /// Turns of the thread that were asked for, begun, and done.
     wanted: u64,

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use elasticrs_core::logs::Dest;
 use elasticrs_core::supervisor::counters::Counters;
 use elasticrs_runtime::clock::Stamp;
+use elasticrs_runtime::named_enum;
 
 use crate::log_sizes::{Known, Stream};
-use crate::processes::{self, Usage};
-use crate::server::Worker;
+use crate::processes::{self, Usage, Worker};
 use crate::spans::{Activity, Spans};
 
 /// Of names that come through `put_metric`.
@@ -22,9 +22,30 @@ pub const MAX_SERIES: usize = 2000;
 /// Seconds from a failure until the workers run again.
 const BUCKETS: [f64; 13] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
 
-/// Why workers started again.
-pub const CAUSES: [&str; 7] =
-    ["worker_failed", "worker_hung", "timer_expired", "start_failed", "nursery_lost", "port_taken", "nodes"];
+named_enum! {
+    /// Why workers started again.
+    pub enum Cause {
+        WorkerFailed = "worker_failed",
+        WorkerHung = "worker_hung",
+        TimerExpired = "timer_expired",
+        StartFailed = "start_failed",
+        NurseryLost = "nursery_lost",
+        PortTaken = "port_taken",
+        Nodes = "nodes",
+    }
+}
+
+named_enum! {
+    /// The state of the workers, as torch calls it.
+    pub enum State {
+        Init = "INIT",
+        Healthy = "HEALTHY",
+        Unhealthy = "UNHEALTHY",
+        Stopped = "STOPPED",
+        Succeeded = "SUCCEEDED",
+        Failed = "FAILED",
+    }
+}
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Series {
@@ -37,7 +58,7 @@ struct Series {
 #[derive(Debug)]
 pub struct Registry {
     spans: Spans,
-    restarts: [u64; CAUSES.len()],
+    restarts: [u64; Cause::ALL.len()],
     /// By bucket, the last one beyond all.
     recoveries: [u64; BUCKETS.len() + 1],
     recovery_seconds: f64,
@@ -47,23 +68,15 @@ pub struct Registry {
 
 /// What else there is at the moment of a scrape.
 pub struct Moment<'a> {
-    /// Now.
     pub now: Instant,
-    /// For how long the server has been there.
     pub uptime: Duration,
-    /// Whether the loop is alive, as far as is known.
     pub alive: bool,
-    /// The state of the workers.
-    pub state: &'a str,
-    /// Restarts that may still be charged.
+    pub state: State,
     pub restarts_left: Option<f64>,
-    /// Of the last attempt.
     pub workers: &'a [Worker],
     /// Of those that run; see [`usages`].
     pub usages: &'a [(&'a Worker, Usage)],
-    /// Of the runtime.
     pub counters: &'a Counters,
-    /// Of files that nobody reads.
     pub sizes: &'a Known,
 }
 
@@ -90,13 +103,9 @@ impl Registry {
         self.spans.was_hung(span, now);
     }
 
-    /// The workers start again; `false`: it is none of [`CAUSES`].
-    pub fn restarted(&mut self, cause: &str) -> bool {
-        let known = CAUSES.iter().position(|known| *known == cause);
-        if let Some(index) = known {
-            self.restarts[index] += 1;
-        }
-        known.is_some()
+    /// The workers start again.
+    pub fn restarted(&mut self, cause: Cause) {
+        self.restarts[cause as usize] += 1;
     }
 
     /// The workers run again.
@@ -135,8 +144,8 @@ impl Registry {
 
     fn render_job(&self, page: &mut Page, moment: &Moment<'_>) {
         page.family("elasticrs_restarts_total", "counter", "Times that the workers started again, by cause.");
-        for (cause, count) in CAUSES.iter().zip(self.restarts) {
-            page.sample("elasticrs_restarts_total", &[("cause", cause)], whole(count));
+        for (cause, count) in Cause::ALL.into_iter().zip(self.restarts) {
+            page.sample("elasticrs_restarts_total", &[("cause", cause.name())], whole(count));
         }
         if let Some(left) = moment.restarts_left {
             page.family("elasticrs_restarts_left", "gauge", "Restarts that may still be charged.");
@@ -182,14 +191,11 @@ fn render_agent(page: &mut Page, moment: &Moment<'_>) {
     page.family("elasticrs_agent_alive", "gauge", "0 when the loop of the agent is known to hang; see /healthz.");
     page.sample("elasticrs_agent_alive", &[], f64::from(u8::from(moment.alive)));
     page.family("elasticrs_agent_state", "gauge", "1 for the state in which the workers are.");
-    for state in STATES {
+    for state in State::ALL {
         let is_now = f64::from(u8::from(state == moment.state));
-        page.sample("elasticrs_agent_state", &[("state", state)], is_now);
+        page.sample("elasticrs_agent_state", &[("state", state.name())], is_now);
     }
 }
-
-/// Of the workers, as torch calls them.
-pub const STATES: [&str; 6] = ["INIT", "HEALTHY", "UNHEALTHY", "STOPPED", "SUCCEEDED", "FAILED"];
 
 /// What those take that still run. Reads files of the kernel.
 pub fn usages(workers: &[Worker]) -> Vec<(&Worker, Usage)> {
@@ -332,7 +338,7 @@ mod tests {
             now: Instant::now(),
             uptime: Duration::from_secs(2),
             alive: true,
-            state: "HEALTHY",
+            state: State::Healthy,
             restarts_left: Some(3.0),
             workers,
             usages: &usages(workers),
@@ -379,10 +385,9 @@ mod tests {
     }
 
     #[test]
-    fn only_known_causes_count() {
+    fn restarts_count_by_their_cause() {
         let mut registry = Registry::new(Instant::now());
-        assert!(registry.restarted("nodes"));
-        assert!(!registry.restarted("weather"));
+        registry.restarted(Cause::Nodes);
         assert!(page(&registry, &[]).contains("elasticrs_restarts_total{cause=\"nodes\"} 1\n"));
     }
 

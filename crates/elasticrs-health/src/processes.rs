@@ -6,12 +6,31 @@ use nix::unistd::{SysconfVar, sysconf};
 /// Of one process; its children are their own.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Usage {
-    /// Bytes in memory.
     pub resident: u64,
     /// Seconds of CPU, in the program and in the kernel.
     pub cpu: f64,
     /// In ticks after the machine's start: tells a process from a later one with the same pid.
     pub started: u64,
+}
+
+/// A worker that runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Worker {
+    pub rank: u32,
+    pub local_rank: u32,
+    pub pid: i32,
+    pub(crate) started: Option<u64>,
+}
+
+impl Worker {
+    /// To be called while it runs: a later process with the same pid is not taken for it.
+    pub fn new(rank: u32, local_rank: u32, pid: i32) -> Self {
+        Self { rank, local_rank, pid, started: usage(pid).map(|usage| usage.started) }
+    }
+
+    pub(crate) fn labels(&self) -> [(&'static str, String); 2] {
+        [("rank", self.rank.to_string()), ("local_rank", self.local_rank.to_string())]
+    }
 }
 
 /// `None`: there is no such process.

@@ -11,22 +11,22 @@ use elasticrs_core::supervisor::{Heartbeat, Supervisor};
 use elasticrs_runtime::clock::Stamp;
 use elasticrs_runtime::door::{Door, Purpose};
 use elasticrs_runtime::listen::{ListenError, Port, listen};
-use elasticrs_runtime::lock;
 use elasticrs_runtime::notices::{Notices, Tell};
 use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
 use elasticrs_runtime::wake::Wake;
+use elasticrs_runtime::{lock, stream};
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
-use tokio::task::{AbortHandle, JoinSet, yield_now};
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{timeout, timeout_at};
 
 use crate::http::{self, JSON, MAX_HEAD, METRICS, Request, Response};
 use crate::liveness::{Ask, Liveness, Verdict};
 use crate::log_sizes::{LogFile, LogSizes};
-use crate::metrics::{Moment, Registry, usages};
+use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
-use crate::processes;
+use crate::processes::Worker;
 use crate::spans::Activity;
 
 /// HEALTH-2.
@@ -45,39 +45,14 @@ const PAGE_FRESH: Duration = Duration::from_millis(100);
 pub struct Settings {
     /// Where it listens; loopback unless somebody else is to ask. A name is one that requests may be sent to.
     pub host: String,
-    /// 0: any free port.
     pub port: u16,
-    /// HEALTH-4.
     pub limit: Duration,
-}
-
-/// A worker that runs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Worker {
-    /// In the job.
-    pub rank: u32,
-    /// On this node.
-    pub local_rank: u32,
-    /// Its process.
-    pub pid: i32,
-    pub(crate) started: Option<u64>,
-}
-
-impl Worker {
-    /// To be called while it runs: a later process with the same pid is not taken for it.
-    pub fn new(rank: u32, local_rank: u32, pid: i32) -> Self {
-        Self { rank, local_rank, pid, started: processes::usage(pid).map(|usage| usage.started) }
-    }
-
-    pub(crate) fn labels(&self) -> [(&'static str, String); 2] {
-        [("rank", self.rank.to_string()), ("local_rank", self.local_rank.to_string())]
-    }
 }
 
 /// What the loop has told of the job.
 #[derive(Debug)]
 struct Published {
-    state: String,
+    state: State,
     status: Value,
     workers: Vec<Worker>,
 }
@@ -137,7 +112,7 @@ impl Handle {
             wake: Wake::new().map_err(failed)?,
             liveness: Mutex::new(Liveness::new(settings.limit)),
             answered: Notify::new(),
-            published: Mutex::new(Published { state: "INIT".into(), status: json!({}), workers: Vec::new() }),
+            published: Mutex::new(Published { state: State::Init, status: json!({}), workers: Vec::new() }),
             registry: Mutex::new(Registry::new(now)),
             counters: Mutex::default(),
             turn: Mutex::default(),
@@ -205,7 +180,7 @@ impl Handle {
     }
 
     /// The job is in this state from now on; without `workers` they are those of before.
-    pub fn publish(&self, state: String, status: Value, workers: Option<Vec<Worker>>) {
+    pub fn publish(&self, state: State, status: Value, workers: Option<Vec<Worker>>) {
         let mut published = lock(&self.shared.published);
         (published.state, published.status) = (state, status);
         if let Some(workers) = workers {
@@ -284,12 +259,9 @@ async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
     let mut head = Vec::new();
     let mut block = [0; 1024];
     loop {
-        stream.readable().await?;
-        match stream.try_read(&mut block) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => head.extend_from_slice(&block[..count]),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-            Err(error) => return Err(error),
+        match stream::read(stream, &mut block).await? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            count => head.extend_from_slice(&block[..count]),
         }
         if http::is_whole(&head) {
             return Ok(Some(head));
@@ -300,32 +272,10 @@ async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Sends all, says so, and waits until the client has closed: closing first could take the answer back when more of its
-/// request is on the way. One that goes on and on is closed.
-async fn send(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
-    while !bytes.is_empty() {
-        stream.writable().await?;
-        match stream.try_write(bytes) {
-            Ok(count) => bytes = &bytes[count..],
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(error),
-        }
-    }
-    nix::sys::socket::shutdown(std::os::fd::AsRawFd::as_raw_fd(stream), nix::sys::socket::Shutdown::Write)?;
-    let mut block = [0; 1024];
-    let mut left = MAX_DROPPED;
-    while left > 0 {
-        stream.readable().await?;
-        match stream.try_read(&mut block) {
-            Ok(0) => return Ok(()),
-            Ok(count) => left = left.saturating_sub(count),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(error),
-        }
-        // There may be more at once, always: others, and the time limit, get their turn all the same.
-        yield_now().await;
-    }
-    Ok(())
+/// Closing first could take the answer back when more of the request is on the way. A client that goes on and on is closed.
+async fn send(stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
+    stream::write_all(stream, bytes).await?;
+    stream::part(stream, MAX_DROPPED).await
 }
 
 async fn respond(request: &Request, shared: &Shared) -> Response {
@@ -406,9 +356,9 @@ impl Shared {
     }
 
     fn ready(&self) -> Response {
-        let state = lock(&self.published).state.clone();
-        let ready = state == "HEALTHY";
-        of_json(if ready { 200 } else { 503 }, &json!({"ready": ready, "state": state}))
+        let state = lock(&self.published).state;
+        let ready = state == State::Healthy;
+        of_json(if ready { 200 } else { 503 }, &json!({"ready": ready, "state": state.name()}))
     }
 
     fn status(&self) -> Response {
@@ -463,7 +413,7 @@ impl Shared {
         let (state, workers, restarts_left) = {
             let published = lock(&self.published);
             let left = published.status.get("restarts_left").and_then(Value::as_f64);
-            (published.state.clone(), published.workers.clone(), left)
+            (published.state, published.workers.clone(), left)
         };
         // Before the lock, for which whoever counts would wait.
         let usages = usages(&workers);
@@ -471,7 +421,7 @@ impl Shared {
             now,
             uptime,
             alive,
-            state: &state,
+            state,
             restarts_left,
             workers: &workers,
             usages: &usages,

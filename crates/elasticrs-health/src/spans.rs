@@ -2,39 +2,21 @@
 
 use std::time::{Duration, Instant};
 
-/// What the agent of a node does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activity {
-    /// The first start of the workers.
-    Starting,
-    /// Workers run, and none is known to have failed.
-    Productive,
-    /// From a failure on, until the workers run again.
-    Restarting,
-    /// A rendezvous with other nodes is under way.
-    WaitingForNodes,
-    /// Workers run, and one of them hangs.
-    Hung,
-}
+use elasticrs_runtime::named_enum;
 
-impl Activity {
-    /// All, in the order of the metrics.
-    pub const ALL: [Self; 5] = [Self::Starting, Self::Productive, Self::Restarting, Self::WaitingForNodes, Self::Hung];
-
-    /// As metrics call it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Productive => "productive",
-            Self::Restarting => "restarting",
-            Self::WaitingForNodes => "waiting_for_nodes",
-            Self::Hung => "hung",
-        }
-    }
-
-    /// The one of that name.
-    pub fn of_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|activity| activity.name() == name)
+named_enum! {
+    /// What the agent of a node does, as metrics call it.
+    pub enum Activity {
+        /// The first start of the workers.
+        Starting = "starting",
+        /// Workers run, and none is known to have failed.
+        Productive = "productive",
+        /// From a failure on, until the workers run again.
+        Restarting = "restarting",
+        /// A rendezvous with other nodes is under way.
+        WaitingForNodes = "waiting_for_nodes",
+        /// Workers run, and one of them hangs.
+        Hung = "hung",
     }
 }
 
@@ -92,14 +74,6 @@ mod tests {
         spans.enter(Activity::Restarting, start + second * 11);
         let totals = spans.totals(start + second * 12).map(|(_, span)| span.as_secs());
         assert_eq!(totals, [1, 0, 1, 0, 10]);
-    }
-
-    #[test]
-    fn names_are_those_of_activities() {
-        for activity in Activity::ALL {
-            assert_eq!(Activity::of_name(activity.name()), Some(activity));
-        }
-        assert_eq!(Activity::of_name("idle"), None);
     }
 
     proptest! {

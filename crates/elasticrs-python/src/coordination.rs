@@ -16,9 +16,10 @@ use pyo3::types::{PyBytes, PyTuple};
 
 use crate::error::{SupervisorError, listen_error, os_error};
 use crate::event::object;
+use crate::home::{Home, teller};
 use crate::lease;
 use crate::spec::duration;
-use crate::store_runtime::{Home, Stores, teller};
+use crate::stores::Stores;
 use crate::supervisor::{LOOK, Supervisor};
 
 #[pyclass(frozen, module = "elasticrs._core")]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use elasticrs_core::logs::Dest;
 use elasticrs_health::log_sizes::LogFile;
-use elasticrs_health::{Activity, Handle, Settings, Worker};
+use elasticrs_health::{Activity, Cause, Handle, Settings, State, Worker};
 use elasticrs_runtime::notices::List;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -84,17 +84,16 @@ impl HealthServer {
     }
 
     #[pyo3(signature = (state, status, workers=None))]
-    fn publish(&self, state: String, status: &str, workers: Option<Vec<(u32, u32, i32)>>) -> PyResult<()> {
+    fn publish(&self, state: &str, status: &str, workers: Option<Vec<(u32, u32, i32)>>) -> PyResult<()> {
         let status = elasticrs_health::parse_status(status).map_err(PyValueError::new_err)?;
         let of = |(rank, local_rank, pid)| Worker::new(rank, local_rank, pid);
         let workers = workers.map(|workers| workers.into_iter().map(of).collect());
-        self.handle.publish(state, status, workers);
+        self.handle.publish(known(State::of_name, state)?, status, workers);
         Ok(())
     }
 
     fn enter(&self, activity: &str) -> PyResult<()> {
-        let known = Activity::of_name(activity).ok_or_else(|| PyValueError::new_err(activity.to_owned()))?;
-        self.handle.enter(known);
+        self.handle.enter(known(Activity::of_name, activity)?);
         Ok(())
     }
 
@@ -105,8 +104,9 @@ impl HealthServer {
     }
 
     fn restarted(&self, cause: &str) -> PyResult<()> {
-        let is_known = self.handle.count(|registry, _| registry.restarted(cause));
-        if is_known { Ok(()) } else { Err(PyValueError::new_err(cause.to_owned())) }
+        let cause = known(Cause::of_name, cause)?;
+        self.handle.count(|registry, _| registry.restarted(cause));
+        Ok(())
     }
 
     fn recovered(&self, seconds: f64) -> PyResult<()> {
@@ -126,4 +126,9 @@ impl HealthServer {
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.handle.close());
     }
+}
+
+/// A kind by its name in Python.
+fn known<T>(of_name: fn(&str) -> Option<T>, name: &str) -> PyResult<T> {
+    of_name(name).ok_or_else(|| PyValueError::new_err(name.to_owned()))
 }

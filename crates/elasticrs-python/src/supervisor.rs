@@ -18,7 +18,7 @@ use crate::error::{Error, os_error};
 use crate::event::{FdReady, Heartbeat, heartbeat, object, to_python};
 use crate::nursery;
 use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
-use crate::store_runtime::Stores;
+use crate::stores::Stores;
 
 /// How long a wait may last without a look at Python's signals. One that comes between the last look and the system call
 /// that waits, or that the kernel hands to another thread, interrupts nothing. As long as the agent's own safety tick, so

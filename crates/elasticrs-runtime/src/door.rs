@@ -24,9 +24,7 @@ const SILENCE: Duration = Duration::from_secs(10);
 /// What connections are for: each kind leaves those above it their descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// The agent's health.
     Health,
-    /// A store.
     Store,
 }
 

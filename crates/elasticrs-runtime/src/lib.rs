@@ -1,17 +1,21 @@
 //! What our threads have in common, in a process that belongs to somebody else.
 //!
-//! [`threads`] starts them, [`runtime`] runs futures on one; [`listen`] and [`door`] let clients in, and [`notices`] carry
-//! lines to the user. Without the feature `agent` only [`clock`] is built.
+//! [`threads`] starts them, [`runtime`] runs futures on one, and [`wake`] wakes those that wait. [`listen`] and [`door`] let
+//! clients in, [`stream`] moves their bytes, and [`notices`] carry lines to the user. Without the feature `agent` only
+//! [`clock`] and [`named_enum`] are built.
 
 pub mod clock;
 #[cfg(feature = "agent")]
 pub mod door;
 #[cfg(feature = "agent")]
 pub mod listen;
+mod named;
 #[cfg(feature = "agent")]
 pub mod notices;
 #[cfg(feature = "agent")]
 pub mod runtime;
+#[cfg(feature = "agent")]
+pub mod stream;
 #[cfg(feature = "agent")]
 pub mod threads;
 #[cfg(feature = "agent")]

@@ -18,7 +18,6 @@ use nix::sys::socket::{
 /// Which port to listen on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Port {
-    /// One that is free.
     Any,
     /// The first free one from the first to the last, both included.
     Range(u16, u16),
@@ -36,9 +35,7 @@ impl From<u16> for Port {
 pub struct ListenError {
     /// As it was given; `None`: every address.
     pub host: Option<String>,
-    /// As it was given.
     pub port: Port,
-    /// What the kernel or the resolver says.
     pub source: io::Error,
 }
 

@@ -47,7 +47,7 @@ class HealthObserver(Observer):
         self._native = server.open()
         self._supervisor: _core.Supervisor | None = None
         self._say = say
-        self._state = "INIT"
+        self._state: _core.WorkersState = "INIT"
         self._attempt: Attempt | None = None
         self._paused: set[int] = set()
         self._last_failure: dict[str, Any] | None = None
@@ -181,7 +181,7 @@ class HealthObserver(Observer):
             "round": attempt.round,
         }
 
-    def _enter_state(self, state: str) -> None:
+    def _enter_state(self, state: _core.WorkersState) -> None:
         self._state = state
         self._publish()
 
@@ -238,7 +238,7 @@ def _group(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _cause(attempt: Attempt) -> str:
+def _cause(attempt: Attempt) -> _core.RestartCause:
     """Why workers started again after this attempt, in the words of the metrics."""
     if "started" not in attempt.stamps:
         return "start_failed"

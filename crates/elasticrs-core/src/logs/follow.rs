@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::clock::Stamp;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
 use nix::sys::statfs::fstatfs;
@@ -30,7 +31,6 @@ use super::console::Output;
 use super::lines::{LineSplitter, Unit};
 use super::matching::LineFilter;
 use super::{Notice, Notify, StreamId, StreamInfo, To};
-use elasticrs_runtime::clock::Stamp;
 
 /// One turn of one file.
 const BLOCK: usize = 64 * 1024;

@@ -17,12 +17,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use elasticrs_runtime::clock::boot_now;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
 use crate::sys::page::Page;
 use crate::sys::timer;
-use elasticrs_runtime::clock::boot_now;
 
 const NONE: u64 = 0;
 /// Also a deadline: the first nanosecond after boot.

@@ -4,12 +4,12 @@
 //! another build being run by mistake. A frame is a little-endian `u32` length and that many bytes of postcard.
 //! Descriptors travel as `SCM_RIGHTS` with the first byte of the frame that announces them.
 
+use elasticrs_runtime::clock::Stamp;
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
-use elasticrs_runtime::clock::Stamp;
 
 /// Changes with every change of this file.
 pub const PROTOCOL: u32 = 6;

@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use elasticrs_runtime::clock::Stamp;
+
 use crate::exit::{Usage, WorkerExit};
 use crate::logs::{Dest, Notice};
 use crate::nursery::protocol::{Descendant, Stage};
 use crate::signal::Signal;
 use crate::timer::hang::{Ground, Missed};
-use elasticrs_runtime::clock::Stamp;
 
 /// One thing that happened.
 #[derive(Debug, Clone, PartialEq, Eq)]

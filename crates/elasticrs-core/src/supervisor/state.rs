@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
+use elasticrs_runtime::clock::Stamp;
+
 use self::member::{Member, Pause, to_group};
 pub use super::deadlines::Timer;
 use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired, WorkerHung, WorkerRaised};
 use crate::exit::{Usage, WorkerExit};
 use crate::signal::Signal;
 use crate::spec::{Descendants, StopPolicy, StopScope};
-use elasticrs_runtime::clock::Stamp;
 
 /// A worker that is stopped for this long is told of.
 pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);

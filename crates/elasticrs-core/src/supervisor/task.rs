@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::clock::Stamp;
 use elasticrs_runtime::threads::panic_message;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinHandle, JoinSet};
@@ -25,7 +26,6 @@ use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
 use crate::timer::hang::Elsewhere;
-use elasticrs_runtime::clock::Stamp;
 
 mod check;
 mod ending;

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use elasticrs_runtime::clock::Stamp;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::{Pid, getsid};
@@ -15,7 +16,6 @@ use crate::exit::WorkerExit;
 use crate::nursery::sweep;
 use crate::nursery::token::Token;
 use crate::sys::readiness::register;
-use elasticrs_runtime::clock::Stamp;
 
 /// The end of a watched process.
 #[derive(Debug)]

@@ -6,8 +6,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use crate::signal::Signal;
 use elasticrs_runtime::clock::Stamp;
+
+use crate::signal::Signal;
 
 /// No more timers than this at a time, all processes together.
 pub const MAX_TIMERS: usize = 16_384;

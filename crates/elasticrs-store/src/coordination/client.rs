@@ -9,43 +9,18 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
+use elasticrs_runtime::runtime::Spawn;
 use elasticrs_runtime::threads::ask;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
+pub use super::connect::Options;
 use super::connect::{Lost, Opened, open};
 use super::events::{Event, Events};
 use super::guard::Guard;
 use super::protocol::Request;
-use super::session::{Ended, Session};
+use super::session::{Command, Ended, Session};
 use super::types::{LostKind, Txn, Watch};
 use super::wire::MAX_REQUEST;
-use elasticrs_runtime::runtime::Spawn;
-
-/// Where a client connects, as what, and how patient it is.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Name or address.
-    pub host: String,
-    /// Its port.
-    pub port: u16,
-    /// Which run it belongs to.
-    pub run_id: String,
-    /// What the store has to know, too.
-    pub token: Option<Vec<u8>>,
-    /// Between keep-alives.
-    pub interval: Duration,
-    /// So many intervals without a keep-alive end the session.
-    pub attempts: u16,
-    /// For name, connection and handshake together.
-    pub connect_timeout: Duration,
-    /// Keep-alives stop when the user has not asked for events for so long; `None`: never.
-    pub stall_timeout: Option<Duration>,
-}
-
-pub(super) enum Command {
-    Send(Vec<u8>),
-    Close(SyncSender<()>),
-}
 
 /// The request cannot be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

@@ -6,18 +6,32 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::thread::Builder;
 use std::time::Duration;
 
-use elasticrs_runtime::threads;
-use tokio::io::Interest;
+use elasticrs_runtime::clock::boot_now;
+use elasticrs_runtime::{stream, threads};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::auth::{self, Direction};
-use super::client::Options;
 use super::probe::is_tcp_store;
 use super::protocol::{Answer, Digest, Hello, Pace, Request, VERSION};
 use super::types::LostKind;
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
-use elasticrs_runtime::clock::boot_now;
+
+/// Where a client connects, as what, and how patient it is.
+#[derive(Debug, Clone)]
+pub struct Options {
+    pub host: String,
+    pub port: u16,
+    pub run_id: String,
+    pub token: Option<Vec<u8>>,
+    pub interval: Duration,
+    /// So many intervals without a keep-alive end the session.
+    pub attempts: u16,
+    /// For name, connection and handshake together.
+    pub connect_timeout: Duration,
+    /// Keep-alives stop when the user has not asked for events for so long; `None`: never.
+    pub stall_timeout: Option<Duration>,
+}
 
 /// Why there is no session, or no longer.
 #[derive(Debug)]
@@ -225,7 +239,7 @@ impl Greeter<'_> {
             challenge: nonce,
         };
         let sent = boot_now();
-        self.send(&[&MAGIC[..], &Request::Hello(hello).encode()].concat()).await?;
+        self.send(&[&MAGIC[..], &Request::Hello(hello).encode()].concat()).await;
         let (run_id, challenge) = match self.answer().await? {
             Answer::Welcome { version, .. } if version.0 != VERSION.0 => {
                 return Err(self.said(
@@ -256,12 +270,13 @@ impl Greeter<'_> {
         Lost::new(kind, format!("the store at {} {what}", endpoint(self.options)))
     }
 
-    async fn prove(&mut self, challenge: Option<&Digest>) -> Result<(), Lost> {
+    async fn prove(&self, challenge: Option<&Digest>) -> Result<(), Lost> {
         match (challenge, &self.options.token) {
             (None, None) => Ok(()),
             (Some(challenge), Some(token)) => {
                 let proof = auth::proof(token, challenge, &self.options.run_id, Direction::Client);
-                self.send(&Request::Prove(proof).encode()).await
+                self.send(&Request::Prove(proof).encode()).await;
+                Ok(())
             }
             (Some(_), None) => Err(self.said(LostKind::Token, "requires a token, and none was given here")),
             (None, Some(_)) => Err(self.said(LostKind::Token, "has no token, but one was given here")),
@@ -277,19 +292,9 @@ impl Greeter<'_> {
         Err(self.said(LostKind::Token, "did not prove that it knows the token"))
     }
 
-    async fn send(&mut self, mut bytes: &[u8]) -> Result<(), Lost> {
-        while !bytes.is_empty() {
-            // An error of the connection is judged by what can still be read from it.
-            if self.stream.ready(Interest::WRITABLE).await.is_err() {
-                return Ok(());
-            }
-            match self.stream.try_write(bytes) {
-                Ok(sent) => bytes = &bytes[sent..],
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(_) => return Ok(()),
-            }
-        }
-        Ok(())
+    async fn send(&self, bytes: &[u8]) {
+        // An error of the connection is judged by what can still be read from it.
+        let _ = stream::write_all(&self.stream, bytes).await;
     }
 
     async fn answer(&mut self) -> Result<Answer, Lost> {
@@ -304,11 +309,7 @@ impl Greeter<'_> {
                 Err(Broken::Foreign) => return Err(not_ours(self.options, what(self.frames.unread()))),
                 Err(error @ Broken::Length(_)) => return Err(self.said(LostKind::Protocol, &format!("sent {error}"))),
             }
-            let read = match self.stream.ready(Interest::READABLE).await {
-                Ok(_) => self.stream.try_read(&mut chunk),
-                Err(error) => Err(error),
-            };
-            match read {
+            match stream::read(&self.stream, &mut chunk).await {
                 Ok(0) if self.frames.is_untouched() => {
                     // Another program, or a proxy in front of a store that does not run yet: that one is worth waiting for.
                     let what =
@@ -317,7 +318,6 @@ impl Greeter<'_> {
                 }
                 Ok(0) => return Err(self.said(LostKind::Closed, "closed the connection")),
                 Ok(length) => self.frames.feed(&chunk[..length]),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
                     return Err(self.said(LostKind::Closed, &format!("broke off the connection ({})", plain(&error))));
                 }

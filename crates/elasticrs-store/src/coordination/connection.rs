@@ -4,6 +4,7 @@ use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
+use elasticrs_runtime::stream;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::task::yield_now;
@@ -296,23 +297,7 @@ impl Connection {
         while !self.outbox.flush(&self.stream)? {
             self.stream.ready(Interest::WRITABLE).await?;
         }
-        nix::sys::socket::shutdown(std::os::fd::AsRawFd::as_raw_fd(&self.stream), nix::sys::socket::Shutdown::Write)?;
-        // What they still send is read away: closing a socket with unread bytes would reset the connection, and the
-        // reason might be lost with it.
-        let mut left = MAX_DROPPED;
-        while left > 0 {
-            self.stream.ready(Interest::READABLE).await?;
-            let read = self.stream.try_read(&mut self.hub.scratch.borrow_mut());
-            match read {
-                Ok(0) => return Ok(()),
-                Ok(length) => left = left.saturating_sub(length),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error),
-            }
-            // One client that sends without a pause must not keep the others waiting.
-            yield_now().await;
-        }
-        Ok(())
+        stream::part(&self.stream, MAX_DROPPED).await
     }
 }
 

@@ -19,44 +19,30 @@ use super::types::{Change, LostKind, OpResult};
 /// What has happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The session has begun.
     Connected {
-        /// The store's revision.
         revision: u64,
-        /// The session's number.
         session: u64,
         /// From the last keep-alive to its end.
         ttl: Duration,
-        /// Between keep-alives.
         interval: Duration,
         /// Our end of the connection, without a port.
         local_address: String,
-        /// Theirs.
         peer_address: String,
     },
-    /// To a transaction or a watch.
     Reply {
-        /// Of the request.
         tag: u64,
-        /// The conditions held; the watch has begun.
         ok: bool,
-        /// The revision at which it was judged.
         revision: u64,
-        /// One for each op.
         results: Vec<OpResult>,
     },
     /// What one revision did to the keys that are watched.
     Changes {
-        /// Which one.
         revision: u64,
-        /// In the order of the transaction.
         changes: Vec<Change>,
     },
     /// The session is over; always last.
     Lost {
-        /// In a word.
         kind: LostKind,
-        /// In a sentence.
         message: String,
     },
 }

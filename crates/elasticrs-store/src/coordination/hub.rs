@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use elasticrs_core::sys::heap;
+use elasticrs_runtime::clock::{boot_now, wall_now};
+use elasticrs_runtime::notices::Notices;
 use tokio::sync::Notify;
 use tokio::task::{JoinSet, yield_now};
 
@@ -19,18 +21,36 @@ use super::leases::Leases;
 use super::memory::{CONNECTION_COST, Held, Message};
 use super::outbox::Outbox;
 use super::protocol::{Answer, Pace, Request, encode_changes};
-use super::server::Config;
 use super::state::{Revision, SessionId, State};
 use super::types::{LostKind, OpResult, Txn, Watch};
 use super::watches::{Watches, covered};
-use elasticrs_runtime::clock::{boot_now, wall_now};
-use elasticrs_runtime::notices::Notices;
 
 /// The most watches of one client.
 const MAX_WATCHES: usize = 1024;
 
 /// How long freed memory is left to the allocator, which may need it again at once.
 const TRIM_AFTER: Duration = Duration::from_millis(100);
+
+/// How a server works.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The run it serves; `None`: any, and all of them see the same keys.
+    pub run_id: Option<String>,
+    pub token: Option<Vec<u8>>,
+    pub max_connections: usize,
+    /// Bytes of all that clients make it hold: keys, values and history, watches, what has come of requests and what was
+    /// not read of answers.
+    pub max_bytes: usize,
+    /// How long a request may take from its first byte to its last.
+    pub request_timeout: Duration,
+}
+
+/// Connections that a server takes when nobody says how many.
+pub const MAX_CONNECTIONS: usize = 16_384;
+/// What a server holds when nobody says how much.
+pub const MAX_BYTES: usize = 256 << 20;
+/// [`Config::request_timeout`] when nobody says how long: the largest request at a fifth of a slow line's megabit.
+pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 struct Shared {
@@ -325,7 +345,7 @@ mod tests {
     use tokio::sync::mpsc::unbounded_channel;
     use tokio::task::{LocalSet, spawn_local};
 
-    use super::super::server::{MAX_BYTES, REQUEST_TIMEOUT, run};
+    use super::super::server::run;
     use super::*;
 
     #[tokio::test(flavor = "current_thread")]

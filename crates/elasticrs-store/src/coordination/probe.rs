@@ -4,7 +4,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use tokio::io::Interest;
+use elasticrs_runtime::stream;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -21,18 +21,13 @@ pub(super) async fn is_tcp_store(address: SocketAddr) -> bool {
 
 async fn number_of_keys(address: SocketAddr) -> io::Result<u64> {
     let stream = TcpStream::connect(address).await?;
-    stream.ready(Interest::WRITABLE).await?;
-    // A socket that is new takes six bytes at once.
-    stream.try_write(&QUESTION)?;
+    stream::write_all(&stream, &QUESTION).await?;
     let mut answer = [0; 8];
     let mut length = 0;
     while length < answer.len() {
-        stream.ready(Interest::READABLE).await?;
-        match stream.try_read(&mut answer[length..]) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(more) => length += more,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(error),
+        match stream::read(&stream, &mut answer[length..]).await? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            more => length += more,
         }
     }
     Ok(u64::from_le_bytes(answer))

@@ -19,11 +19,8 @@ pub type Digest = [u8; 32];
 /// The first message of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// What it speaks.
     pub version: (u16, u16),
-    /// Which run it belongs to.
     pub run_id: String,
-    /// Wanted milliseconds between keep-alives.
     pub interval_ms: u32,
     /// After so many intervals without one the session ends.
     pub attempts: u16,
@@ -34,7 +31,6 @@ pub struct Hello {
 /// How often to tell that one lives, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
-    /// Between two keep-alives.
     pub interval_ms: u32,
     /// From a keep-alive to the end of the session.
     pub ttl_ms: u32,
@@ -47,27 +43,20 @@ pub enum Request {
     Hello(Hello),
     /// The answer to the store's challenge.
     Prove(Digest),
-    /// A transaction.
     Txn {
-        /// Comes back in the reply.
         tag: u64,
-        /// What to do.
         txn: Txn,
     },
     /// Tells of changes from now on.
     Watch {
-        /// Comes back in the reply.
         tag: u64,
-        /// Of which keys.
         watch: Watch,
         /// The reply shall hold what is there.
         snapshot: bool,
         /// Begin with the changes of this revision.
         from_revision: Option<u64>,
     },
-    /// Undoes a watch.
     Unwatch(Watch),
-    /// The client lives.
     KeepAlive {
         /// Comes back in the answer: the client's clock when it sent this.
         sent: u64,
@@ -79,34 +68,22 @@ pub enum Request {
 pub enum Answer {
     /// Always first, but for a refusal.
     Welcome {
-        /// What it speaks.
         version: (u16, u16),
-        /// Which run it serves.
         run_id: String,
         /// What the client is to prove its token with; `None`: no token is asked for.
         challenge: Option<Digest>,
     },
-    /// The session has begun.
     Ready {
-        /// Its number.
         session: u64,
-        /// The store's revision.
         revision: u64,
-        /// How often to send keep-alives.
         pace: Pace,
         /// The store's answer to the client's challenge, when it has a token.
         proof: Option<Digest>,
     },
     /// The connection ends, and why.
-    Refused {
-        /// In a word.
-        kind: LostKind,
-        /// In a sentence.
-        message: String,
-    },
+    Refused { kind: LostKind, message: String },
     /// To a transaction or a watch.
     Reply {
-        /// Of the request.
         tag: u64,
         /// The conditions held; the watch has begun.
         ok: bool,
@@ -117,19 +94,11 @@ pub enum Answer {
         results: Vec<OpResult>,
     },
     /// What one revision did to the keys that this client watches.
-    Changes {
-        /// Which one.
-        revision: u64,
-        /// In the order of the transaction.
-        changes: Vec<Change>,
-    },
-    /// To a keep-alive.
+    Changes { revision: u64, changes: Vec<Change> },
     Alive {
-        /// Of the keep-alive.
         sent: u64,
         /// The store's wall clock, nanoseconds since 1970.
         wall_ns: u64,
-        /// How often to send them from now on.
         pace: Pace,
     },
 }

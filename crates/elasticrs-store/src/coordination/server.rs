@@ -7,8 +7,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::time::Duration;
 
+use elasticrs_runtime::door::{Door, Purpose};
+use elasticrs_runtime::listen::{ListenError, listen_at_all};
+use elasticrs_runtime::notices::{Notices, Tell};
+use elasticrs_runtime::runtime::Spawn;
 use elasticrs_runtime::threads::ask;
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
@@ -17,35 +20,9 @@ use tokio::task::{JoinError, JoinSet};
 
 use super::connection;
 use super::hub::Hub;
+pub use super::hub::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT};
 use super::outbox::Outbox;
 use super::types::LostKind;
-use elasticrs_runtime::door::{Door, Purpose};
-use elasticrs_runtime::listen::{ListenError, listen_at_all};
-use elasticrs_runtime::notices::{Notices, Tell};
-use elasticrs_runtime::runtime::Spawn;
-
-/// How a server works.
-#[derive(Debug, Clone)]
-pub struct Config {
-    /// The run it serves; `None`: any, and all of them see the same keys.
-    pub run_id: Option<String>,
-    /// What clients have to know.
-    pub token: Option<Vec<u8>>,
-    /// Connections beyond are refused.
-    pub max_connections: usize,
-    /// Bytes of all that clients make it hold: keys, values and history, watches, what has come of requests and what was
-    /// not read of answers.
-    pub max_bytes: usize,
-    /// How long a request may take from its first byte to its last.
-    pub request_timeout: Duration,
-}
-
-/// Connections that a server takes when nobody says how many.
-pub const MAX_CONNECTIONS: usize = 16_384;
-/// What a server holds when nobody says how much.
-pub const MAX_BYTES: usize = 256 << 20;
-/// [`Config::request_timeout`] when nobody says how long: the largest request at a fifth of a slow line's megabit.
-pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(super) enum Command {
     StopListening(SyncSender<()>),
@@ -56,13 +33,10 @@ pub(super) enum Command {
 /// Why a server could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    /// An address cannot be had.
     #[error(transparent)]
     Listen(#[from] ListenError),
-    /// The kernel refused something else.
     #[error("start the store")]
     Resources(#[from] io::Error),
-    /// The thread that was to run it has ended.
     #[error("the runtime has ended")]
     Ended,
 }

@@ -5,24 +5,28 @@ use std::os::fd::AsRawFd;
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
+use elasticrs_runtime::clock::boot_now;
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::yield_now;
 
-use super::client::{Command, Options};
-use super::connect::{Lost, Opened, deadline, endpoint, plain};
+use super::connect::{Lost, Opened, Options, deadline, endpoint, plain};
 use super::events::{Event, Events, SILENT};
 use super::guard::Guard;
 use super::protocol::{Answer, Pace, Request};
 use super::types::LostKind;
 use super::wire::{Broken, Frames};
-use elasticrs_runtime::clock::boot_now;
+
+/// What the user of a client asks of its task.
+pub(super) enum Command {
+    Send(Vec<u8>),
+    Close(SyncSender<()>),
+}
 
 /// How a session came to its end.
 pub(super) enum Ended {
-    /// By itself.
     Lost(Lost),
     /// By its user, who may wait for it.
     Closed(Option<SyncSender<()>>),
@@ -51,7 +55,6 @@ pub(super) struct Session<'a> {
     pace: Pace,
     /// Boot clock: when this side gives up.
     deadline: u64,
-    /// Boot clock: when the next keep-alive is due.
     next_beat: u64,
     /// The keep-alive that was answered last.
     answered: u64,

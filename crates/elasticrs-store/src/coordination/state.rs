@@ -29,9 +29,7 @@ const MAX_SEARCHED: usize = 1 << 20;
 /// One revision, whole.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Revision {
-    /// Its number.
     pub number: u64,
-    /// What it did, in order.
     pub changes: Vec<Change>,
 }
 
@@ -40,12 +38,7 @@ pub struct Revision {
 pub enum Exceeded {
     /// The transaction would make the store too large; nothing was done.
     #[error("the store is full: it holds {held} of at most {limit} bytes")]
-    Full {
-        /// Bytes in it.
-        held: usize,
-        /// Bytes that may be in it.
-        limit: usize,
-    },
+    Full { held: usize, limit: usize },
     /// Carried out, but what it read is more than this, which is what one answer may have.
     #[error("the answer is larger than {0} bytes")]
     Answer(usize),
@@ -59,9 +52,7 @@ pub enum Exceeded {
 struct Budget {
     /// Bytes of its answer.
     room: Option<usize>,
-    /// What there was of them.
     most: usize,
-    /// Keys to search among.
     searched: Option<usize>,
 }
 
@@ -78,7 +69,6 @@ impl Budget {
 /// The outcome of a transaction.
 #[derive(Debug)]
 pub struct Done {
-    /// Whether the conditions held.
     pub ok: bool,
     /// One for each op; `Err` when they are too large to tell.
     pub results: Result<Vec<OpResult>, Exceeded>,

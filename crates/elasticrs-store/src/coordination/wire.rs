@@ -23,13 +23,12 @@ pub struct Malformed(pub &'static str);
 
 /// Reads fields off the front of a slice.
 #[derive(Debug, Clone, Copy)]
-pub struct Cursor<'a> {
+pub(super) struct Cursor<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Cursor<'a> {
-    /// Reads `bytes` from their beginning.
-    pub fn new(bytes: &'a [u8]) -> Self {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes }
     }
 
@@ -39,35 +38,30 @@ impl<'a> Cursor<'a> {
         Ok(taken)
     }
 
-    /// A fixed number of bytes.
-    pub fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N)?);
         Ok(array)
     }
 
-    /// One byte.
-    pub fn u8(&mut self) -> Result<u8, Malformed> {
+    pub(super) fn u8(&mut self) -> Result<u8, Malformed> {
         Ok(self.array::<1>()?[0])
     }
 
-    /// Two bytes.
-    pub fn u16(&mut self) -> Result<u16, Malformed> {
+    pub(super) fn u16(&mut self) -> Result<u16, Malformed> {
         self.array().map(u16::from_le_bytes)
     }
 
-    /// Four bytes.
-    pub fn u32(&mut self) -> Result<u32, Malformed> {
+    pub(super) fn u32(&mut self) -> Result<u32, Malformed> {
         self.array().map(u32::from_le_bytes)
     }
 
-    /// Eight bytes.
-    pub fn u64(&mut self) -> Result<u64, Malformed> {
+    pub(super) fn u64(&mut self) -> Result<u64, Malformed> {
         self.array().map(u64::from_le_bytes)
     }
 
     /// A truth value: 0 or 1.
-    pub fn flag(&mut self) -> Result<bool, Malformed> {
+    pub(super) fn flag(&mut self) -> Result<bool, Malformed> {
         match self.u8()? {
             0 => Ok(false),
             1 => Ok(true),
@@ -76,7 +70,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// A text of at most `max` bytes.
-    pub fn text(&mut self, max: usize) -> Result<&'a str, Malformed> {
+    pub(super) fn text(&mut self, max: usize) -> Result<&'a str, Malformed> {
         let length = usize::from(self.u16()?);
         if length > max {
             return Err(Malformed("a text is too long"));
@@ -85,13 +79,13 @@ impl<'a> Cursor<'a> {
     }
 
     /// A blob; as long as the frame allows.
-    pub fn blob(&mut self) -> Result<&'a [u8], Malformed> {
+    pub(super) fn blob(&mut self) -> Result<&'a [u8], Malformed> {
         let length = self.u32()?;
         self.take(usize::try_from(length).map_err(|_| Malformed("a field ends beyond its frame"))?)
     }
 
     /// A list: a count (u32) and that many items, at most `most`, each at least `least` bytes.
-    pub fn list<T>(
+    pub(super) fn list<T>(
         &mut self,
         least: usize,
         most: usize,
@@ -112,62 +106,55 @@ impl<'a> Cursor<'a> {
     }
 
     /// Nothing may be left.
-    pub fn end(self) -> Result<(), Malformed> {
+    pub(super) fn end(self) -> Result<(), Malformed> {
         if self.rest.is_empty() { Ok(()) } else { Err(Malformed("a frame is longer than its message")) }
     }
 }
 
 /// Writes one frame.
 #[derive(Debug)]
-pub struct Writer {
+pub(super) struct Writer {
     bytes: Vec<u8>,
 }
 
 impl Writer {
-    /// A frame of this kind.
-    pub fn new(kind: u8) -> Self {
+    pub(super) fn new(kind: u8) -> Self {
         let mut bytes = Vec::with_capacity(64);
         bytes.extend_from_slice(&[0, 0, 0, 0, kind]);
         Self { bytes }
     }
 
-    /// Bytes as they are.
-    pub fn raw(&mut self, bytes: &[u8]) {
+    pub(super) fn raw(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// One byte.
-    pub fn u8(&mut self, value: u8) {
+    pub(super) fn u8(&mut self, value: u8) {
         self.bytes.push(value);
     }
 
-    /// A truth value.
-    pub fn flag(&mut self, value: bool) {
+    pub(super) fn flag(&mut self, value: bool) {
         self.bytes.push(u8::from(value));
     }
 
-    /// Two bytes.
-    pub fn u16(&mut self, value: u16) {
+    pub(super) fn u16(&mut self, value: u16) {
         self.raw(&value.to_le_bytes());
     }
 
-    /// Four bytes.
-    pub fn u32(&mut self, value: u32) {
+    pub(super) fn u32(&mut self, value: u32) {
         self.raw(&value.to_le_bytes());
     }
 
-    /// Eight bytes.
-    pub fn u64(&mut self, value: u64) {
+    pub(super) fn u64(&mut self, value: u64) {
         self.raw(&value.to_le_bytes());
     }
 
     /// How many, or how long. More than 4 GiB cannot be: requests and answers are bounded far below.
-    pub fn count(&mut self, count: usize) {
+    pub(super) fn count(&mut self, count: usize) {
         self.u32(u32::try_from(count).unwrap_or(u32::MAX));
     }
 
     /// A text; what is beyond 65,535 bytes is cut off (all texts have been checked before).
-    pub fn text(&mut self, text: &str) {
+    pub(super) fn text(&mut self, text: &str) {
         let mut end = text.len().min(usize::from(u16::MAX));
         while !text.is_char_boundary(end) {
             end -= 1;
@@ -176,22 +163,19 @@ impl Writer {
         self.raw(&text.as_bytes()[..end]);
     }
 
-    /// A blob.
-    pub fn blob(&mut self, bytes: &[u8]) {
+    pub(super) fn blob(&mut self, bytes: &[u8]) {
         self.count(bytes.len());
         self.raw(bytes);
     }
 
-    /// A list.
-    pub fn list<T>(&mut self, items: &[T], mut item: impl FnMut(&mut Self, &T)) {
+    pub(super) fn list<T>(&mut self, items: &[T], mut item: impl FnMut(&mut Self, &T)) {
         self.count(items.len());
         for each in items {
             item(self, each);
         }
     }
 
-    /// The frame, with its length.
-    pub fn finish(mut self) -> Vec<u8> {
+    pub(super) fn finish(mut self) -> Vec<u8> {
         let length = u32::try_from(self.bytes.len() - 4).unwrap_or(u32::MAX);
         self.bytes[..4].copy_from_slice(&length.to_le_bytes());
         // It may lie for as long as its reader likes.

@@ -4,35 +4,26 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
 use std::sync::Mutex;
-use std::sync::mpsc::SyncSender;
 
+use elasticrs_runtime::listen::{ListenError, Port, listen};
 use elasticrs_runtime::lock;
+use elasticrs_runtime::notices::{Notices, Tell};
+use elasticrs_runtime::runtime::{HandOver, Spawn};
 use elasticrs_runtime::threads::ask;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::server::{self, Limits};
-use elasticrs_runtime::listen::{ListenError, Port, listen};
-use elasticrs_runtime::notices::{Notices, Tell};
-use elasticrs_runtime::runtime::{HandOver, Spawn};
+use super::hub::Limits;
+use super::server::{self, Question};
 
 /// Why a store does not answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// [`WorkerStore::serve`] was called before.
     #[error("the store is served already")]
     Serving,
-    /// [`WorkerStore::close`] was called.
     #[error("the store is closed")]
     Closed,
-    /// The thread that was to run it has ended.
     #[error("the thread of the store has ended")]
     Ended,
-}
-
-/// What the thread of the store is asked.
-pub(super) enum Question {
-    Waiting(SyncSender<BTreeMap<String, Vec<String>>>),
-    Close(SyncSender<()>),
 }
 
 enum State {

@@ -28,13 +28,10 @@ type Key = Rc<[u8]>;
 /// Why a request cannot be answered; it has changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// The operation needs a decimal number.
     #[error("the value of {0:?} is not a number")]
     NotANumber(String),
-    /// See [`Budget`].
     #[error("the store is full (the limit is {0} bytes)")]
     Full(usize),
-    /// See [`MAX_MESSAGE`].
     #[error("a reply of {0} bytes (the limit is {MAX_MESSAGE})")]
     Reply(usize),
     /// Appending would make a value that no reply can carry.
@@ -104,9 +101,7 @@ pub struct Map {
     values: HashMap<Key, Vec<u8>>,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
     waiting: HashMap<Id, Waiting>,
-    /// Who waits for a key to be there.
     for_keys: Waiters,
-    /// Who waits for others at a barrier.
     for_barriers: Waiters,
     tickets: u64,
     budget: Budget,

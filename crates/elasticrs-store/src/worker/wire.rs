@@ -18,22 +18,16 @@ pub const MAX_MESSAGE: usize = 128 * 1024 * 1024;
 /// Why bytes are not a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
-    /// Another protocol: the first bytes are not those of a client.
     #[error("not a client of a TCPStore")]
     Stranger,
-    /// No such opcode.
     #[error("unknown operation {0}")]
     Opcode(u8),
-    /// See [`MAX_KEY`].
     #[error("a key of {0} bytes (the limit is {MAX_KEY})")]
     Key(u64),
-    /// See [`MAX_VALUE`].
     #[error("a value of {0} bytes (the limit is {MAX_VALUE})")]
     Value(u64),
-    /// See [`MAX_KEYS`].
     #[error("{0} keys in one request (the limit is {MAX_KEYS})")]
     Keys(u64),
-    /// See [`MAX_MESSAGE`].
     #[error("a request of more than {MAX_MESSAGE} bytes")]
     Long,
 }

@@ -3,10 +3,11 @@
 
 use std::os::fd::OwnedFd;
 
+use elasticrs_runtime::clock::Stamp;
+
 use super::{Nursery, at_once};
 use crate::nursery::fence::{Fence, Look};
 use crate::nursery::protocol::Reply;
-use elasticrs_runtime::clock::Stamp;
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>) {

@@ -4,13 +4,14 @@ use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::clock::Stamp;
+
 use super::{Current, Running, Task};
 use crate::nursery::held::{self, Held};
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, TimerExpired};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
-use elasticrs_runtime::clock::Stamp;
 
 /// How often what was told is compared with what the kernel says.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);

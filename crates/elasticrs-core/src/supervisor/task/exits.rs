@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::Duration;
 
+use elasticrs_runtime::clock::Stamp;
 use nix::sys::socket::{
     AddressFamily, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, UnixCredentials, bind, getsockname,
     recvmsg, setsockopt, socket, sockopt,
@@ -21,7 +22,6 @@ use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
-use elasticrs_runtime::clock::Stamp;
 
 /// A socket for notices, with a name that the kernel chose: no file, and gone with its descriptor.
 pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::clock::Stamp;
 use tokio::task::JoinHandle;
 
 use super::{Current, Running, Task};
@@ -23,7 +24,6 @@ use crate::timer::hang::{
     Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside, still_late,
 };
 use crate::timer::pages::HeartbeatPage;
-use elasticrs_runtime::clock::Stamp;
 
 /// The number under which a worker gets its page, or the next free one below: out of the way of what programs number
 /// themselves.

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use elasticrs_runtime::clock::Stamp;
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
@@ -33,7 +34,6 @@ use crate::timer::fifo::{CAPACITY, Fifo};
 use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
 use crate::timer::table::{Due, Terms, Timers, on_monotonic};
-use elasticrs_runtime::clock::Stamp;
 
 /// What is read at a time. Between two pieces the clock is looked at.
 const PIECE: usize = libc::PIPE_BUF;

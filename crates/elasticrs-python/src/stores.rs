@@ -1,21 +1,16 @@
-//! The thread on which stores run, and the one of their clients.
+//! The thread on which the stores of a process run.
 //!
-//! 1. All stores of a process share a thread, which ends with the last of them; those of an agent leave it when the supervisor is
-//!    closed, so that it is there for the next attempt.
-//! 2. The client that holds an agent's lease is on the supervisor's thread: with a store that is busy on the other one, signals and
-//!    keep-alives are in time. Clients without a supervisor share the stores' thread.
-//! 3. A forked child has neither: nothing of its parent's is waited for.
+//! It ends with the last of them; those of an agent leave it when the supervisor is closed, so that it is there for the next
+//! attempt. A forked child has none: nothing of its parent's is waited for.
 
 use std::io;
 use std::sync::{Arc, Mutex, Weak};
 
 use elasticrs_runtime::lock;
-use elasticrs_runtime::notices::{List, Tell};
 use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
 use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, os_error};
-use crate::supervisor::Supervisor;
 
 /// The one thread of all stores. With the pid, as a forked child must not use the thread of its parent.
 static SHARED: Mutex<Option<(u32, Weak<Runtime>)>> = Mutex::new(None);
@@ -92,55 +87,4 @@ impl Drop for Stores {
     fn drop(&mut self) {
         self.leave();
     }
-}
-
-/// Where a client runs.
-pub enum Home {
-    Agent(Py<Supervisor>),
-    Stores(Stores),
-}
-
-impl Home {
-    /// The supervisor's thread, or that of the stores.
-    pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
-        supervisor.map_or_else(|| Stores::entered().map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
-    }
-
-    /// Raises in a forked child.
-    pub fn check_owner(&self) -> PyResult<()> {
-        match self {
-            Self::Stores(stores) => stores.check_owner(),
-            // A supervisor checks for itself.
-            Self::Agent(_) => Ok(()),
-        }
-    }
-
-    /// As [`Stores::close`].
-    pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
-        match self {
-            Self::Stores(stores) => stores.close(py, end),
-            Self::Agent(_) => {
-                py.detach(end);
-                Ok(())
-            }
-        }
-    }
-}
-
-impl Spawn for Home {
-    fn spawn(&self, task: Task) -> bool {
-        match self {
-            Self::Agent(supervisor) => Spawn::spawn(&supervisor.get().inner, task),
-            Self::Stores(stores) => stores.spawn(task),
-        }
-    }
-}
-
-/// What tells the user something: the supervisor's events, or a list that is asked.
-pub fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
-    if let Some(supervisor) = supervisor {
-        return Box::new(supervisor.get().inner.teller());
-    }
-    let list = Arc::clone(list);
-    Box::new(move |line| list.add(line))
 }

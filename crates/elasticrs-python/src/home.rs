@@ -1,0 +1,64 @@
+//! Where a client of a store runs, and who hears of what happens there.
+//!
+//! The client that holds an agent's lease is on the supervisor's thread: with a store that is busy on the other one, signals
+//! and keep-alives are in time. Clients without a supervisor share the stores' thread.
+
+use std::sync::Arc;
+
+use elasticrs_runtime::notices::{List, Tell};
+use elasticrs_runtime::runtime::{Spawn, Task};
+use pyo3::prelude::*;
+
+use crate::stores::Stores;
+use crate::supervisor::Supervisor;
+
+/// Where a client runs.
+pub enum Home {
+    Agent(Py<Supervisor>),
+    Stores(Stores),
+}
+
+impl Home {
+    /// The supervisor's thread, or that of the stores.
+    pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
+        supervisor.map_or_else(|| Stores::entered().map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
+    }
+
+    /// Raises in a forked child.
+    pub fn check_owner(&self) -> PyResult<()> {
+        match self {
+            Self::Stores(stores) => stores.check_owner(),
+            // A supervisor checks for itself.
+            Self::Agent(_) => Ok(()),
+        }
+    }
+
+    /// As [`Stores::close`].
+    pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
+        match self {
+            Self::Stores(stores) => stores.close(py, end),
+            Self::Agent(_) => {
+                py.detach(end);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Spawn for Home {
+    fn spawn(&self, task: Task) -> bool {
+        match self {
+            Self::Agent(supervisor) => Spawn::spawn(&supervisor.get().inner, task),
+            Self::Stores(stores) => stores.spawn(task),
+        }
+    }
+}
+
+/// What tells the user something: the supervisor's events, or a list that is asked.
+pub fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
+    if let Some(supervisor) = supervisor {
+        return Box::new(supervisor.get().inner.teller());
+    }
+    let list = Arc::clone(list);
+    Box::new(move |line| list.add(line))
+}

@@ -1,0 +1,100 @@
+//! What the tasks of a store share.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::task::Waker;
+use std::time::Duration;
+
+use elasticrs_runtime::notices::Notices;
+
+use super::map::{Id, Map, Refused};
+use super::wire::WireError;
+
+/// How much of who waits for what is told.
+const TOLD_WAITERS: usize = 256;
+const TOLD_KEYS: usize = 16;
+
+/// How much peers may take.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Bytes of everything that is stored, on its way in or on its way out.
+    pub bytes: usize,
+    /// A connection that has not shown by then that it is a client is closed.
+    pub greeting: Duration,
+    /// A connection that has not taken a byte of its replies for so long is closed.
+    pub stall: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { bytes: 1 << 30, greeting: Duration::from_secs(5), stall: Duration::from_secs(60) }
+    }
+}
+
+/// Why a connection was closed by us.
+#[derive(Debug, thiserror::Error)]
+pub enum Closed {
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    #[error("it did not show within {} s that it is a client", .0.as_secs_f32())]
+    Silent(Duration),
+    #[error("it ended within a request")]
+    Truncated,
+    #[error("it did not take its replies for {} s", .0.as_secs_f32())]
+    Stalled(Duration),
+    /// It was reset, or the kernel gave up on it.
+    #[error("{0}")]
+    Lost(#[from] io::Error),
+}
+
+/// What all tasks of a store use; none holds on to it across an `await`.
+pub(super) struct Hub {
+    pub(super) map: Map,
+    pub(super) peers: HashMap<Id, Rc<Peer>>,
+    /// Connections read into this one, so that those that are idle need no buffer.
+    pub(super) scratch: Vec<u8>,
+    pub(super) limits: Limits,
+    pub(super) notices: Rc<Notices>,
+}
+
+/// What the tasks of other connections may touch.
+pub(super) struct Peer {
+    pub(super) address: SocketAddr,
+    /// The client's pid, as the clients of torch 2.5 and later tell it.
+    pub(super) pid: Cell<Option<u32>>,
+    pub(super) out: RefCell<Vec<u8>>,
+    pub(super) waker: RefCell<Option<Waker>>,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.address)?;
+        self.pid.get().map_or(Ok(()), |pid| write!(f, " (pid {pid})"))
+    }
+}
+
+impl Hub {
+    pub(super) fn waiting(&self) -> BTreeMap<String, Vec<String>> {
+        let waiters = self.map.waiters(TOLD_KEYS);
+        let more = waiters.len().saturating_sub(TOLD_WAITERS);
+        let mut told: BTreeMap<_, _> = waiters
+            .into_iter()
+            .take(TOLD_WAITERS)
+            .filter_map(|(id, keys)| Some((self.peers.get(&id)?.to_string(), keys.into_iter().map(clip).collect())))
+            .collect();
+        if more > 0 {
+            told.insert(format!("and {more} more"), Vec::new());
+        }
+        told
+    }
+}
+
+fn clip(key: &[u8]) -> String {
+    String::from_utf8_lossy(&key[..key.len().min(200)]).into_owned()
+}
