@@ -231,7 +231,7 @@ class SimpleElasticAgent(ElasticAgent):
         try:
             result = invoke()
             if result.is_failed():
-                self._tell_failure(_first_failure(result))
+                self._tell_failure(result)
             self._total_execution_time = int(time.monotonic() - started)
             if not is_observed:
                 self._record_metrics(result)
@@ -245,7 +245,7 @@ class SimpleElasticAgent(ElasticAgent):
         except Exception as error:
             if not is_kind(error, RendezvousGracefulExitError):
                 if not is_kind(error, RendezvousError):
-                    self._tell_failure(f"its agent has failed: {error!r}")
+                    self._tell_failure(error)
                 raise
             # In torch this returns nothing, which its launcher does not expect.
             _log.info("%s", error)
@@ -257,11 +257,11 @@ class SimpleElasticAgent(ElasticAgent):
                     _call(self._shutdown, timeout=self._shutdown_timeout)
             self._total_execution_time = int(time.monotonic() - started)
 
-    def _tell_failure(self, reason: str) -> None:
+    def _tell_failure(self, found: RunResult | Exception) -> None:
         """For the other nodes, when the launcher shuts the handler down; torch's handlers have no way to."""
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:
-            set_failed(reason)
+            set_failed(_first_failure(found))
 
     def _shut_down_for(self, sigval: signal.Signals) -> None:
         with self._progress.within("_shutdown", self._shutdown_timeout):
@@ -479,10 +479,12 @@ class SimpleElasticAgent(ElasticAgent):
         put_metric(f"workers.{spec.role}.flakiness", int(flakiness))
 
 
-def _first_failure(result: RunResult) -> str:
-    if not result.failures:
-        return f"its workers are {result.state.name}"
-    rank, failure = ChildFailedError("", result.failures).get_first_failure()
+def _first_failure(found: RunResult | Exception) -> str:
+    if isinstance(found, Exception):
+        return f"its agent has failed: {found!r}"
+    if not found.failures:
+        return f"its workers are {found.state.name}"
+    rank, failure = ChildFailedError("", found.failures).get_first_failure()
     return f"rank {rank} has failed with exit code {failure.exitcode}"
 
 
