@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.state import Action
-    from elasticrs.config import JobConfig
+    from elasticrs.config import JobConfig, ObserveSettings
     from elasticrs.events import EventMetadataValue
     from elasticrs.multiprocessing.errors import ProcessFailure
     from elasticrs.plan import Plan
@@ -38,31 +38,19 @@ class EventRecorder(Observer):
 
     Args:
         job: the job.
-        destination: of the events.
-        entry_point: the base name of the workers' program, or the name of their function.
-        rdzv_backend: torch's name for how the nodes meet.
+        settings: where the events go, and what they call the workers' program and the rendezvous.
         tells_end: true to record the end of the agent.
     """
 
-    def __init__(
-        self,
-        job: JobConfig,
-        destination: str,
-        entry_point: str,
-        rdzv_backend: str,
-        *,
-        tells_end: bool = True,
-    ) -> None:
+    def __init__(self, job: JobConfig, settings: ObserveSettings, *, tells_end: bool = True) -> None:
         self._job = job
-        self._destination = destination
-        self._entry_point = entry_point
-        self._rdzv_backend = rdzv_backend
+        self._settings = settings
         self._tells_end = tells_end
         self._began = self._meeting_since = time.monotonic()
         self._plan: Plan | None = None
         self._restarts = 0
         self._watches = False
-        self._handler = get_logging_handler(destination)
+        self._handler = get_logging_handler(settings.event_log_handler)
         if isinstance(self._handler, LineFileHandler):
             self._handler.write_behind()
         # A failed attempt, and what came after it, until nothing is delayed by reading why.
@@ -144,7 +132,7 @@ class EventRecorder(Observer):
 
     def _pass_on(self, event: Event) -> None:
         if self._failed is None:
-            record(event, self._destination)
+            record(event, self._settings.event_log_handler)
         else:
             self._later.append(event)
 
@@ -221,7 +209,7 @@ class EventRecorder(Observer):
     ) -> None:
         about: dict[str, object] = {
             "group_world_size": self._plan.ranks[0].group_world_size if self._plan is not None else None,
-            "entry_point": self._entry_point,
+            "entry_point": self._settings.entry_point,
             **(inner or {}),
         }
         metadata = self._metadata(state, about, global_rank, worker_id, raw_error)
@@ -268,7 +256,7 @@ class EventRecorder(Observer):
             "hostname": fq_hostname(),
             "state": state,
             "total_run_time": int(time.monotonic() - self._began),
-            "rdzv_backend": self._rdzv_backend,
+            "rdzv_backend": self._settings.rdzv_backend,
             "raw_error": raw_error,
             "metadata": json.dumps(inner),
             "agent_restarts": self._restarts,

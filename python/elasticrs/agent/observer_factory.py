@@ -39,49 +39,40 @@ def make_observers(
         check_destination(settings.event_log_handler)
         from elasticrs.agent.job_events import EventRecorder
 
-        observers.append(
-            EventRecorder(
-                *(job, settings.event_log_handler, settings.entry_point, settings.rdzv_backend),
-                tells_end=tells_end,
-            )
-        )
+        observers.append(EventRecorder(job, settings, tells_end=tells_end))
     if server is None and settings.health_port is not None:
         server = open_server(settings, say)
     if settings.has_metrics or server is not None:
         from elasticrs.agent.job_metrics import MetricRecorder
 
         observers.append(MetricRecorder(job))
-    if server is not None:
-        from elasticrs.agent.job_health import HealthObserver
-
-        # Behind the metrics, which it shows: the last ones come at the end.
-        observers.append(HealthObserver(job, server, say))
-    return observers
+    # Behind the metrics, which it shows: the last ones come at the end.
+    return [*observers, *_health(job, server, say, is_asked=True)]
 
 
 def make_observers_of_hooks(
     job: JobConfig, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
 ) -> Sequence[Observer]:
-    """The observers of an agent whose hooks decide, and record what torch's do.
+    """The same of an agent whose hooks decide, and record what torch's do.
 
-    Args:
-        job: the job.
-        settings: what is asked for.
-        say: tells the user a line.
-        server: started already: its own thread answers for the agent, as hooks may wait for long.
+    ``server`` is started already: its own thread answers for the agent, as hooks may wait for long.
     """
     observers: list[Observer] = []
     if settings.event_log_handler != "null":
         from elasticrs.agent.job_events import WatchdogRecorder
 
-        observers.append(
-            WatchdogRecorder(job, settings.event_log_handler, settings.entry_point, settings.rdzv_backend)
-        )
-    if server is not None:
-        from elasticrs.agent.job_health import HealthObserver
+        observers.append(WatchdogRecorder(job, settings))
+    return [*observers, *_health(job, server, say, is_asked=False)]
 
-        observers.append(HealthObserver(job, server, say, is_asked=False))
-    return observers
+
+def _health(
+    job: JobConfig, server: HealthCheckServer | None, say: Callable[[str], None], *, is_asked: bool
+) -> Sequence[Observer]:
+    if server is None:
+        return ()
+    from elasticrs.agent.job_health import HealthObserver
+
+    return (HealthObserver(job, server, say, is_asked=is_asked),)
 
 
 def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> HealthCheckServer | None:
