@@ -108,6 +108,7 @@ lint: build ## formatters, linters, types, the stub of the extension, floors and
 	@$(PY) -m mypy python tools tests/helpers tests/conftest.py benchmarks
 	@$(PY) -m mypy.stubtest --concise --allowlist tools/stubtest-allowlist.txt elasticrs._core
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@$(PY) tools/circles.py
 	@$(PY) tools/check_tree.py
 
 bench: build ## measure side by side with torchrun; results go to benchmarks/results

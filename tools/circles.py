@@ -1,0 +1,95 @@
+"""Circles between the files of a crate. Prints each; exits 1 if there is one.
+
+A module may use what is in it, and be used by it: only circles between others count.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+CRATES = Path(__file__).resolve().parent.parent / "crates"
+
+Module = tuple[str, ...]
+"""Its path within the crate."""
+
+ALLOWED = [[("supervisor", "handle"), ("supervisor", "task")]]
+"""A handle starts its task, and the task takes the commands that the handle defines."""
+
+
+def modules(source: Path) -> dict[Module, Path]:
+    """The modules of a library, by path."""
+    found = {}
+    for file in source.rglob("*.rs"):
+        path = file.relative_to(source).with_suffix("").parts
+        if path != ("main",):
+            found[path[:-1] if path[-1] in ("lib", "mod") else path] = file
+    return found
+
+
+def paths(text: str) -> Iterator[list[str]]:
+    """The paths that a file names, those of nested `use` one by one."""
+    for tree in re.findall(r"\buse\s+([^;]+);", text):
+        yield from _leaves("".join(tree.split()))
+    for path in re.findall(r"\b(?:crate|super)(?:::\w+)+", re.sub(r"\buse\s+[^;]+;", "", text)):
+        yield path.split("::")
+
+
+def _leaves(tree: str) -> Iterator[list[str]]:
+    nested = re.fullmatch(r"((?:\w+::)*)\{(.*)\}", tree)
+    if nested is None:
+        yield tree.split("::")
+        return
+    depth, branch = 0, ""
+    for character in nested[2] + ",":
+        if character == "," and depth == 0:
+            yield from ([*nested[1].split("::")[:-1], *leaf] for leaf in _leaves(branch) if branch)
+            branch = ""
+            continue
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        branch += character
+
+
+def uses(source: Path) -> dict[Module, set[Module]]:
+    """Which modules each one uses, but for those around and within it."""
+    known = modules(source)
+    found: dict[Module, set[Module]] = {module: set() for module in known}
+    for module, file in known.items():
+        text = re.sub(r"//[^\n]*", "", file.read_text(encoding="utf-8")).split("#[cfg(test)]\nmod ")[0]
+        for path in paths(text):
+            if path[0] not in ("crate", "super"):
+                continue
+            ups = next((number for number, name in enumerate(path) if name != "super"), len(path))
+            target = tuple(path[1:]) if path[0] == "crate" else (*module[: len(module) - ups], *path[ups:])
+            while target not in known:
+                target = target[:-1]
+            if target != module[: len(target)] and module != target[: len(module)]:
+                found[module].add(target)
+    return found
+
+
+def circles(edges: dict[Module, set[Module]]) -> list[list[Module]]:
+    """Groups of modules of which each leads to every other one."""
+    reach = {module: set(targets) for module, targets in edges.items()}
+    for middle, beyond in reach.items():
+        for targets in reach.values():
+            if middle in targets:
+                targets.update(beyond)
+    groups = {frozenset({m for m in reach[module] if module in reach[m]}) for module in reach}
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def main() -> int:
+    """Look at all crates."""
+    found = [
+        f"{source.parent.name}: {', '.join('::'.join(module) or 'lib' for module in circle)} use each other"
+        for source in sorted(CRATES.glob("*/src"))
+        for circle in circles(uses(source))
+        if circle not in ALLOWED
+    ]
+    print("\n".join(found), end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
