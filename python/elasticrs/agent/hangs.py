@@ -9,6 +9,7 @@ import os
 from itertools import takewhile
 
 from elasticrs.multiprocessing.errors.report import ranks_text
+from elasticrs.texts import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -190,9 +191,3 @@ def _frame(line: str) -> str:
 def seconds(span: float) -> str:
     """A span for people."""
     return f"{span:.2f} s" if span < 10 else f"{span:.1f} s" if span < 100 else f"{span:,.0f} s"
-
-
-def printable(text: str) -> str:
-    """Text of a worker, which may hold anything."""
-    shown = "".join(character if character.isprintable() else "?" for character in text[:200])
-    return f"{shown}…" if len(text) > 200 else shown
