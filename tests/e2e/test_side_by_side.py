@@ -106,99 +106,45 @@ def tree(logs):
 ONE_NODE = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=job7"]
 LOGGED = ["--log-dir={logs}", "--rdzv-id=job7", *ONE_NODE[:2]]
 
+
+def case(name, *arguments, body="", env=None, code=0):
+    return pytest.param(arguments, body, env or {}, code, id=name)
+
+
+SEGFAULT = "os.kill(os.getpid(), 11)"
+FAILS_ONCE = "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
 QUICK = [
-    pytest.param(
-        ["--nproc-per-node=2", *LOGGED, "--tee=3", "--max-restarts=3"], "", {}, 0, id="two that succeed"
-    ),
-    pytest.param(
-        ["--nproc_per_node=2", *LOGGED, "-r", "3"],
-        IN_TURN,
-        {},
-        1,
-        id="one fails",
-    ),
+    case("two that succeed", "--nproc-per-node=2", *LOGGED, "--tee=3", "--max-restarts=3"),
+    case("one fails", "--nproc_per_node=2", *LOGGED, "-r", "3", body=IN_TURN, code=1),
 ]
+COPIED = ("--duplicate-stdout-filters=of 2,x", "--duplicate-stderr-filters=err 1")
+BY_USER = {"OMP_NUM_THREADS": "5", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+VARIABLES = {"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r", "PET_STANDALONE": "1", "PET_TEE": "0:1"}
+PREFIX = "--log-line-prefix-template=${{hostname}}/${{rank}}> "
+TWO, THREE = "--nproc-per-node=2", "--nproc-per-node=3"
 SLOW = [
-    pytest.param(["--standalone", "--nproc-per-node", "3"], "", {}, 0, id="standalone"),
-    pytest.param([], "", {}, 0, id="nothing said"),
-    pytest.param(
-        ["--nproc-per-node=2"],
-        "",
-        {"OMP_NUM_THREADS": "5", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
-        0,
-        id="set by the user",
+    case("standalone", "--standalone", "--nproc-per-node", "3"),
+    case("nothing said"),
+    case("set by the user", TWO, env=BY_USER),
+    case("restarted", *LOGGED, "-t1", "--max-restarts=1", body=FAILS_ONCE),
+    case("streams by rank", *LOGGED, "-r", "0:1,1:2", "-t", "1:2", THREE),
+    case("filtered ranks", *LOGGED, "--tee=3", "--local-ranks-filter=1", TWO),
+    case("copied lines", *LOGGED, "--tee=3", *COPIED, TWO),
+    case(
+        "copied lines of filtered ranks",
+        *(*LOGGED, "-t3", "--local-ranks-filter=1,2", "-r=0:3", "--duplicate-stdout-filters=out", THREE),
     ),
-    pytest.param(
-        [*LOGGED, "-t1", "--max-restarts=1"],
-        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')",
-        {},
-        0,
-        id="restarted",
-    ),
-    pytest.param(
-        [*LOGGED, "-r", "0:1,1:2", "-t", "1:2", "--nproc-per-node=3"], "", {}, 0, id="streams by rank"
-    ),
-    pytest.param(
-        [*LOGGED, "--tee=3", "--local-ranks-filter=1", "--nproc-per-node=2"], "", {}, 0, id="filtered ranks"
-    ),
-    pytest.param(
-        [
-            *LOGGED,
-            "--tee=3",
-            "--duplicate-stdout-filters=of 2,x",
-            "--duplicate-stderr-filters=err 1",
-            "--nproc-per-node=2",
-        ],
-        "",
-        {},
-        0,
-        id="copied lines",
-    ),
-    pytest.param(
-        [
-            *LOGGED,
-            "-t3",
-            "--local-ranks-filter=1,2",
-            "-r=0:3",
-            "--duplicate-stdout-filters=out",
-            "--nproc-per-node=3",
-        ],
-        "",
-        {},
-        0,
-        id="copied lines of filtered ranks",
-    ),
-    pytest.param(
-        ["--log-dir=/dev/null", *ONE_NODE, "-r=3", "--nproc-per-node=2"],
-        "",
-        {},
-        0,
-        id="null device",
-    ),
-    pytest.param(
-        ["--virtual-local-rank", "--nproc-per-node=2"],
-        "",
-        {"HIP_VISIBLE_DEVICES": "5,6"},
-        0,
-        id="virtual local ranks",
-    ),
-    pytest.param(["--role=reader", "--nnodes=1:1", *ONE_NODE], "", {}, 0, id="role"),
-    pytest.param(["--nnodes=1", "--master-addr=127.0.0.1", "--master-port={port}"], "", {}, 0, id="static"),
-    pytest.param(
-        ["--log-line-prefix-template=${{hostname}}/${{rank}}> ", *LOGGED, "--tee=1"], "", {}, 0, id="prefix"
-    ),
-    pytest.param(["--signals-to-handle=SIGTERM,SIGUSR1", *ONE_NODE], "", {}, 0, id="signals"),
-    pytest.param(["--run-path", "--nproc-per-node=2", *LOGGED, "--redirects=1"], "", {}, 0, id="run-path"),
-    pytest.param(
-        [],
-        "",
-        {"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r", "PET_STANDALONE": "1", "PET_TEE": "0:1"},
-        0,
-        id="variables",
-    ),
-    pytest.param(["--max-r=2", "--event-l=null", "--stand"], "", {}, 0, id="abbreviated"),
-    pytest.param([*ONE_NODE], "os.kill(os.getpid(), 11)", {}, 1, id="segmentation fault"),
-    pytest.param([*ONE_NODE], "raise ValueError", {}, 1, id="exception"),
+    case("null device", "--log-dir=/dev/null", *ONE_NODE, "-r=3", TWO),
+    case("virtual local ranks", "--virtual-local-rank", TWO, env={"HIP_VISIBLE_DEVICES": "5,6"}),
+    case("role", "--role=reader", "--nnodes=1:1", *ONE_NODE),
+    case("static", "--nnodes=1", "--master-addr=127.0.0.1", "--master-port={port}"),
+    case("prefix", PREFIX, *LOGGED, "--tee=1"),
+    case("signals", "--signals-to-handle=SIGTERM,SIGUSR1", *ONE_NODE),
+    case("run-path", "--run-path", TWO, *LOGGED, "--redirects=1"),
+    case("variables", env=VARIABLES),
+    case("abbreviated", "--max-r=2", "--event-l=null", "--stand"),
+    case("segmentation fault", *ONE_NODE, body=SEGFAULT, code=1),
+    case("exception", *ONE_NODE, body="raise ValueError", code=1),
 ]
 
 
@@ -211,7 +157,11 @@ def flat(value, path=""):
     return {path: value}
 
 
-def check(launch, worker_script, tmp_path, arguments, body, env, code):
+@pytest.mark.parametrize(
+    ("arguments", "body", "env", "code"),
+    [*QUICK, *(pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in SLOW)],
+)
+def test_both_launchers_agree(launch, worker_script, tmp_path, arguments, body, env, code):
     arguments = [argument.replace("{port}", str(ports.free())) for argument in arguments]
     theirs, their_stderr = show(launch, worker_script, tmp_path, "torchrun", arguments, body, env)
     assert theirs["code"] == code, their_stderr
@@ -221,14 +171,3 @@ def check(launch, worker_script, tmp_path, arguments, body, env, code):
         assert ours.pop(DIFFERENT[name]) != theirs.pop(DIFFERENT[name])
     assert ours == theirs, our_stderr
     assert any("/workers/" in name for name in theirs)
-
-
-@pytest.mark.parametrize(("arguments", "body", "env", "code"), QUICK)
-def test_both_launchers_agree(launch, worker_script, tmp_path, arguments, body, env, code):
-    check(launch, worker_script, tmp_path, arguments, body, env, code)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "body", "env", "code"), SLOW)
-def test_both_launchers_agree_on_more(launch, worker_script, tmp_path, arguments, body, env, code):
-    check(launch, worker_script, tmp_path, arguments, body, env, code)
