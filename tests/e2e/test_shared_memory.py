@@ -76,20 +76,13 @@ def test_no_attempt_leaves_anything(job, shm, how, method):
 
 
 @METHODS
-@pytest.mark.parametrize("how", ["wait", "ignore"])
-def test_a_stop_leaves_nothing(job, shm, how, method):
-    launched = job(how, method=method)
+@pytest.mark.parametrize(
+    ("how", "grace", "is_insisted"), [("wait", 0.2, False), ("ignore", 0.2, False), ("ignore", 60, True)]
+)
+def test_a_stop_leaves_nothing(job, shm, how, grace, is_insisted, method):
+    launched = job(how, f"--shutdown-timeout={grace}", method=method)
     launched.wait_for_lines("HELD", 2)
-    launched.signal(signal.SIGTERM)
-    launched.exits(1)
-    assert_nothing_is_left(shm, method)
-
-
-@METHODS
-def test_a_second_request_leaves_nothing(job, shm, method):
-    launched = job("ignore", "--shutdown-timeout=60", method=method)
-    launched.wait_for_lines("HELD", 2)
-    launched.insist(signal.SIGTERM)
+    (launched.insist if is_insisted else launched.signal)(signal.SIGTERM)
     launched.exits(1)
     assert_nothing_is_left(shm, method)
 
