@@ -1,39 +1,45 @@
 """Curves as SVG: logarithmic axes, text that reads on dark and on light pages."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-from xml.sax.saxutils import escape
+from typing import Any, NamedTuple
 
-WIDTH, HEIGHT = 560, 400
-LEFT, RIGHT, TOP, BOTTOM = 66, 150, 44, 46
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 LARGER = {"ms": "s", "B": "kB"}
 """What a thousand of a unit is called."""
 
-STYLE = """
-  text { font: 12px sans-serif; fill: #24292f; }
-  .title { font-size: 14px; font-weight: bold; }
-  .grid { stroke: #8c959f; stroke-opacity: 0.35; }
-  .page { fill: #ffffff; }
-  .c0 { color: #0969da; }
-  .c1 { color: #1a7f37; }
-  .c2 { color: #8250df; }
-  .c3 { color: #bf3989; }
-  .c4 { color: #bc4c00; }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3; }
-    .page { fill: #0d1117; }
-    .c0 { color: #58a6ff; }
-    .c1 { color: #3fb950; }
-    .c2 { color: #bc8cff; }
-    .c3 { color: #f778ba; }
-    .c4 { color: #f0883e; }
-  }
-  .curve { fill: none; stroke: currentColor; stroke-width: 2; }
-  .dot, .name { fill: currentColor; }
-  .other { stroke-dasharray: 6 4; }
-"""
+TEXT, PAGE, GRID = "#24292f", "#ffffff", "#d1d5da"
+OURS = ("#0969da", "#1a7f37", "#8250df", "#bf3989")
+OTHERS = ("#bc4c00", "#9a6700")
+DARK = dict(
+    zip(
+        (TEXT, PAGE, GRID, *OURS, *OTHERS),
+        ("#e6edf3", "#0d1117", "#3d444d", "#58a6ff", "#3fb950", "#bc8cff", "#f778ba", "#f0883e", "#d29922"),
+        strict=True,
+    )
+)
+"""Each colour on a dark page."""
+
+LINE = 14.0
+"""Points between two names."""
+
+
+STYLE: dict[Any, Any] = {
+    # Text stays text, and a picture of the same figures the same file.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",
+    "font.family": "sans-serif",
+    "font.size": 12,
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "xtick.labelcolor": TEXT,
+    "ytick.labelcolor": TEXT,
+}
 
 
 class Curve(NamedTuple):
@@ -67,79 +73,71 @@ def draw(plots: Sequence[Plot], ticks: Sequence[int], columns: int = 2) -> str:
         columns: how many side by side.
     """
     rows = -(-len(plots) // columns)
-    width, height = WIDTH * columns, HEIGHT * rows
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">',
-        f"<style>{STYLE}</style>",
-        f'<rect class="page" width="{width}" height="{height}"/>',
-    ]
-    for place, plot in enumerate(plots):
-        x, y = place % columns * WIDTH, place // columns * HEIGHT
-        parts += [f'<g transform="translate({x} {y})">', *_plot(plot, ticks), "</g>"]
-    return "\n".join([*parts, "</svg>", ""])
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.8 * columns, 5.4 * rows), dpi=72, facecolor=PAGE)
+        places = list(figure.subplots(rows, columns, squeeze=False).flat)
+        figure.subplots_adjust(left=0.06, right=0.87, top=0.95, bottom=0.07, wspace=0.55, hspace=0.3)
+        for plot, axes in zip(plots, places, strict=False):
+            _plot(axes, plot, ticks)
+        for axes in places[len(plots) :]:
+            axes.remove()
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    rules = "".join(
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}\n'
+        for light, dark in DARK.items()
+        for kind in ("fill", "stroke")
+    )
+    dark = f"<style>@media (prefers-color-scheme: dark) {{\n{rules}}}</style>\n</svg>"
+    return "\n".join(line.rstrip() for line in out.getvalue().replace("</svg>", dark).splitlines()) + "\n"
 
 
-def _plot(plot: Plot, ticks: Sequence[int]) -> list[str]:
-    values = [y for curve in plot.curves for _, y in curve.points]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    high = max(high, low + 1)
-    x_low, x_high = math.log10(ticks[0]), math.log10(ticks[-1])
-
-    def at_x(value: float) -> float:
-        return LEFT + (math.log10(value) - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-
-    def at_y(value: float) -> float:
-        return HEIGHT - BOTTOM - (math.log10(value) - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f'<text class="title" x="{LEFT}" y="24">{escape(plot.title)}</text>']
-    for power in range(low, high + 1):
-        y = at_y(10.0**power)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(
-            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_value(power, plot.unit)}</text>'
+def _plot(axes: Axes, plot: Plot, ticks: Sequence[int]) -> None:
+    axes.set_title(plot.title, loc="left", fontsize=14, fontweight="bold")
+    powers = [math.log10(y) for each in plot.curves for _, y in each.points]
+    low = math.floor(min(powers))
+    whole = (10.0**low, 10.0 ** max(math.ceil(max(powers)), low + 1))
+    axes.set(xscale="log", yscale="log", xlabel="agents", xlim=(ticks[0], ticks[-1]), ylim=whole)
+    axes.xaxis.set(major_locator=FixedLocator(ticks), major_formatter=FuncFormatter(_short))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _value(value, plot.unit)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.grid(color=GRID)
+    axes.tick_params(length=0, pad=8)
+    axes.spines[:].set_visible(False)
+    colours = {False: iter(OURS), True: iter(OTHERS)}
+    ends = []
+    for curve in plot.curves:
+        colour, dashes = next(colours[curve.is_other]), "--" if curve.is_other else "-"
+        axes.plot(
+            *zip(*curve.points, strict=True), dashes, color=colour, marker="o", markersize=5, clip_on=False
         )
-    for tick in ticks:
-        x = at_x(tick)
-        parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
-        parts.append(
-            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{_short(tick)}</text>'
+        ends.append((curve.points[-1], curve.name, colour))
+    last = float("-inf")
+    for end, name, colour in sorted(ends, key=lambda each: each[0][1]):
+        # No two names lie on each other.
+        at = float(axes.transData.transform(end)[1])
+        last = max(at, last + LINE)
+        axes.annotate(
+            name,
+            end,
+            (8, last - at),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+            annotation_clip=False,
         )
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">agents</text>')
-    ends = _apart([at_y(curve.points[-1][1]) for curve in plot.curves])
-    for number, curve in enumerate(plot.curves):
-        line = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in curve.points)
-        style = "curve other" if curve.is_other else "curve"
-        colour = 4 - number % 2 if curve.is_other else number % 4
-        parts.append(f'<g class="c{colour}"><polyline class="{style}" points="{line}"/>')
-        parts += [
-            f'<circle class="dot" cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="3"/>' for x, y in curve.points
-        ]
-        x = at_x(curve.points[-1][0]) + 8
-        parts.append(
-            f'<text class="name" x="{x:.1f}" y="{ends[number] + 4:.1f}">{escape(curve.name)}</text></g>'
-        )
-    return parts
 
 
-def _apart(places: Sequence[float], least: float = 14.0) -> dict[int, float]:
-    """Where to write, so that no two lie on each other."""
-    moved: dict[int, float] = {}
-    last = -math.inf
-    for number in sorted(range(len(places)), key=places.__getitem__):
-        moved[number] = last = max(places[number], last + least)
-    return moved
+def _short(value: float, _: int) -> str:
+    return f"{value / 1000:g}k" if value % 1000 == 0 else f"{value:g}"
 
 
-def _short(value: int) -> str:
-    return f"{value // 1000}k" if value % 1000 == 0 else f"{value}"
-
-
-def _value(power: int, unit: str) -> str:
+def _value(value: float, unit: str) -> str:
     """A power of ten, in the larger unit where there is one."""
-    if power >= 3 and unit in LARGER:
-        return f"{10 ** (power - 3)} {LARGER[unit]}"
-    return f"{10.0**power:g} {unit}"
+    if value >= 1000 and unit in LARGER:
+        return f"{value / 1000:g} {LARGER[unit]}"
+    return f"{value:g} {unit}"
 
 
 def curve(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from helpers.launcher import LAUNCHERS, Launched, clean_environment
-from helpers.schema import check, schemas
+from helpers.schema import schemas
 
 EVENT, INNER = schemas("events.md")
 
@@ -26,8 +26,8 @@ FAILS_AND_HANGS = """
 def read(lines):
     events = [json.loads(line) for line in lines]
     for event in events:
-        check(event, EVENT)
-        check(json.loads(event["metadata"]["metadata"]), INNER)
+        EVENT.validate(event)
+        INNER.validate(json.loads(event["metadata"]["metadata"]))
     return events
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.held import held, thread_of
 from helpers.http_client import get, get_json, port_of
-from helpers.schema import check, schemas
+from helpers.schema import schemas
 
 (STATUS,) = schemas("metrics.md")
 
@@ -25,7 +25,7 @@ WAITS = """
 def status_of(port):
     code, status = get_json(port, "/status")
     assert code == 200
-    check(status, STATUS)
+    STATUS.validate(status)
     return status
 
 

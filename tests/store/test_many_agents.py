@@ -37,8 +37,6 @@ def test_fifty_agents_form_fail_and_lose_two_and_each_costs_no_more_than_one_of_
         # The leader's own share, its view of all, is spread over more agents; keys have more digits.
         assert many[f"restart: {way}"] <= few[f"restart: {way}"] * 1.5
 
-    drawn = ElementTree.fromstring(measured["picture"])
-    curves = [each for each in drawn.iter() if each.tag.endswith("polyline")]
-    assert len(curves) >= 8
-    assert all(len(each.attrib["points"].split()) == 2 for each in curves)
+    texts = {each.text for each in ElementTree.fromstring(measured["picture"]).iter()}
+    assert {"last join", "all have it", "leader", "store", "all others", "restart, sent"} <= texts
     assert "| a worker fails → all agents have it |" in measured["table"]
