@@ -20,6 +20,7 @@ pub mod limits;
 #[cfg(feature = "agent")]
 pub mod logs;
 pub mod nursery;
+pub mod procfs;
 pub mod signal;
 pub mod spec;
 pub mod stat;

@@ -4,6 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::str::FromStr;
 
+use crate::procfs;
+
 /// The field that tells a process from a later one with the same pid: when it began, in ticks after the machine's start.
 pub const START_TIME: usize = 22;
 
@@ -17,9 +19,9 @@ pub struct Stat {
 }
 
 impl Stat {
-    /// `None` when there is no such process any more.
+    /// `None` when there is no such process any more, or no `/proc` that shows it.
     pub fn of(pid: i32) -> Option<Self> {
-        Self::in_folder(Path::new(&format!("/proc/{pid}")))
+        Self::in_folder(&procfs::folder(pid)?)
     }
 
     /// Of the process or thread whose folder in `/proc` this is; `None` when it is gone.

@@ -378,7 +378,7 @@ class AttemptTracker:
 
     def _name_descendants(self, verb: str, left: Sequence[tuple[int, str]], more: int = 0) -> None:
         if left:
-            names = ", ".join(f"{pid} ({command})" for pid, command in left)
+            names = ", ".join(f"{pid} ({command})" if command else f"{pid}" for pid, command in left)
             names += f" and {more} more" if more else ""
             self._console.say(f"{verb} processes that workers left behind: {names}")
 

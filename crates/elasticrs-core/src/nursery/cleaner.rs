@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::tree::{self, Target};
+use crate::procfs;
 
 /// What a cleaner may take when all others have ended.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -43,7 +44,7 @@ pub fn patience_with(target: &Target) -> Option<Duration> {
 /// True for a process that holds little but the end of a pipe. A tracker that is about to unlink has closed that, and is
 /// known by its program.
 fn is_tracker(pid: i32) -> bool {
-    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
+    let Some(Ok(entries)) = procfs::folder(pid).map(|folder| fs::read_dir(folder.join("fd"))) else { return false };
     let paths = entries.flatten().map(|entry| entry.path()).filter(|path| !is_standard(path));
     let paths: Vec<PathBuf> = paths.take(FEW_DESCRIPTORS + 1).collect();
     paths.len() <= FEW_DESCRIPTORS && (paths.iter().any(|path| reads_a_pipe(path)) || is_python(pid))
@@ -66,7 +67,7 @@ fn is_python(pid: i32) -> bool {
 
 /// The file that it executes; one that was removed has `(deleted)` behind its name.
 fn program(pid: i32) -> Option<PathBuf> {
-    fs::read_link(format!("/proc/{pid}/exe")).ok()
+    fs::read_link(procfs::folder(pid)?.join("exe")).ok()
 }
 
 /// How long whoever ends everything still waits for cleaners.

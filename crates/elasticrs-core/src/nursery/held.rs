@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::tree::{Status, has_died};
 use crate::exit::WorkerExit;
+use crate::procfs;
 use crate::stat::Stat;
 
 /// A tracer that lives collects within milliseconds; what it leaves for so long is told, and waited for no more.
@@ -29,7 +30,7 @@ pub fn by_tracer(pid: i32) -> Option<Held> {
     if !has_died(pid, Status::in_stat(&stat)?) {
         return None;
     }
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let status = procfs::read(pid, "status")?;
     let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?.trim().parse().ok()?;
     let exit = match stat.field(EXIT_CODE) {
         Some(status) if may_read(pid) => WorkerExit::from_wait_status(status).unwrap_or(WorkerExit::Unknown),
@@ -54,5 +55,6 @@ fn tell(pid: i32, name: &str, tracer: i32) -> String {
 
 /// The same permission as for the exit status. A process that has ended has no directory any more, which is asked later.
 fn may_read(pid: i32) -> bool {
-    fs::read_link(format!("/proc/{pid}/cwd")).is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT))
+    let link = procfs::folder(pid).map(|folder| fs::read_link(folder.join("cwd")));
+    link.is_some_and(|link| link.is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT)))
 }

@@ -12,6 +12,9 @@ use std::io::{self, Read};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
+use crate::procfs;
+use crate::sys::rlimit;
+
 const BASE: u64 = 1 << 62;
 
 /// A value that no other nursery of this machine has.
@@ -45,13 +48,25 @@ impl Token {
 
     /// The token that a process carries, whichever nursery's. `None` as well when the process is gone.
     pub fn of(pid: i32) -> Option<Self> {
-        let limits = fs::read_to_string(format!("/proc/{pid}/limits")).ok()?;
-        Self::in_limits(&limits)
+        soft_limit(pid).and_then(Self::from_limit)
     }
 
-    fn in_limits(limits: &str) -> Option<Self> {
-        let line = limits.lines().find_map(|line| line.strip_prefix("Max realtime timeout"))?;
-        line.split_whitespace().next()?.parse().ok().and_then(Self::from_limit)
+    /// True if the process carries no token. False as well when it is gone, or must not be asked.
+    pub fn is_reset(pid: i32) -> bool {
+        soft_limit(pid).is_some_and(|limit| Self::from_limit(limit).is_none())
+    }
+}
+
+/// The soft limit that carries a token; `None` when the process is gone, or must not be asked.
+fn soft_limit(pid: i32) -> Option<u64> {
+    if procfs::is_own() { in_limits(&procfs::read(pid, "limits")?) } else { rlimit::soft(pid, Resource::RLIMIT_RTTIME).ok() }
+}
+
+fn in_limits(limits: &str) -> Option<u64> {
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max realtime timeout"))?;
+    match line.split_whitespace().next()? {
+        "unlimited" => Some(u64::MAX),
+        limit => limit.parse().ok(),
     }
 }
 
@@ -75,16 +90,20 @@ mod tests {
     #[test]
     fn a_limit_that_somebody_else_has_set_is_no_token() {
         let line = |soft: &str| format!("Limit  Soft\nMax realtime timeout      {soft}  unlimited   us        \n");
-        assert_eq!(Token::in_limits(&line("unlimited")), None);
-        assert_eq!(Token::in_limits(&line("200000")), None);
-        assert_eq!(Token::in_limits(&line("4611686018427387911")), Some(Token(BASE + 7)));
-        assert_eq!(Token::in_limits("Max cpu time  unlimited"), None);
+        let token = |limits: &str| in_limits(limits).and_then(Token::from_limit);
+        assert_eq!(token(&line("unlimited")), None);
+        assert_eq!(token(&line("200000")), None);
+        assert_eq!(token(&line("4611686018427387911")), Some(Token(BASE + 7)));
+        assert_eq!(in_limits("Max cpu time  unlimited"), None);
     }
 
     #[test]
     fn an_applied_token_is_seen_from_outside() {
         let token = Token::random().unwrap();
         token.apply().unwrap();
-        assert_eq!(Token::of(std::process::id().cast_signed()), Some(token));
+        let own = std::process::id().cast_signed();
+        assert_eq!((Token::of(own), Token::is_reset(own)), (Some(token), false));
+        assert_eq!(rlimit::soft(own, Resource::RLIMIT_RTTIME), Ok(token.0));
+        assert_eq!((Token::of(-1), Token::is_reset(-1), Token::is_reset(1)), (None, false, true));
     }
 }

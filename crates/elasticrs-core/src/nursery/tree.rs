@@ -1,24 +1,34 @@
 //! Who descends from whom, read from `/proc`.
 //!
 //! A listing is never a proof of emptiness: processes come and go while it is made. It tells whom to signal next.
+//!
+//! Without a `/proc` of our own ([`procfs::is_own`]) the kernel is asked for each pid whether it is a child of ours. Who is
+//! further down is not seen, but becomes a child of this process, a subreaper, when those above it have ended.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::thread::Builder;
 
 use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{self, Signal};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, getpgid, getsid, gettid};
 
 use super::protocol::Descendant;
+use crate::procfs;
 use crate::stat::{START_TIME, Stat};
 use crate::sys::features::Features;
-use crate::sys::pidfd;
+use crate::sys::{pidfd, wait};
 
 /// Fields of `/proc/PID/stat`: signals, of which the lowest 31.
 const BLOCKED: usize = 32;
 const IGNORED: usize = 33;
+
+/// No kernel gives out a higher pid.
+const HIGHEST_PID: i32 = 4 << 20;
 
 /// A process below the root of a listing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,6 +70,17 @@ impl Status {
         })
     }
 
+    /// What the kernel says of a child, or of the process of this pidfd, without `/proc`.
+    fn asked(pid: i32, pidfd: Option<&OwnedFd>) -> Option<Self> {
+        let (parent, has_ended) = match pidfd {
+            Some(pidfd) => (0, poll(&mut [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)], PollTimeout::ZERO) == Ok(1)),
+            None => (std::process::id().cast_signed(), wait::child_has_ended(pid)?),
+        };
+        let pid = Some(Pid::from_raw(pid));
+        let (group, session) = (getpgid(pid).ok()?.as_raw(), getsid(pid).ok()?.as_raw());
+        Some(Self { state: if has_ended { 'Z' } else { 'S' }, parent, group, session, threads: 1 })
+    }
+
     /// It has ended, and waits for its parent to see it. While there is another thread, only the main one has ended
     /// (`pthread_exit` in `main`): the process goes on.
     pub fn has_ended(self) -> bool {
@@ -71,9 +92,7 @@ impl Status {
 pub fn has_died(pid: i32, status: Status) -> bool {
     let has_ended = |thread: &Path| Stat::in_folder(thread).is_none_or(|stat| matches!(stat.field(3), Some('Z' | 'X')));
     status.has_ended()
-        || matches!(status.state, 'Z')
-            && fs::read_dir(format!("/proc/{pid}/task"))
-                .is_ok_and(|threads| threads.flatten().all(|thread| has_ended(&thread.path())))
+        || matches!(status.state, 'Z') && threads(pid).is_some_and(|mut threads| threads.all(|thread| has_ended(&thread)))
 }
 
 /// All processes below `root`, parents before their children, without those in `except` and what is below them.
@@ -81,7 +100,11 @@ pub fn has_died(pid: i32, status: Status) -> bool {
 /// Each is found when it is asked for, after its own children were: whoever kills what it gets makes room on the CPUs
 /// before the rest is looked for, and loses nobody by it.
 pub fn descendants(root: i32, except: &[i32]) -> Descendants {
-    let all = if Features::get().proc_children { None } else { Some(all_by_parent()) };
+    let all = match procfs::is_own() {
+        true if Features::get().proc_children => None,
+        true => Some(all_by_parent()),
+        false => Some(BTreeMap::from([(std::process::id().cast_signed(), children_of_ours())])),
+    };
     // A pid that is used again while the listing is made could close a circle.
     let known = except.iter().copied().chain([root]).collect();
     let mut walk = Descendants { all, known, pending: Vec::new() };
@@ -118,11 +141,15 @@ impl Iterator for Descendants {
     }
 }
 
+/// The folders of a process's threads; `None` when it is gone.
+pub fn threads(pid: i32) -> Option<impl Iterator<Item = PathBuf>> {
+    Some(fs::read_dir(procfs::folder(pid)?.join("task")).ok()?.flatten().map(|thread| thread.path()))
+}
+
 fn children(parent: i32) -> Vec<i32> {
-    let Ok(threads) = fs::read_dir(format!("/proc/{parent}/task")) else { return Vec::new() };
     let mut found = Vec::new();
-    for thread in threads.flatten() {
-        let text = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
+    for thread in threads(parent).into_iter().flatten() {
+        let text = fs::read_to_string(thread.join("children")).unwrap_or_default();
         found.extend(text.split_ascii_whitespace().filter_map(|pid| pid.parse::<i32>().ok()));
     }
     found
@@ -138,16 +165,32 @@ fn all_by_parent() -> BTreeMap<i32, Vec<i32>> {
     all
 }
 
-/// All pids of the machine (of the pid namespace, to be exact).
+fn children_of_ours() -> Vec<i32> {
+    if !wait::has_children() {
+        return Vec::new();
+    }
+    let among = |pids: RangeInclusive<i32>| pids.filter(|pid| wait::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
+    let newest = newest_pid();
+    let found = among(1..=newest);
+    // After the highest pid the kernel begins again with the lowest: older processes may have higher ones.
+    if found.is_empty() { among(newest + 1..=HIGHEST_PID) } else { found }
+}
+
+/// All pids of the machine (of the pid namespace, to be exact). Without `/proc` those that may be in use.
 pub fn pids() -> Vec<i32> {
+    if !procfs::is_own() {
+        return (1..=newest_pid()).collect();
+    }
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// The pid that was given out last; 0 without `/proc`.
+/// The pid that was given out last in this pid namespace, whichever `/proc` shows.
 pub fn newest_pid() -> i32 {
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    load.split_whitespace().next_back().and_then(|pid| pid.parse().ok()).unwrap_or(0)
+    let pid = load.split_whitespace().next_back().and_then(|pid| pid.parse().ok());
+    // A thread gets the next one.
+    pid.or_else(|| Builder::new().spawn(|| gettid().as_raw()).ok()?.join().ok()).unwrap_or(HIGHEST_PID)
 }
 
 /// A descendant that can be signalled without hitting somebody else who got its pid.
@@ -158,7 +201,8 @@ pub struct Target {
     pidfd: Option<OwnedFd>,
     /// Read after the descriptor was opened.
     pub status: Status,
-    stat: Stat,
+    /// `None` without a `/proc` of our own.
+    stat: Option<Stat>,
 }
 
 impl Target {
@@ -179,23 +223,29 @@ impl Target {
     }
 
     fn behind(pid: i32, pidfd: Option<OwnedFd>) -> Option<Self> {
-        let stat = Stat::of(pid)?;
-        Some(Self { pid, pidfd, status: Status::in_stat(&stat)?, stat })
+        let stat = Stat::of(pid);
+        let status = match &stat {
+            Some(stat) => Status::in_stat(stat)?,
+            None if procfs::is_own() => return None,
+            None => Status::asked(pid, pidfd.as_ref())?,
+        };
+        Some(Self { pid, pidfd, status, stat })
     }
 
-    /// The kernel's short name, at most 15 bytes.
+    /// The kernel's short name, at most 15 bytes; empty when it cannot be known.
     pub fn name(&self) -> &str {
-        &self.stat.name
+        self.stat.as_ref().map_or("", |stat| &stat.name)
     }
 
     /// When it began, in ticks after the machine's start.
     pub fn started(&self) -> Option<u64> {
-        self.stat.field(START_TIME)
+        self.stat.as_ref()?.field(START_TIME)
     }
 
     /// True when this signal does nothing to it: it is ignored or blocked.
     pub fn disregards(&self, signal: Signal) -> bool {
-        let has = |field| self.stat.field::<u64>(field).is_some_and(|signals| signals & 1 << (signal as i32 - 1) != 0);
+        let Some(stat) = &self.stat else { return false };
+        let has = |field| stat.field::<u64>(field).is_some_and(|signals| signals & 1 << (signal as i32 - 1) != 0);
         has(BLOCKED) || has(IGNORED)
     }
 

@@ -23,7 +23,8 @@ use std::time::{Duration, Instant};
 use memchr::memmem;
 
 use super::watch::wait_channel;
-use crate::nursery::tree::{Status, descendants};
+use crate::nursery::tree::{Status, descendants, threads};
+use crate::procfs;
 use crate::stat::Stat;
 use crate::sys::command::die_with_thread;
 use crate::sys::pidfd;
@@ -215,7 +216,7 @@ fn target_of(pid: i32) -> Option<(i32, OwnedFd)> {
 
 /// EVI-1, from the mask of caught signals in `/proc/PID/status`.
 fn has_handler(pid: i32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let status = procfs::read(pid, "status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
     mask & (1 << (stack_signal() - 1)) != 0
@@ -260,12 +261,11 @@ fn innermost_frame(stacks: &str) -> Option<String> {
 /// One line for each thread of a process, and its kernel stack where that may be read.
 fn kernel_side(pid: i32) -> String {
     let mut text = String::new();
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    for thread in threads.take(MAX_THREADS) {
-        let read = |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
-        let state = Stat::in_folder(&thread.path()).and_then(|stat| stat.field(3)).unwrap_or('?');
+    for thread in threads(pid).into_iter().flatten().take(MAX_THREADS) {
+        let read = |name: &str| fs::read_to_string(thread.join(name)).unwrap_or_default();
+        let state = Stat::in_folder(&thread).and_then(|stat| stat.field(3)).unwrap_or('?');
         let channel = Some(read("wchan")).filter(|name| !matches!(name.as_str(), "" | "0"));
-        let (id, name) = (thread.file_name(), read("comm"));
+        let (id, name) = (thread.file_name().unwrap_or_default(), read("comm"));
         let channel = channel.as_deref().unwrap_or("-");
         let _ = writeln!(text, "{} {state} {} {channel}", id.display(), name.trim_end());
         for frame in read("stack").lines() {

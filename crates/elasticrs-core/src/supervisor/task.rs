@@ -22,6 +22,7 @@ use super::state::{Effect, End, Group, Input};
 use super::watch::{self, Watched};
 use crate::nursery::protocol::{PROTOCOL, Reply as FromLink};
 use crate::nursery::token::Token;
+use crate::procfs;
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::features::Features;
@@ -156,6 +157,9 @@ impl Task {
             held: BTreeSet::new(),
         };
         task.use_nursery(nursery);
+        if !procfs::is_own() {
+            task.shared.queue.push(Event::Degraded { message: procfs::MISSING.to_owned() });
+        }
         Ok(task)
     }
 

@@ -15,6 +15,7 @@ use super::event::Swept;
 use crate::exit::WorkerExit;
 use crate::nursery::sweep;
 use crate::nursery::token::Token;
+use crate::procfs;
 use crate::sys::readiness::register;
 
 /// The end of a watched process.
@@ -93,16 +94,16 @@ pub(super) fn reap_orphans(nursery: Option<i32>) {
 
 /// The kernel function that a process waits in; empty when it runs, is gone, or is not ours to look at.
 pub(super) fn wait_channel(pid: i32) -> String {
-    fs::read_to_string(format!("/proc/{pid}/wchan")).ok().filter(|name| name != "0").unwrap_or_default()
+    procfs::read(pid, "wchan").filter(|name| name != "0").unwrap_or_default()
 }
 
 /// As [`wait_channel`], of the first child of `pid` that has not become another program yet.
 pub(super) fn wait_channel_of_child(pid: i32) -> String {
-    let program = |pid: &str| fs::read_link(format!("/proc/{pid}/exe")).ok();
-    let own = program(&pid.to_string());
-    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    let hung = children.split_whitespace().find(|child| program(child) == own);
-    hung.and_then(|child| child.parse().ok()).map(wait_channel).unwrap_or_default()
+    let program = |pid: i32| fs::read_link(procfs::folder(pid)?.join("exe")).ok();
+    let own = program(pid);
+    let children = procfs::read(pid, &format!("task/{pid}/children")).unwrap_or_default();
+    let mut children = children.split_whitespace().filter_map(|child| child.parse().ok());
+    children.find(|child| program(*child) == own).map(wait_channel).unwrap_or_default()
 }
 
 /// Ends what a lost nursery has left; blocks for at most about `give_up`.

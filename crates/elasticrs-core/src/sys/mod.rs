@@ -18,6 +18,7 @@ pub mod poll;
 pub mod priority;
 #[cfg(feature = "agent")]
 pub mod readiness;
+pub mod rlimit;
 pub mod signals;
 pub mod socket;
 pub mod spawn;

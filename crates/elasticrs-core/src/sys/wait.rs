@@ -1,6 +1,8 @@
 //! Reaping.
 
 use nix::errno::Errno;
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::unistd::Pid;
 
 use crate::exit::Usage;
 
@@ -25,6 +27,26 @@ pub enum Waited {
 /// Looks for any child that has changed, without blocking.
 pub fn any_child() -> Waited {
     wait(-1, libc::WNOHANG | libc::WUNTRACED | libc::WCONTINUED)
+}
+
+/// True if the process has ended; it is not reaped. `None` when it is no child of this one.
+pub fn child_has_ended(pid: i32) -> Option<bool> {
+    peek(Id::Pid(Pid::from_raw(pid)))
+}
+
+/// True if there is any child.
+pub fn has_children() -> bool {
+    peek(Id::All).is_some()
+}
+
+fn peek(id: Id<'_>) -> Option<bool> {
+    let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT | WaitPidFlag::__WALL;
+    match waitid(id, flags) {
+        Ok(WaitStatus::StillAlive) => Some(false),
+        Err(Errno::ECHILD) => None,
+        // An error as well: nix has no words for an end by a real-time signal.
+        Ok(_) | Err(_) => Some(true),
+    }
 }
 
 /// Reaps one child, blocking until it has ended. For children that are known to be ending.

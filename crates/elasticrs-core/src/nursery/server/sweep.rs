@@ -220,10 +220,8 @@ impl Sweep {
 }
 
 impl Nursery {
-    /// It left its worker's session and reset the token: it is meant to stay.
+    /// True if the process has left its worker's session and reset the token: it is meant to stay.
     fn is_exempt(&self, pid: i32, status: Status) -> bool {
-        self.marked && !self.sessions.contains(&status.session) && Token::of(pid).is_none()
-            // The limits of a process that has ended meanwhile are unreadable, which looks the same.
-            && Status::of(pid).is_some_and(|status| !status.has_ended())
+        self.marked && !self.sessions.contains(&status.session) && Token::is_reset(pid)
     }
 }

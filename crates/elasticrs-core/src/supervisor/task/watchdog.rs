@@ -14,6 +14,7 @@ use elasticrs_runtime::clock::Stamp;
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::task::{AbortHandle, JoinSet};
@@ -351,12 +352,12 @@ impl Running {
             if let Some(local_rank) = self.group.rank_of(ancestor) {
                 return Some(local_rank);
             }
-            match Status::of(ancestor)?.parent {
-                parent if parent <= 1 => break,
-                parent => ancestor = parent,
+            match Status::of(ancestor).map(|status| status.parent) {
+                Some(parent) if parent > 1 => ancestor = parent,
+                _ => break,
             }
         }
-        let session = Status::of(pid)?.session;
+        let session = getsid(Some(Pid::from_raw(pid))).ok()?.as_raw();
         let leads = self.members.iter().any(|member| member.pid == session && member.leads_a_group);
         if leads { self.group.rank_of(session) } else { None }
     }

@@ -1,0 +1,80 @@
+"""A launcher in a pid namespace without a ``/proc`` of its own leaves nothing there either."""
+
+import os
+import signal
+
+import pytest
+from helpers import procs
+
+pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun]
+
+# The launcher is not pid 1 in there: the end of that one would be the end of all others.
+FIRST = ("sh", "-c", '"$@"; echo "ENDED $?"; read line', "sh")
+INSIDE = ("unshare", "--pid", "--fork", "--kill-child", "--")
+WITHOUT = ("unshare", "--mount", "--", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh")
+PROCS = {"outer": (*INSIDE, *FIRST), "none": (*WITHOUT, *INSIDE, *FIRST)}
+
+# Of the three the last one has lost its parent, and another one is below the first.
+SCRIPT = """
+    import os, signal, subprocess, sys
+    attempt, how = os.environ["TORCHELASTIC_RESTART_COUNT"], sys.argv[1]
+    left = "trap '' TERM; (sleep 1000 & exec sleep 1000) & (sleep 1000 &); echo LEFT; exec sleep 1000"
+    daemons = [["sh", "-c", left]]
+    if how == "spares":
+        daemons.append(["bash", "-c", "ulimit -S -R unlimited; echo LEFT; exec sleep 2000"])
+    for command in daemons:
+        daemon = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+        assert daemon.stdout.readline() == b"LEFT\\n"
+    os.write(1, b"READY\\n")
+    if how in ("launch", "nursery") and attempt == "0":
+        signal.pause()
+    os._exit(3 if how == "fails" and attempt == "0" else 0)
+"""
+
+
+@pytest.fixture(params=PROCS)
+def inside(request, launch, worker_script):
+    """Starts a launcher in there; its pid 1 stays until the end of the test."""
+    reader, writer = os.pipe()
+    started = []
+
+    def start(how):
+        options = ("--linger=0", "--max-restarts=1", worker_script(SCRIPT), how)
+        started.append(launch(*options, prefix=PROCS[request.param], stdin=reader))
+        return started[-1]
+
+    yield start
+    os.close(writer)
+    os.close(reader)
+    for launched in started:
+        launched.wait()
+
+
+def code_of(launched):
+    return launched.wait_for_line(r"ENDED (\d+)", "stdout")[1]
+
+
+def sleeps_in(launched):
+    return {each.pid: each.command for each in launched.descendants() if each.command.startswith("sleep")}
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", "spares"])
+def test_nothing_is_left_but_what_may_stay(inside, how):
+    launched = inside(how)
+    assert code_of(launched) == "0", launched.stderr
+    assert list(sleeps_in(launched).values()) == (["sleep 2000"] if how == "spares" else [])
+    assert launched.stderr.count("/proc is missing") == 1, launched.stderr
+    assert "could not end" not in launched.stderr, launched.stderr
+
+
+@pytest.mark.parametrize(("killed", "code"), [("launch", "137"), ("nursery", "0")])
+def test_nothing_is_left_when_a_part_of_it_is_killed(inside, killed, code):
+    launched = inside(killed)
+    launched.wait_for_line("READY", "stdout")
+    names = {"launch": "-m elasticrs.launch", "nursery": "worker-nursery"}
+    programs = [each for each in launched.descendants() if not each.command.startswith("sh ")]
+    (pid,) = (each.pid for each in programs if names[killed] in each.command)
+    os.kill(pid, signal.SIGKILL)
+    assert code_of(launched) == code, launched.stderr
+    procs.assert_gone(sleeps_in(launched))
+    assert sleeps_in(launched) == {}
