@@ -59,6 +59,8 @@ fn tell(event: Event, supervisor: &Supervisor) -> Result<()> {
         }
         Event::Fenced { .. } => say("fenced")?,
         Event::GroupEnded { outcome, .. } => say(&format!("ended {outcome:?}"))?,
+        // A worker that stops itself is told of when the others take their time.
+        Event::WorkerPaused { .. } => {}
         other => say(&format!("{other:?}"))?,
     }
     Ok(())

@@ -13,7 +13,8 @@ pub const MISSING: &str = "/proc is missing, or is that of another pid namespace
 /// namespace (`unshare --pid` without `--mount-proc`), where our pids are those of other processes.
 pub fn is_own() -> bool {
     static IS_OWN: OnceLock<bool> = OnceLock::new();
-    *IS_OWN.get_or_init(|| fs::read_to_string("/proc/self/status").is_ok_and(|status| is_of(&status, std::process::id())))
+    *IS_OWN
+        .get_or_init(|| fs::read_to_string("/proc/self/status").is_ok_and(|status| is_of(&status, std::process::id())))
 }
 
 /// The folder of a process; `None` where [`is_own`] is false.

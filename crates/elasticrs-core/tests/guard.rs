@@ -6,53 +6,48 @@ mod common;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
-use std::process::{Child, Stdio};
 
-use common::{Client, Lines, Tree};
+use common::{Agent, Client};
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::fence::Fence;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::nursery::protocol::{Reply, Request};
 use elasticrs_core::sys::wait;
 use elasticrs_runtime::clock::boot_now;
-use elasticrs_testkit::{assert_no_children, is_running, pidfd, state, wait_for_end, wait_readable, worker_program};
+use elasticrs_testkit::{
+    assert_no_children, is_running, pidfd, wait_for_end, wait_for_state, wait_readable, wait_until, worker_program,
+};
 use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::ptrace;
 use nix::unistd::Pid;
 
 /// `examples/guarded-agent.rs`, and the peer of its connection.
-struct Agent {
-    process: Child,
-    lines: Lines,
+struct Guarded {
+    agent: Agent,
     peer: TcpStream,
-    tree: Tree,
 }
 
-impl Agent {
+impl Guarded {
     fn start(commands: &[&str]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (mut agent, reader) = common::example_agent("guarded-agent");
-        agent.arg(listener.local_addr().unwrap().port().to_string());
-        agent.args(commands.iter().map(|command| format!("{} {command}", worker_program().display())));
-        let process = agent.stdin(Stdio::piped()).spawn().unwrap();
-        drop(agent);
-        wait_readable(&listener, "the agent's connection");
-        let peer = listener.accept().unwrap().0;
-        let mut lines = Lines::new(reader);
-        let tree = lines.until_all_ready(commands.len());
-        Self { process, lines, peer, tree }
+        let port = listener.local_addr().unwrap().port().to_string();
+        let workers = commands.iter().map(|command| format!("{} {command}", worker_program().display()));
+        let arguments: Vec<String> = std::iter::once(port).chain(workers).collect();
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let agent = Agent::start("guarded-agent", &arguments, commands.len());
+        Self { agent, peer: listener.accept().unwrap().0 }
     }
 
     fn ask(&mut self, request: &str) -> String {
-        writeln!(self.process.stdin.as_mut().unwrap(), "{request}").unwrap();
-        self.lines.next().unwrap()
+        writeln!(self.agent.process.stdin.as_mut().unwrap(), "{request}").unwrap();
+        self.agent.lines.next().unwrap()
     }
 
     fn signal(&self, signal: i32) {
-        send(self.process.id().cast_signed(), signal);
+        send(self.agent.process.id().cast_signed(), signal);
     }
 
-    /// Whether the peer has seen the end of the connection by now.
+    /// True if the peer has seen the end of the connection by now.
     fn connection_has_ended(&mut self) -> bool {
         self.peer.set_nonblocking(true).unwrap();
         match self.peer.read(&mut [0]) {
@@ -60,14 +55,6 @@ impl Agent {
             Err(error) if error.kind() == ErrorKind::WouldBlock => false,
             other => panic!("{other:?}"),
         }
-    }
-
-    /// The agent is dead already: its nursery has fallen to us.
-    fn reap_nursery(mut self) {
-        wait_for_end(self.tree.nursery);
-        wait::reap(self.tree.nursery);
-        assert_no_children();
-        assert_eq!(self.lines.rest(), Vec::<String>::new());
     }
 }
 
@@ -81,72 +68,63 @@ fn sockets(pid: i32) -> usize {
     targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
 }
 
-/// Nothing tells anybody but its parent that a process was stopped.
-fn until_stopped(pid: i32) {
-    while state(pid) != Some('T') {
-        std::thread::yield_now();
-    }
-}
-
 #[test]
 fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
     // A large process takes a while to die.
-    let mut agent = Agent::start(&["ignore-term", "daemonise", "alloc 256", "stop-self"]);
-    assert_eq!(agent.tree.below().count(), 5);
-    agent.process.kill().unwrap();
-    wait_readable(&agent.peer, "the end of the connection");
-    let left: Vec<i32> = agent.tree.below().filter(|&pid| is_running(pid)).collect();
+    let mut guarded = Guarded::start(&["ignore-term", "daemonise", "alloc 256", "stop-self"]);
+    assert_eq!(guarded.agent.tree.below().count(), 5);
+    guarded.agent.process.kill().unwrap();
+    wait_readable(&guarded.peer, "the end of the connection");
+    let left: Vec<i32> = guarded.agent.tree.below().filter(|&pid| is_running(pid)).collect();
     assert_eq!(left, [0; 0], "the connection has ended before them");
-    assert!(agent.connection_has_ended());
-    agent.process.wait().unwrap();
-    agent.reap_nursery();
+    assert!(guarded.connection_has_ended());
+    guarded.agent.kill();
 }
 
 #[test]
 fn a_connection_is_open_as_long_as_its_nursery_and_no_longer_when_released() {
     for released in [false, true] {
-        let mut agent = Agent::start(&["sleep"]);
+        let mut guarded = Guarded::start(&["sleep"]);
+        let nursery = guarded.agent.tree.nursery;
         if released {
-            assert_eq!(agent.ask("release"), "released");
-            // The link to the agent remains.
-            while sockets(agent.tree.nursery) > 1 {
-                std::thread::yield_now();
-            }
+            assert_eq!(guarded.ask("release"), "released");
+            wait_until("the link to the agent alone", || sockets(nursery) == 1);
         }
-        send(agent.tree.nursery, libc::SIGSTOP);
-        until_stopped(agent.tree.nursery);
-        agent.process.kill().unwrap();
-        agent.process.wait().unwrap();
+        send(nursery, libc::SIGSTOP);
+        wait_for_state(nursery, 'T');
+        guarded.agent.process.kill().unwrap();
+        guarded.agent.process.wait().unwrap();
         // The agent's own descriptors are closed.
-        assert_eq!(agent.connection_has_ended(), released);
-        assert!(is_running(agent.tree.workers[0]));
-        send(agent.tree.nursery, libc::SIGCONT);
-        agent.reap_nursery();
+        assert_eq!(guarded.connection_has_ended(), released);
+        assert!(is_running(guarded.agent.tree.workers[0]));
+        send(nursery, libc::SIGCONT);
+        guarded.agent.kill();
     }
 }
 
 #[test]
 fn workers_of_a_stopped_agent_are_killed_at_the_deadline_and_it_hears_of_it() {
-    let mut agent = Agent::start(&["ignore-term", "daemonise", "stop-self"]);
-    let answer = agent.ask("fence 300");
+    let mut guarded = Guarded::start(&["ignore-term", "daemonise", "stop-self"]);
+    let answer = guarded.ask("fence 300");
     let deadline: u64 = answer.strip_prefix("fence at ").unwrap().parse().unwrap();
-    agent.signal(libc::SIGSTOP);
-    let workers: Vec<_> = agent.tree.below().filter_map(pidfd).collect();
+    guarded.signal(libc::SIGSTOP);
+    let workers: Vec<_> = guarded.agent.tree.below().filter_map(pidfd).collect();
     for worker in &workers {
         wait_readable(worker, "the end of a worker");
         assert!(boot_now() >= deadline, "too early");
     }
-    assert!(is_running(agent.tree.nursery));
-    assert!(!agent.connection_has_ended(), "the agent lives");
+    assert!(is_running(guarded.agent.tree.nursery));
+    assert!(!guarded.connection_has_ended(), "the agent lives");
 
-    agent.signal(libc::SIGCONT);
-    assert_eq!(agent.lines.next().unwrap(), "fenced", "before the exits");
-    let mut exits: Vec<_> = (0..3).map(|_| agent.lines.next().unwrap()).collect();
+    guarded.signal(libc::SIGCONT);
+    let Agent { mut process, mut lines, .. } = guarded.agent;
+    assert_eq!(lines.next().unwrap(), "fenced", "before the exits");
+    let mut exits: Vec<_> = (0..3).map(|_| lines.next().unwrap()).collect();
     exits.sort();
     assert_eq!(exits, ["exited 0 sent 9", "exited 1 sent 9", "exited 2 sent 9"]);
-    assert_eq!(agent.lines.next().unwrap(), "ended Stopped", "and no failure");
-    drop(agent.process.stdin.take());
-    assert!(agent.process.wait().unwrap().success());
+    assert_eq!(lines.next().unwrap(), "ended Stopped", "and no failure");
+    drop(process.stdin.take());
+    assert!(process.wait().unwrap().success());
     assert_no_children();
 }
 
@@ -183,9 +161,7 @@ fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
     ptrace::seize(slow, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
     fence.set(Some(boot_now()));
     assert!(matches!(client.next().0, Reply::Fenced { .. }));
-    while state(slow.as_raw()) != Some('t') {
-        std::thread::yield_now();
-    }
+    wait_for_state(slow.as_raw(), 't');
     fence.set(None);
     client.request_spawn(&common::worker(&["sleep"]), &[], Vec::new());
     // A nursery that starts it now would say so, and kill it in the next moment.

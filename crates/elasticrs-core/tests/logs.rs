@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use elasticrs_core::logs::{Console, Dest, LogStream, Logs, MatchingLines, NotDrained, Notice, StreamId, To};
 use elasticrs_runtime::clock::Stamp;
+use elasticrs_testkit::wait_until;
 use nix::errno::Errno;
 
 /// A hang guard, never the thing measured.
@@ -316,14 +317,12 @@ const FAR: Stamp = Stamp(u64::MAX);
 
 /// When the streams were written to last, once nothing of them waits to be read.
 fn written_last(logs: &Logs) -> Stamp {
-    let guard = Instant::now() + GUARD;
-    loop {
-        match logs.last_written(FAR) {
-            Some(at) if at < FAR => return at,
-            last => assert!(Instant::now() < guard, "{last:?}: still counts as written now"),
-        }
-        std::thread::yield_now();
-    }
+    let mut last = None;
+    wait_until("streams that do not count as written now", || {
+        last = logs.last_written(FAR).filter(|at| *at < FAR);
+        last.is_some()
+    });
+    last.unwrap()
 }
 
 #[test]

@@ -6,10 +6,9 @@ mod common;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use common::{Client, Lines, Worker};
+use common::{Agent, Client, Worker};
 use elasticrs_core::nursery::protocol::Request;
 use elasticrs_core::nursery::sweep::{kill_by_token, sweep_children_of_self};
-use elasticrs_core::sys::wait;
 use elasticrs_testkit::{assert_no_children, is_running, wait_for_end, worker_program};
 
 /// A worker whose cleaner removes a file when all others have ended.
@@ -84,15 +83,8 @@ fn an_agent_that_finds_it_by_the_token_leaves_it_the_time() {
 fn so_does_the_nursery_of_an_agent_that_was_killed() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("shared");
-    let (mut agent, reader) = common::example_agent("small-agent");
-    agent.arg("1").arg(worker_program()).arg("cleaner").arg(&file);
-    let mut process = agent.stdin(std::process::Stdio::null()).spawn().unwrap();
-    drop(agent);
-    let tree = Lines::new(reader).until_all_ready(1);
-    process.kill().unwrap();
-    process.wait().unwrap();
-    wait_for_end(tree.nursery);
-    wait::reap(tree.nursery);
+    let worker = worker_program();
+    let arguments = ["1", &worker.to_string_lossy(), "cleaner", &file.to_string_lossy()];
+    Agent::start("small-agent", &arguments, 1).kill();
     assert!(!file.exists());
-    assert_no_children();
 }

@@ -4,71 +4,40 @@
 mod common;
 
 use std::os::fd::AsRawFd;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
-use common::{Client, Lines};
+use common::{Agent, Client};
 use elasticrs_core::nursery::sweep::{kill_by_token, sweep_children_of_self};
 use elasticrs_core::nursery::token::Token;
-use elasticrs_core::sys::wait::{self, Waited};
-use elasticrs_testkit::{assert_no_children, is_running, state, wait_for_end, worker_program};
+use elasticrs_core::sys::wait;
+use elasticrs_testkit::{is_running, wait_for_end, wait_for_state, worker_program};
 
-/// `examples/small-agent.rs` with workers that daemonise.
-struct Agent {
-    process: Child,
-    lines: Lines,
-    nursery: i32,
-    /// Workers and their daemons.
-    below: Vec<i32>,
-}
-
-impl Agent {
-    fn start(workers: usize, command: &[&str]) -> Self {
-        let (mut agent, reader) = common::example_agent("small-agent");
-        agent.arg(workers.to_string()).arg(worker_program()).args(command);
-        let process = agent.stdin(Stdio::null()).spawn().unwrap();
-        drop(agent);
-        let mut lines = Lines::new(reader);
-        let tree = lines.until_all_ready(workers);
-        Self { process, lines, nursery: tree.nursery, below: tree.below().collect() }
-    }
+/// `examples/small-agent.rs` with workers that do this.
+fn small_agent(workers: usize, command: &str) -> Agent {
+    Agent::start("small-agent", &[&workers.to_string(), &worker_program().to_string_lossy(), command], workers)
 }
 
 #[test]
 fn a_killed_agent_takes_workers_and_their_descendants_along() {
-    let mut agent = Agent::start(4, &["daemonise"]);
-    assert_eq!(agent.below.len(), 8);
-    assert!(agent.below.iter().all(|&pid| is_running(pid)));
-    agent.process.kill().unwrap();
-    agent.process.wait().unwrap();
-    // The nursery is adopted by us, and ends when nothing is left below it.
-    wait_for_end(agent.nursery);
-    assert!(matches!(wait::reap(agent.nursery), Waited::Changed { status: 0, .. }));
-    assert!(!agent.below.iter().any(|&pid| is_running(pid)));
-    assert_no_children();
-    assert_eq!(agent.lines.rest(), Vec::<String>::new(), "nobody holds the pipe");
+    let agent = small_agent(4, "daemonise");
+    assert_eq!(agent.tree.below().filter(|&pid| is_running(pid)).count(), 8);
+    agent.kill();
 }
 
 #[test]
 fn a_killed_agent_takes_a_fork_bomb_along() {
-    let mut agent = Agent::start(1, &["fork-bomb"]);
-    agent.process.kill().unwrap();
-    agent.process.wait().unwrap();
-    wait_for_end(agent.nursery);
-    wait::reap(agent.nursery);
-    assert_no_children();
-    assert_eq!(agent.lines.rest(), Vec::<String>::new(), "ended by the nursery, not by its own limit");
+    small_agent(1, "fork-bomb").kill();
 }
 
 #[test]
 fn a_killed_agent_takes_processes_without_a_main_thread_along() {
-    let mut agent = Agent::start(2, &["headless"]);
-    agent.process.kill().unwrap();
-    agent.process.wait().unwrap();
-    wait_for_end(agent.nursery);
-    wait::reap(agent.nursery);
-    assert_no_children();
-    assert_eq!(agent.lines.rest(), Vec::<String>::new());
+    small_agent(2, "headless").kill();
+}
+
+#[test]
+fn a_killed_agent_takes_stopped_workers_along() {
+    small_agent(2, "stop-self").kill();
 }
 
 #[test]
@@ -90,17 +59,6 @@ fn the_agents_sweeps_end_processes_without_a_main_thread() {
         assert!(outcome.stuck.is_empty(), "{outcome:?}");
         wait_for_end(headless);
     }
-}
-
-#[test]
-fn a_killed_agent_takes_stopped_workers_along() {
-    let mut agent = Agent::start(2, &["stop-self"]);
-    agent.process.kill().unwrap();
-    agent.process.wait().unwrap();
-    wait_for_end(agent.nursery);
-    wait::reap(agent.nursery);
-    assert_no_children();
-    assert_eq!(agent.lines.rest(), Vec::<String>::new());
 }
 
 #[test]
@@ -195,9 +153,7 @@ fn an_idle_nursery_sleeps() {
         line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
     };
     // Once it sleeps, it has nothing left to do; a tick of the test's own clock passes without a wake-up.
-    while state(client.nursery.pid) != Some('S') {
-        std::thread::yield_now();
-    }
+    wait_for_state(client.nursery.pid, 'S');
     let before = switches(client.nursery.pid);
     let (nobody_writes, _keep) = common::pipe();
     let mut polled = [nix::poll::PollFd::new(std::os::fd::AsFd::as_fd(&nobody_writes), nix::poll::PollFlags::POLLIN)];

@@ -8,8 +8,9 @@ use std::path::PathBuf;
 
 use common::Client;
 use elasticrs_core::nursery::launch::{LaunchError, Launched, NurseryImage, launch};
-use elasticrs_core::nursery::protocol::{PROTOCOL, Reply, Stage};
+use elasticrs_core::nursery::protocol::{PROTOCOL, Reply};
 use elasticrs_core::nursery::token::Token;
+use elasticrs_core::sys::stage::Stage;
 use elasticrs_core::sys::wait;
 use elasticrs_testkit::{assert_no_children, open_fds, wait_readable};
 use nix::errno::Errno;

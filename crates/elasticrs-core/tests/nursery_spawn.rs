@@ -10,8 +10,9 @@ use std::os::unix::fs::PermissionsExt;
 use common::{Client, Lines, pipe, process, with_stdout, worker};
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::launch::stage_reached;
-use elasticrs_core::nursery::protocol::{Reply, Request, Stage};
+use elasticrs_core::nursery::protocol::{Reply, Request};
 use elasticrs_core::spec::{PassedFd, Stdio};
+use elasticrs_core::sys::stage::Stage;
 use elasticrs_testkit::{open_fds, wait_readable};
 
 #[test]

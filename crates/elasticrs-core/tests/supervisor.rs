@@ -4,18 +4,18 @@
 mod common;
 
 use std::io::{self, BufRead, Write};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::groups::{HANG, KILL, KILLED, TERM, close, event, group, run, supervisor, telling_group};
 use common::{image, pipe, process, worker};
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::launch::NurseryImage;
-use elasticrs_core::nursery::protocol::Stage;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::{Descendants, PassedFd, Stdio, StopPolicy};
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
+use elasticrs_core::sys::stage::Stage;
 use elasticrs_core::sys::wait::{Waited, any_child};
-use elasticrs_testkit::assert_no_children;
+use elasticrs_testkit::{assert_no_children, wait_for_state};
 
 const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
 
@@ -42,15 +42,6 @@ fn outcome(end: &Event) -> Outcome {
 fn kill(pid: i32, signal: i32) {
     let pidfd = elasticrs_testkit::pidfd(pid).expect("it lives");
     elasticrs_core::sys::pidfd::send_signal(pidfd, signal).unwrap();
-}
-
-/// Nothing tells anybody but its parent that a process was stopped.
-fn until_stopped(pid: i32) {
-    let begin = Instant::now();
-    while elasticrs_testkit::state(pid) != Some('T') {
-        assert!(begin.elapsed() < HANG, "pid {pid} is not stopped");
-        std::thread::yield_now();
-    }
 }
 
 #[test]
@@ -271,7 +262,7 @@ fn who_died_by_itself_before_a_stop_is_not_listed_as_stopped() {
     let nursery = supervisor.nursery_pid().unwrap();
     // So that the death is not told before the stop.
     kill(nursery, libc::SIGSTOP);
-    until_stopped(nursery);
+    wait_for_state(nursery, 'T');
     kill(pids[0], libc::SIGKILL);
     elasticrs_testkit::wait_for_end(pids[0]);
     supervisor.stop(TERM).unwrap();
@@ -301,7 +292,7 @@ fn suspended_workers_are_stopped_and_go_on() {
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     supervisor.suspend().unwrap();
     for pid in &pids {
-        until_stopped(*pid);
+        wait_for_state(*pid, 'T');
     }
     supervisor.resume().unwrap();
     supervisor.stop(TERM).unwrap();

@@ -133,9 +133,7 @@ pub fn daemonise(request: &Request, daemon: Daemon) -> Result<(), Problem> {
 fn end_main_thread(until: OwnedFd) -> ! {
     let me = getpid().as_raw();
     std::thread::spawn(move || {
-        while elasticrs_testkit::state(me) != Some('Z') {
-            std::thread::yield_now();
-        }
+        elasticrs_testkit::wait_for_state(me, 'Z');
         drop(until);
         pause_for_ever();
     });

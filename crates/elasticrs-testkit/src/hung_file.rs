@@ -141,11 +141,10 @@ fn words(numbers: &[u32]) -> Vec<u8> {
 /// # Panics
 /// When it has ended, or does not get there.
 pub fn wait_until_it_hangs(pid: i32) {
-    let start = std::time::Instant::now();
     let read = |name| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
     let maps = format!("{} ", libc::SYS_mmap);
-    while super::state(pid) != Some('D') || !read("syscall").starts_with(&maps) {
-        assert!(super::is_running(pid) && start.elapsed() < super::HANG_GUARD, "{pid} does not hang");
-        thread::yield_now();
-    }
+    super::wait_until("a process that hangs", || {
+        assert!(super::is_running(pid), "{pid} has ended");
+        super::state(pid) == Some('D') && read("syscall").starts_with(&maps)
+    });
 }

@@ -5,7 +5,8 @@
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
-use std::time::Duration;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -40,6 +41,26 @@ pub fn wait_readable(fd: impl AsFd, what: &str) {
             Err(error) => panic!("poll for {what}: {error}"),
         }
     }
+}
+
+/// Waits for what nothing tells of: looks again and again.
+///
+/// # Panics
+/// After [`HANG_GUARD`], with the name of what was waited for.
+pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !is_so() {
+        assert!(begin.elapsed() < HANG_GUARD, "waited {HANG_GUARD:?} for {what}");
+        sleep(Duration::from_millis(1));
+    }
+}
+
+/// Waits until the process is in this state: only its parent is told of that.
+///
+/// # Panics
+/// After [`HANG_GUARD`].
+pub fn wait_for_state(pid: i32, letter: char) {
+    wait_until(&format!("process {pid} in state {letter}"), || state(pid) == Some(letter));
 }
 
 /// A descriptor of any process; `None` when there is none of this pid.

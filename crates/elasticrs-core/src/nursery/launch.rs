@@ -12,12 +12,13 @@ use nix::fcntl::OFlag;
 
 use super::NAME;
 use super::link::AgentLink;
-use super::protocol::{FIXED_FDS, Stage};
+use super::protocol::FIXED_FDS;
 use super::start::Start;
 use super::token::Token;
 use crate::limits::given_descriptors;
 use crate::sys::features::{UnsupportedKernel, check_floor};
 use crate::sys::spawn::{self, Command, Failure, Program, Stack, Standard};
+use crate::sys::stage::Stage;
 use crate::sys::{fds, pidfd};
 
 /// Where the nursery's program is.

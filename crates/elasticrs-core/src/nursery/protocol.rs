@@ -5,11 +5,11 @@
 //! Descriptors travel as `SCM_RIGHTS` with the first byte of the frame that announces them.
 
 use elasticrs_runtime::clock::Stamp;
-use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
+use crate::sys::stage::Stage;
 
 /// Changes with every change of this file.
 pub const PROTOCOL: u32 = 6;
@@ -172,78 +172,4 @@ pub struct Descendant {
     pub pid: i32,
     /// The kernel's short name of its program, at most 15 bytes; empty when it was gone.
     pub command: String,
-}
-
-/// The steps of a start, in order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[repr(u8)]
-pub enum Stage {
-    /// `clone`.
-    Clone = 1,
-    /// `setsid`.
-    NewSession = 2,
-    /// `prctl(PR_SET_PDEATHSIG)`, or the parent was gone already.
-    ParentDeathSignal = 3,
-    /// Opening the file of a standard descriptor.
-    OpenLog = 4,
-    /// Putting descriptors in place.
-    Descriptors = 5,
-    /// `chdir`.
-    ChangeDir = 6,
-    /// `execve`.
-    Exec = 7,
-    /// The agent could not receive the pidfd (its own descriptor limit).
-    Receive = 8,
-    /// Not begun: the deadline of the fence has passed.
-    Fence = 9,
-    /// `sched_setaffinity`.
-    Affinity = 10,
-}
-
-impl Stage {
-    /// Why it failed, in words.
-    pub fn reason(self, errno: Errno) -> &'static str {
-        match (self, errno) {
-            // The kernel's own words are "Try again".
-            (Self::Clone, Errno::EAGAIN) => "the limit on processes is reached (RLIMIT_NPROC or a pids.max)",
-            // The kernel's own words are "Invalid argument".
-            (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed here",
-            (Self::Fence, _) => "the lease of the connection to the store has run out",
-            _ => errno.desc(),
-        }
-    }
-
-    /// The stage with this number, as the stage pipe carries it.
-    pub fn from_byte(byte: u8) -> Option<Self> {
-        const ALL: [Stage; 10] = [
-            Stage::Clone,
-            Stage::NewSession,
-            Stage::ParentDeathSignal,
-            Stage::OpenLog,
-            Stage::Descriptors,
-            Stage::ChangeDir,
-            Stage::Exec,
-            Stage::Receive,
-            Stage::Fence,
-            Stage::Affinity,
-        ];
-        ALL.into_iter().find(|&stage| stage as u8 == byte)
-    }
-}
-
-impl std::fmt::Display for Stage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Clone => "create the process",
-            Self::NewSession => "create the session",
-            Self::ParentDeathSignal => "arm the parent-death signal",
-            Self::OpenLog => "open the log file",
-            Self::Descriptors => "place the descriptors",
-            Self::ChangeDir => "change to the working directory",
-            Self::Exec => "execute",
-            Self::Receive => "receive the process descriptor",
-            Self::Fence => "start a worker",
-            Self::Affinity => "bind the worker to its CPUs",
-        })
-    }
 }

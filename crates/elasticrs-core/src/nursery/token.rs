@@ -59,7 +59,11 @@ impl Token {
 
 /// The soft limit that carries a token; `None` when the process is gone, or must not be asked.
 fn soft_limit(pid: i32) -> Option<u64> {
-    if procfs::is_own() { in_limits(&procfs::read(pid, "limits")?) } else { rlimit::soft(pid, Resource::RLIMIT_RTTIME).ok() }
+    if procfs::is_own() {
+        in_limits(&procfs::read(pid, "limits")?)
+    } else {
+        rlimit::soft(pid, Resource::RLIMIT_RTTIME).ok()
+    }
 }
 
 fn in_limits(limits: &str) -> Option<u64> {

@@ -92,7 +92,8 @@ impl Status {
 pub fn has_died(pid: i32, status: Status) -> bool {
     let has_ended = |thread: &Path| Stat::in_folder(thread).is_none_or(|stat| matches!(stat.field(3), Some('Z' | 'X')));
     status.has_ended()
-        || matches!(status.state, 'Z') && threads(pid).is_some_and(|mut threads| threads.all(|thread| has_ended(&thread)))
+        || matches!(status.state, 'Z')
+            && threads(pid).is_some_and(|mut threads| threads.all(|thread| has_ended(&thread)))
 }
 
 /// All processes below `root`, parents before their children, without those in `except` and what is below them.
@@ -169,7 +170,8 @@ fn children_of_ours() -> Vec<i32> {
     if !wait::has_children() {
         return Vec::new();
     }
-    let among = |pids: RangeInclusive<i32>| pids.filter(|pid| wait::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
+    let among =
+        |pids: RangeInclusive<i32>| pids.filter(|pid| wait::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
     let newest = newest_pid();
     let found = among(1..=newest);
     // After the highest pid the kernel begins again with the lowest: older processes may have higher ones.

@@ -7,8 +7,9 @@ use elasticrs_runtime::clock::Stamp;
 
 use crate::exit::{Usage, WorkerExit};
 use crate::logs::{Dest, Notice};
-use crate::nursery::protocol::{Descendant, Stage};
+use crate::nursery::protocol::Descendant;
 use crate::signal::Signal;
+use crate::sys::stage::Stage;
 use crate::timer::hang::{Ground, Missed};
 
 /// One thing that happened.

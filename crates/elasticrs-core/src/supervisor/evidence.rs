@@ -70,15 +70,17 @@ pub(super) struct Subject {
 
 /// What was found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Found {
-    pub(super) local_rank: u32,
+pub struct Found {
+    /// Which.
+    pub local_rank: u32,
     /// One letter, as in `/proc/PID/stat`; a blank when it has ended.
-    pub(super) state: char,
-    pub(super) wait_channel: String,
+    pub state: char,
+    /// The kernel function that it waits in; empty when it runs, or that cannot be read.
+    pub wait_channel: String,
     /// The innermost Python frame of the thread that answered, the main thread as a rule.
-    pub(super) frame: Option<String>,
+    pub frame: Option<String>,
     /// Why there is no report.
-    pub(super) problem: Option<String>,
+    pub problem: Option<String>,
 }
 
 /// Looks at all; blocks until `deadline` at most, apart from a disk that does not answer.

@@ -11,10 +11,11 @@ use tokio::io::unix::AsyncFd;
 use crate::exit::WorkerExit;
 use crate::nursery::launch::{LaunchError, Launched, NurseryImage, launch, stage_reached};
 use crate::nursery::link::AgentLink;
-use crate::nursery::protocol::{Reply, Request, Stage};
+use crate::nursery::protocol::{Reply, Request};
 use crate::nursery::token::Token;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
+use crate::sys::stage::Stage;
 
 /// What came from the nursery.
 #[derive(Debug)]

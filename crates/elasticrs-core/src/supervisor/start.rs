@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use super::event::{NurseryEnd, Outcome, StartFailure};
 use super::state::{Group, Input};
-use crate::nursery::protocol::{Request, Stage};
+use crate::nursery::protocol::Request;
 use crate::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy, StopScope};
+use crate::sys::stage::Stage;
 
 /// One request for each worker, with the descriptors that go with it.
 pub(super) fn spawn_requests(spec: &GroupSpec) -> io::Result<Vec<(Request, Vec<OwnedFd>)>> {

@@ -4,12 +4,16 @@ use std::time::Duration;
 
 use elasticrs_runtime::clock::Stamp;
 
+pub use self::hangs::Sight;
+use self::hangs::Then;
 use self::member::{Member, Pause, to_group};
 pub use super::deadlines::Timer;
-use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired, WorkerHung, WorkerRaised};
+use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired, WorkerRaised};
+use super::evidence::Found;
 use crate::exit::{Usage, WorkerExit};
 use crate::signal::Signal;
 use crate::spec::{Descendants, StopPolicy, StopScope};
+use crate::timer::hang::{Elsewhere, Limits, Watch};
 
 /// A worker that is stopped for this long is told of.
 pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);
@@ -48,6 +52,8 @@ pub enum Input {
     },
     /// Somebody wants the group stopped.
     Stop(StopPolicy),
+    /// The same, because a rank of another node hangs.
+    StopForHang(StopPolicy, Elsewhere),
     /// Somebody sent this signal to these ranks (`None`: to all).
     Signal(Signal, Option<Vec<u32>>),
     /// The agent was sent this signal, and passes it on to all that run. It stops nobody: who fails later has failed by
@@ -70,10 +76,12 @@ pub enum Input {
     Dead(Vec<i32>),
     /// A timer of a member, or of a descendant of one, was not released in time.
     TimerExpired(TimerExpired),
-    /// A member gave no sign of life for too long.
-    Hung(Box<WorkerHung>),
-    /// A member may be what a rank of another node waits for: it is told, and [`Input::Stop`] follows.
-    Suspected(Box<WorkerHung>),
+    /// From now on all present members are watched for hangs.
+    Watch(Limits),
+    /// The signs of life right now, for the input that follows; see [`Group::needs_sight`].
+    Sight(Sight),
+    /// What [`Effect::TakeEvidence`] has found.
+    Evidence(Vec<Found>),
     /// A member, or a descendant of one, has recorded an uncaught exception.
     Raised(WorkerRaised),
     /// One more member, which Python started.
@@ -122,6 +130,11 @@ pub enum Effect {
         grace: Duration,
         /// What cannot be killed within this is reported.
         give_up: Duration,
+    },
+    /// Look at what all members are doing; answered by [`Input::Evidence`].
+    TakeEvidence {
+        /// The first line of each report.
+        title: String,
     },
     /// Tell Python of a failure; the executor stamps it, after the signals before it in the list.
     TellFailure {
@@ -179,6 +192,11 @@ pub struct Group {
     outcome: Outcome,
     nursery: Option<NurseryEnd>,
     suspended: bool,
+    watch: Option<Watch>,
+    /// The last one.
+    sight: Sight,
+    /// What waits for evidence, while that is taken.
+    waiting: Option<Vec<Then>>,
 }
 
 impl Group {
@@ -195,17 +213,15 @@ impl Group {
             outcome: Outcome::Succeeded,
             nursery: None,
             suspended: false,
+            watch: None,
+            sight: Sight::default(),
+            waiting: None,
         }
     }
 
     /// Whether the end was told.
     pub fn has_ended(&self) -> bool {
         self.phase == Phase::Ended
-    }
-
-    /// Whether nothing ends it so far.
-    pub fn is_running(&self) -> bool {
-        self.phase == Phase::Running
     }
 
     /// The rank of the member with this pid, if it has not ended.
@@ -221,12 +237,14 @@ impl Group {
     /// Whether this input may make the group signal its members: then [`Input::Dead`] has to come first.
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
-            Input::Exited { exit, .. } => self.phase == Phase::Running && !exit.is_success(),
+            Input::Exited { exit, .. } => {
+                self.phase == Phase::Running && (self.waiting.is_some() || !exit.is_success())
+            }
             Input::Stop(_)
+            | Input::StopForHang(..)
             | Input::Signal(..)
-            | Input::Expired(Timer::Kill | Timer::Exit(_))
-            | Input::TimerExpired(_)
-            | Input::Hung(_) => true,
+            | Input::Expired(Timer::Kill)
+            | Input::Evidence(_) => true,
             _ => false,
         }
     }
@@ -242,27 +260,34 @@ impl Group {
             Input::Exited { pid, exit, usage, seen } => self.on_exit(pid, exit, usage, seen, &mut effects),
             Input::Paused { pid, signal } => self.on_paused(pid, signal, &mut effects),
             Input::Continued { pid } => self.on_continued(pid, &mut effects),
-            Input::Stop(policy) => self.on_stop(policy, &mut effects),
+            Input::Stop(policy) => {
+                self.settle(&mut effects);
+                self.on_stop(policy, &mut effects);
+            }
+            Input::StopForHang(policy, elsewhere) => self.on_stop_for_hang(policy, elsewhere, &mut effects),
             Input::Signal(signal, ranks) => self.on_signal(signal, ranks.as_deref(), &mut effects),
             Input::Forward(signal) => {
                 let to = self.stop_scope;
                 effects.extend(self.living().map(|pid| Effect::Signal { pid, to, signal }));
             }
             Input::Suspend => self.on_suspend(&mut effects),
-            Input::Resume => self.on_resume(&mut effects),
+            Input::Resume if self.suspended => {
+                self.on_resume(&mut effects);
+                self.look(&mut effects);
+            }
+            Input::Resume => {}
             Input::Expired(timer) => self.on_expired(timer, &mut effects),
             Input::Swept(swept) => self.on_swept(swept, &mut effects),
             Input::NurseryLost(end) => self.on_nursery_lost(end, &mut effects),
             Input::Fenced => self.on_fenced(&mut effects),
-            Input::Dead(pids) => self.members.iter_mut().for_each(|m| m.dead |= pids.contains(&m.pid)),
-            Input::TimerExpired(timer) => self.on_timer_expired(timer, &mut effects),
-            Input::Hung(hung) => self.on_hung(hung, &mut effects),
-            Input::Suspected(hung) => {
-                let runs = |m: &Member| m.local_rank == hung.local_rank && m.runs();
-                if self.phase == Phase::Running && self.members.iter().any(runs) {
-                    effects.push(Effect::Tell(Event::WorkerHung(hung)));
-                }
+            Input::Dead(pids) => self.on_dead(&pids),
+            Input::TimerExpired(timer) if timer.signal.is_some() => {
+                self.take_evidence(Then::Timer(timer), &mut effects);
             }
+            Input::TimerExpired(timer) => self.on_timer_due(timer, &mut effects),
+            Input::Watch(limits) => self.on_watch(limits, &mut effects),
+            Input::Sight(sight) => self.sight = sight,
+            Input::Evidence(found) => self.on_evidence(&found, &mut effects),
             Input::Raised(raised) => self.on_raised(raised, &mut effects),
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
         }
@@ -270,9 +295,9 @@ impl Group {
     }
 
     fn on_exit(&mut self, pid: i32, exit: WorkerExit, usage: Option<Usage>, seen: Stamp, effects: &mut Vec<Effect>) {
-        let Some(member) = self.members.iter_mut().find(|m| m.pid == pid && !m.ended) else {
-            return;
-        };
+        let Some(index) = self.members.iter().position(|m| m.pid == pid && !m.ended) else { return };
+        self.settle_before_exit(index, exit, effects);
+        let member = &mut self.members[index];
         member.ended = true;
         let (local_rank, sent) = (member.local_rank, member.sent);
         if !matches!(member.pause, Pause::Running) {
@@ -292,6 +317,13 @@ impl Group {
         effects.push(Effect::Tell(Event::WorkerExited { local_rank, pid, exit, sent, seen, usage }));
         self.stop_rest_of(pid, effects);
         self.sweep_when_all_have_ended(effects);
+    }
+
+    /// Who waits to be judged lived when there was a reason for it.
+    fn on_dead(&mut self, pids: &[i32]) {
+        for index in 0..self.members.len() {
+            self.members[index].dead |= pids.contains(&self.members[index].pid) && !self.is_to_be_judged(index);
+        }
     }
 
     /// What an ended worker has left in its group serves nobody any more. After the last one the sweep ends it.
@@ -363,15 +395,25 @@ impl Group {
         if !self.suspended {
             self.suspended = true;
             effects.push(Effect::Freeze);
+            if let Some(watch) = &mut self.watch {
+                watch.freeze(self.sight.at.0);
+            }
             effects.extend(self.living().map(|pid| to_group(pid, Signal::STOP)));
         }
     }
 
     fn on_resume(&mut self, effects: &mut Vec<Effect>) {
         if self.suspended {
-            self.suspended = false;
             effects.extend(self.living().map(|pid| to_group(pid, Signal::CONT)));
-            effects.push(Effect::Thaw);
+            self.thaw(effects);
+        }
+    }
+
+    fn thaw(&mut self, effects: &mut Vec<Effect>) {
+        self.suspended = false;
+        effects.push(Effect::Thaw);
+        if let Some(watch) = &mut self.watch {
+            watch.thaw(self.sight.at.0, &self.sight.seen, self.sight.line);
         }
     }
 
@@ -388,9 +430,11 @@ impl Group {
                     effects.push(Effect::Tell(Event::WorkerPaused { local_rank, pid: member.pid, signal }));
                 }
             }
-            Timer::Exit(local_rank) => self.on_exit_overdue(local_rank, effects),
+            // What holds the exit is looked at first.
+            Timer::Exit(local_rank) => self.take_evidence(Then::Exit(local_rank), effects),
+            Timer::Check | Timer::Hang => self.look(effects),
             // A deadline whose reason has passed in the meantime, or those that are the executor's.
-            Timer::Kill | Timer::GiveUp | Timer::Start | Timer::Sweep | Timer::Check | Timer::Hang => {}
+            Timer::Kill | Timer::GiveUp | Timer::Start | Timer::Sweep => {}
         }
     }
 
@@ -407,8 +451,7 @@ impl Group {
         }
         if self.suspended {
             // Deadlines go on, and nobody else does: no SIGCONT before the SIGKILL.
-            self.suspended = false;
-            effects.push(Effect::Thaw);
+            self.thaw(effects);
         }
         match self.phase {
             Phase::Running | Phase::Stopping => {
@@ -438,7 +481,7 @@ impl Group {
     }
 
     /// A worker that hangs has failed. Once a stop has begun, its deadline is the one that counts.
-    fn on_timer_expired(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
+    fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
@@ -450,18 +493,6 @@ impl Group {
         effects.push(Effect::SignalProcess { pid, signal });
         let siblings = self.fail(worker, (worker == pid).then_some(worker), effects);
         effects.push(Effect::Tell(Event::TimerExpired(timer)));
-        effects.push(Effect::TellFailure { local_rank, seen, siblings });
-    }
-
-    /// Nothing that a hung worker could do on SIGTERM is worth its grace: it did not come to that for much longer.
-    fn on_hung(&mut self, hung: Box<WorkerHung>, effects: &mut Vec<Effect>) {
-        let WorkerHung { local_rank, seen, .. } = *hung;
-        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
-        let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
-        let worker = member.pid;
-        effects.push(member.send(Signal::KILL, StopScope::Group));
-        let siblings = self.fail(worker, Some(worker), effects);
-        effects.push(Effect::Tell(Event::WorkerHung(hung)));
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
@@ -549,8 +580,7 @@ impl Group {
         self.phase = Phase::Ended;
         if self.suspended {
             // Nobody is left to go on, but the deadlines are those of the next group as well.
-            self.suspended = false;
-            effects.push(Effect::Thaw);
+            self.thaw(effects);
         }
         let stuck_workers = self.members.iter().filter(|m| !m.ended).map(|m| (m.local_rank, m.pid)).collect();
         let (outcome, nursery) = (self.outcome, self.nursery);
@@ -559,6 +589,7 @@ impl Group {
 }
 
 mod exits;
+mod hangs;
 mod member;
 #[cfg(test)]
 mod tests;

@@ -184,7 +184,10 @@ impl Task {
                 Wake::Command(command) => self.on_command(command),
                 Wake::Deadline => self.on_deadline(),
                 Wake::Timers(ring) => self.on_ring(&ring).await,
-                Wake::Evidence(found) => self.on_evidence(&found),
+                Wake::Evidence(found) => {
+                    self.gathering = None;
+                    self.input(Input::Evidence(found));
+                }
                 Wake::Notices => self.on_notices(),
                 Wake::Close { keep_descendants } => return self.close(keep_descendants).await,
             }
@@ -377,7 +380,10 @@ impl Task {
                     nursery.kill();
                 }
             }
-            Current::Running(_) => self.stop_running(policy, elsewhere),
+            Current::Running(_) => self.input(match elsewhere {
+                Some(elsewhere) => Input::StopForHang(policy, elsewhere),
+                None => Input::Stop(policy),
+            }),
         }
     }
 
@@ -386,13 +392,15 @@ impl Task {
             match timer {
                 Timer::Start => self.on_hung_start(),
                 Timer::Sweep => self.on_overdue_sweep(),
+                // A worker that started the process may still go on.
+                Timer::Exit(local_rank) if self.exits.has_ended(local_rank) => {}
                 Timer::Check => {
                     self.check();
-                    self.look();
+                    self.input(Input::Expired(timer));
                 }
-                Timer::Hang => self.look(),
-                Timer::Exit(local_rank) => self.on_exit_deadline(local_rank),
-                Timer::Kill | Timer::GiveUp | Timer::Paused(_) => self.input(Input::Expired(timer)),
+                Timer::Hang | Timer::Exit(_) | Timer::Kill | Timer::GiveUp | Timer::Paused(_) => {
+                    self.input(Input::Expired(timer));
+                }
             }
         }
     }
@@ -400,16 +408,17 @@ impl Task {
     // --- effects ----------------------------------------------------------------------------------------------
 
     fn input(&mut self, input: Input) {
-        if let Input::Exited { pid, exit, .. } = input {
-            self.settle_before_exit_of(pid, exit);
-        }
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => starting.early(input),
             Current::Running(running) => {
                 if running.group.may_signal(&input) {
                     // Nothing follows from it by itself.
-                    let _ = running.group.on_input(Input::Dead(running.dead_before(&input)));
+                    let _ = running.group.on_input(Input::Dead(running.dead()));
+                }
+                if running.group.needs_sight(&input) {
+                    let sight = self.hangs.sight(running, &self.shared.logs);
+                    let _ = running.group.on_input(Input::Sight(sight));
                 }
                 for effect in running.group.on_input(input) {
                     self.carry_out(effect);
@@ -432,19 +441,18 @@ impl Task {
             Effect::Disarm(timer) => self.deadlines.disarm(timer),
             Effect::Freeze => {
                 self.deadlines.freeze(now);
-                self.hangs.freeze();
                 if let Some(watchdog) = &mut self.watchdog {
                     watchdog.freeze();
                 }
             }
             Effect::Thaw => {
                 self.deadlines.thaw(now);
-                self.thaw_watch();
                 if let Some(watchdog) = &mut self.watchdog {
                     watchdog.thaw();
                 }
             }
             Effect::Sweep { linger, grace, give_up } => self.sweep(linger, grace, give_up),
+            Effect::TakeEvidence { title } => self.take_evidence(&title),
             Effect::TellFailure { local_rank, seen, siblings } => {
                 self.shared.queue.push(Event::FailureSeen { local_rank, seen, signalled: Stamp::now(), siblings });
             }
@@ -461,7 +469,6 @@ impl Task {
         self.deadlines.clear();
         self.watched = JoinSet::new();
         self.gathering = None;
-        self.hangs.end();
         self.exits = Exits::default();
         if let Some(message) = self.watchdog.as_mut().and_then(Watchdog::clear) {
             self.shared.queue.push(Event::Degraded { message });

@@ -22,6 +22,7 @@ pub mod rlimit;
 pub mod signals;
 pub mod socket;
 pub mod spawn;
+pub mod stage;
 #[cfg(feature = "agent")]
 pub mod stop;
 pub mod timer;

@@ -17,8 +17,8 @@ use std::ptr::{self, NonNull};
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
+use super::stage::Stage;
 use super::wait;
-use crate::nursery::protocol::Stage;
 
 const STACK: usize = 256 * 1024;
 const GUARD: usize = 64 * 1024;

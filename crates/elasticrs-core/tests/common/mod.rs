@@ -9,14 +9,15 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio as Pipes};
 
 use elasticrs_core::exit::{Usage, WorkerExit};
 use elasticrs_core::nursery::launch::{Launched, NurseryImage, launch};
-use elasticrs_core::nursery::protocol::{Descendant, PROTOCOL, Reply, Request, Stage};
+use elasticrs_core::nursery::protocol::{Descendant, PROTOCOL, Reply, Request};
 use elasticrs_core::spec::{PassedFd, ProcessSpec, Stdio};
+use elasticrs_core::sys::stage::Stage;
 use elasticrs_core::sys::wait;
-use elasticrs_testkit::{assert_no_children, wait_readable, worker_program};
+use elasticrs_testkit::{assert_no_children, is_running, wait_for_end, wait_readable, worker_program};
 
 /// A nursery, and an end of the test that leaves nothing.
 pub struct Client {
@@ -194,6 +195,40 @@ impl Drop for Client {
     }
 }
 
+/// An agent of `examples/` with workers that are ready.
+pub struct Agent {
+    pub process: Child,
+    pub lines: Lines,
+    pub tree: Tree,
+}
+
+impl Agent {
+    /// Starts it with these further arguments, told which nursery to use. This process becomes a child subreaper, to which
+    /// falls what the agent leaves.
+    pub fn start(name: &str, arguments: &[&str], workers: usize) -> Self {
+        nix::sys::prctl::set_child_subreaper(true).unwrap();
+        let nursery = Path::new(env!("CARGO_BIN_EXE_worker-nursery"));
+        let (reader, writer) = pipe();
+        let mut agent = Command::new(nursery.parent().unwrap().join("examples").join(name));
+        let process = agent.arg(nursery).args(arguments).stdin(Pipes::piped()).stdout(writer).spawn().unwrap();
+        drop(agent);
+        let mut lines = Lines::new(reader);
+        let tree = lines.until_all_ready(workers);
+        Self { process, lines, tree }
+    }
+
+    /// Kills it, and asserts that its nursery, which falls to us, has ended everything.
+    pub fn kill(mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+        wait_for_end(self.tree.nursery);
+        assert!(matches!(wait::reap(self.tree.nursery), wait::Waited::Changed { status: 0, .. }));
+        assert!(!self.tree.below().any(is_running));
+        assert_no_children();
+        assert_eq!(self.lines.rest(), Vec::<String>::new(), "nobody holds the pipe");
+    }
+}
+
 /// What runs below an agent of `examples/`.
 pub struct Tree {
     pub nursery: i32,
@@ -207,17 +242,6 @@ impl Tree {
     pub fn below(&self) -> impl Iterator<Item = i32> {
         self.workers.iter().chain(&self.daemons).copied()
     }
-}
-
-/// An agent of `examples/`, told which nursery to use, and the reading end of its output. This process becomes a child
-/// subreaper, to which falls what the agent leaves.
-pub fn example_agent(name: &str) -> (Command, OwnedFd) {
-    nix::sys::prctl::set_child_subreaper(true).unwrap();
-    let nursery = Path::new(env!("CARGO_BIN_EXE_worker-nursery"));
-    let (reader, writer) = pipe();
-    let mut agent = Command::new(nursery.parent().unwrap().join("examples").join(name));
-    agent.arg(nursery).stdout(writer);
-    (agent, reader)
 }
 
 /// What a worker writes, line by line.

@@ -8,9 +8,10 @@ use std::path::Path;
 use nix::errno::Errno;
 
 use super::Nursery;
-use crate::nursery::protocol::{Reply, Stage};
+use crate::nursery::protocol::Reply;
 use crate::spec::{CpuSet, ProcessSpec, Stdio};
 use crate::sys::spawn::{self, Command, Failure, Program, Standard};
+use crate::sys::stage::Stage;
 
 /// Where programs are searched for without a `PATH`.
 const DEFAULT_PATH: &[u8] = b"/bin:/usr/bin";

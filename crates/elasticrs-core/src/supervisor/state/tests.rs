@@ -3,10 +3,11 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use self::exits::raised;
+use self::hangs::{FOUR_SECONDS, after_evidence, elsewhere, sight};
 use super::*;
-use crate::timer::hang::{Ground, Missed};
 
 mod exits;
+mod hangs;
 
 const PIDS: [i32; 4] = [100, 101, 102, 103];
 const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) };
@@ -361,7 +362,7 @@ fn expired(local_rank: u32, pid: i32, signal: Option<Signal>) -> Input {
 fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
     let usr1 = Signal::new(10).expect("it exists");
     let mut group = lingering();
-    let effects = group.on_input(expired(1, 101, Some(usr1)));
+    let effects = after_evidence(&mut group, expired(1, 101, Some(usr1)));
     assert_eq!(effects[0], Effect::SignalProcess { pid: 101, signal: usr1 });
     assert_eq!(signals(&effects), [100, 102, 103].map(|pid| (pid, Signal::TERM)));
     assert!(effects.contains(&Effect::Arm(Timer::Kill, TERM_30.grace)));
@@ -379,49 +380,10 @@ fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
     assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Failed), "whatever it exits with");
 }
 
-fn who_hangs(local_rank: u32) -> WorkerHung {
-    let (missed, limit) = (Missed::Step, Duration::from_secs(60));
-    let (pid, since, seen, ground, ranks) = (0, Stamp(1), Stamp(7), Ground::Oldest, Vec::new());
-    WorkerHung { local_rank, pid, missed, since, limit, seen, ground, ranks }
-}
-
-fn hung(local_rank: u32) -> Input {
-    Input::Hung(who_hangs(local_rank).into())
-}
-
-#[test]
-fn who_may_hang_is_told_while_nothing_else_ends_the_group() {
-    let mut group = lingering();
-    let suspected = |rank| Input::Suspected(who_hangs(rank).into());
-    assert_eq!(group.on_input(suspected(2)), [Effect::Tell(Event::WorkerHung(who_hangs(2).into()))]);
-    let effects = group.on_input(Input::Stop(TERM_30));
-    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "it gets its grace");
-    assert_eq!(group.on_input(suspected(1)), [], "the stop came first");
-    let mut group = lingering();
-    let _ = group.on_input(exited(102, DONE));
-    assert_eq!(group.on_input(suspected(2)), [], "it has ended");
-}
-
-#[test]
-fn a_hung_worker_is_killed_at_once_and_its_siblings_are_stopped() {
-    let mut group = lingering();
-    let effects = group.on_input(hung(2));
-    assert_eq!(effects[0], to_group(102, Signal::KILL));
-    assert_eq!(signals(&effects)[1..], [100, 101, 103].map(|pid| (pid, Signal::TERM)));
-    let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
-    let [Effect::Tell(Event::WorkerHung(_)), Effect::TellFailure { local_rank: 2, siblings: 3, .. }] = told[..] else {
-        panic!("SUP-3: {effects:?}");
-    };
-    assert_eq!(group.on_input(hung(1)), [], "the stop has its own deadline");
-    let mut group = lingering();
-    let _ = group.on_input(exited(102, DONE));
-    assert_eq!(group.on_input(hung(2)), [], "it has ended");
-}
-
 #[test]
 fn a_descendant_of_a_worker_that_hangs_fails_the_worker() {
     let mut group = lingering();
-    let effects = group.on_input(expired(1, 555, Some(Signal::KILL)));
+    let effects = after_evidence(&mut group, expired(1, 555, Some(Signal::KILL)));
     assert_eq!(effects[0], Effect::SignalProcess { pid: 555, signal: Signal::KILL });
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)));
 }
@@ -449,6 +411,7 @@ fn any_input() -> impl Strategy<Value = Input> {
     let timer = prop_oneof![
         Just(Timer::Kill),
         Just(Timer::GiveUp),
+        Just(Timer::Hang),
         (0..4_u32).prop_map(Timer::Paused),
         (0..4_u32).prop_map(Timer::Exit)
     ];
@@ -465,9 +428,10 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => any::<bool>().prop_map(|hung| Input::NurseryLost(NurseryEnd { exit: FAILED, hung })),
         1 => Just(Input::Fenced),
         1 => (0..4_u32, any::<bool>()).prop_map(|(rank, reaps)| expired(rank, 100, reaps.then_some(Signal::KILL))),
-        1 => (0..4_u32).prop_map(hung),
+        1 => Just(Input::Watch(FOUR_SECONDS)),
+        1 => Just(Input::StopForHang(TERM_30, elsewhere())),
+        2 => Just(Input::Evidence(Vec::new())),
         2 => (0..4_u32).prop_map(raised),
-        1 => (0..4_u32).prop_map(|rank| Input::Suspected(who_hangs(rank).into())),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
         2 => Just(swept()),
     ]
@@ -483,6 +447,7 @@ struct Seen {
     armed: BTreeSet<Timer>,
     owed_sweeps: u32,
     is_frozen: bool,
+    takes_evidence: bool,
     /// Workers that have ended, told or not, and those whose whole group got the signal of a stop.
     gone: BTreeSet<i32>,
     stopped_groups: BTreeSet<i32>,
@@ -510,6 +475,10 @@ impl Seen {
                     self.armed.remove(timer);
                 }
                 Effect::Sweep { .. } => self.owed_sweeps += 1,
+                Effect::TakeEvidence { .. } => {
+                    prop_assert!(!self.takes_evidence, "one after the other");
+                    self.takes_evidence = true;
+                }
                 Effect::Freeze | Effect::Thaw => {
                     self.is_frozen = !self.is_frozen;
                     prop_assert_eq!(self.is_frozen, *effect == Effect::Freeze, "they take turns");
@@ -548,12 +517,14 @@ proptest! {
     /// Whatever happened before: once the kernel has told all exits, and each sweep is answered, the group ends, once.
     #[test]
     fn every_history_can_be_brought_to_its_end(
-        history in prop::collection::vec(any_input(), 0..40),
+        history in prop::collection::vec((any_input(), 0..5_u64, prop::array::uniform4(prop::option::of(0..5_u64))), 0..40),
         spares_helpers in any::<bool>(),
     ) {
         let mut group = if spares_helpers { saving() } else { lingering() };
         let mut seen = Seen::default();
-        for input in history {
+        let mut now = 10;
+        for (input, passed, beats) in history {
+            now += passed;
             if input == swept() && seen.owed_sweeps == 0 {
                 continue;
             }
@@ -563,7 +534,16 @@ proptest! {
             if let Input::Dead(pids) = &input {
                 seen.gone.extend(pids.iter().filter(|pid| PIDS.contains(pid)));
             }
+            if let Input::Evidence(_) = &input && !std::mem::take(&mut seen.takes_evidence) {
+                continue;
+            }
+            let looks_for_dead = group.may_signal(&input);
+            if group.needs_sight(&input) {
+                seen.take(&group.on_input(sight(now, beats.map(|ago| Some(now - ago?)))))?;
+            }
             let effects = group.on_input(input);
+            let fails = effects.iter().any(|effect| matches!(effect, Effect::TellFailure { .. }));
+            prop_assert!(looks_for_dead || !fails, "who has died by itself must be known before");
             seen.take(&effects)?;
             if spares_helpers {
                 seen.check_scope(&effects)?;

@@ -9,7 +9,7 @@ use elasticrs_runtime::clock::Stamp;
 use super::{Current, Running, Task};
 use crate::nursery::held::{self, Held};
 use crate::supervisor::deadlines::Timer;
-use crate::supervisor::event::{Event, TimerExpired};
+use crate::supervisor::event::Event;
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 
@@ -17,19 +17,6 @@ use crate::supervisor::watch;
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 impl Running {
-    /// Members that died before what the input is about. A timer expired, or a worker hung, when that worker lived, and the
-    /// evidence took time since.
-    pub(super) fn dead_before(&self, input: &Input) -> Vec<i32> {
-        let mut dead = self.dead();
-        let lived = match input {
-            Input::TimerExpired(TimerExpired { local_rank, .. }) => Some(*local_rank),
-            Input::Hung(hung) => Some(hung.local_rank),
-            _ => None,
-        };
-        dead.retain(|pid| lived.is_none() || self.group.rank_of(*pid) != lived);
-        dead
-    }
-
     /// Members that are dead and whose exits were not told yet.
     pub(super) fn dead(&self) -> Vec<i32> {
         let living: BTreeSet<i32> = self.group.living().collect();

@@ -16,7 +16,6 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use super::{Current, Task};
-use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, WorkerRaised};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
@@ -69,7 +68,7 @@ impl Exits {
         pids
     }
 
-    fn has_ended(&self, local_rank: u32) -> bool {
+    pub(super) fn has_ended(&self, local_rank: u32) -> bool {
         let process = self.raised.iter().find(|(rank, _)| *rank == local_rank);
         process.is_none_or(|(_, process)| watch::ended(&[process.as_fd()]) == [true])
     }
@@ -110,14 +109,6 @@ impl Task {
             self.exits.raised.push((local_rank, process));
             let (seen, limit) = (Stamp::now(), self.exits.limit);
             self.input(Input::Raised(WorkerRaised { local_rank, pid, seen, limit, is_overdue: false }));
-        }
-    }
-
-    /// What holds the exit is looked at first.
-    pub(super) fn on_exit_deadline(&mut self, local_rank: u32) {
-        // A worker that started the process may still go on.
-        if !self.exits.has_ended(local_rank) {
-            self.gather(Input::Expired(Timer::Exit(local_rank)));
         }
     }
 }

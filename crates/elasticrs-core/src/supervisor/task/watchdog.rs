@@ -400,11 +400,7 @@ impl Task {
         // TIM-4
         expired.retain(|timer| timer.signal.is_some() || watchdog.told.add(Instant::now(), &mut tell));
         for timer in expired {
-            if timer.signal.is_some() {
-                self.gather(Input::TimerExpired(timer));
-            } else {
-                self.input(Input::TimerExpired(timer));
-            }
+            self.input(Input::TimerExpired(timer));
         }
     }
 }

@@ -15,8 +15,7 @@ fn a_worker_that_raised_and_does_not_end_has_failed() {
         panic!("{effects:?}");
     };
     assert_eq!((told.is_overdue, limit), (false, Duration::from_secs(10)));
-    assert!(group.may_signal(&Input::Expired(Timer::Exit(2))));
-    let effects = group.on_input(Input::Expired(Timer::Exit(2)));
+    let effects = after_evidence(&mut group, Input::Expired(Timer::Exit(2)));
     assert_eq!(
         signals(&effects),
         [(102, Signal::KILL), (100, Signal::TERM), (101, Signal::TERM), (103, Signal::TERM)],
@@ -44,5 +43,5 @@ fn a_worker_that_ends_in_time_or_may_take_any_time_is_not_ended() {
     let Input::Raised(raised) = raised(2) else { unreachable!() };
     let effects = group.on_input(Input::Raised(WorkerRaised { limit: None, ..raised }));
     assert!(matches!(effects[..], [Effect::Tell(Event::WorkerRaised(_))]));
-    assert_eq!(group.on_input(Input::Expired(Timer::Exit(0))), [], "it has not raised");
+    assert_eq!(after_evidence(&mut group, Input::Expired(Timer::Exit(0))), [], "it has not raised");
 }

@@ -1,0 +1,302 @@
+//! Workers that hang: when they are looked at, when evidence is taken, and who is blamed after that.
+//!
+//! [`crate::timer::hang`] has the rules of the limits. Evidence takes time, in which workers may go on or end: whatever
+//! waits for it is judged again by what is seen then, and before a worker it concerns is told as ended.
+
+use std::time::Duration;
+
+use super::member::Member;
+use super::{Effect, Event, Group, Input, Phase, Timer};
+use crate::exit::WorkerExit;
+use crate::signal::Signal;
+use crate::spec::{StopPolicy, StopScope};
+use crate::supervisor::event::{Heartbeat, RankSeen, TimerExpired, WorkerHung};
+use crate::supervisor::evidence::Found;
+use crate::timer::hang::{
+    Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside, still_late,
+};
+use elasticrs_runtime::clock::Stamp;
+
+/// The signs of life at a moment.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sight {
+    /// The moment.
+    pub at: Stamp,
+    /// The heartbeats, by member: what Python starts joins later, and may have none.
+    pub seen: Vec<Seen>,
+    /// When the last line of any worker came.
+    pub line: Option<u64>,
+}
+
+/// What waits for evidence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Then {
+    Timer(TimerExpired),
+    /// The worker of this local rank has raised, and has not ended.
+    Exit(u32),
+    Hung(Look),
+    /// A rank of another node hangs: whoever of these keeps it waiting is told before they are stopped.
+    Stop(StopPolicy, Elsewhere, Look),
+}
+
+/// What was found when the heartbeats were looked at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Look {
+    late: Vec<Overdue>,
+    seen: Vec<Seen>,
+    at: Stamp,
+}
+
+impl Then {
+    fn is_of_same_rank(&self, other: &Self) -> bool {
+        matches!((self, other), (Self::Timer(one), Self::Timer(other)) if one.local_rank == other.local_rank)
+    }
+
+    /// True if it is about something that this member has done, or not done, while it lived.
+    fn concerns(&self, member: usize, local_rank: u32) -> bool {
+        match self {
+            Self::Timer(timer) => timer.local_rank == local_rank,
+            Self::Exit(_) => false,
+            Self::Hung(look) | Self::Stop(_, _, look) => look.late.iter().any(|overdue| overdue.rank == member),
+        }
+    }
+
+    fn title(&self) -> String {
+        match self {
+            Self::Timer(TimerExpired { local_rank, scope, .. }) => {
+                let scope: String = scope.chars().filter(|character| !character.is_control()).take(100).collect();
+                format!("a timer of local rank {local_rank} expired: scope '{scope}'")
+            }
+            Self::Exit(local_rank) => format!("local rank {local_rank} has raised, and does not end"),
+            Self::Hung(Look { late, at, .. }) => {
+                let first = late.iter().find(|overdue| overdue.is_due);
+                let silent = first.map_or(0, |overdue| at.0.saturating_sub(overdue.since)) / 1_000_000;
+                format!("no sign of life for {}.{:03} s", silent / 1000, silent % 1000)
+            }
+            Self::Stop(..) => "a rank on another node hangs".to_owned(),
+        }
+    }
+}
+
+impl Group {
+    /// True if this input may be judged by signs of life: then [`Input::Sight`] has to come first.
+    pub fn needs_sight(&self, input: &Input) -> bool {
+        let looks = |input: &Input| {
+            matches!(input, Input::StopForHang(..) | Input::Suspend | Input::Expired(Timer::Check | Timer::Hang))
+        };
+        matches!(input, Input::Watch(_))
+            || self.watch.is_some() && (self.suspended || self.waiting.is_some() || looks(input))
+    }
+
+    pub(super) fn on_watch(&mut self, limits: Limits, effects: &mut Vec<Effect>) {
+        self.watch = Some(Watch::new(limits, self.members.len(), self.sight.at.0));
+        self.look(effects);
+    }
+
+    /// Judges, and sets the time of the next look.
+    pub(super) fn look(&mut self, effects: &mut Vec<Effect>) {
+        let Some(watch) = self.watch.as_mut().filter(|_| self.phase == Phase::Running && self.waiting.is_none()) else {
+            return;
+        };
+        let Sight { at, seen, line } = &self.sight;
+        match watch.look(at.0, seen, *line) {
+            Verdict::LookAgain(next) => {
+                if let Some((ranks, limit)) = watch.unwatched(at.0, seen, *line) {
+                    let members = ranks.iter().map(|rank| &self.members[*rank]).filter(|member| member.runs());
+                    let message = unwatched(&members.map(|member| member.local_rank).collect::<Vec<_>>(), limit);
+                    effects.push(Effect::Tell(Event::Degraded { message }));
+                }
+                effects.push(Effect::Arm(Timer::Hang, Duration::from_nanos(next.saturating_sub(at.0))));
+            }
+            Verdict::Hung(late) => self.take_evidence(Then::Hung(Look { late, seen: seen.clone(), at: *at }), effects),
+        }
+    }
+
+    /// When a rank hangs elsewhere, what it waits for may be here: the evidence comes first.
+    pub(super) fn on_stop_for_hang(&mut self, policy: StopPolicy, elsewhere: Elsewhere, effects: &mut Vec<Effect>) {
+        let Some(watch) = self.watch.as_mut().filter(|_| self.phase == Phase::Running) else {
+            return self.on_stop(policy, effects);
+        };
+        let Sight { at, seen, line } = self.sight.clone();
+        let silence = u64::try_from(elsewhere.silence.as_nanos()).unwrap_or(u64::MAX);
+        let late = watch.suspects(at.0, &seen, line, silence);
+        self.take_evidence(Then::Stop(policy, elsewhere, Look { late, seen, at }), effects);
+    }
+
+    /// Takes the evidence first.
+    pub(super) fn take_evidence(&mut self, then: Then, effects: &mut Vec<Effect>) {
+        if let Some(waiting) = &mut self.waiting {
+            // The first timer of a rank decides what becomes of it. Others, of which there may be any number, do not wait.
+            if !waiting.iter().any(|earlier| earlier.is_of_same_rank(&then)) {
+                waiting.push(then);
+            }
+        } else if self.phase == Phase::Running {
+            effects.push(Effect::TakeEvidence { title: then.title() });
+            self.waiting = Some(vec![then]);
+        } else {
+            self.follow_up(then, &[], effects);
+        }
+    }
+
+    pub(super) fn on_evidence(&mut self, found: &[Found], effects: &mut Vec<Effect>) {
+        let Some(waiting) = self.waiting.take() else { return };
+        for message in found.iter().filter_map(|found| found.problem.as_ref()) {
+            let message = format!("the evidence of a hang could not be written: {message}");
+            effects.push(Effect::Tell(Event::Degraded { message }));
+        }
+        self.follow_all_up(waiting, found, effects);
+        // Those that went on meanwhile are watched as before.
+        self.look(effects);
+    }
+
+    /// What waits for evidence counts as if that had been found before: whoever had used up its limit has hung.
+    pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
+        let waiting = self.waiting.take().unwrap_or_default();
+        self.follow_all_up(waiting, &[], effects);
+    }
+
+    /// A worker has ended while evidence is taken. The question itself may have ended its wait (`pause` returns on any
+    /// signal), but not undone that its timer had expired, or that it had hung. One that has ended well leaves the others
+    /// the time for their evidence.
+    pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit, effects: &mut Vec<Effect>) {
+        let Some(waiting) = &mut self.waiting else { return };
+        let ends_group =
+            !exit.is_success() || self.members.iter().enumerate().all(|(other, m)| m.ended || other == index);
+        let local_rank = self.members[index].local_rank;
+        let is_due = |then: &Then| {
+            ends_group && matches!(then, Then::Timer(_) | Then::Exit(_)) || then.concerns(index, local_rank)
+        };
+        let (due, others) = std::mem::take(waiting).into_iter().partition(is_due);
+        *waiting = others;
+        self.follow_all_up(due, &[], effects);
+    }
+
+    /// True if something about this member is still to be judged, from the time when it lived.
+    pub(super) fn is_to_be_judged(&self, index: usize) -> bool {
+        self.waiting.iter().flatten().any(|then| then.concerns(index, self.members[index].local_rank))
+    }
+
+    fn follow_all_up(&mut self, mut thens: Vec<Then>, found: &[Found], effects: &mut Vec<Effect>) {
+        if thens.iter().any(|then| matches!(then, Then::Stop(..))) {
+            // It looks at the same ranks, and knows of one more.
+            thens.retain(|then| !matches!(then, Then::Hung(_)));
+        }
+        for then in thens {
+            self.follow_up(then, found, effects);
+        }
+    }
+
+    fn follow_up(&mut self, then: Then, found: &[Found], effects: &mut Vec<Effect>) {
+        match then {
+            Then::Timer(timer) => self.on_timer_due(timer, effects),
+            Then::Exit(local_rank) => self.on_exit_overdue(local_rank, effects),
+            Then::Hung(look) => {
+                let look = self.without_those_that_went_on(look);
+                let hung = self.verdict(&look, found, blame);
+                if let Some(hung) = hung.filter(|_| self.holds(&look) && self.anyone_is_due(&look)) {
+                    self.on_hung(hung, effects);
+                }
+            }
+            Then::Stop(policy, elsewhere, look) => {
+                let look = self.without_those_that_went_on(look);
+                let hung = self.verdict(&look, found, |suspects| blame_beside(suspects, &elsewhere));
+                match hung.filter(|_| self.holds(&look)) {
+                    Some(hung) if self.anyone_is_due(&look) => self.on_hung(hung, effects),
+                    Some(hung) => self.on_suspected(hung, effects),
+                    None => {}
+                }
+                self.on_stop(policy, effects);
+            }
+        }
+    }
+
+    /// Nothing that a hung worker could do on SIGTERM is worth its grace: it did not come to that for much longer.
+    pub(super) fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
+        let WorkerHung { local_rank, seen, .. } = hung;
+        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
+        let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
+        let worker = member.pid;
+        effects.push(member.send(Signal::KILL, StopScope::Group));
+        let siblings = self.fail(worker, Some(worker), effects);
+        effects.push(Effect::Tell(Event::WorkerHung(hung.into())));
+        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    }
+
+    /// It may be what a rank of another node waits for.
+    pub(super) fn on_suspected(&self, hung: WorkerHung, effects: &mut Vec<Effect>) {
+        let runs = |m: &Member| m.local_rank == hung.local_rank && m.runs();
+        if self.phase == Phase::Running && self.members.iter().any(runs) {
+            effects.push(Effect::Tell(Event::WorkerHung(hung.into())));
+        }
+    }
+
+    /// HANG-5
+    fn holds(&self, look: &Look) -> bool {
+        self.watch.as_ref().is_some_and(|watch| watch.holds(look.at.0))
+    }
+
+    /// HANG-6
+    fn without_those_that_went_on(&self, look: Look) -> Look {
+        Look { late: still_late(look.late, &self.sight.seen, self.sight.line), ..look }
+    }
+
+    /// Whoever was may have ended meanwhile.
+    fn anyone_is_due(&self, look: &Look) -> bool {
+        look.late.iter().any(|overdue| overdue.is_due && self.members[overdue.rank].runs())
+    }
+
+    /// Who is to blame of those that are late.
+    fn verdict(
+        &self,
+        Look { late, seen, at }: &Look,
+        found: &[Found],
+        blame: impl Fn(&[Suspect]) -> Option<(usize, Ground)>,
+    ) -> Option<WorkerHung> {
+        let overdue_of = |index: usize| late.iter().find(|overdue| overdue.rank == index);
+        let mut suspects = vec![Suspect::default(); seen.len()];
+        let mut ranks = Vec::new();
+        for (index, ((seen, suspect), member)) in seen.iter().zip(&mut suspects).zip(&self.members).enumerate() {
+            if !member.runs() {
+                continue;
+            }
+            let local_rank = member.local_rank;
+            let found = found.iter().find(|found| found.local_rank == local_rank).cloned().unwrap_or_default();
+            let heartbeat = Heartbeat::of(local_rank, seen);
+            let overdue = overdue_of(index);
+            *suspect = Suspect {
+                is_late: overdue.is_some(),
+                is_due: overdue.is_some_and(|overdue| overdue.is_due),
+                is_stopped: matches!(found.state, 'T' | 't'),
+                step: heartbeat.as_ref().and_then(|beat| beat.step),
+                last: overdue.map_or(at.0, |overdue| overdue.since),
+                frame: found.frame.clone(),
+            };
+            let Found { state, wait_channel, frame, .. } = found;
+            ranks.push(RankSeen { local_rank, heartbeat, is_late: overdue.is_some(), state, wait_channel, frame });
+        }
+        let (index, ground) = blame(&suspects)?;
+        let (overdue, member) = (overdue_of(index)?, self.members.get(index).filter(|member| member.runs())?);
+        Some(WorkerHung {
+            local_rank: member.local_rank,
+            pid: member.pid,
+            missed: overdue.missed,
+            since: Stamp(overdue.since),
+            limit: overdue.limit,
+            seen: *at,
+            ground,
+            ranks,
+        })
+    }
+}
+
+/// The reason names all that it can be: which of them it is only the worker knows.
+fn unwatched(local_ranks: &[u32], limit: Duration) -> String {
+    let (number, names) = (local_ranks.len(), local_ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", "));
+    let (ranks, are) = if number == 1 { ("rank", "is") } else { ("ranks", "are") };
+    format!(
+        "local {ranks} {names} {are} not watched for hangs yet: no heartbeat in the first {} s. There was no call of \
+         elasticrs.timer.heartbeat(), and no step of a torch optimizer was seen: torch is not used, has taken no step \
+         so far, or heartbeats of steps are off",
+        limit.as_secs_f64()
+    )
+}

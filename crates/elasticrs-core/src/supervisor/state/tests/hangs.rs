@@ -1,0 +1,157 @@
+//! Workers that hang, and evidence of it.
+
+use super::*;
+use crate::timer::hang::{Beat, Elsewhere, Limits, Seen, StepLimit};
+
+pub(super) const FOUR_SECONDS: Limits =
+    Limits { step: StepLimit::Fixed(Duration::from_secs(4)), startup: Some(Duration::from_secs(4)) };
+
+/// The last heartbeat of each rank, all in seconds.
+pub(super) fn sight(now: u64, beats: [Option<u64>; 4]) -> Input {
+    let nanoseconds = |seconds| seconds * 1_000_000_000;
+    let seen = beats.map(|last| match last {
+        Some(last) => Seen::Beat(Beat { last: nanoseconds(last), ..Beat::default() }),
+        None => Seen::Nothing,
+    });
+    Input::Sight(Sight { at: Stamp(nanoseconds(now)), seen: seen.into(), line: None })
+}
+
+pub(super) fn elsewhere() -> Elsewhere {
+    Elsewhere { silence: Duration::from_secs(4), step: None, frame: None }
+}
+
+pub(super) fn after_evidence(group: &mut Group, input: Input) -> Vec<Effect> {
+    after(group, input, Vec::new())
+}
+
+fn after(group: &mut Group, input: Input, found: Vec<Found>) -> Vec<Effect> {
+    let effects = group.on_input(input);
+    assert!(matches!(effects[..], [Effect::TakeEvidence { .. }]), "{effects:?}");
+    group.on_input(Input::Evidence(found))
+}
+
+/// A group in which rank 2 has been silent for four seconds, and the others for one, before anybody has looked.
+fn silent() -> Group {
+    let mut group = lingering();
+    let _ = group.on_input(sight(0, [Some(0); 4]));
+    let _ = group.on_input(Input::Watch(FOUR_SECONDS));
+    let _ = group.on_input(sight(4, [Some(3), Some(3), Some(0), Some(3)]));
+    group
+}
+
+fn told(effects: &[Effect]) -> Vec<&Effect> {
+    effects.iter().skip_while(|effect| !matches!(effect, Effect::Tell(_))).collect()
+}
+
+const LOOK: Input = Input::Expired(Timer::Hang);
+
+#[test]
+fn a_hung_worker_is_killed_at_once_and_its_siblings_are_stopped() {
+    let mut group = silent();
+    let effects = after_evidence(&mut group, LOOK);
+    assert_eq!(effects[0], to_group(102, Signal::KILL));
+    assert_eq!(signals(&effects)[1..], [100, 101, 103].map(|pid| (pid, Signal::TERM)));
+    let [Effect::Tell(Event::WorkerHung(hung)), Effect::TellFailure { local_rank: 2, siblings: 3, .. }] =
+        told(&effects)[..]
+    else {
+        panic!("SUP-3: {effects:?}");
+    };
+    assert_eq!((hung.local_rank, hung.ranks.len()), (2, 4));
+    assert_eq!(group.on_input(LOOK), [], "the stop has its own deadline");
+}
+
+#[test]
+fn who_goes_on_while_evidence_is_taken_has_not_hung() {
+    let mut group = silent();
+    let _ = group.on_input(LOOK);
+    let _ = group.on_input(sight(5, [Some(3), Some(3), Some(5), Some(3)]));
+    let effects = group.on_input(Input::Evidence(Vec::new()));
+    assert_eq!(effects, [Effect::Arm(Timer::Hang, Duration::from_secs(2))], "HANG-6");
+}
+
+#[test]
+fn nobody_has_hung_while_the_group_was_suspended() {
+    let mut group = silent();
+    let _ = group.on_input(LOOK);
+    let _ = group.on_input(Input::Suspend);
+    let effects = group.on_input(Input::Evidence(Vec::new()));
+    assert!(matches!(effects[..], [Effect::Arm(Timer::Hang, _)]), "HANG-5: {effects:?}");
+}
+
+#[test]
+fn a_verdict_comes_before_the_exit_of_one_that_was_late() {
+    let mut group = silent();
+    let _ = group.on_input(LOOK);
+    let effects = group.on_input(exited(100, DONE));
+    assert!(matches!(effects[..], [Effect::Tell(Event::WorkerExited { .. })]), "it leaves the others their time");
+    let _ = group.on_input(Input::Dead(vec![102]));
+    let effects = group.on_input(exited(102, DONE));
+    let [
+        Effect::Tell(Event::WorkerHung(_)),
+        Effect::TellFailure { local_rank: 2, siblings: 2, .. },
+        Effect::Tell(Event::WorkerExited { sent: Some(Signal::KILL), .. }),
+    ] = told(&effects)[..]
+    else {
+        panic!("{effects:?}");
+    };
+    assert_eq!(group.on_input(Input::Evidence(Vec::new())), [], "it comes too late");
+}
+
+#[test]
+fn a_timer_that_expired_comes_before_an_exit_that_ends_the_group() {
+    let timer = || expired(1, 101, Some(Signal::KILL));
+    let mut group = lingering();
+    let _ = group.on_input(timer());
+    let effects = group.on_input(exited(103, DONE));
+    assert!(matches!(effects[..], [Effect::Tell(Event::WorkerExited { .. })]));
+    let effects = group.on_input(exited(100, FAILED));
+    assert!(matches!(
+        told(&effects)[..2],
+        [Effect::Tell(Event::TimerExpired(_)), Effect::TellFailure { local_rank: 1, .. }]
+    ));
+    let mut group = lingering();
+    for pid in [100, 102, 103] {
+        let _ = group.on_input(exited(pid, DONE));
+    }
+    let _ = group.on_input(timer());
+    let effects = group.on_input(exited(101, DONE));
+    assert!(matches!(told(&effects)[0], Effect::Tell(Event::TimerExpired(_))), "{effects:?}");
+}
+
+#[test]
+fn the_first_timer_of_a_rank_decides() {
+    let mut group = lingering();
+    let _ = group.on_input(expired(1, 101, Some(Signal::TERM)));
+    for rank in [1, 2] {
+        assert_eq!(group.on_input(expired(rank, 555, Some(Signal::KILL))), []);
+    }
+    let effects = group.on_input(Input::Evidence(Vec::new()));
+    let sent: Vec<_> = effects.iter().filter(|effect| matches!(effect, Effect::SignalProcess { .. })).collect();
+    assert_eq!(sent, [&Effect::SignalProcess { pid: 101, signal: Signal::TERM }]);
+}
+
+#[test]
+fn a_stop_does_not_hide_who_has_hung() {
+    let mut group = silent();
+    let _ = group.on_input(LOOK);
+    let effects = group.on_input(Input::Stop(TERM_30));
+    assert_eq!(effects[0], to_group(102, Signal::KILL));
+    assert!(matches!(told(&effects)[..2], [Effect::Tell(Event::WorkerHung(_)), Effect::TellFailure { .. }]));
+    assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
+}
+
+#[test]
+fn who_may_keep_another_node_waiting_is_told_and_gets_its_grace() {
+    let is_stopped = || vec![Found { local_rank: 2, state: 'T', ..Found::default() }];
+    let mut group = silent();
+    let _ = group.on_input(sight(3, [Some(3), Some(3), Some(0), Some(3)]));
+    let effects = after(&mut group, Input::StopForHang(TERM_30, elsewhere()), is_stopped());
+    assert!(matches!(&effects[0], Effect::Tell(Event::WorkerHung(hung)) if hung.local_rank == 2), "{effects:?}");
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)));
+    let effects = after(&mut silent(), Input::StopForHang(TERM_30, elsewhere()), is_stopped());
+    assert_eq!(effects[0], to_group(102, Signal::KILL), "it has hung here as well");
+    let effects = after_evidence(&mut silent(), Input::StopForHang(TERM_30, elsewhere()));
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nothing says that it is this one");
+    let effects = lingering().on_input(Input::StopForHang(TERM_30, elsewhere()));
+    assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nobody is watched");
+}
