@@ -1090,6 +1090,11 @@ def raise_descriptor_limit() -> int:
         The soft limit that holds now.
     """
 
+def children() -> list[int]:
+    """The pids of this process's children, zombies as well. Right also where ``/proc`` is that of another pid
+    namespace, in which these numbers are other processes.
+    """
+
 def patience_with(pid: int) -> float | None:
     """Seconds for which a process that cleans up after others (multiprocessing's resource tracker, torch's
     manager of shared memory) may go on when these have ended; ``None`` for any other process, and for one

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from helpers import procs
@@ -78,3 +80,20 @@ def test_nothing_is_left_when_a_part_of_it_is_killed(inside, killed, code):
     assert code_of(launched) == code, launched.stderr
     procs.assert_gone(sleeps_in(launched))
     assert sleeps_in(launched) == {}
+
+
+CHILDREN = """
+import os, signal
+from elasticrs import _core
+started = [os.fork() for _ in range(2)] if _core.children() == [] else []
+if 0 in started:
+    signal.pause()
+print(sorted(_core.children()) == started, len(started))
+"""
+
+
+@pytest.mark.parametrize("proc", PROCS)
+def test_no_process_of_the_outer_namespace_is_taken_for_a_child(proc):
+    command = [*PROCS[proc][: -len(FIRST)], sys.executable, "-c", CHILDREN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout == "True 2\n", done.stderr

@@ -5,7 +5,7 @@ use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 
 use elasticrs_core::nursery::cleaner;
-use elasticrs_core::nursery::tree::Target;
+use elasticrs_core::nursery::tree::{self, Target};
 use elasticrs_core::sys::features::Features;
 use elasticrs_core::timer::pages::HeartbeatPage;
 use elasticrs_core::{limits, logs, sys};
@@ -44,6 +44,11 @@ pub fn heartbeat_page() -> PyResult<(i32, String)> {
 #[pyfunction]
 pub fn stop_unless_continued() -> PyResult<()> {
     sys::stop::stop_unless_continued().map_err(|errno| os_error(&errno.into(), "stop"))
+}
+
+#[pyfunction]
+pub fn children() -> Vec<i32> {
+    tree::children_of_self()
 }
 
 #[pyfunction]

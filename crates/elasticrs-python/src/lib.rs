@@ -41,7 +41,7 @@ mod _core {
     use crate::health::HealthServer;
     #[pymodule_export]
     use crate::helpers::{
-        check_limits, heartbeat_page, kernel_features, last_lines, order_stop_signals, patience_with,
+        check_limits, children, heartbeat_page, kernel_features, last_lines, order_stop_signals, patience_with,
         raise_descriptor_limit, stop_unless_continued,
     };
     #[pymodule_export]

@@ -220,7 +220,7 @@ def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
     """Let what is left go on for a while, then ask it to end; returns at once when the program says so."""
     if not _outlasted(linger, control, parent_pidfd):
         return
-    left = [pid for pid in _children() if _core.patience_with(pid) is None]
+    left = [pid for pid in _core.children() if _core.patience_with(pid) is None]
     _tell_names(left, control)
     for pid in left:
         _kill(pid, signal.SIGTERM)
@@ -236,7 +236,7 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
             return True
         # Any one of them: all have to end, and whatever it leaves becomes our child. The kernel may miss one
         # in its list while others end.
-        pidfds = [os.pidfd_open(pid) for pid in _children()[:1]]
+        pidfds = [os.pidfd_open(pid) for pid in _core.children()[:1]]
         try:
             poll = select.poll()
             for fd in (control, parent_pidfd, *pidfds):
@@ -272,7 +272,7 @@ def _end_all() -> None:
     give_up = time.monotonic() + _GIVE_UP
     alone_since = None
     while (now := time.monotonic()) < give_up + _LAST_MOMENT:
-        patience = {pid: _core.patience_with(pid) for pid in _children()}
+        patience = {pid: _core.patience_with(pid) for pid in _core.children()}
         if alone_since is None and None not in patience.values():
             alone_since = now
         for pid, seconds in patience.items():
@@ -281,7 +281,7 @@ def _end_all() -> None:
                 _kill(pid, signal.SIGKILL)
         if _reaped_all(_LOOK):
             return
-    left = ", ".join(f"{pid} ({_name_of(pid)})" for pid in _children())
+    left = ", ".join(f"{pid} ({_name_of(pid)})" for pid in _core.children())
     os.write(2, f"elasticrs: could not end processes that functions left behind: {left}\n".encode())
 
 
@@ -297,23 +297,6 @@ def _reaped_all(seconds: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_LOOK / 5)
-
-
-def _children() -> list[int]:
-    own = os.getpid()
-    try:
-        with open(f"/proc/self/task/{own}/children", encoding="ascii") as file:
-            return [int(pid) for pid in file.read().split()]
-    except FileNotFoundError:
-        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _parent_of(pid) == own]
-
-
-def _parent_of(pid: int) -> int | None:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def _kill(pid: int, signum: signal.Signals) -> None:

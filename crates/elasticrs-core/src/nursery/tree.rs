@@ -113,6 +113,11 @@ pub fn descendants(root: i32, except: &[i32]) -> Descendants {
     walk
 }
 
+/// The children of this process, zombies as well. The kernel may miss one in its list while others end.
+pub fn children_of_self() -> Vec<i32> {
+    descendants(std::process::id().cast_signed(), &[]).pending.into_iter().map(|listed| listed.pid).collect()
+}
+
 /// See [`descendants`].
 #[derive(Debug)]
 pub struct Descendants {
