@@ -35,10 +35,30 @@ class RendezvousTimeout:
         close: timedelta | None = None,
         heartbeat: timedelta | None = None,
     ) -> None:
-        self.join = self._checked("join", join)
-        self.last_call = self._checked("last_call", last_call)
-        self.close = self._checked("close", close)
-        self.heartbeat = self._checked("heartbeat", heartbeat)
+        self._join = self._checked("join", join)
+        self._last_call = self._checked("last_call", last_call)
+        self._close = self._checked("close", close)
+        self._heartbeat = self._checked("heartbeat", heartbeat)
+
+    @property
+    def join(self) -> timedelta:
+        """Until enough nodes have met."""
+        return self._join
+
+    @property
+    def last_call(self) -> timedelta:
+        """For further nodes, once enough have met."""
+        return self._last_call
+
+    @property
+    def close(self) -> timedelta:
+        """For closing."""
+        return self._close
+
+    @property
+    def heartbeat(self) -> timedelta:
+        """For one sign of life."""
+        return self._heartbeat
 
     @classmethod
     def _checked(cls, name: str, value: timedelta | None) -> timedelta:
