@@ -55,7 +55,7 @@ class _Fields(type):
         above, inherited, by_name = (
             (bases[0]._names, bases[0]._defaults, bases[0]._by_name) if bases else ((), {}, ())
         )
-        own: list[str] = list(namespace.get("__slots__", ()))
+        own: list[str] = []
         positional = None
         for field, kind in namespace.get("__annotations__", {}).items():
             if kind == "KW_ONLY":
@@ -100,8 +100,7 @@ class _Made(metaclass=_Fields):
         if given or self._by_name or len(args) != len(self._names):
             args = self._complete(args, given)
         for name, value in zip(self._names, args, strict=True):
-            # Past a subclass that forbids changes.
-            object.__setattr__(self, name, value)
+            setattr(self, name, value)
 
     def _complete(self, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
         """The values of all fields in their order.
@@ -127,7 +126,7 @@ class _Made(metaclass=_Fields):
 
     def fields(self) -> dict[str, Any]:
         """Return all values by the name of their field, in the order of the fields."""
-        return {name: getattr(self, name) for name in self._names}
+        return dict(zip(self._names, self.values(), strict=True))
 
     def values(self) -> tuple[Any, ...]:
         """Return all values in the order of the fields."""
@@ -149,10 +148,10 @@ class Value(_Made):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self._names)
+        return self.values() == other.values()
 
     def __hash__(self) -> int:
-        return hash((type(self), *(getattr(self, name) for name in self._names)))
+        return hash((type(self), *self.values()))
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(fresh,))

@@ -59,8 +59,7 @@ class Cause(Value):
 
     def encoded(self) -> dict[str, Any]:
         """For the wire."""
-        known = {name: getattr(self, name) for name in self._names}
-        return {name: value for name, value in known.items() if value is not None and value != ()}
+        return {name: value for name, value in self.fields().items() if value is not None and value != ()}
 
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> Cause:

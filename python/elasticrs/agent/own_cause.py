@@ -46,10 +46,6 @@ class Place(Value):
     host: str
     group_rank: int
 
-    def fields(self) -> dict[str, Any]:
-        """As they stand in a cause."""
-        return {"node": self.node, "host": self.host, "group_rank": self.group_rank}
-
 
 def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Clock) -> Cause:
     """What can be said at once of the worker that failed first, without reading any file.
