@@ -1095,6 +1095,11 @@ def children() -> list[int]:
     namespace, in which these numbers are other processes.
     """
 
+def name_of(pid: int) -> str:
+    """The kernel's short name of a process, which may hold any character; empty when it is gone, or ``/proc``
+    does not show it. A command line may take for ever to read.
+    """
+
 def patience_with(pid: int) -> float | None:
     """Seconds for which a process that cleans up after others (multiprocessing's resource tracker, torch's
     manager of shared memory) may go on when these have ended; ``None`` for any other process, and for one

@@ -52,6 +52,11 @@ pub fn children() -> Vec<i32> {
 }
 
 #[pyfunction]
+pub fn name_of(pid: i32) -> String {
+    tree::describe(pid).command
+}
+
+#[pyfunction]
 pub fn patience_with(pid: i32) -> Option<f64> {
     Target::open_any(pid).as_ref().and_then(cleaner::patience_with).map(|patience| patience.as_secs_f64())
 }

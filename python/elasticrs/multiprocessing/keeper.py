@@ -261,10 +261,8 @@ def _tell_names(pids: Sequence[int], control: int) -> None:
 
 
 def _name_of(pid: int) -> str:
-    """The kernel's short name of it, as the core tells one: a command line may take for ever to read."""
-    with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-        text = file.read().removesuffix("\n")
-    return "".join(character if character.isprintable() else " " for character in text)
+    """Its name in one line, as those that read it expect."""
+    return "".join(character if character.isprintable() else " " for character in _core.name_of(pid))
 
 
 def _end_all() -> None:
