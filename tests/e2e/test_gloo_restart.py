@@ -18,6 +18,7 @@ def train(failures):
     assert ones.item() == dist.get_world_size()
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < failures:
         if dist.get_rank() == dist.get_world_size() - 1:
+            os.write(1, b"ALL HAVE MET\\n")
             os._exit(7)
         # Fails, or waits for the one that is gone.
         dist.all_reduce(ones)
@@ -37,10 +38,9 @@ elastic_launch(config, train)(10)
 """
 
 
-def failures_told(launched, rank):
-    return len(
-        re.findall(rf"elasticrs: rank {rank} \(pid \d+\) exited with code 7; stopping", launched.stderr)
-    )
+def meetings(launched):
+    """The attempts in which all met before one rank left; which rank is seen to end first is a race."""
+    return len(re.findall("ALL HAVE MET", launched.stdout))
 
 
 @pytest.mark.torch
@@ -49,9 +49,9 @@ def failures_told(launched, rank):
 @pytest.mark.timeout(300)
 def test_restarts_succeed_ten_times_in_a_row(launch, worker_script):
     argv = (sys.executable, worker_script(TRAIN + FORKS))
-    # An attempt that does not meet fails of itself, and the one that is missing at the end tells of it.
+    # An attempt that does not meet fails of itself, and is missing in the count.
     launched = launch(argv=argv).exits(0, timeout=240)
-    assert failures_told(launched, 3) == 10, launched.stderr
+    assert meetings(launched) == 10, launched.stderr
 
 
 @pytest.mark.torch
@@ -62,4 +62,4 @@ def test_restarts_succeed_ten_times_in_a_row(launch, worker_script):
 def test_a_process_group_forms(launch, worker_script, failures):
     options = ("--standalone", "--nproc-per-node=2", "--max-restarts=3")
     launched = launch(*options, worker_script(TRAIN + PROGRAM), str(failures)).exits(0, timeout=240)
-    assert failures_told(launched, 1) == failures, launched.stderr
+    assert meetings(launched) == failures, launched.stderr
