@@ -6,17 +6,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum WorkerExit {
     /// It returned or called `exit`.
-    Exited {
-        /// The exit code, 0 to 255.
-        code: i32,
-    },
+    Exited { code: i32 },
     /// A signal ended it.
-    Signaled {
-        /// The number of the signal.
-        signal: i32,
-        /// Whether the kernel wrote a core dump.
-        core_dumped: bool,
-    },
+    Signaled { signal: i32, core_dumped: bool },
     /// It is gone, and nobody can tell how: its parent (the nursery) was lost, or somebody else took the status.
     Unknown,
 }
@@ -42,11 +34,8 @@ impl WorkerExit {
 /// What the process used, from its parent's `wait4`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Usage {
-    /// Largest resident set, KiB.
     pub max_rss_kib: u64,
-    /// CPU time in user mode, microseconds.
     pub user_us: u64,
-    /// CPU time in the kernel, microseconds.
     pub system_us: u64,
 }
 

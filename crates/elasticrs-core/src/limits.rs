@@ -14,24 +14,19 @@ const OWN_DESCRIPTORS: u64 = 64;
 /// A limit that the wanted number of processes exceeds.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TooMany {
-    /// One of processes.
     #[error("{wanted} processes are more than {limit} allows ({allowed})")]
     Processes {
-        /// How many are wanted.
         wanted: u64,
         /// The limit, in words that can be looked up.
         limit: String,
-        /// How many it allows.
         allowed: u64,
     },
-    /// That of descriptors.
     #[error("an agent with {of} needs {needed} descriptors, RLIMIT_NOFILE allows {allowed}: raise it (ulimit -n)")]
     Descriptors {
         /// What the agent needs them for, in words.
         of: String,
         /// How many are needed, those of the agent included.
         needed: u64,
-        /// How many it allows.
         allowed: u64,
     },
 }

@@ -25,14 +25,12 @@ pub enum Stdio {
 pub struct PassedFd {
     /// Its index among the descriptors that come with the spec ([`GroupSpec::descriptors`]).
     pub source: u32,
-    /// The number in the worker.
     pub target: i32,
 }
 
 /// One worker process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessSpec {
-    /// Its index in the group, from 0.
     pub local_rank: u32,
     /// Program and arguments; a program without a slash is searched for in `PATH` of `env`.
     #[serde(with = "os_strings")]
@@ -43,7 +41,6 @@ pub struct ProcessSpec {
     /// Working directory; the agent's when `None`.
     #[serde(with = "optional_os_path")]
     pub cwd: Option<PathBuf>,
-    /// Standard input, output and error.
     pub stdio: [Stdio; 3],
     /// Further descriptors; all others are closed.
     pub pass_fds: Vec<PassedFd>,

@@ -93,7 +93,6 @@ struct Followed {
     watch: Option<WatchDescriptor>,
     splitter: LineSplitter,
     filter: Option<LineFilter>,
-    /// In the file.
     offset: u64,
     /// Bytes behind the offset, when last counted.
     unread: u64,

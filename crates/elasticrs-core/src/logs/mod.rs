@@ -69,9 +69,7 @@ pub enum Dest {
 /// Where the lines of a file go.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum To {
-    /// Nowhere: the file is only looked after.
     Nowhere,
-    /// The console.
     Console(Dest),
     /// Some of them to another file. It is followed beside, and for itself: a stuck console does not hold it up.
     File(MatchingLines),
@@ -80,11 +78,9 @@ pub enum To {
 /// One log file to follow.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogStream {
-    /// Whose.
     pub local_rank: u32,
     /// The file; created with mode 0644 when it is not there.
     pub path: PathBuf,
-    /// Where its lines go.
     pub to: To,
     /// Put before every line, colour codes included.
     pub prefix: Vec<u8>,
@@ -99,37 +95,22 @@ pub struct StreamId(u64);
 pub enum Notice {
     /// A log file, or one that lines are copied to, cannot be opened, read or written, or (`ENOSPC`) its file system is
     /// full.
-    LogTrouble {
-        /// Whose.
-        local_rank: u32,
-        /// The file.
-        path: PathBuf,
-        /// The kernel's error number.
-        errno: Errno,
-    },
+    LogTrouble { local_rank: u32, path: PathBuf, errno: Errno },
     /// No inotify instance or watch could be had: files are polled, at intervals from 20 ms (busy) to 1 s (idle).
-    Polling {
-        /// The kernel's error number.
-        errno: Errno,
-    },
+    Polling { errno: Errno },
     /// The console cannot be written to any more; the files go on.
     ConsoleLost {
         /// The descriptor; standard output when both are one open file.
         to: Dest,
-        /// The kernel's error number.
         errno: Errno,
     },
     /// The logs thread panicked: the files go on, the console does not.
-    Panicked {
-        /// What it said.
-        message: String,
-    },
+    Panicked { message: String },
 }
 
 /// A finished stream that is not all on the console.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotDrained {
-    /// The stream.
     pub stream: LogStream,
     /// Bytes of the file that are missing there, as of the thread's last look; of what was read in one block (64 KiB)
     /// and is written in part, all count.

@@ -18,7 +18,6 @@ const EXIT_CODE: usize = 52;
 /// A process that has ended, and is held by a tracer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
-    /// How it ended, as far as this process may know.
     pub exit: WorkerExit,
     /// One line, for people.
     pub told: String,

@@ -29,7 +29,6 @@ pub enum NurseryImage {
     /// Another program that calls [`super::server::run`] with its last argument, which is appended to these.
     /// It gets the agent's environment.
     Program {
-        /// The program's file.
         path: PathBuf,
         /// Its arguments, the first (its own name) included.
         args: Vec<OsString>,
@@ -41,7 +40,6 @@ pub enum NurseryImage {
 pub struct Launched {
     /// Its pid; a child of this process, to be reaped by the owner of this value once the pidfd is readable.
     pub pid: i32,
-    /// Its descriptor.
     pub pidfd: OwnedFd,
     /// The connection. Closing it ends the nursery and everything below it.
     pub link: AgentLink,
@@ -66,18 +64,11 @@ pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
 /// No nursery could be started.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// See [`UnsupportedKernel`].
     #[error(transparent)]
     Unsupported(#[from] UnsupportedKernel),
     /// The program did not start; the error of the last image that was tried.
     #[error("could not start the nursery: could not {stage}: {}", .stage.reason(*.errno))]
-    Start {
-        /// Where it failed.
-        stage: Stage,
-        /// How.
-        errno: Errno,
-    },
-    /// Descriptors or memory ran out.
+    Start { stage: Stage, errno: Errno },
     #[error("could not prepare the nursery: {0}")]
     Prepare(#[from] io::Error),
 }

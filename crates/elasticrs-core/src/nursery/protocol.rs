@@ -49,7 +49,6 @@ pub enum Request {
     /// Start one worker. The descriptors of `pass_fds` come with the frame, in their order; `source` is then the
     /// index among them.
     Spawn {
-        /// What to start.
         process: ProcessSpec,
         /// See [`crate::spec::GroupSpec::keep_ignored`].
         keep_ignored: Vec<i32>,
@@ -59,7 +58,6 @@ pub enum Request {
     SignalGroup {
         /// The worker, which leads its group.
         pid: i32,
-        /// The signal's number.
         signal: i32,
     },
     /// End all descendants, workers included, until none is left. Answered by [`Reply::Swept`]. A further request
@@ -93,54 +91,41 @@ pub enum Reply {
     Ready {
         /// [`PROTOCOL`] of the nursery's build.
         protocol: u32,
-        /// Its pid.
         pid: i32,
     },
     /// A worker runs its program. Its pidfd comes with the frame; when it does not, the agent's descriptor limit is
     /// reached: [`Stage::Receive`].
     Spawned {
-        /// The worker.
         local_rank: u32,
         /// Its pid, which is also its session and process group.
         pid: i32,
     },
     /// A worker could not be started; nothing of it is left.
     SpawnFailed {
-        /// The worker.
         local_rank: u32,
-        /// Where it failed.
         stage: Stage,
-        /// The kernel's error number.
         errno: i32,
         /// The path or program that the stage was about; empty when there is none.
         subject: String,
     },
     /// A worker has ended and was reaped. Told once.
     Exited {
-        /// Its pid.
         pid: i32,
-        /// How.
         exit: WorkerExit,
-        /// What it used.
         usage: Usage,
         /// When the nursery saw it. Exits that were seen in one wake-up share a stamp.
         seen: Stamp,
     },
     /// A worker was stopped by a signal (SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU).
     Stopped {
-        /// Its pid.
         pid: i32,
-        /// The signal's number.
         signal: i32,
     },
-    /// A stopped worker goes on.
     Continued {
-        /// Its pid.
         pid: i32,
     },
     /// The deadline of the fence has passed: everything is being killed. Told before the exits that follow from it.
     Fenced {
-        /// When it was seen.
         seen: Stamp,
     },
     /// A [`Request::Hold`] or [`Request::Fence`] could not be served.
@@ -154,7 +139,6 @@ pub enum Reply {
         number: u32,
         /// Descendants, workers not counted, that had to be signalled; the first 64 of them.
         ended: Vec<Descendant>,
-        /// How many more there were.
         more: u32,
         /// Descendants, workers included, that could not be killed in time (state D).
         stuck: Vec<Descendant>,
@@ -168,7 +152,6 @@ pub enum Reply {
 /// A descendant that a worker left behind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Descendant {
-    /// Its pid.
     pub pid: i32,
     /// The kernel's short name of its program, at most 15 bytes; empty when it was gone.
     pub command: String,

@@ -33,7 +33,6 @@ const HIGHEST_PID: i32 = 4 << 20;
 /// A process below the root of a listing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Listed {
-    /// Its pid.
     pub pid: i32,
     /// Its parent when it was listed.
     pub parent: i32,
@@ -44,11 +43,8 @@ pub struct Listed {
 pub struct Status {
     /// One letter, that of the main thread: `R`, `S`, `D`, `T`, `Z`, …
     pub state: char,
-    /// The parent.
     pub parent: i32,
-    /// The process group.
     pub group: i32,
-    /// The session.
     pub session: i32,
     /// How many threads there are, those included that have ended and were not collected.
     pub threads: i32,

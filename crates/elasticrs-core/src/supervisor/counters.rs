@@ -112,11 +112,8 @@ impl Turn {
 /// Everything that one supervisor counts.
 #[derive(Debug, Clone, Default)]
 pub struct Counters {
-    /// See [`TimerCounts`].
     pub timers: Arc<TimerCounts>,
-    /// See [`LogTotals`].
     pub logs: Arc<LogTotals>,
-    /// See [`Heartbeats`].
     pub heartbeats: Arc<Heartbeats>,
     /// Of the loop that takes the supervisor's events.
     pub turn: Arc<Turn>,

@@ -26,11 +26,8 @@ pub enum Event {
     StartFailed(StartFailure),
     /// A worker has ended. Told once for each.
     WorkerExited {
-        /// The worker.
         local_rank: u32,
-        /// Its pid.
         pid: i32,
-        /// How it ended.
         exit: WorkerExit,
         /// The last signal that we had sent to it.
         sent: Option<Signal>,
@@ -41,13 +38,11 @@ pub enum Event {
     },
     /// The first failure of the group; the siblings have been signalled already.
     FailureSeen {
-        /// The worker that failed.
         local_rank: u32,
         /// When its death was seen.
         seen: Stamp,
         /// When the last sibling had been signalled.
         signalled: Stamp,
-        /// How many siblings were signalled.
         siblings: u32,
     },
     /// An expiration timer of a worker, or of a descendant of one, was not released in time. With a signal, the worker
@@ -58,59 +53,27 @@ pub enum Event {
     /// A worker has recorded an uncaught exception, or has not ended since.
     WorkerRaised(WorkerRaised),
     /// A worker has been stopped for a second, and not by us.
-    WorkerPaused {
-        /// The worker.
-        local_rank: u32,
-        /// Its pid.
-        pid: i32,
-        /// The signal that stopped it.
-        signal: i32,
-    },
+    WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
     /// A worker that was told of as paused goes on.
-    WorkerResumed {
-        /// The worker.
-        local_rank: u32,
-        /// Its pid.
-        pid: i32,
-    },
+    WorkerResumed { local_rank: u32, pid: i32 },
     /// The deadline of the fence has passed, and the nursery kills everything. Told at once, also without a group; a
     /// group that runs ends as [`Outcome::Stopped`].
-    Fenced {
-        /// When the nursery saw it.
-        at: Stamp,
-    },
+    Fenced { at: Stamp },
     /// Nothing of the group is left, apart from what is named here.
     GroupEnded {
-        /// Why it ended.
         outcome: Outcome,
-        /// How the nursery ended, when it was lost.
         nursery: Option<NurseryEnd>,
         /// Workers that SIGKILL did not end, with the kernel function that each waits in (empty when unreadable).
         stuck_workers: Vec<(u32, String)>,
-        /// What became of the descendants.
         swept: Swept,
-        /// When.
         at: Stamp,
     },
     /// A log file cannot be read, or its file system is full. Told once for each file.
-    LogTrouble {
-        /// Whose.
-        local_rank: u32,
-        /// Which.
-        path: PathBuf,
-        /// The kernel's error number.
-        errno: i32,
-    },
+    LogTrouble { local_rank: u32, path: PathBuf, errno: i32 },
     /// Something works less well than it should, and the job goes on.
-    Degraded {
-        /// One line.
-        message: String,
-    },
+    Degraded { message: String },
     /// A task of the runtime panicked: the workers are being killed, and nothing further will be told.
-    Panicked {
-        /// What the panic said.
-        message: String,
-    },
+    Panicked { message: String },
 }
 
 impl From<Notice> for Event {
@@ -144,11 +107,9 @@ fn console_name(dest: Dest) -> &'static str {
 /// A timer that was not released in time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TimerExpired {
-    /// The worker.
     pub local_rank: u32,
     /// The process that acquired it: the worker, or a descendant.
     pub pid: i32,
-    /// The timer's name.
     pub scope: String,
     /// File and line of the block, where the client says so.
     pub at: Option<String>,
@@ -158,18 +119,15 @@ pub struct TimerExpired {
     pub others: u32,
     /// What was sent to the process; `None`: the timer only tells.
     pub signal: Option<Signal>,
-    /// When it was seen.
     pub seen: Stamp,
 }
 
 /// A worker, or a program below it, has recorded an exception that nobody has caught: it is about to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerRaised {
-    /// The worker.
     pub local_rank: u32,
     /// The process that has recorded it: the worker, or a descendant.
     pub pid: i32,
-    /// When that was seen.
     pub seen: Stamp,
     /// How long it may take; `None`: any time.
     pub limit: Option<Duration>,
@@ -180,13 +138,9 @@ pub struct WorkerRaised {
 /// The last sign of life of a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Heartbeat {
-    /// Whose.
     pub local_rank: u32,
-    /// When.
     pub at: Stamp,
-    /// The step that it was in.
     pub step: Option<u64>,
-    /// The section that it was in.
     pub section: Option<String>,
 }
 
@@ -195,15 +149,11 @@ pub struct Heartbeat {
 pub struct WorkerHung {
     /// The worker that keeps the others waiting, as far as can be told.
     pub local_rank: u32,
-    /// Its pid.
     pub pid: i32,
-    /// What it did not do in time.
     pub missed: Missed,
     /// Its last sign of life, or the start of the group.
     pub since: Stamp,
-    /// How long it could take.
     pub limit: Duration,
-    /// When it was found.
     pub seen: Stamp,
     /// Why it, of all that are late.
     pub ground: Ground,
@@ -214,9 +164,7 @@ pub struct WorkerHung {
 /// What a worker was doing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankSeen {
-    /// Which.
     pub local_rank: u32,
-    /// Its last heartbeat.
     pub heartbeat: Option<Heartbeat>,
     /// At least half of its limit has passed.
     pub is_late: bool,
@@ -255,7 +203,6 @@ impl Swept {
 /// How a nursery was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NurseryEnd {
-    /// How it ended.
     pub exit: WorkerExit,
     /// It had kept silent, and did not wake up: we killed it.
     pub hung: bool,
@@ -277,16 +224,12 @@ pub enum Outcome {
 /// Why a group could not be started.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StartFailure {
-    /// One worker could not be started.
     #[error("could not {stage}{} for local rank {local_rank}: {}",
         if subject.is_empty() { String::new() } else { format!(" `{subject}`") },
         stage.reason(nix::errno::Errno::from_raw(*errno)))]
     Worker {
-        /// The worker.
         local_rank: u32,
-        /// Where it failed.
         stage: Stage,
-        /// The kernel's error number.
         errno: i32,
         /// The path or program that it was about.
         subject: String,
@@ -296,7 +239,6 @@ pub enum StartFailure {
         stage.map_or_else(|| "begin".to_owned(), |s| s.to_string()),
         if wait_channel.is_empty() { String::new() } else { format!(" (in {wait_channel})") })]
     Hung {
-        /// The worker whose start hangs.
         local_rank: u32,
         /// The last stage that it reported.
         stage: Option<Stage>,

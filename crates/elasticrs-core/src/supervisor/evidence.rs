@@ -54,7 +54,6 @@ pub fn stack_signal() -> i32 {
 pub struct EvidenceFiles {
     /// The file that the worker's hook has opened for `faulthandler`.
     pub stacks: PathBuf,
-    /// What is written here.
     pub report: PathBuf,
 }
 
@@ -64,14 +63,12 @@ pub(super) struct Subject {
     pub(super) local_rank: u32,
     pub(super) pid: i32,
     pub(super) files: Option<EvidenceFiles>,
-    /// The first line of the report.
     pub(super) title: String,
 }
 
 /// What was found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Found {
-    /// Which.
     pub local_rank: u32,
     /// One letter, as in `/proc/PID/stat`; a blank when it has ended.
     pub state: char,

@@ -39,33 +39,24 @@ pub struct Config {
 /// Why the supervisor cannot do what was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum SupervisorError {
-    /// The kernel refused what the runtime needs: descriptors, threads.
     #[error("the supervisor ran out of resources")]
     Resources(#[from] io::Error),
-    /// There is no nursery, and none could be started.
     #[error(transparent)]
     Nursery(#[from] LaunchError),
-    /// One group at a time.
     #[error("a group is running already")]
     Busy,
-    /// The call needs a running group.
     #[error("no group is running")]
     Idle,
-    /// No such process.
     #[error("could not open pid {pid}")]
     Adopt {
-        /// The pid that was given.
         pid: i32,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// What was given as a page for heartbeats is none, or not that of the next rank.
     #[error("no page for the heartbeats of local rank {local_rank}")]
     Page {
-        /// The rank that was given.
         local_rank: u32,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -74,7 +65,6 @@ pub enum SupervisorError {
     Timers {
         /// Where; empty: in a directory of its own.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -86,10 +76,7 @@ pub enum SupervisorError {
     Ended,
     /// A child made by `fork` must not use its parent's supervisor.
     #[error("the process was forked: the supervisor belongs to pid {owner}")]
-    Forked {
-        /// Whose it is.
-        owner: u32,
-    },
+    Forked { owner: u32 },
 }
 
 pub(super) type Reply<T> = SyncSender<T>;

@@ -27,7 +27,6 @@ pub enum Next {
     Event(Event),
     /// A watched descriptor is readable.
     FdReady(RawFd),
-    /// The time is over.
     TimedOut,
     /// A signal handler ran in this thread.
     Interrupted,

@@ -27,27 +27,18 @@ pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 /// What happened to the group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Input {
-    /// A member has ended.
     Exited {
-        /// Its pid.
         pid: i32,
-        /// How.
         exit: WorkerExit,
-        /// What it used, when known.
         usage: Option<Usage>,
-        /// When it was seen.
         seen: Stamp,
     },
     /// A member was stopped by a signal.
     Paused {
-        /// Its pid.
         pid: i32,
-        /// The signal's number.
         signal: i32,
     },
-    /// A stopped member goes on.
     Continued {
-        /// Its pid.
         pid: i32,
     },
     /// Somebody wants the group stopped.
@@ -63,9 +54,7 @@ pub enum Input {
     Suspend,
     /// Let it go on.
     Resume,
-    /// A deadline has passed.
     Expired(Timer),
-    /// The sweep is over.
     Swept(Swept),
     /// The nursery has died; its workers die by their parent-death signal.
     NurseryLost(NurseryEnd),
@@ -86,9 +75,7 @@ pub enum Input {
     Raised(WorkerRaised),
     /// One more member, which Python started.
     Adopted {
-        /// Its rank.
         local_rank: u32,
-        /// Its pid.
         pid: i32,
     },
 }
@@ -100,23 +87,17 @@ pub enum Effect {
     Signal {
         /// The worker, which leads the group, dead or alive.
         pid: i32,
-        /// Which of both.
         to: StopScope,
-        /// What to send.
         signal: Signal,
     },
     /// Send a signal to this process alone, which had a timer: a worker or a descendant of one.
     SignalProcess {
-        /// The process.
         pid: i32,
-        /// What to send.
         signal: Signal,
     },
-    /// Set a deadline.
     Arm(Timer, Duration),
     /// Bring a deadline nearer, if this is nearer.
     Hasten(Timer, Duration),
-    /// Forget a deadline.
     Disarm(Timer),
     /// Deadlines stand still.
     Freeze,
@@ -133,14 +114,11 @@ pub enum Effect {
     },
     /// Look at what all members are doing; answered by [`Input::Evidence`].
     TakeEvidence {
-        /// The first line of each report.
         title: String,
     },
     /// Tell Python of a failure; the executor stamps it, after the signals before it in the list.
     TellFailure {
-        /// The worker that failed.
         local_rank: u32,
-        /// When it was seen.
         seen: Stamp,
         /// How many siblings the effects before this one signal.
         siblings: u32,
@@ -154,13 +132,10 @@ pub enum Effect {
 /// The end of a group; see [`Event::GroupEnded`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct End {
-    /// Why.
     pub outcome: Outcome,
-    /// How the nursery ended, when it was lost.
     pub nursery: Option<NurseryEnd>,
     /// Local rank and pid of each worker that was given up.
     pub stuck_workers: Vec<(u32, i32)>,
-    /// What became of the descendants.
     pub swept: Swept,
 }
 
@@ -186,14 +161,12 @@ pub struct Group {
     stop_scope: StopScope,
     on_success: Descendants,
     phase: Phase,
-    /// The signal of the present stop.
     stop_signal: Option<Signal>,
     /// Decided by the first thing that ends the group; success until then.
     outcome: Outcome,
     nursery: Option<NurseryEnd>,
     suspended: bool,
     watch: Option<Watch>,
-    /// The last one.
     sight: Sight,
     /// What waits for evidence, while that is taken.
     waiting: Option<Vec<Then>>,

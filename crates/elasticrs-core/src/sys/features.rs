@@ -39,9 +39,7 @@ impl Features {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("elasticrs needs Linux 5.4 or later: {call} is not usable here ({})", .source.desc())]
 pub struct UnsupportedKernel {
-    /// The system call that failed.
     pub call: &'static str,
-    /// How it failed.
     #[source]
     pub source: Errno,
 }

@@ -9,7 +9,6 @@ use std::time::Duration;
 pub enum Polled {
     /// The descriptor at this index is readable, has hung up, or is none any more.
     Ready(usize),
-    /// The time is over.
     TimedOut,
     /// A signal handler ran.
     Interrupted,

@@ -27,7 +27,6 @@ const SIGNALS: c_int = 64;
 /// What a standard descriptor of the child becomes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Standard {
-    /// What it is in the parent.
     Inherit,
     /// A file, opened by the child; the flags are those of `open`.
     Open {
@@ -50,15 +49,12 @@ pub enum Program<'fd> {
 /// Everything about a child.
 #[derive(Debug)]
 pub struct Command<'fd> {
-    /// What it executes.
     pub program: Program<'fd>,
     /// Its arguments, the program's name included.
     pub argv: Vec<CString>,
-    /// Its whole environment.
     pub env: Vec<CString>,
     /// Its working directory; the parent's when `None`. Paths of [`Program::Paths`] are relative to it.
     pub cwd: Option<CString>,
-    /// Descriptors 0 to 2.
     pub stdio: [Standard; 3],
     /// Descriptors of the parent and their numbers in the child. No other descriptor above 2 survives.
     pub fds: Vec<(BorrowedFd<'fd>, RawFd)>,
@@ -77,7 +73,6 @@ pub struct Command<'fd> {
 /// A running child. It is a leader of its own session and process group.
 #[derive(Debug)]
 pub struct Child {
-    /// Its pid.
     pub pid: i32,
     /// Its descriptor, close-on-exec.
     pub pidfd: OwnedFd,
@@ -86,9 +81,7 @@ pub struct Child {
 /// The child could not be started, and nothing of it is left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Failure {
-    /// Where.
     pub stage: Stage,
-    /// Why.
     pub errno: Errno,
     /// With [`Stage::OpenLog`]: which standard descriptor.
     pub descriptor: usize,

@@ -11,9 +11,7 @@ use crate::exit::Usage;
 pub enum Waited {
     /// A child has ended (and is reaped now), was stopped, or goes on.
     Changed {
-        /// Its pid.
         pid: i32,
-        /// The status, as of `wait`.
         status: i32,
         /// What it and its waited-for children used.
         usage: Usage,

@@ -49,11 +49,8 @@ pub struct Limits {
 /// What a rank has said of itself last.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Beat {
-    /// When.
     pub last: u64,
-    /// The step that it was in.
     pub step: Option<u64>,
-    /// The section that it was in.
     pub section: Option<Section>,
     /// How long its last steps took.
     pub steps: Vec<u64>,
@@ -62,7 +59,6 @@ pub struct Beat {
 /// A part of the program with a limit of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Section {
-    /// Its name.
     pub name: String,
     /// From entering it, or the last heartbeat in it; `None`: it may take any time.
     pub limit: Option<u64>,
@@ -71,7 +67,6 @@ pub struct Section {
 /// What is known of a rank at a look.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Seen {
-    /// It has ended.
     Ended,
     /// It has not given any heartbeat.
     Nothing,
@@ -97,11 +92,9 @@ pub enum Missed {
 pub struct Overdue {
     /// Its index among the ranks.
     pub rank: usize,
-    /// What it has missed.
     pub missed: Missed,
     /// Its last sign of life, or the start of the group.
     pub since: u64,
-    /// What it had.
     pub limit: Duration,
     /// All of it has passed.
     pub is_due: bool,
@@ -322,11 +315,8 @@ pub struct Suspect {
     pub is_late: bool,
     /// All of it has passed.
     pub is_due: bool,
-    /// A signal has stopped it.
     pub is_stopped: bool,
-    /// The step that it was in.
     pub step: Option<u64>,
-    /// Its last sign of life.
     pub last: u64,
     /// Where its main thread stands.
     pub frame: Option<String>,
@@ -337,7 +327,6 @@ pub struct Suspect {
 pub struct Elsewhere {
     /// For how long it has given no sign of life.
     pub silence: Duration,
-    /// The step that it was in.
     pub step: Option<u64>,
     /// Where its main thread stands.
     pub frame: Option<String>,

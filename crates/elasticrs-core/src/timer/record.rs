@@ -12,11 +12,9 @@ use crate::signal::Signal;
 /// What a worker asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Record {
-    /// Who says so.
     pub pid: i32,
     /// The name of the timer, unique in its process.
     pub scope: Box<str>,
-    /// What to do.
     pub request: Request,
     /// When the writer started, in the kernel's ticks since boot: tells it from a later process with its pid.
     pub start_time: Option<u64>,

@@ -16,11 +16,8 @@ pub const MAX_TIMERS: usize = 16_384;
 /// What is due, and for whom.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Due {
-    /// Whose timer.
     pub pid: i32,
-    /// Which.
     pub scope: Arc<str>,
-    /// What its worker had asked for.
     pub terms: Terms,
     /// How many other timers of the same process are live.
     pub others: usize,
@@ -31,9 +28,7 @@ pub struct Due {
 pub struct Terms {
     /// When it is due by the wall clock of the worker, in seconds since 1970; for people.
     pub expires: f64,
-    /// What to send.
     pub signal: Option<Signal>,
-    /// Where in the program.
     pub at: Option<Box<str>>,
 }
 

@@ -20,7 +20,6 @@ use elasticrs_runtime::clock::Stamp;
 /// The signs of life at a moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sight {
-    /// The moment.
     pub at: Stamp,
     /// The heartbeats, by member: what Python starts joins later, and may have none.
     pub seen: Vec<Seen>,
