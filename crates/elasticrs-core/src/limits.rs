@@ -67,9 +67,6 @@ pub(crate) fn descriptors_of_workers() -> u64 {
 /// those of timers and heartbeats.
 ///
 /// Limits that cannot be read do not count: the start itself will tell.
-///
-/// # Errors
-/// The first limit that is exceeded.
 pub fn check(processes: u64, files: u64, others: u64) -> Result<(), TooMany> {
     let soft = |resource| getrlimit(resource).ok().map(|(soft, _)| soft);
     // Root is not held to it.

@@ -77,10 +77,7 @@ pub fn is_whole(bytes: &[u8]) -> bool {
     })
 }
 
-/// Reads what matters of a whole head.
-///
-/// # Errors
-/// The answer to what is no request of ours.
+/// Reads what matters of a whole head. The error is the answer to what is no request of ours.
 pub fn parse(head: &[u8]) -> Result<Request, Response> {
     let refused = || Response::text(400, "not an HTTP request");
     let line = head.split(|&byte| byte == b'\n').find(|line| !line.is_empty() && *line != b"\r").ok_or_else(refused)?;

@@ -33,10 +33,7 @@ pub use processes::Worker;
 pub use server::{Handle, Settings};
 pub use spans::{Activity, Spans};
 
-/// What the agent tells of the job.
-///
-/// # Errors
-/// It is no JSON, or no object; in words.
+/// What the agent tells of the job. The error is in words.
 pub fn parse_status(text: &str) -> Result<serde_json::Value, String> {
     match serde_json::from_str(text) {
         Ok(status @ serde_json::Value::Object(_)) => Ok(status),

@@ -164,9 +164,6 @@ struct Shared {
 
 impl LogSizes {
     /// An attempt begins that will write to these files. Returns at once, and so do all others that are not async.
-    ///
-    /// # Errors
-    /// There is no thread left.
     pub fn begin(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.begin_with(files, look)
     }

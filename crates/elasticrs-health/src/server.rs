@@ -97,9 +97,6 @@ pub struct Handle {
 
 impl Handle {
     /// Listens, and answers from now on. `tell` gets a line for the user when something is wrong.
-    ///
-    /// # Errors
-    /// The address cannot be had, or the process has no descriptor or thread left.
     pub fn start(settings: &Settings, tell: Tell) -> Result<Self, ListenError> {
         let port = Port::from(settings.port);
         let failed = |source: io::Error| ListenError { host: Some(settings.host.clone()), port, source };
@@ -167,9 +164,6 @@ impl Handle {
     }
 
     /// An attempt begins that writes to files which nobody reads; see [`crate::log_sizes`].
-    ///
-    /// # Errors
-    /// There is no thread left.
     pub fn watch_files(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.shared.sizes.begin(files)
     }

@@ -61,9 +61,6 @@ impl std::error::Error for ListenError {
 }
 
 /// Binds and listens; `None` stands for every address.
-///
-/// # Errors
-/// Address or port cannot be had; no descriptor is left.
 pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError> {
     let failed = |source| ListenError { host: host.map(str::to_owned), port, source };
     let (first, last) = match port {
@@ -84,10 +81,7 @@ pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError
 }
 
 /// Listens at several addresses. An empty host stands for every address. With port 0, the first address chooses for those
-/// after it.
-///
-/// # Errors
-/// As [`listen`]; none is left bound.
+/// after it. After an error none is left bound.
 pub fn listen_at_all(addresses: &[(String, u16)]) -> Result<Vec<TcpListener>, ListenError> {
     let mut listeners = Vec::new();
     let mut chosen = 0;

@@ -123,9 +123,6 @@ impl List {
     }
 
     /// Readable while [`Self::take`] has something; made when it is first asked for.
-    ///
-    /// # Errors
-    /// No descriptor is left.
     pub fn fd(&self) -> io::Result<BorrowedFd<'_>> {
         let inner = lock(&self.inner);
         if let Some(wake) = self.wake.get() {

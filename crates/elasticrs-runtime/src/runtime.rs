@@ -24,9 +24,6 @@ pub trait Spawn {
 
 /// Starts a thread that runs a future, and what that spawns with [`tokio::task::spawn_local`], until the future ends.
 /// Then, and after a panic, everything is dropped where it stands. `panicked` gets the words of the panic.
-///
-/// # Errors
-/// No thread or no descriptor is left.
 pub fn start<F: Future<Output = ()>>(
     builder: Builder,
     main: impl FnOnce() -> F + Send + 'static,
@@ -59,9 +56,6 @@ pub struct Runtime {
 
 impl Runtime {
     /// Starts the thread.
-    ///
-    /// # Errors
-    /// As [`start`].
     pub fn new(name: &str) -> io::Result<Self> {
         let (tasks, mut inbox) = unbounded_channel::<Task>();
         let serve = move || async move {

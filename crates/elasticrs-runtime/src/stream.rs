@@ -8,9 +8,6 @@ use tokio::net::TcpStream;
 use tokio::task::yield_now;
 
 /// Waits for bytes; 0: the other side has closed.
-///
-/// # Errors
-/// The connection is broken.
 pub async fn read(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
         stream.readable().await?;
@@ -22,9 +19,6 @@ pub async fn read(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
 }
 
 /// Sends all of it.
-///
-/// # Errors
-/// The connection is broken.
 pub async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         stream.writable().await?;
@@ -39,9 +33,6 @@ pub async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
 
 /// Says that nothing more comes, and reads away up to `most` bytes that the other side still sends, until it closes:
 /// closing a socket with unread bytes would reset the connection, and what was sent last might be lost with it.
-///
-/// # Errors
-/// The connection is broken.
 pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
     shutdown(stream.as_raw_fd(), Shutdown::Write)?;
     let mut block = vec![0; 4096];

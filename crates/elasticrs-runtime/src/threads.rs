@@ -16,9 +16,6 @@ const LEAVE_GRACE: Duration = Duration::from_millis(200);
 
 /// Starts a thread that no signal is delivered to: Python's handlers belong to its own threads. SIGPIPE is among them, so
 /// that a peer that has gone is an error here also in a program in which it would end the process.
-///
-/// # Errors
-/// There is no thread left.
 pub fn start<T: Send + 'static>(
     builder: Builder,
     body: impl FnOnce() -> T + Send + 'static,
@@ -46,9 +43,6 @@ pub struct Leavable {
 
 impl Leavable {
     /// As [`start`]. A panic of `body` has no further consequence.
-    ///
-    /// # Errors
-    /// There is no thread left.
     pub fn start(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         let (alive, ended) = channel();
         let handle = start(Builder::new().name(name.to_owned()), move || {

@@ -11,9 +11,6 @@ pub struct Wake(EventFd);
 
 impl Wake {
     /// Not readable yet.
-    ///
-    /// # Errors
-    /// No descriptor is left.
     pub fn new() -> io::Result<Self> {
         Ok(Self(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
     }

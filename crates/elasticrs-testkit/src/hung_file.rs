@@ -37,9 +37,6 @@ pub struct HungFile {
 
 impl HungFile {
     /// Seen by this thread, and by processes that it starts from now on; `None` where this thread may not mount.
-    ///
-    /// # Panics
-    /// When it may, and it does not work.
     pub fn new(folder: &Path) -> Option<Self> {
         unshare(CloneFlags::CLONE_NEWNS).ok()?;
         let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
@@ -67,9 +64,6 @@ impl Drop for HungFile {
 }
 
 /// Hangs for ever: the file is opened a second time without the page cache, for which a mapping has to empty that.
-///
-/// # Errors
-/// It did not hang.
 pub fn hang_in_map(path: &Path) -> std::io::Result<()> {
     let mut cached = File::open(path)?;
     thread::spawn(move || cached.read(&mut [0; 1]));
@@ -137,9 +131,6 @@ fn words(numbers: &[u32]) -> Vec<u8> {
 }
 
 /// Waits until a process hangs in [`hang_in_map`].
-///
-/// # Panics
-/// When it has ended, or does not get there.
 pub fn wait_until_it_hangs(pid: i32) {
     let read = |name| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
     let maps = format!("{} ", libc::SYS_mmap);

@@ -1,6 +1,7 @@
 //! Helpers for tests: who is alive, who leaks.
 //!
-//! Deadlines in here are guards against hanging, never what is measured.
+//! Deadlines in here are guards against hanging, never what is measured. What fails panics, and so the test fails.
+#![allow(clippy::missing_panics_doc)]
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -17,9 +18,6 @@ pub mod hung_file;
 pub const HANG_GUARD: Duration = Duration::from_secs(10);
 
 /// The program `testkit-worker`, built beside the running test.
-///
-/// # Panics
-/// When it has not been built: tests of one package do not build the programs of another.
 pub fn worker_program() -> PathBuf {
     let test = std::env::current_exe().expect("a running program has a path");
     let built = test.ancestors().map(|folder| folder.join("testkit-worker")).find(|path| path.is_file());
@@ -27,9 +25,6 @@ pub fn worker_program() -> PathBuf {
 }
 
 /// Waits until a descriptor is readable; for a pidfd, until the process has ended.
-///
-/// # Panics
-/// After [`HANG_GUARD`], with the name of what was waited for.
 pub fn wait_readable(fd: impl AsFd, what: &str) {
     let mut polled = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
     let timeout = PollTimeout::try_from(HANG_GUARD).expect("ten seconds fit");
@@ -44,9 +39,6 @@ pub fn wait_readable(fd: impl AsFd, what: &str) {
 }
 
 /// Waits for what nothing tells of: looks again and again.
-///
-/// # Panics
-/// After [`HANG_GUARD`], with the name of what was waited for.
 pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !is_so() {
@@ -56,17 +48,11 @@ pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 /// Waits until the process is in this state: only its parent is told of that.
-///
-/// # Panics
-/// After [`HANG_GUARD`].
 pub fn wait_for_state(pid: i32, letter: char) {
     wait_until(&format!("process {pid} in state {letter}"), || state(pid) == Some(letter));
 }
 
 /// A descriptor of any process; `None` when there is none of this pid.
-///
-/// # Panics
-/// For any other error than that.
 pub fn pidfd(pid: i32) -> Option<OwnedFd> {
     // SAFETY: integers only.
     match Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) }) {
@@ -78,9 +64,6 @@ pub fn pidfd(pid: i32) -> Option<OwnedFd> {
 }
 
 /// Waits until the process has ended; it may still be a zombie then.
-///
-/// # Panics
-/// After [`HANG_GUARD`].
 pub fn wait_for_end(pid: i32) {
     if let Some(pidfd) = pidfd(pid) {
         wait_readable(pidfd, &format!("the end of process {pid}"));
@@ -99,9 +82,6 @@ pub fn state(pid: i32) -> Option<char> {
 }
 
 /// The children of this process, zombies included.
-///
-/// # Panics
-/// Without `/proc`.
 pub fn children() -> Vec<i32> {
     let tasks = fs::read_dir("/proc/self/task").expect("/proc is mounted");
     let lists = tasks.flatten().map(|task| fs::read_to_string(task.path().join("children")).unwrap_or_default());
@@ -112,9 +92,6 @@ pub fn children() -> Vec<i32> {
 }
 
 /// The open descriptors of this process, sorted, without the one that lists them.
-///
-/// # Panics
-/// Without `/proc`.
 pub fn open_fds() -> Vec<RawFd> {
     let folder = nix::dir::Dir::open("/proc/self/fd", nix::fcntl::OFlag::O_RDONLY, nix::sys::stat::Mode::empty());
     let mut folder = folder.expect("/proc is mounted");
@@ -126,9 +103,6 @@ pub fn open_fds() -> Vec<RawFd> {
 }
 
 /// Asserts that this process has no child, not even a zombie. Exact in a child subreaper.
-///
-/// # Panics
-/// When it has.
 pub fn assert_no_children() {
     // SAFETY: null pointers are allowed: nothing is asked for but the return value.
     let waited = Errno::result(unsafe {

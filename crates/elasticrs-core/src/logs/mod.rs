@@ -164,9 +164,6 @@ struct StreamInfo {
 
 impl Logs {
     /// Nothing is started or opened yet.
-    ///
-    /// # Errors
-    /// No descriptor is left.
     pub fn new(console: Console, notify: impl Fn(Notice) + Send + Sync + 'static) -> io::Result<Self> {
         let shared = Shared {
             next_id: AtomicU64::new(0),
@@ -187,9 +184,6 @@ impl Logs {
 
     /// Shows what is written to these files from now on. A file that cannot be opened is reported as
     /// [`Notice::LogTrouble`], and the others are followed.
-    ///
-    /// # Errors
-    /// The thread cannot be started, or was closed.
     pub fn follow(&self, streams: Vec<LogStream>) -> io::Result<Vec<StreamId>> {
         let output_of = self.start_thread()?;
         let mut ids = Vec::with_capacity(streams.len());

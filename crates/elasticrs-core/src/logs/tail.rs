@@ -11,9 +11,6 @@ use super::lines::is_blank;
 ///
 /// Of a line that was overwritten by `\r` the last visible state counts. A line of which the window holds only the
 /// end counts when it is the only one. What is not a regular file has no lines.
-///
-/// # Errors
-/// The file cannot be opened or read.
 pub fn last_lines(path: &Path, count: usize, max_bytes: u64) -> io::Result<Vec<Vec<u8>>> {
     let file = File::open(path)?;
     let size = file.metadata()?.len();

@@ -1,10 +1,9 @@
 //! The handle that the agent holds.
 
-use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
@@ -13,6 +12,7 @@ use elasticrs_runtime::runtime::{self, Spawn, Task};
 use elasticrs_runtime::{lock, threads};
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
+use super::command::{Adopted, Command, Config, Reply, Shared, SupervisorError};
 use super::counters::Counters;
 use super::event::Heartbeat;
 use super::evidence::EvidenceFiles;
@@ -20,130 +20,17 @@ use super::queue::{Next, Queue};
 use super::task;
 use super::task::exits::open_notices;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
-use crate::nursery::fence;
-use crate::nursery::launch::{LaunchError, NurseryImage};
+use crate::nursery::fence::Fence;
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::sys::pidfd;
 use crate::timer::hang::{Elsewhere, Limits};
 
-/// How a supervisor works.
-#[derive(Debug, Clone)]
-pub struct Config {
-    /// Where the nursery's program comes from; the first image that can be executed is taken.
-    pub nursery: Vec<NurseryImage>,
-    /// The process is ours: it becomes a child subreaper, and after the loss of a nursery whatever it inherits is ended.
-    pub owns_process: bool,
-}
-
-/// Why the supervisor cannot do what was asked.
-#[derive(Debug, thiserror::Error)]
-pub enum SupervisorError {
-    #[error("the supervisor ran out of resources")]
-    Resources(#[from] io::Error),
-    #[error(transparent)]
-    Nursery(#[from] LaunchError),
-    #[error("a group is running already")]
-    Busy,
-    #[error("no group is running")]
-    Idle,
-    #[error("could not open pid {pid}")]
-    Adopt {
-        pid: i32,
-        #[source]
-        source: io::Error,
-    },
-    /// What was given as a page for heartbeats is none, or not that of the next rank.
-    #[error("no page for the heartbeats of local rank {local_rank}")]
-    Page {
-        local_rank: u32,
-        #[source]
-        source: io::Error,
-    },
-    /// The FIFO of the timers cannot be made, or there is one already.
-    #[error("could not watch timers{}", if path.as_os_str().is_empty() { String::new() } else { format!(" at {}", path.display()) })]
-    Timers {
-        /// Where; empty: in a directory of its own.
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// The memory of the heartbeats cannot be had, or cannot be had safely.
-    #[error("cannot make the memory for heartbeats that --hang-timeout needs (memfd_create)")]
-    Heartbeats(#[source] io::Error),
-    /// [`Supervisor::close`] was called, or the runtime panicked; the workers are gone.
-    #[error("the supervisor has ended")]
-    Ended,
-    /// A child made by `fork` must not use its parent's supervisor.
-    #[error("the process was forked: the supervisor belongs to pid {owner}")]
-    Forked { owner: u32 },
-}
-
-pub(super) type Reply<T> = SyncSender<T>;
-
-pub(super) enum Command {
-    Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
-    Adopt(Adopted, Reply<Result<(), SupervisorError>>),
-    Stop(StopPolicy, Option<Elsewhere>),
-    Signal(Signal, Option<Vec<u32>>),
-    Forward(Signal),
-    Suspend(Reply<()>),
-    Resume,
-    Drain(Duration, Reply<Vec<NotDrained>>),
-    Spawn(Task),
-    Guard(Option<OwnedFd>),
-    WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
-    WatchHangs(Limits),
-    KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
-    WatchExits(OwnedFd, Option<Duration>),
-    Close { keep_descendants: bool },
-}
-
-/// What is known of a process that Python started; see [`Supervisor::adopt`].
-pub(super) struct Adopted {
-    pub(super) local_rank: u32,
-    pub(super) pid: i32,
-    pub(super) pidfd: OwnedFd,
-    pub(super) status: Option<OwnedFd>,
-    pub(super) page: Option<OwnedFd>,
-}
-
-/// What the handle and the runtime thread both use.
-pub(super) struct Shared {
-    pub(super) queue: Arc<Queue>,
-    pub(super) logs: Arc<Logs>,
-    pub(super) nursery_pid: Arc<AtomicI32>,
-    pub(super) fence: Fence,
-    pub(super) counters: Counters,
-}
-
-/// Moves the moment at which the nursery kills all workers, whether or not this process runs then.
-///
-/// For whoever holds a lease: all of its work has to be gone when the lease ends, and it may have been stopped, or be
-/// cut off, at that moment. Shared by all clones and all nurseries of one supervisor.
-#[derive(Debug, Clone)]
-pub struct Fence {
-    pub(super) shared: Arc<fence::Fence>,
-}
-
-impl Fence {
-    /// Sets the deadline in nanoseconds on `CLOCK_BOOTTIME`, or takes it back. When this returns, it counts.
-    ///
-    /// Moving it away costs nanoseconds: no system call, no message, no wake-up of the nursery. Setting the first one,
-    /// or a nearer one, is one system call.
-    ///
-    /// `false` when the deadline before had passed: whatever ran is being killed ([`super::Event::Fenced`]), and the new
-    /// deadline is that of the next group. Until it is set, none can be started.
-    pub fn set(&self, boot_ns: Option<u64>) -> bool {
-        self.shared.set(boot_ns)
-    }
-}
-
 /// For tasks on the runtime thread that hold a lease: the connection, and the deadline. Keeps nothing alive.
 #[derive(Clone)]
 pub struct Keeper {
     commands: WeakUnboundedSender<Command>,
-    fence: Fence,
+    fence: Arc<Fence>,
 }
 
 impl Keeper {
@@ -163,42 +50,31 @@ impl Keeper {
 
 /// Starts, watches and stops the workers of one agent, one group at a time.
 ///
-/// All methods return at once, except [`Self::next`], [`Self::drain`] and [`Self::close`].
+/// All methods return at once, except [`Self::next`], [`Self::drain`] and [`Self::close`]. In a child made by `fork` they
+/// fail with [`SupervisorError::Forked`], and those that need the runtime with [`SupervisorError::Ended`] once it is gone.
 pub struct Supervisor {
     commands: UnboundedSender<Command>,
-    queue: Arc<Queue>,
-    logs: Arc<Logs>,
+    shared: Shared,
     thread: Mutex<Option<JoinHandle<()>>>,
-    nursery_pid: Arc<AtomicI32>,
-    fence: Fence,
-    counters: Counters,
     owner: u32,
 }
 
 impl Supervisor {
     /// Starts the runtime thread and the nursery.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Resources`], [`SupervisorError::Nursery`].
     pub fn new(config: Config) -> Result<Self, SupervisorError> {
         let queue = Arc::new(Queue::new()?);
-        let logs = {
-            let queue = Arc::clone(&queue);
-            Arc::new(Logs::new(Console::inherited(), move |notice| queue.push(notice.into()))?)
-        };
-        let nursery_pid = Arc::new(AtomicI32::new(0));
-        let (commands, inbox) = unbounded_channel();
-        let fence = Fence { shared: Arc::new(fence::Fence::new()?) };
+        let (noticed, panicked) = (Arc::clone(&queue), Arc::clone(&queue));
+        let logs = Arc::new(Logs::new(Console::inherited(), move |notice| noticed.push(notice.into()))?);
         let counters = Counters { logs: logs.totals(), ..Counters::default() };
+        let shared = Shared { queue, logs, nursery_pid: Arc::default(), fence: Arc::new(Fence::new()?), counters };
+        let (commands, inbox) = unbounded_channel();
         let (ready, started) = sync_channel(1);
         let thread = {
-            let (queue, logs, nursery_pid) = (Arc::clone(&queue), Arc::clone(&logs), Arc::clone(&nursery_pid));
-            let told = Arc::clone(&queue);
-            let shared = Shared { queue, logs, nursery_pid, fence: fence.clone(), counters: counters.clone() };
+            let shared = shared.clone();
             let builder = Builder::new().name("elasticrs".into()).stack_size(512 * 1024);
             // A panic drops the task, and with it the link: the nursery then kills all workers.
-            let panicked = move |message| told.push(super::Event::Panicked { message });
-            runtime::start(builder, move || task::run(config, inbox, shared, ready), panicked)?
+            let tell = move |message| panicked.push(super::Event::Panicked { message });
+            runtime::start(builder, move || task::run(config, inbox, shared, ready), tell)?
         };
         match started.recv() {
             Ok(Ok(())) => {}
@@ -206,18 +82,15 @@ impl Supervisor {
             Err(_) => return Err(SupervisorError::Ended),
         }
         let (thread, owner) = (Mutex::new(Some(thread)), std::process::id());
-        Ok(Self { commands, queue, logs, thread, nursery_pid, fence, counters, owner })
+        Ok(Self { commands, shared, thread, owner })
     }
 
     /// The pid of the nursery, while there is one.
     pub fn nursery_pid(&self) -> Option<i32> {
-        Some(self.nursery_pid.load(Ordering::Relaxed)).filter(|pid| *pid != 0)
+        Some(self.shared.nursery_pid.load(Ordering::Relaxed)).filter(|pid| *pid != 0)
     }
 
     /// Begins to start a group. [`super::Event::GroupStarted`] or [`super::Event::StartFailed`] follows.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Busy`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn start(&self, group: GroupSpec) -> Result<(), SupervisorError> {
         self.ask(|reply| Command::Start(Box::new(group), reply))?
     }
@@ -228,9 +101,6 @@ impl Supervisor {
     /// status that `wait4` gave for it. `page` is for one that waits to begin and has a page for its heartbeats
     /// ([`crate::timer::pages::HeartbeatPage::hand_out`]): it is watched like those that are started here. Such processes
     /// are adopted in the order of their ranks.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Page`], [`SupervisorError::Adopt`], [`SupervisorError::Idle`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn adopt(
         &self,
         local_rank: u32,
@@ -244,70 +114,46 @@ impl Supervisor {
     }
 
     /// Stops the group; a harder call overrides. [`super::Event::GroupEnded`] follows.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn stop(&self, policy: StopPolicy) -> Result<(), SupervisorError> {
         self.tell(Command::Stop(policy, None))
     }
 
     /// The same, because a worker of another node hangs. Where heartbeats are watched the evidence of all workers is taken
     /// first, and [`super::Event::WorkerHung`] names the one that may have kept it waiting.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn stop_for_hang(&self, policy: StopPolicy, elsewhere: Elsewhere) -> Result<(), SupervisorError> {
         self.tell(Command::Stop(policy, Some(elsewhere)))
     }
 
     /// Sends a signal to these workers, or to all; to whom of each, [`GroupSpec::stop_scope`] says.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn signal(&self, signal: Signal, local_ranks: Option<Vec<u32>>) -> Result<(), SupervisorError> {
         self.tell(Command::Signal(signal, local_ranks))
     }
 
     /// Passes a signal on that this process was sent: to whom of each worker, [`GroupSpec::stop_scope`] says. Nothing
     /// follows from it, and nothing is sent while workers are being started.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn forward(&self, signal: Signal) -> Result<(), SupervisorError> {
         self.tell(Command::Forward(signal))
     }
 
     /// Stops all groups with SIGSTOP, and the deadlines; returns when the signals are sent.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn suspend(&self) -> Result<(), SupervisorError> {
         self.ask(Command::Suspend)
     }
 
     /// Undoes [`Self::suspend`].
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn resume(&self) -> Result<(), SupervisorError> {
         self.tell(Command::Resume)
     }
 
     /// Copies what is written to these files to the console, until their group has ended and all is copied. Opens the
     /// files, so it may block on a dead network file system.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Resources`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn follow(&self, streams: Vec<LogStream>) -> Result<(), SupervisorError> {
         self.check_owner()?;
-        self.logs.follow(streams)?;
+        self.shared.logs.follow(streams)?;
         Ok(())
     }
 
     /// Blocks until the files of ended groups are on the console, at most for `timeout`; returns those that are not.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn drain(&self, timeout: Duration) -> Result<Vec<NotDrained>, SupervisorError> {
         self.ask(|reply| Command::Drain(timeout, reply))
     }
@@ -317,9 +163,6 @@ impl Supervisor {
     /// It goes on until it has ended or the supervisor is closed, which drops it after the nursery has ended: what it
     /// holds open outlives the workers. Its panic is told as [`super::Event::Degraded`], and hurts nobody else. It must
     /// not block: the stop of a group waits for it.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn spawn(&self, task: Task) -> Result<(), SupervisorError> {
         self.tell(Command::Spawn(task))
     }
@@ -327,27 +170,18 @@ impl Supervisor {
     /// Reads expiration timers of workers from a FIFO from now on, until [`Self::close`] removes it: at `path`, or in a
     /// directory of its own. Returns where it is; see [`crate::timer`]. [`super::Event::TimerExpired`] tells what is due,
     /// [`super::Event::Degraded`] what was refused.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Timers`], [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn watch_timers(&self, path: Option<PathBuf>) -> Result<PathBuf, SupervisorError> {
         self.ask(|reply| Command::WatchTimers(path, reply))?
     }
 
     /// Gives the workers of the groups that follow a page for their heartbeats (`ELASTICRS_HEARTBEAT`), and watches them;
     /// see [`crate::timer::hang`]. [`super::Event::WorkerHung`] tells who hangs.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
         self.tell(Command::WatchHangs(limits))
     }
 
     /// Where the evidence of the workers goes, by local rank, when one of them hangs or a timer expires: for the group that
     /// is started next, and those after it. `py_spy` looks into workers that do not answer.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
         self.tell(Command::KeepEvidence(files, py_spy))
     }
@@ -355,9 +189,6 @@ impl Supervisor {
     /// Watches for workers of the group that is started next which record an uncaught exception and do not end within
     /// `limit`. [`super::Event::WorkerRaised`] tells of both. Returns the name of the abstract socket to which such a
     /// worker sends a datagram.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`]; the system's when there is no socket to be had.
     pub fn watch_exits(&self, limit: Option<Duration>) -> Result<String, SupervisorError> {
         let (notices, name) = open_notices()?;
         self.tell(Command::WatchExits(notices, limit))?;
@@ -365,81 +196,65 @@ impl Supervisor {
     }
 
     /// The last heartbeat of each worker that had any, of the group that runs or ran last.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Forked`].
     pub fn heartbeats(&self) -> Result<Vec<Heartbeat>, SupervisorError> {
         self.check_owner()?;
-        Ok(self.counters.heartbeats.all())
+        Ok(self.shared.counters.heartbeats.all())
     }
 
     /// Gives the nursery this duplicate of the agent's connection to a store, in place of an earlier one.
     ///
     /// The nursery closes it when it ends, and outlives a dead agent until nothing of the workers is left: the connection
-    /// ends then, not before. A nursery that replaces a lost one gets it as well.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`]. What goes wrong later is told as
+    /// ends then, not before. A nursery that replaces a lost one gets it as well. What goes wrong later is told as
     /// [`super::Event::Degraded`].
     pub fn guard_connection(&self, connection: OwnedFd) -> Result<(), SupervisorError> {
         self.tell(Command::Guard(Some(connection)))
     }
 
     /// Undoes [`Self::guard_connection`].
-    ///
-    /// # Errors
-    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
     pub fn release_connection(&self) -> Result<(), SupervisorError> {
         self.tell(Command::Guard(None))
     }
 
     /// What a task needs that holds this agent's lease.
     pub fn keeper(&self) -> Keeper {
-        Keeper { commands: self.commands.downgrade(), fence: self.fence.clone() }
+        Keeper { commands: self.commands.downgrade(), fence: self.fence() }
     }
 
-    /// The handle for the deadline of this agent's lease.
-    pub fn fence(&self) -> Fence {
-        self.fence.clone()
+    /// The deadline of this agent's lease: whoever holds one must have ended all of its work when the lease ends, and may
+    /// have been stopped, or be cut off, at that moment. The nursery kills all workers then. All nurseries of one
+    /// supervisor share it; one that had passed counts for the group that ran, and none can be started until it is set again.
+    pub fn fence(&self) -> Arc<Fence> {
+        Arc::clone(&self.shared.fence)
     }
 
     /// What is counted; goes on being readable after the end.
     pub fn counters(&self) -> Counters {
-        self.counters.clone()
+        self.shared.counters.clone()
     }
 
     /// Tells the agent what it should say to its user, from tasks given to [`Self::spawn`], as
     /// [`super::Event::Degraded`].
     pub fn teller(&self) -> impl Fn(String) + Send + 'static {
-        let queue = Arc::clone(&self.queue);
+        let queue = Arc::clone(&self.shared.queue);
         move |message| queue.push(super::Event::Degraded { message })
     }
 
     /// The queue of events.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Forked`].
     pub fn queue(&self) -> Result<&Queue, SupervisorError> {
         self.check_owner()?;
-        Ok(&self.queue)
+        Ok(&self.shared.queue)
     }
 
     /// Waits for the next thing; see [`Queue::next`].
-    ///
-    /// # Errors
-    /// [`SupervisorError::Forked`]; [`SupervisorError::Resources`] when `ppoll` fails.
     pub fn next(&self, timeout: Option<Duration>) -> Result<Next, SupervisorError> {
         let queue = self.queue()?;
-        self.counters.turn.waits();
+        self.shared.counters.turn.waits();
         let next = queue.next(timeout);
-        self.counters.turn.works();
+        self.shared.counters.turn.works();
         Ok(next?)
     }
 
     /// Kills what is left (unless `keep_descendants`), ends the nursery and the runtime thread. Idempotent.
-    ///
-    /// # Errors
-    /// [`SupervisorError::Forked`].
     pub fn close(&self, keep_descendants: bool) -> Result<(), SupervisorError> {
         self.check_owner()?;
         let thread = lock(&self.thread).take();
@@ -448,7 +263,7 @@ impl Supervisor {
             let _ = self.commands.send(Command::Close { keep_descendants });
             // Its panics were told as an event.
             let _ = thread.join();
-            self.logs.close();
+            self.shared.logs.close();
         }
         Ok(())
     }
@@ -480,7 +295,7 @@ impl Drop for Supervisor {
     fn drop(&mut self) {
         if self.close(false).is_err() {
             // The logs' thread is the parent's; closing them would wait for it.
-            std::mem::forget(Arc::clone(&self.logs));
+            std::mem::forget(Arc::clone(&self.shared.logs));
         }
     }
 }

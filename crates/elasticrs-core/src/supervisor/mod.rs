@@ -16,6 +16,7 @@
 //! - **SUP-8** before SIGKILL, what a worker has in its group is signalled when the worker has ended, and with
 //!   [`crate::spec::StopScope::Worker`] not earlier.
 
+mod command;
 pub mod counters;
 mod deadlines;
 mod event;
@@ -28,7 +29,8 @@ pub mod state;
 mod task;
 mod watch;
 
+pub use command::{Config, SupervisorError};
 pub use event::{
     Event, Heartbeat, NurseryEnd, Outcome, RankSeen, StartFailure, Swept, TimerExpired, WorkerHung, WorkerRaised,
 };
-pub use handle::{Config, Fence, Keeper, Supervisor, SupervisorError};
+pub use handle::{Keeper, Supervisor};

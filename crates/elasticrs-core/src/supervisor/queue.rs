@@ -34,9 +34,6 @@ pub enum Next {
 
 impl Queue {
     /// An empty queue.
-    ///
-    /// # Errors
-    /// No descriptor left for the eventfd.
     pub fn new() -> io::Result<Self> {
         Ok(Self { events: Mutex::default(), watched: Mutex::default(), wake: Wake::new()? })
     }
@@ -63,9 +60,6 @@ impl Queue {
     /// Waits for the next thing, at most for `timeout`. Blocks; one thread at a time.
     ///
     /// Watched descriptors come first: they carry signals and are drained by their owner, while the events wait safely.
-    ///
-    /// # Errors
-    /// What `ppoll` returns.
     pub fn next(&self, timeout: Option<Duration>) -> io::Result<Next> {
         let mut fds = lock(&self.watched).clone();
         fds.push(self.wake.as_raw_fd());

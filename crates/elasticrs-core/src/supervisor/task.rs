@@ -12,10 +12,10 @@ use elasticrs_runtime::threads::panic_message;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinHandle, JoinSet};
 
+use super::command::{Command, Config, Reply, Shared, SupervisorError};
 use super::deadlines::{Deadlines, Timer, after};
 use super::event::{Event, StartFailure, Swept};
 use super::evidence::Found;
-use super::handle::{Command, Config, Reply, Shared, SupervisorError};
 use super::nursery_io::{FromNursery, Nursery};
 use super::start::{Starting, spawn_requests};
 use super::state::{Effect, End, Group, Input};

@@ -28,9 +28,7 @@ impl Fifo {
     ///
     /// What a server that was killed has left is taken over: a FIFO of this user that nobody else may open, and nobody reads.
     /// Anything else is left alone.
-    ///
-    /// # Errors
-    /// `EEXIST`: something else is at `path`. `EBUSY`: somebody reads the FIFO there. Those of the file system.
+    /// Fails with `EEXIST` when something else is at `path`, with `EBUSY` when somebody reads the FIFO there.
     pub fn create(path: Option<&Path>) -> io::Result<Self> {
         let Some(path) = path else {
             let directory = make_directory()?;
@@ -68,9 +66,6 @@ impl Fifo {
     }
 
     /// A descriptor of its own for whoever waits.
-    ///
-    /// # Errors
-    /// No descriptor is left.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         self.file.as_fd().try_clone_to_owned()
     }

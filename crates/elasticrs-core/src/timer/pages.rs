@@ -35,18 +35,13 @@ pub struct HeartbeatPage {
 
 impl HeartbeatPage {
     /// A new one, empty, for a worker that is started after `made`.
-    ///
-    /// # Errors
-    /// No descriptor or no memory; the system has none that the worker cannot take from under us.
+    /// Fails where the system has no memory that the worker cannot take from under us.
     pub fn new(made: u64) -> io::Result<Self> {
         Page::sealed(c"elasticrs-heartbeats").map(|page| Self { page, made })
     }
 
     /// A descriptor for the worker, and what it finds in `ELASTICRS_HEARTBEAT` when the descriptor has this number:
     /// number, device and inode, so that another file under that number is not taken for it.
-    ///
-    /// # Errors
-    /// No descriptor is left.
     pub fn share(&self, number: i32) -> io::Result<(OwnedFd, String)> {
         let descriptor = self.page.as_fd().try_clone_to_owned()?;
         let name = variable_of(descriptor.as_fd(), number)?;
@@ -55,9 +50,6 @@ impl HeartbeatPage {
 
     /// As [`Self::share`], under the number that the descriptor has here: for workers that inherit it. What is kept of the
     /// page is that descriptor alone, until [`Self::of`].
-    ///
-    /// # Errors
-    /// No descriptor is left.
     pub fn hand_out(self) -> io::Result<(OwnedFd, String)> {
         let descriptor = self.page.as_fd().try_clone_to_owned()?;
         let name = variable_of(descriptor.as_fd(), descriptor.as_raw_fd())?;
@@ -65,9 +57,7 @@ impl HeartbeatPage {
     }
 
     /// The page behind a descriptor of [`Self::hand_out`], of a worker that begins after `made`.
-    ///
-    /// # Errors
-    /// `EINVAL` for any other file; no memory.
+    /// `EINVAL` for any other file.
     pub fn of(descriptor: OwnedFd, made: u64) -> io::Result<Self> {
         Page::map(descriptor).map(|page| Self { page, made })
     }

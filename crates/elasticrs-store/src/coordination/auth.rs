@@ -36,9 +36,6 @@ pub fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id: &str,
 }
 
 /// A challenge that nobody can foresee.
-///
-/// # Errors
-/// The kernel gives no random bytes.
 pub fn challenge() -> std::io::Result<Digest> {
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes)?;

@@ -36,9 +36,6 @@ pub struct Client {
 
 impl Client {
     /// Begins to connect. [`Event::Connected`] or [`Event::Lost`] follows.
-    ///
-    /// # Errors
-    /// No descriptor is left.
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
         let events = Arc::new(Events::new()?);
         let (commands, inbox) = unbounded_channel();
@@ -59,25 +56,16 @@ impl Client {
     }
 
     /// Sends a transaction; its reply carries the tag.
-    ///
-    /// # Errors
-    /// [`TooLarge`]; nothing was sent.
     pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), TooLarge> {
         self.send(&Request::Txn { tag, txn })
     }
 
     /// Begins a watch; its reply carries the tag.
-    ///
-    /// # Errors
-    /// [`TooLarge`]; nothing was sent.
     pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), TooLarge> {
         self.send(&Request::Watch { tag, watch, snapshot, from_revision })
     }
 
     /// Ends a watch; what is on its way still comes.
-    ///
-    /// # Errors
-    /// [`TooLarge`]; nothing was sent.
     pub fn unwatch(&self, watch: Watch) -> Result<(), TooLarge> {
         self.send(&Request::Unwatch(watch))
     }

@@ -79,9 +79,6 @@ pub(super) const SILENT: &str = "the store did not answer keep-alives in time: i
 
 impl Events {
     /// An empty list.
-    ///
-    /// # Errors
-    /// No descriptor is left.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             state: Mutex::default(),
@@ -154,9 +151,6 @@ impl Events {
     }
 
     /// Blocks until there is something to take, a signal came, or the time is over; whether there is something.
-    ///
-    /// # Errors
-    /// What `poll` returns, `EINTR` among it.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let deadline = timeout.map(|timeout| Instant::now() + timeout);

@@ -171,9 +171,6 @@ impl Request {
     }
 
     /// Reads a frame.
-    ///
-    /// # Errors
-    /// It is no request.
     pub fn decode(frame: &[u8]) -> Result<Self, Malformed> {
         let mut c = Cursor::new(frame);
         let request = match c.u8()? {
@@ -223,9 +220,6 @@ impl Request {
     }
 
     /// The version of a hello, however the rest of it has changed since.
-    ///
-    /// # Errors
-    /// It is no hello of any version.
     pub fn version_of(frame: &[u8]) -> Result<(u16, u16), Malformed> {
         let mut c = Cursor::new(frame);
         match c.u8()? {
@@ -281,9 +275,6 @@ impl Answer {
     }
 
     /// Reads a frame.
-    ///
-    /// # Errors
-    /// It is no answer.
     pub fn decode(frame: &[u8]) -> Result<Self, Malformed> {
         let mut c = Cursor::new(frame);
         let answer = match c.u8()? {

@@ -53,9 +53,6 @@ pub struct Server {
 
 impl Server {
     /// Binds, listens and serves. `tell` gets a line for the user when a client is refused or a stranger came.
-    ///
-    /// # Errors
-    /// [`ServerError`].
     pub fn start(
         runtime: &dyn Spawn,
         named: &[(String, u16)],
@@ -102,9 +99,6 @@ impl Server {
     }
 
     /// Listens again, at the same addresses.
-    ///
-    /// # Errors
-    /// [`ServerError`].
     pub fn listen_again(&self) -> Result<(), ServerError> {
         // Listening twice at one port is an error of the kernel's; what was open is closed first.
         self.stop_listening();

@@ -156,10 +156,7 @@ impl State {
         self.commit(changes)
     }
 
-    /// Carries a transaction out.
-    ///
-    /// # Errors
-    /// [`Exceeded::Full`]; nothing was done.
+    /// Carries a transaction out. After [`Exceeded::Full`] nothing was done.
     pub fn txn(&mut self, session: SessionId, txn: &Txn) -> Result<Done, Exceeded> {
         let ok = txn.compares.iter().all(|compare| self.holds(compare));
         let ops = if ok { &txn.then } else { &txn.otherwise };
@@ -178,9 +175,6 @@ impl State {
     }
 
     /// All keys that begin so, unless they are too much for one answer.
-    ///
-    /// # Errors
-    /// [`Exceeded::Answer`].
     pub fn snapshot(&self, covers: &Watch) -> Result<Vec<Entry>, Exceeded> {
         let most = self.room();
         let mut room = Some(most);

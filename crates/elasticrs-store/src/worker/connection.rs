@@ -76,10 +76,7 @@ impl Connection {
         }
     }
 
-    /// Serves it to its end.
-    ///
-    /// # Errors
-    /// It is to be closed for what it did; a client that leaves between two requests is no error.
+    /// Serves it to its end. A client that leaves between two requests is no error.
     pub(super) async fn serve(&mut self) -> Result<(), Closed> {
         let limit = self.hub.borrow().limits.greeting;
         match self.serve_within(limit).await {

@@ -46,9 +46,6 @@ impl WorkerStore {
     /// Binds and listens: from now on clients can connect, and are answered from [`Self::serve`] on.
     ///
     /// Without a `host` it listens on every address.
-    ///
-    /// # Errors
-    /// Address or port cannot be had; no descriptor is left.
     pub fn new(host: Option<&str>, port: Port, limits: Limits) -> Result<Self, ListenError> {
         let listener = listen(host, port)?;
         let failed = |source: io::Error| ListenError { host: host.map(str::to_owned), port, source };
@@ -62,9 +59,7 @@ impl WorkerStore {
     }
 
     /// Answers on this thread from now on. `tell` gets a line for the user when a connection is closed for what it did.
-    ///
-    /// # Errors
-    /// It is served already, or closed; the thread has ended.
+    /// Fails when it is served already, or closed, or the thread has ended.
     pub fn serve(&self, on: &dyn Spawn, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();
@@ -74,9 +69,6 @@ impl WorkerStore {
 
     /// The same, but another thread answers, from the first client on: `hand_over` gives it the task then. Until that,
     /// `on` looks whether anybody comes.
-    ///
-    /// # Errors
-    /// As [`Self::serve`].
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();

@@ -47,10 +47,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Takes bytes.
-    ///
-    /// # Errors
-    /// [`Refused::Full`]; then nothing was taken.
+    /// Takes bytes. After an error nothing was taken.
     pub fn charge(&mut self, bytes: usize) -> Result<(), Refused> {
         self.check(bytes)?;
         self.used += bytes;
@@ -58,9 +55,6 @@ impl Budget {
     }
 
     /// Whether so many bytes could be taken.
-    ///
-    /// # Errors
-    /// [`Refused::Full`].
     pub fn check(&self, bytes: usize) -> Result<(), Refused> {
         if bytes > self.limit - self.used { Err(Refused::Full(self.limit)) } else { Ok(()) }
     }
@@ -129,9 +123,7 @@ impl Map {
     /// Carries a request out.
     ///
     /// Args: `from` sent it and gets what is appended to `reply`; the waits of those appended to `woken` are over.
-    ///
-    /// # Errors
-    /// The request cannot be answered, and nothing has changed: its connection is to be closed.
+    /// After an error nothing has changed, and the connection is to be closed.
     pub fn apply(
         &mut self,
         from: Id,

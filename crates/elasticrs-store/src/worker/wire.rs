@@ -197,10 +197,7 @@ impl Parser {
     }
 
     /// The request at the head of `buffer` and its length, or `None` when it is not whole yet: then the next call must be
-    /// with the same bytes and more behind them.
-    ///
-    /// # Errors
-    /// The bytes can be no request, whatever follows.
+    /// with the same bytes and more behind them. Fails when the bytes can be no request, whatever follows.
     pub fn next<'a>(&mut self, buffer: &'a [u8]) -> Result<Option<(Request<'a>, usize)>, WireError> {
         let Some(&opcode) = buffer.first() else { return Ok(None) };
         if !self.is_validated {

@@ -27,7 +27,7 @@ impl Task {
     }
 
     pub(super) fn send_fence(&mut self) {
-        let descriptors = self.shared.fence.shared.descriptors();
+        let descriptors = self.shared.fence.descriptors();
         self.send_descriptors(&Request::Fence, descriptors);
     }
 

@@ -10,7 +10,7 @@ use crate::nursery::cleaner;
 use crate::nursery::protocol::Request;
 use crate::signal::Signal;
 use crate::spec::StopScope;
-use crate::supervisor::handle::{Adopted, SupervisorError};
+use crate::supervisor::command::{Adopted, SupervisorError};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::sys::pidfd;

@@ -1,0 +1,112 @@
+//! What the handle asks of the runtime thread, and what both share.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicI32;
+use std::sync::mpsc::SyncSender;
+use std::time::Duration;
+
+use elasticrs_runtime::runtime::Task;
+
+use super::counters::Counters;
+use super::evidence::EvidenceFiles;
+use super::queue::Queue;
+use crate::logs::{Logs, NotDrained};
+use crate::nursery::fence::Fence;
+use crate::nursery::launch::{LaunchError, NurseryImage};
+use crate::signal::Signal;
+use crate::spec::{GroupSpec, StopPolicy};
+use crate::timer::hang::{Elsewhere, Limits};
+
+/// How a supervisor works.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Where the nursery's program comes from; the first image that can be executed is taken.
+    pub nursery: Vec<NurseryImage>,
+    /// The process is ours: it becomes a child subreaper, and after the loss of a nursery whatever it inherits is ended.
+    pub owns_process: bool,
+}
+
+/// Why the supervisor cannot do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum SupervisorError {
+    #[error("the supervisor ran out of resources")]
+    Resources(#[from] io::Error),
+    #[error(transparent)]
+    Nursery(#[from] LaunchError),
+    #[error("a group is running already")]
+    Busy,
+    #[error("no group is running")]
+    Idle,
+    #[error("could not open pid {pid}")]
+    Adopt {
+        pid: i32,
+        #[source]
+        source: io::Error,
+    },
+    /// What was given as a page for heartbeats is none, or not that of the next rank.
+    #[error("no page for the heartbeats of local rank {local_rank}")]
+    Page {
+        local_rank: u32,
+        #[source]
+        source: io::Error,
+    },
+    /// The FIFO of the timers cannot be made, or there is one already.
+    #[error("could not watch timers{}", if path.as_os_str().is_empty() { String::new() } else { format!(" at {}", path.display()) })]
+    Timers {
+        /// Where; empty: in a directory of its own.
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    /// The memory of the heartbeats cannot be had, or cannot be had safely.
+    #[error("cannot make the memory for heartbeats that --hang-timeout needs (memfd_create)")]
+    Heartbeats(#[source] io::Error),
+    /// [`super::Supervisor::close`] was called, or the runtime panicked; the workers are gone.
+    #[error("the supervisor has ended")]
+    Ended,
+    /// A child made by `fork` must not use its parent's supervisor.
+    #[error("the process was forked: the supervisor belongs to pid {owner}")]
+    Forked { owner: u32 },
+}
+
+pub(super) type Reply<T> = SyncSender<T>;
+
+pub(super) enum Command {
+    Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
+    Adopt(Adopted, Reply<Result<(), SupervisorError>>),
+    Stop(StopPolicy, Option<Elsewhere>),
+    Signal(Signal, Option<Vec<u32>>),
+    Forward(Signal),
+    Suspend(Reply<()>),
+    Resume,
+    Drain(Duration, Reply<Vec<NotDrained>>),
+    Spawn(Task),
+    Guard(Option<OwnedFd>),
+    WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
+    WatchHangs(Limits),
+    KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
+    WatchExits(OwnedFd, Option<Duration>),
+    Close { keep_descendants: bool },
+}
+
+/// What is known of a process that Python started; see [`super::Supervisor::adopt`].
+pub(super) struct Adopted {
+    pub(super) local_rank: u32,
+    pub(super) pid: i32,
+    pub(super) pidfd: OwnedFd,
+    pub(super) status: Option<OwnedFd>,
+    pub(super) page: Option<OwnedFd>,
+}
+
+/// What both use.
+#[derive(Clone)]
+pub(super) struct Shared {
+    pub(super) queue: Arc<Queue>,
+    pub(super) logs: Arc<Logs>,
+    pub(super) nursery_pid: Arc<AtomicI32>,
+    pub(super) fence: Arc<Fence>,
+    pub(super) counters: Counters,
+}
