@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dataclasses import KW_ONLY
 
     from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.warm import Preload
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -71,6 +72,7 @@ class JobConfig(Record):
             its steps; ``"auto:SECONDS"``: the same, and never less; ``None``: nobody is watched.
         hang_startup_timeout: the same from the start to the first sign of life; ``None``: any time.
         exit_timeout: seconds in which a worker must end after an exception that nobody caught; 0: any time.
+        preload: what is imported before the workers are forked; ``None``, or no modules: they start cold.
     """
 
     nproc: int
@@ -94,6 +96,7 @@ class JobConfig(Record):
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
     exit_timeout: float = DEFAULT_EXIT_TIMEOUT
+    preload: Preload | None = None
 
 
 class LogSettings(Value):

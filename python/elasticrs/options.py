@@ -189,11 +189,23 @@ def _hang_timeout(text: str) -> float | str:
     return text
 
 
+def _warm(text: str) -> str:
+    expected = "off, auto, or names of modules separated by commas, such as torch,numpy"
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{expected} (not {name!r})")
+    if len(names) > 1 and not {"off", "auto"}.isdisjoint(names):
+        raise ValueError(f"{expected} (off and auto stand alone)")
+    return ",".join(names)
+
+
 SECONDS = Kind(config.seconds, "SECONDS")
 EXIT_TIMEOUT = Kind(config.seconds, "SECONDS", "seconds, 0 for any time")
 INTERVAL = Kind(_interval, "SECONDS", "seconds above 0")
 HANG_TIMEOUT = Kind(_hang_timeout, "SECONDS|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
 STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
+WARM = Kind(_warm, "auto|MODULE,…", "'off', 'auto' or names of modules separated by commas")
 COUNT = Kind(_whole("a whole number, 0 or more", 0), "N")
 PORT = Kind(_whole("a port, 0 to 65535", 0, 65535), "PORT")
 HEALTH_PORT = Kind(config.health_port, "PORT")
@@ -223,6 +235,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         Option("run-path", "run the script with runpy.run_path in a function worker", False),
         Option("start-method", "with --run-path, how workers are started: spawn (the default), fork or "
                "forkserver", "spawn", START_METHOD),
+        Option("warm", "import modules once and fork the workers from there: auto (those that the script "
+               "imports), or names (default off)", "off", WARM, group=OURS),
         Option("role", 'role of the workers, in their environment and in log lines (default "default")',
                "default", NAME),
         Option("numa-binding", "bind workers to CPUs near their GPUs: node, socket, exclusive or "

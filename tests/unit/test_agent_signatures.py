@@ -35,7 +35,7 @@ DIFFERENT = {
     "LocalElasticAgent.__init__": {"exit_barrier_timeout": "None", "shutdown_timeout": "None"},
 }
 MORE = {
-    "WorkerSpec.__init__": {"exit_timeout", "hang_timeout", "hang_startup_timeout"},
+    "WorkerSpec.__init__": {"exit_timeout", "hang_timeout", "hang_startup_timeout", "warm"},
     "LocalElasticAgent.__init__": {"signals_to_handle", "signals_to_forward", "stop_scope"},
     "LaunchConfig.__init__": {
         "exit_barrier_timeout",
@@ -44,6 +44,7 @@ MORE = {
         "stop_scope",
         "hang_timeout",
         "hang_startup_timeout",
+        "warm",
     },
 }
 
@@ -126,4 +127,5 @@ def test_a_launch_configuration_has_torchs_fields_in_order(torchs):
         "hang_timeout",
         "hang_startup_timeout",
         "exit_timeout",
+        "warm",
     ]

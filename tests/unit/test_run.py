@@ -67,7 +67,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
         "max_restarts": 5, "shutdown_timeout": "4", "duplicate_stdout_filters": ["a,b"],
         "numa_binding": "node", "signals_to_handle": "SIGUSR1", "capture_stderr": False,
         "hang_timeout": "auto:3", "hang_startup_timeout": 7, "stop_scope": "group",
-        "signals_to_forward": "USR2", "exit_timeout": 3,
+        "signals_to_forward": "USR2", "exit_timeout": 3, "warm": "torch",
     }  # fmt: skip
     made, command, arguments = config_from_args(namespace(**given))
     assert (made.min_nodes, made.max_nodes, made.nproc_per_node, made.run_id) == (2, 3, 2, "job")
@@ -77,7 +77,7 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
     assert made.duplicate_stdout_filters == ["a,b"]
     assert (made.hang_timeout, made.hang_startup_timeout, made.stop_scope) == ("auto:3", 7, "group")
     assert made.signals_to_forward == "USR2"
-    assert made.exit_timeout == 3
+    assert (made.exit_timeout, made.warm) == (3, "torch")
     assert made.numa_options.affinity_mode.value == "node"
     assert (made.logs_specs._tee, made.logs_specs._redirects) == (Std.ALL, {0: Std.OUT})
     assert (command, arguments) == (sys.executable, ["-u", "train.py", "--x"])

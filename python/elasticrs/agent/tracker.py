@@ -84,6 +84,9 @@ class AttemptTracker:
         self.events: deque[machine.Event] = deque()
         story = Story(job, self.result, console.say, owns_process=owns_process)
         self.observers = Observers((story, *observers), console.say)
+        if job.preload is not None:
+            for remark in job.preload.remarks:
+                console.say(f"warm: {remark}")
         self.why_unfit: str | None = None
         self._supervisor: _core.Supervisor | None = None
         self._timer_file: str | None = None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elasticrs.compat.worker_group import WorkerSpec
     from elasticrs.multiprocessing.api import LogsSpecs
     from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.warm import Preload
 
 
 class LocalJob:
@@ -33,7 +34,7 @@ class LocalJob:
         made: settings and workers of the command line, in place of those that would be made here.
 
     Raises:
-        ValueError: what this release does not support, or names that are no signals.
+        ValueError: what this release does not support, or names that are no signals or no modules.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class LocalJob:
         self.start_method = start_method
         self.logs_specs = logs_specs
         self._spec = spec
+        self._preload = _preload(spec, start_method)
         self._shutdown_timeout = shutdown_timeout
         self._prefix_template = prefix_template
         self.made: tuple[JobConfig, Workers] | None = None
@@ -111,6 +113,7 @@ class LocalJob:
             hang_timeout=spec.hang_timeout,
             hang_startup_timeout=spec.hang_startup_timeout,
             exit_timeout=spec.exit_timeout,
+            preload=self._preload,
         )
 
     def workers(self, job: JobConfig) -> Workers:
@@ -151,3 +154,18 @@ class LocalJob:
         if not streams:
             return observers
         return [*observers, ReplacedConsole(streams, self._spec.role, self.prefix_template)]
+
+
+def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
+    if spec.warm == "off":
+        return None
+    from elasticrs import warm
+
+    if callable(spec.entrypoint):
+        entry = warm.entry_of_function(spec.entrypoint, spec.args, start_method)
+    else:
+        entry = warm.entry_of_command([str(spec.entrypoint), *map(str, spec.args)])
+    try:
+        return warm.preload(spec.warm, entry)
+    except defaults.UsageError as error:
+        raise ValueError(f"warm: got {spec.warm!r}, but {error}") from None

@@ -47,6 +47,7 @@ class WorkerSpec:
         hang_timeout: see :class:`elasticrs.launcher.LaunchConfig`.
         hang_startup_timeout: see there.
         exit_timeout: see there.
+        warm: see there.
 
     Raises:
         AssertionError: no workers, no interval or no entrypoint (as in torch).
@@ -72,6 +73,7 @@ class WorkerSpec:
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
     exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
+    warm: str = "off"
 
     def __post_init__(self) -> None:
         if self.local_world_size <= 0:
@@ -82,6 +84,7 @@ class WorkerSpec:
             hang_timeout=self.hang_timeout,
             hang_startup_timeout=self.hang_startup_timeout,
             exit_timeout=self.exit_timeout,
+            warm=self.warm,
         )
         if self.fn:
             warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)

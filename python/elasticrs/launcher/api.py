@@ -79,6 +79,8 @@ class LaunchConfig:
         hang_startup_timeout: the same from the start of the workers to the first heartbeat.
         exit_timeout: seconds within which a worker must end after an exception that nobody caught, or it has
             failed; 0: any time.
+        warm: what is imported once, before the workers are forked: ``"auto"``, or names of modules separated
+            by commas. Not in torch.
 
     Raises:
         ValueError: a negative time, or a limit that is none.
@@ -113,6 +115,7 @@ class LaunchConfig:
     hang_timeout: float | str | None = None
     hang_startup_timeout: float | None = None
     exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
+    warm: str = "off"
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -134,6 +137,7 @@ class LaunchConfig:
             hang_timeout=self.hang_timeout,
             hang_startup_timeout=self.hang_startup_timeout,
             exit_timeout=self.exit_timeout,
+            warm=self.warm,
         )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.launcher.back_end import Meeting
+    from elasticrs.warm import Preload
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help lists them all"
@@ -165,6 +166,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         rendezvous=meeting.rendezvous,
         cpus=_cpus(args.numa_binding, nproc, environ),
         uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
+        preload=_preload(args, command),
         **values_of(args, JOB_OPTIONS),
     )
     logs = LogSettings(
@@ -368,6 +370,23 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
         return cpus_by_local_rank(mode, nproc, environ)
     except (ValueError, OSError) as error:
         raise UsageError(f"--numa-binding: got {mode!r}, but {error}") from None
+
+
+def _preload(args: Namespace, command: list[str]) -> Preload | None:
+    if args.warm == "off":
+        return None
+    from elasticrs import warm
+
+    if args.no_python:
+        entry = warm.Entry(command[0], why_cold="with --no-python the workers are no Python programs")
+    elif args.run_path:
+        entry = warm.entry_of_script(command[0], start_method=args.start_method)
+    else:
+        entry = warm.entry_of_command(command)
+    try:
+        return warm.preload(args.warm, entry)
+    except UsageError as error:
+        raise UsageError(f"--warm: got {args.warm!r}, but {error}") from None
 
 
 def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:

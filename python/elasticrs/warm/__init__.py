@@ -1,0 +1,32 @@
+"""What ``--warm`` means for a job: which modules are imported once, before the workers are forked.
+
+This package decides and reads; it starts nothing and imports nothing of the user's. It is loaded only where
+``--warm`` is not ``off``::
+
+    from elasticrs import warm
+
+    entry = warm.entry_of_command(command)          # or entry_of_script, entry_of_function
+    preload = warm.preload(value, entry)            # UsageError: a module that cannot exist
+
+``preload.modules`` are to be imported in their order by the interpreter that the workers are forked from.
+Each is written in one of two forms:
+
+- ``a.b``: as ``import a.b`` does;
+- ``a.b:c``: as ``from a.b import c`` does, thus ``__import__("a.b", fromlist=["c"])``. That imports ``c``
+  where only a module has the name, and loads what ``a.b`` loads when it is asked for ``c``. It raises nothing
+  where ``c`` is missing: the script itself will.
+
+``preload.is_explicit`` is true if the user has named the modules: then one that is not found, or raises, is
+told in full. Otherwise the script's source has, which may well not import it when it runs (``if``, ``try``, a
+path that it adds first): then one that is not found is passed over in silence.
+
+``preload.remarks`` are for the user, a line each, to be shown after ``warm: ``. Without modules the workers
+start cold.
+"""
+
+from __future__ import annotations
+
+from elasticrs.warm.entry import Entry, entry_of_command, entry_of_function, entry_of_script
+from elasticrs.warm.modules import Preload, preload
+
+__all__ = ["Entry", "Preload", "entry_of_command", "entry_of_function", "entry_of_script", "preload"]

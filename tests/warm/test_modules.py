@@ -1,0 +1,247 @@
+"""Which modules ``--warm`` takes: found in the source, without running or importing anything."""
+
+import os
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs import warm
+from elasticrs.config import UsageError
+from elasticrs.warm.modules import imports
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a file below the folder of a script."""
+
+    def write(name, text=""):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+def of_script(path, value="auto"):
+    return warm.preload(value, warm.entry_of_command([sys.executable, "-u", path]))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import a.b as c, d", ["a.b", "d"]),
+        ("from a.b import c, d as e", ["a.b", "a.b:c", "a.b:d"]),
+        ("from a import *", ["a", "a:*"]),
+        ("import a\nimport a\nfrom a import a", ["a", "a:a"]),
+        ("from . import a\nfrom .b import c\nfrom .. import d\nimport e", ["e"]),
+        ("if x:\n import a\nelif y:\n import b\nelse:\n import c", ["a", "b", "c"]),
+        (
+            "try:\n import a\nexcept E:\n import b\nelse:\n import c\nfinally:\n import d",
+            ["a", "b", "c", "d"],
+        ),
+        ("with x:\n for y in z:\n  while 1:\n   import a", ["a"]),
+        ("match x:\n case 1:\n  import a", ["a"]),
+        ("def f():\n import a\nasync def g():\n import b\nclass C:\n import c\nx = lambda: y", []),
+        ("if TYPE_CHECKING:\n import a\nelse:\n import b", ["b"]),
+        ("if typing.TYPE_CHECKING:\n import a\nelif x:\n import b", ["b"]),
+        ("if not TYPE_CHECKING:\n import a\nelse:\n import b", ["a"]),
+        ("if x and TYPE_CHECKING:\n import a", ["a"]),
+        ('"""import a"""\n# import b\nx = "import c"', []),
+        ("import a if x else b", None),
+        ("import a\0", None),
+    ],
+)
+def test_imports_of_a_source(source, found):
+    if found is None:
+        with pytest.raises((SyntaxError, ValueError)):
+            imports(source.encode())
+    else:
+        assert imports(source.encode()) == found
+
+
+HEADS = st.sampled_from((
+    "if x:", "try:", "with x:", "for x in y:", "while x:", "if TYPE_CHECKING:", "def f():", "class C:",
+))  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.lists(HEADS, max_size=12), st.booleans()), max_size=8))
+def test_what_is_nested_is_found_where_nothing_hides_it(statements):
+    lines, expected = [], []
+    for number, (heads, is_from) in enumerate(statements):
+        lines += [" " * depth + head for depth, head in enumerate(heads)]
+        deep = " " * len(heads)
+        lines.append(deep + (f"from a import b{number}" if is_from else f"import a.b{number}"))
+        for depth in reversed(range(len(heads))):
+            if heads[depth] == "try:":
+                lines.append(" " * depth + "finally: pass")
+        if not {"if TYPE_CHECKING:", "def f():", "class C:"}.intersection(heads):
+            expected += ["a", f"a:b{number}"] if is_from else [f"a.b{number}"]
+    assert imports("\n".join(lines).encode()) == list(dict.fromkeys(expected))
+
+
+def test_a_chain_of_branches_is_no_recursion():
+    source = "if x: pass\n" + "elif x: pass\n" * 900 + "else:\n import a\n"
+    assert imports(source.encode()) == ["a"]
+
+
+def test_warnings_of_a_source_are_its_workers(recwarn):
+    assert imports(b"import a\nx = '\\d'\nassert (x, y)\n1 is 1") == ["a"]
+    assert not recwarn
+
+
+def test_a_script_without_its_own_modules(write):
+    write("model.py")
+    write("lib/__init__.py")
+    write("json/data.txt")
+    path = write(
+        "train.py", "import json, model, lib.deep\nfrom lib import x\nimport train, torch, __future__\n"
+    )
+    assert of_script(path) == warm.Preload(("json", "torch"))
+    linked = os.path.join(os.path.dirname(path), "elsewhere")
+    os.mkdir(linked)
+    os.symlink(path, os.path.join(linked, "link.py"))
+    assert of_script(os.path.join(linked, "link.py")) == warm.Preload(("json", "torch"))
+
+
+def test_a_script_is_read_as_python_reads_it(write):
+    assert of_script(write("a.py", b"# coding: latin-1\nx = '\xe9'\nimport json\n")).modules == ("json",)
+    assert of_script(write("b.py", b"\xef\xbb\xbfimport json\r\nimport os\r\n")).modules == ("json", "os")
+
+
+@pytest.mark.parametrize(
+    "text", ["import json\nx = (", b"x = '\xe9'", b"import a\0b", b"# coding: nope\n", "(" * 5000]
+)
+def test_what_cannot_be_parsed_is_cold(write, text):
+    chosen = of_script(write("train.py", text))
+    assert chosen.modules == ()
+    [remark] = chosen.remarks
+    assert "nothing is preloaded: " in remark
+    assert "train.py cannot be parsed: " in remark
+
+
+def test_what_cannot_be_read_is_cold(write, tmp_path):
+    missing = of_script(str(tmp_path / "no.py"))
+    assert "no.py cannot be read: No such file or directory" in missing.remarks[0]
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe cannot be read: not a file" in of_script(str(tmp_path / "pipe")).remarks[0]
+    alone = of_script(write("train.py", "print('hello')"))
+    assert alone.modules == ()
+    assert alone.remarks[0].endswith("train.py imports nothing but its own modules")
+
+
+def test_a_folder_is_its_main_program(write, tmp_path):
+    write("model.py")
+    write("app/__main__.py", "import json, model, other")
+    write("app/other.py")
+    assert of_script(str(tmp_path / "app")).modules == ("json", "model")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "modules"),
+    [
+        (["train.py", "-m", "x"], ("json",)),
+        (["-u", "-X", "dev", "-Wd", "-W", "error", "train.py"], ("json",)),
+        (["-uB", "--", "train.py"], ("json",)),
+        (["--check-hash-based-pycs", "never", "train.py"], ("json",)),
+        (["-um", "pkg.run"], ("csv",)),
+        (["-m", "pkg"], ("bz2",)),
+        (["-m", "space.deep.run"], ("ast",)),
+        (["-m", "json.tool"], ("argparse", "json", "sys")),
+    ],
+)
+def test_what_an_interpreter_runs(write, tmp_path, monkeypatch, arguments, modules):
+    write("train.py", "import json")
+    write("pkg/__init__.py", "raise SystemExit('imported')")
+    write("pkg/__main__.py", "import bz2")
+    write("pkg/run.py", "import csv, pkg.model, train\nfrom pkg import model")
+    write("space/deep/run.py", "import ast, space.deep.run")
+    monkeypatch.chdir(tmp_path)
+    found = warm.preload("auto", warm.entry_of_command([sys.executable, *arguments]))
+    assert found.modules[: len(modules)] == modules, found
+
+
+def test_modules_of_an_installed_package_are_not_beside_it(write, tmp_path, monkeypatch):
+    write("site-packages/pkg/__init__.py")
+    write("site-packages/pkg/run.py", "import pkg.model, other")
+    write("site-packages/other.py")
+    write("src/pkg2/__init__.py")
+    write("src/pkg2/run.py", "import pkg2.model, own, json")
+    write("src/own.py")
+    for folder in ("site-packages", "src"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    command = [sys.executable, "-m"]
+    assert warm.preload("auto", warm.entry_of_command([*command, "pkg.run"])).modules == (
+        "pkg.model",
+        "other",
+    )
+    assert warm.preload("auto", warm.entry_of_command([*command, "pkg2.run"])).modules == ("json",)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["/bin/true"], "true is not a Python interpreter"),
+        ([sys.executable, "-uI", "train.py"], "the interpreter is started with -I"),
+        ([sys.executable, "-S", "train.py"], "the interpreter is started with -S"),
+    ],
+)
+def test_where_nothing_can_be_preloaded(command, why):
+    assert warm.preload("torch", warm.entry_of_command(command)) == warm.Preload(
+        remarks=(f"no effect: {why}",)
+    )
+
+
+@pytest.mark.parametrize("arguments", [["-"], ["-u"], ["-c", "import json"], ["-m", "no.such"], ["-m", ""]])
+def test_programs_without_a_file(arguments):
+    found = warm.preload("auto", warm.entry_of_command([sys.executable, *arguments]))
+    assert found.modules == ()
+    assert "that could be read" in found.remarks[0]
+    assert warm.preload("json", warm.entry_of_command([sys.executable, *arguments])).modules == ("json",)
+
+
+def test_a_list_is_taken_as_it_is(write):
+    path = write("train.py", "import csv")
+    assert of_script(path, "json, json.tool,json") == warm.Preload(("json", "json.tool"), is_explicit=True)
+    with pytest.raises(UsageError, match="there is no module 'nosuch'"):
+        of_script(path, "json,nosuch.deep")
+    # Whether a package has a module can only be told by importing the package.
+    assert of_script(path, "json.nosuch").modules == ("json.nosuch",)
+
+
+def test_a_listed_module_beside_the_script_is_left_out(write):
+    write("model.py")
+    path = write("train.py")
+    found = of_script(path, "model.deep,json")
+    assert found.modules == ("json",)
+    assert found.remarks == (f"model.deep was left out: it lies beside {path}, and is always read anew",)
+
+
+def test_another_interpreter_may_have_what_this_one_lacks(write, monkeypatch):
+    path = write("train.py")
+    monkeypatch.setenv("PYTHON_EXEC", "other-python")
+    entry = warm.entry_of_command(["other-python", path])
+    assert warm.preload("nosuch", entry).modules == ("nosuch",)
+
+
+def test_the_module_of_a_function():
+    entry = warm.entry_of_function(test_the_module_of_a_function, (), "spawn")
+    assert entry.path == __file__
+    assert {"os", "sys", "pytest"} <= set(warm.preload("auto", entry).modules)
+    builtin = warm.entry_of_function(print, (), "spawn")
+    assert warm.preload("auto", builtin).modules == ()
+    for method in ("fork", "forkserver"):
+        cold = warm.preload("json", warm.entry_of_function(print, (), method))
+        assert cold.modules == ()
+        assert cold.remarks[0].startswith("no effect: functions that are started by fork")
+
+
+def test_the_script_that_a_function_runs(write):
+    from elasticrs.run import run_script_path
+
+    path = write("train.py", "import json")
+    found = warm.preload("auto", warm.entry_of_function(run_script_path, (path, "--x"), "spawn"))
+    assert found.modules == ("json",)
+    assert warm.entry_of_function(run_script_path, (path,), "fork").why_cold is not None
