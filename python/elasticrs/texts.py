@@ -44,11 +44,7 @@ SILENT = "exited with code 0 before the function returned"
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """How a process ended, to follow its name.
-
-    Args:
-        exitcode: its exit code, the negative number of a signal, or ``None``.
-    """
+    """Say how a process ended, to follow its name; by its exit code or the negative number of a signal."""
     if exitcode is None:
         return "was lost"
     if exitcode < 0:
@@ -56,32 +52,34 @@ def how_it_ended(exitcode: int | None) -> str:
     return f"exited with code {exitcode}"
 
 
-def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
-    """How the nursery was lost, to follow its name.
-
-    Args:
-        exitcode: its exit code, the negative number of a signal, or ``None``.
-        hung: it kept silent, and the agent killed it.
+def describe_exit(exitcode: int | None) -> str:
+    """Say how a process ended, by its exit code, the negative number of a signal, or ``None`` when nobody
+    knows.
     """
+    if exitcode is None:
+        return "unknown exit status"
+    if exitcode < 0:
+        return signal_name(-exitcode)
+    if 128 < exitcode < 128 + 65:
+        return f"exit code {exitcode} (a shell's word for {signal_name(exitcode - 128)})"
+    return f"exit code {exitcode}"
+
+
+def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
+    """Say how the nursery was lost, to follow its name; ``hung``: it kept silent, and the agent killed it."""
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
 def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int, when: str) -> str:
-    """Why the workers start again, and how often they still may.
-
-    Args:
-        cause: what happened.
-        stopped: other ranks that were stopped for it.
-        restarts_left: after this one.
-        max_restarts: in all.
-        when: it happened.
+    """Say why the workers start again (``cause``, ``when`` it happened, how many others were ``stopped`` for
+    it), and how often they still may.
     """
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     return f"{cause}{others}; restarting, {restarts_left} of {max_restarts} left ({when})"
 
 
 def stop_line(asked: int | None, signum: int, grace: float) -> str:
-    """That the job is being stopped.
+    """Say that the job is being stopped.
 
     Args:
         asked: the first signal that the agent got.
@@ -94,41 +92,30 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
 
 
 def stuck(local_ranks: Iterable[int]) -> str:
-    """What makes a node unfit where SIGKILL had no effect.
-
-    Args:
-        local_ranks: of the workers that are still there.
-    """
+    """Say what makes a node unfit where SIGKILL had no effect on these workers."""
     return f"SIGKILL did not end local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
-    """What makes a node unfit whose workers hang in the kernel.
-
-    Args:
-        seconds: how long the workers have been there, by local rank.
-        limit: how long they may.
+    """Say what makes a node unfit whose workers hang in the kernel: for how many seconds, by local rank, and
+    how long they may.
     """
     who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
     return f"local rank(s) {who} in uninterruptible sleep (state D), longer than the {limit:g} s allowed"
 
 
 def not_restarted(why: str) -> str:
-    """That nothing is started any more on this node.
-
-    Args:
-        why: what makes it unfit.
-    """
+    """Say that nothing is started any more on this node, and why."""
     return f"{why}; this node cannot be used for a restart"
 
 
 def milliseconds(span_ns: int) -> str:
-    """A span for people."""
+    """Write a span for people."""
     return f"{span_ns / 1e6:.1f} ms"
 
 
 def duration(seconds: float) -> str:
-    """A long span for people: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
+    """Write a long span for people: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -136,11 +123,7 @@ def duration(seconds: float) -> str:
 
 
 def timer_expired(timer: TimerExpired) -> str:
-    """Which timer was not released, for the report and the console.
-
-    Args:
-        timer: that expired; its texts are the worker's, and may hold anything.
-    """
+    """Say which timer was not released. Its texts are the worker's, and may hold anything."""
     at = f" at {printable(timer.at)}" if timer.at else ""
     others = f", {timer.others} other timer{'s' if timer.others != 1 else ''} live" if timer.others else ""
     return f"timer expired: scope '{printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"
@@ -154,6 +137,8 @@ def _clock(seconds: float) -> str:
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Text of a worker, which may hold anything: cut to ``limit`` characters, ``?`` for unprintable ones."""
+    """Cut a text of a worker, which may hold anything, to ``limit`` characters, with ``?`` for unprintable
+    ones.
+    """
     shown = "".join(character if character.isprintable() else "?" for character in text[:limit])
     return f"{shown}…" if len(text) > limit else shown

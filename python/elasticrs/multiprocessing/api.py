@@ -256,9 +256,7 @@ class DefaultLogsSpecs(LogsSpecs):
         )
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, DefaultLogsSpecs):
-            return False
-        return self._key() == other._key()
+        return isinstance(other, DefaultLogsSpecs) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._root_log_dir)
@@ -381,41 +379,23 @@ class PContext(ABC):
         self.nprocs = nprocs
         self._logs_specs = logs_specs
         self._caught = []
-        self._tail_logs = [
-            TailLog(name, _followed(logs_dest.tee_stdouts), sys.stdout, log_line_prefixes),
-            TailLog(name, _followed(logs_dest.tee_stderrs), sys.stderr, log_line_prefixes),
-        ]
+        self._prefixes = log_line_prefixes or {}
+        stdouts, stderrs = _followed(logs_dest.tee_stdouts), _followed(logs_dest.tee_stderrs)
+        self._stdout_tail = TailLog(name, stdouts, sys.stdout, self._prefixes)
+        self._stderr_tail = TailLog(name, stderrs, sys.stderr, self._prefixes)
+        self._tail_logs = [self._stdout_tail, self._stderr_tail]
         # Classes that were made for older releases know nothing of these files.
-        self.filtered_stdout = self._copy(
-            logs_dest.tee_stdouts,
-            getattr(logs_dest, "filtered_stdout", ""),
-            duplicate_stdout_filters,
-            log_line_prefixes,
-        )
-        self.filtered_stderr = self._copy(
-            logs_dest.tee_stderrs,
-            getattr(logs_dest, "filtered_stderr", ""),
-            duplicate_stderr_filters,
-            log_line_prefixes,
-        )
+        filtered = [getattr(logs_dest, name, "") for name in ("filtered_stdout", "filtered_stderr")]
+        self.filtered_stdout = self._copy(stdouts, filtered[0], duplicate_stdout_filters)
+        self.filtered_stderr = self._copy(stderrs, filtered[1], duplicate_stderr_filters)
 
-    def _copy(
-        self, tees: dict[int, str], path: str, needles: list[str] | None, prefixes: dict[int, str] | None
-    ) -> TextIO | None:
-        files = _followed(tees)
+    def _copy(self, files: dict[int, str], path: str, needles: list[str] | None) -> TextIO | None:
         # Torch fails on a file below the null device.
         if not needles or not path or path.startswith(os.devnull + os.sep):
             return None
         copy = open(path, "a", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115 -- see `close`
-        self._tail_logs.append(
-            TailLog(
-                self.name,
-                files,
-                copy,
-                prefixes,
-                log_line_filter=lambda line: any(needle in line for needle in needles),
-            )
-        )
+        is_wanted = lambda line: any(needle in line for needle in needles)  # noqa: E731 -- used once
+        self._tail_logs.append(TailLog(self.name, files, copy, self._prefixes, log_line_filter=is_wanted))
         return copy
 
     def start(self) -> None:
@@ -491,13 +471,10 @@ class PContext(ABC):
                     if copy is not None:
                         copy.close()
                 _release(self._caught)
-                self._remove_empty_files()
-
-    def _remove_empty_files(self) -> None:
-        for path in self.error_files.values():
-            logs.discard_empty_fault_file(path)
-            if isinstance(self._logs_specs, DefaultLogsSpecs):
-                self._logs_specs._remove_if_empty(os.path.dirname(os.path.dirname(path)))
+                for path in self.error_files.values():
+                    logs.discard_empty_fault_file(path)
+                    if isinstance(self._logs_specs, DefaultLogsSpecs):
+                        self._logs_specs._remove_if_empty(os.path.dirname(os.path.dirname(path)))
 
 
 def _followed(tees: dict[int, str]) -> dict[int, str]:

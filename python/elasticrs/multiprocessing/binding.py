@@ -11,18 +11,10 @@ if TYPE_CHECKING:
 
 
 def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
-    """Which CPUs each worker may run on.
-
-    Args:
-        options: ours or torch's; ``None`` for no binding.
-        nproc: workers.
-
-    Returns:
-        By local rank; ``None`` when they are not bound.
+    """Return the CPUs of each worker by local rank; ``None`` when they are not bound.
 
     Raises:
-        ValueError: they cannot be bound, and the options do not say to go on without.
-        OSError: the same.
+        ValueError, OSError: they cannot be bound, and the options do not say to go on without.
     """
     if options is None:
         return None

@@ -37,11 +37,8 @@ _LOOK = 0.1
 
 
 class _SupervisedContext(PContext):
-    """What both kinds share: a group under the core's supervisor.
-
-    Args:
-        numa_options: how the processes are bound to CPUs.
-        how: the arguments of the base class.
+    """What both kinds share: a group under the core's supervisor. Takes the base class's arguments in
+    ``how``.
     """
 
     def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:
@@ -49,13 +46,12 @@ class _SupervisedContext(PContext):
         self._numa_options = numa_options
         self._group: SupervisedGroup | None = None
         self._result: RunProcsResult | None = None
-        self._prefixes: dict[int, str] = how[5] or {}
 
     def _show_by_core(self) -> None:
         """Give the console's part to the core, where ``sys.stdout`` is the descriptor itself."""
         self._streams: list[LogStream] = []
         replaced = replaced_streams()
-        for to, tail_log in ((1, self._tail_logs[0]), (2, self._tail_logs[1])):
+        for to, tail_log in ((1, self._stdout_tail), (2, self._stderr_tail)):
             if to in replaced:
                 continue
             for local_rank, path in tail_log.take_files().items():
@@ -180,11 +176,8 @@ class SubprocessContext(_SupervisedContext):
         commands = {rank: [str(self.entrypoint), *map(str, self.args[rank])] for rank in range(self.nprocs)}
         specs = [
             process_spec(
-                rank,
-                command,
-                hook_environment(self._environment(rank)),
-                self.stdouts[rank],
-                self.stderrs[rank],
+                *(rank, command, hook_environment(self._environment(rank))),
+                *(self.stdouts[rank], self.stderrs[rank]),
                 cpus=None if cpus is None else cpus[rank],
             )
             for rank, command in commands.items()
@@ -213,10 +206,7 @@ class SubprocessContext(_SupervisedContext):
         for rank, (exitcode, seen_ns) in programs.exits.items():
             if exitcode != 0:
                 result.failures[rank] = ProcessFailure(
-                    rank,
-                    programs.handlers[rank].proc.pid,
-                    exitcode,
-                    self.error_files.get(rank, ""),
+                    *(rank, programs.handlers[rank].proc.pid, exitcode, self.error_files.get(rank, "")),
                     seen_ns=seen_ns,
                     sent_signal=programs.sent.get(rank),
                 )
@@ -336,8 +326,8 @@ def _wrap(
     queue_finished_reading_event: Any,
     numa_options: NumaOptions | None = None,
 ) -> None:
-    """Call a function in this process as torch's workers call theirs. For who calls it by torch's name: our
-    workers have no queue.
+    """Call a function in this process as torch's workers call theirs. Only for programs that use torch's
+    name.
     """
     from elasticrs.multiprocessing.errors import record
     from elasticrs.multiprocessing.redirects import redirect_stderr, redirect_stdout

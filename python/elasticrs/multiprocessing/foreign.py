@@ -24,17 +24,13 @@ if TYPE_CHECKING:
 
 
 def replaced_factory() -> Callable[..., Any] | None:
-    """What ``get_subprocess_handler`` has been replaced by; ``None`` when it is our own."""
+    """Return what replaced ``get_subprocess_handler``; ``None`` when it is our own."""
     found: Callable[..., Any] = api.get_subprocess_handler
     return None if found is getattr(handlers, "_OWN", None) else found
 
 
 class ForeignPrograms(Record):
     """The programs of one context.
-
-    Args:
-        context: whose.
-        numa_options: passed on.
 
     Attributes:
         handlers: by local rank.
@@ -49,10 +45,8 @@ class ForeignPrograms(Record):
     sent: dict[int, int] = fresh(factory=dict)
 
     def start(self, make: Callable[..., Any]) -> None:
-        """Start all; those that were started are :meth:`stop`'s when one cannot be.
-
-        Args:
-            make: with the signature of ``get_subprocess_handler``.
+        """Start all by ``make``, which has the signature of ``get_subprocess_handler``. If one cannot be
+        started, :meth:`stop` ends the others.
         """
         context = self.context
         for rank in range(context.nprocs):
@@ -67,7 +61,7 @@ class ForeignPrograms(Record):
             )
 
     def has_ended(self) -> bool:
-        """Look: whether all have exited, or one has failed."""
+        """True if all have exited, or one has failed."""
         for rank, handler in self.handlers.items():
             if rank not in self.exits:
                 exitcode = handler.proc.poll()

@@ -46,7 +46,7 @@ class ReturnPipe:
         self.data = bytearray()
 
     def close_writer(self) -> None:
-        """Leave the function's end to the function. Idempotent."""
+        """Close our copy of the function's end. Idempotent."""
         if self.writer != -1:
             os.close(self.writer)
             self.writer = -1
@@ -116,8 +116,8 @@ class PreparedFunction:
     """Everything that one child needs, ready to be passed to it.
 
     Args:
-        function: what it calls.
-        arguments: with what.
+        function: what it calls, with ``arguments``.
+        arguments: see ``function``.
         result: the descriptor for what the function returns.
         name: of the process.
 
@@ -155,11 +155,11 @@ class PreparedFunction:
         self.fds = sorted({*launch._fds, self.pipe_handle, result})
 
     def close_childs_ends(self) -> None:
-        """Leave the child's ends to the child. Idempotent."""
+        """Close our copies of the child's ends. Idempotent."""
         close_all(self._childs_ends)
 
     def close(self) -> None:
-        """Close what is open. Idempotent."""
+        """Close everything. Idempotent."""
         close_all(self._childs_ends)
         close_all(self._our_ends)
 
@@ -171,11 +171,8 @@ def close_all(fds: list[int]) -> None:
 
 
 class _Deferred(Value):
-    """Stands for the process object in the pipe; unpickling it in the child loads the real one from the
-    memory file.
-
-    It happens inside multiprocessing's own unpickling, as what belongs to a process may only be unpickled
-    there.
+    """Stands for the process object in the pipe: unpickled in the child, it loads the real one from the
+    memory file. What belongs to a process may only be unpickled inside multiprocessing's own unpickling.
     """
 
     fd: int
@@ -191,12 +188,8 @@ def _load_process(fd: int) -> BaseProcess:
 
 
 def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
-    """What the process of a function does.
-
-    Args:
-        function: as in torch under :func:`record`.
-        arguments: for it.
-        result: the descriptor that gets what it returned, pickled.
+    """The process of a function: call it under :func:`record`, as torch does, and write what it returns,
+    pickled, to the descriptor ``result``.
     """
     try:
         value = record(function)(*arguments)

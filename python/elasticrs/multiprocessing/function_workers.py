@@ -41,12 +41,12 @@ def function_workers(
     *,
     is_script: bool = False,
 ) -> FunctionWorkers:
-    """Workers that call a function.
+    """Make workers that call a function.
 
     Args:
         setup: what all kinds need.
         function: importable by name, but for ``fork``.
-        arguments: for all workers the same, but for ``${local_rank}`` in those that are text, as in torch.
+        arguments: the same for all workers, but for ``${local_rank}`` in text, as in torch.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
         is_script: see :func:`script_workers`.
     """
@@ -55,12 +55,8 @@ def function_workers(
 
 
 def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str) -> FunctionWorkers:
-    """Workers that run a script by :func:`run_script_path`, in a process that is ours alone.
-
-    Args:
-        setup: what all kinds need.
-        script: its path, and its arguments.
-        start_method: ``spawn``, ``fork`` or ``forkserver``.
+    """Make workers that run a script (its path, its arguments) by :func:`run_script_path`, in a process that
+    is ours alone.
     """
     return function_workers(setup, run_script_path, script, start_method, is_script=True)
 

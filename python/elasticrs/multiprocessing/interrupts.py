@@ -18,9 +18,11 @@ from elasticrs.forks import is_undone, undo_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
     from types import FrameType
-    from typing import TypeAlias
+    from typing import TypeAlias, TypeVar
 
+    _T = TypeVar("_T")
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _waits: list[Callable[[], None]] = []
@@ -40,11 +42,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call this now, or as soon as nothing is lost if it raises. For signal handlers.
-
-    Args:
-        call: may raise.
-    """
+    """Call this now, or as soon as nothing is lost if it raises. For signal handlers."""
     _kept.append(call)
     if _waits:
         _waits[-1]()
@@ -75,39 +73,32 @@ def call_kept() -> None:
         raise raised
 
 
-@contextmanager
-def waiting(end: Callable[[], None]) -> Iterator[None]:
+def waiting(end: Callable[[], None]) -> AbstractContextManager[None]:
     """Wait for an event and record it in this block; what handlers want is done at its end.
 
     Args:
         end: called by a handler: ends the wait.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    waits = _waits
-    if is_main:
-        waits.append(end)
-    try:
-        yield
-    finally:
-        if is_main:
-            waits.pop()
-        call_kept()
+    return _block(_waits, end, is_wait=True)
+
+
+def held() -> AbstractContextManager[None]:
+    """Keep what handlers want until the block ends or this thread waits in it."""
+    return _block(_holds, True, is_wait=False)
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Keep what handlers want until the block ends or this thread waits in it."""
+def _block(blocks: list[_T], block: _T, *, is_wait: bool) -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
-    holds = _holds
     if is_main:
-        holds.append(True)
+        blocks.append(block)
     try:
         yield
     finally:
         if is_main:
-            holds.pop()
-            if not _holds and not _waits:
-                call_kept()
+            blocks.pop()
+        if is_wait or not (_holds or _waits):
+            call_kept()
 
 
 class CaughtSignals:

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 LINGER = 5.0
 """Seconds that descendants may go on after success, as under the nursery."""
 
+WORD = struct.Struct("d")
+"""What the program says when the workers have ended, or shall end: for how many seconds their descendants may
+go on, :data:`AT_ONCE` or :data:`LEAVE`. A later word overrules."""
 AT_ONCE, LEAVE = -1.0, -2.0
-"""What the program says at the end instead of seconds for which descendants may go on: :func:`word`."""
 
 GO = b"g"
-
-_WORD = struct.Struct("d")
 _NAMED = 16
 
 _TERM_GRACE = 1.0
@@ -62,15 +62,6 @@ IMPORT_NO_MORE = int(signal.SIGRTMIN) + 13
 """Ends a keeper that imports, with what its imports have started; any other reads what the program says."""
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)
-
-
-def word(linger: float) -> bytes:
-    """What the program says when the workers have ended, or shall end; later ones overrule.
-
-    Args:
-        linger: seconds, :data:`AT_ONCE` or :data:`LEAVE`.
-    """
-    return _WORD.pack(linger)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -152,13 +143,7 @@ def lead_session() -> None:
         os.setsid()
 
 
-def _be_worker(
-    worker: WorkerPlan,
-    unused: set[int],
-    handlers: dict[int, Any],
-    gate: int,
-    ready: int,
-) -> None:
+def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], gate: int, ready: int) -> None:
     code = 1
     try:
         keeper = os.getppid()
@@ -209,9 +194,9 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
                 ended.remove(pid)
                 os.write(statuses[pid], struct.pack("i", status))
         if control in ready:
-            said = os.read(control, _WORD.size)
+            said = os.read(control, WORD.size)
             # Nothing more can come from a program that has closed it, as from one that has died.
-            return float(_WORD.unpack(said)[0]) if len(said) == _WORD.size else AT_ONCE
+            return float(WORD.unpack(said)[0]) if len(said) == WORD.size else AT_ONCE
         if parent_pidfd in ready:
             return AT_ONCE
 
@@ -228,7 +213,7 @@ def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
 
 
 def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
-    """Wait for the end of all descendants: whether so much time has passed before it."""
+    """Wait for the end of all descendants; True if it has not come in so many seconds."""
     deadline = time.monotonic() + seconds
     while not _reaped_all(0):
         left = deadline - time.monotonic()
@@ -284,7 +269,7 @@ def _end_all() -> None:
 
 
 def _reaped_all(seconds: float) -> bool:
-    """Collect children that have ended, for so long; whether none is left."""
+    """Collect children that have ended, for so many seconds; True if none is left."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -305,7 +290,7 @@ def _kill(pid: int, signum: signal.Signals) -> None:
 
 
 def _read_all(fd: int, count: int) -> bool:
-    """Read so many bytes, or to the end: whether there were so many."""
+    """Read so many bytes, or to the end; True if there were so many."""
     while count > 0:
         piece = os.read(fd, count)
         if not piece:

@@ -1,8 +1,4 @@
-"""Errors of processes that could not be started.
-
-They are a ``RuntimeError``, and what torch raises for a program that is not there, or may not be run: a
-``FileNotFoundError`` or a ``PermissionError``.
-"""
+"""Errors of processes that could not be started."""
 
 from __future__ import annotations
 
@@ -25,11 +21,8 @@ _KINDS: dict[int | None, type[RuntimeError]] = {
 
 
 def not_started(text: str, number: int | None) -> RuntimeError:
-    """The error to raise.
-
-    Args:
-        text: what to say.
-        number: of the system's error, if it was one.
+    """Return a ``RuntimeError`` to raise. For the system's error ``number`` of a program that is not there or
+    may not be run, it is a ``FileNotFoundError`` or ``PermissionError`` as well, as in torch.
     """
     error = _KINDS.get(number, RuntimeError)(text)
     if isinstance(error, OSError):

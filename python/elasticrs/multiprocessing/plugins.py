@@ -16,7 +16,6 @@ from elasticrs.multiprocessing.api import DefaultLogsSpecs, Std
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from importlib.metadata import EntryPoint
 
     from elasticrs.config import LogSettings
     from elasticrs.multiprocessing.api import LogsSpecs
@@ -27,11 +26,7 @@ _TORCHS = "torch.distributed.elastic.multiprocessing.api"
 
 
 def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
-    """The user's object, made as torch makes it.
-
-    Args:
-        settings: the name, and what the constructor gets.
-        nproc: workers on this node.
+    """Make the user's object as torch makes it.
 
     Raises:
         UsageError: no such name, or it cannot be loaded or made.
@@ -52,11 +47,7 @@ def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
 
 
 def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """What the agent calls before each attempt.
-
-    Args:
-        specs: whom it asks.
-    """
+    """Return what the agent calls before each attempt; it asks ``specs``."""
 
     def paths_of_attempt(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         destination: Any = specs.reify(variables)
@@ -65,10 +56,7 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
             destination.stderrs,
             destination.tee_stdouts,
             destination.tee_stderrs,
-            {
-                local_rank: _regular(own.get("TORCHELASTIC_ERROR_FILE", ""))
-                for local_rank, own in variables.items()
-            },
+            {rank: _regular(own.get("TORCHELASTIC_ERROR_FILE", "")) for rank, own in variables.items()},
             # Classes of older releases know nothing of these.
             getattr(destination, "filtered_stdout", ""),
             getattr(destination, "filtered_stderr", ""),
@@ -85,10 +73,7 @@ def _regular(error_file: str) -> str:
 
 
 def specs_class(name: str) -> Any:
-    """The class of ``LogsSpecs`` that has this name.
-
-    Args:
-        name: of an entry point; ``default`` for ours.
+    """Return the class of ``LogsSpecs`` of this entry point; ours for ``default``.
 
     Raises:
         UsageError: nothing of that name is installed.
@@ -102,17 +87,15 @@ def specs_class(name: str) -> Any:
         names |= entries.names
         # Torch registers its own class under this name, which would be imported from there.
         if name in entries.names and name != "default":
-            return _load(entries[name])
+            try:
+                return entries[name].load()
+            except Exception as error:
+                raise UsageError(
+                    f"--logs-specs: {entries[name].value} cannot be loaded: {error!r}"
+                ) from error
     if name == "default":
         return DefaultLogsSpecs
     raise UsageError(f"--logs-specs: got {name!r}, installed are {', '.join(sorted(names))}")
-
-
-def _load(entry: EntryPoint) -> Any:
-    try:
-        return entry.load()
-    except Exception as error:
-        raise UsageError(f"--logs-specs: {entry.value} cannot be loaded: {error!r}") from error
 
 
 def _std_of(chosen: Any) -> Any:

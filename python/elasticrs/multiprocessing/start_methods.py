@@ -46,17 +46,17 @@ PATIENCE = 30.0
 
 
 class Functions(Value):
-    """The functions that are started together.
+    """The functions that are started together. Mappings and sequences are by local rank ``0..n-1``.
 
     Args:
         name: of their processes.
         function: what each calls.
-        arguments: by local rank ``0..n-1``.
-        envs: by local rank, the whole environment.
-        stdouts: files by local rank, or empty.
+        arguments: for each.
+        envs: the whole environment.
+        stdouts: files, or empty.
         stderrs: the same.
-        cpus: by local rank, those that it may run on.
-        keeps: by local rank, descriptors that it inherits besides; not with ``spawn``.
+        cpus: those that it may run on.
+        keeps: descriptors that it inherits besides; not with ``spawn``.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Functions(Value):
     keeps: Mapping[int, Sequence[int]] = fresh(factory=dict)
 
     def cpus_of(self, rank: int) -> Sequence[int] | None:
-        """Those that one may run on."""
+        """Return the CPUs that one may run on."""
         return None if self.cpus is None else self.cpus[rank]
 
 
@@ -82,9 +82,6 @@ class Watcher(Protocol):
 
 class FunctionStart(ABC):
     """Starts functions once, and reads what they return.
-
-    Args:
-        functions: which.
 
     Attributes:
         watcher: tells when a return value can be read; ``None`` before they run and after.
@@ -105,11 +102,7 @@ class FunctionStart(ABC):
         return {rank: pipe.data for rank, pipe in self._pipes.items()}
 
     def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
-        """Start all of them in a group of their own, or none.
-
-        Args:
-            streams: what is copied to the console meanwhile.
-        """
+        """Start all of them in a group of their own, or none; ``streams`` go to the console meanwhile."""
         try:
             specs = self.prepare()
             pids = self._wait_for_pids()
@@ -130,14 +123,12 @@ class FunctionStart(ABC):
         """Make all ready; return the processes that the core is to start."""
 
     def _wait_for_pids(self) -> dict[int, int]:
-        """The processes that the core does not start, by local rank."""
+        """Return the processes that the core does not start, by local rank."""
         return {}
 
     def watch(self, watcher: Watcher) -> None:
-        """All run: leave their ends of the pipes to them, and have their return values read.
-
-        Args:
-            watcher: who calls :meth:`fd_ready` for them.
+        """All run: leave their ends of the pipes to them. ``watcher`` calls :meth:`fd_ready` for what they
+        return.
         """
         for prepared in self._prepared:
             prepared.close_childs_ends()
@@ -181,12 +172,8 @@ class FunctionStart(ABC):
 
     def _prepare(self, rank: int) -> PreparedFunction:
         functions = self._functions
-        prepared = PreparedFunction(
-            functions.function,
-            functions.arguments[rank],
-            self._pipes[rank].writer,
-            f"{functions.name}:{rank}",
-        )
+        result, name = self._pipes[rank].writer, f"{functions.name}:{rank}"
+        prepared = PreparedFunction(functions.function, functions.arguments[rank], result, name)
         self._prepared.append(prepared)
         return prepared
 
@@ -197,22 +184,20 @@ class Spawn(FunctionStart):
     def prepare(self) -> list[ProcessSpec]:
         """See the base class."""
         self._open_pipes()
-        return [self._spec(rank) for rank in self._ranks()]
-
-    def _spec(self, rank: int) -> ProcessSpec:
-        functions, prepared = self._functions, self._prepare(rank)
-        files = (functions.stdouts[rank], functions.stderrs[rank])
-        return process_spec(
-            *(rank, prepared.argv, functions.envs[rank], *files),
-            cpus=functions.cpus_of(rank),
-            pass_fds=prepared.fds,
-        )
+        functions, specs = self._functions, []
+        for rank in self._ranks():
+            prepared = self._prepare(rank)
+            files = (functions.stdouts[rank], functions.stderrs[rank])
+            how: Any = {"cpus": functions.cpus_of(rank), "pass_fds": prepared.fds}
+            specs.append(process_spec(rank, prepared.argv, functions.envs[rank], *files, **how))
+        return specs
 
 
 class Kept(FunctionStart):
     """Functions whose parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`.
 
     Attributes:
+        keeper_pidfd: readable when everything has ended; -1 when there is no keeper.
         ended: pid and name of what outstayed its time at the end, the first few; after :meth:`finish`.
         more_ended: how many more.
     """
@@ -221,7 +206,7 @@ class Kept(FunctionStart):
         super().__init__(functions)
         self._control: socket.socket | None = None
         self._keeper: int | None = None
-        self._keeper_pidfd = -1
+        self.keeper_pidfd = -1
         self._said = b""
         self._has_told_pids = False
         self._gate = -1
@@ -231,7 +216,7 @@ class Kept(FunctionStart):
 
     @abstractmethod
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        """Start it, and return its pid.
+        """Start it with its end of the socket, and return its pid.
 
         Args:
             statuses: by local rank, the descriptor for the exit status.
@@ -255,7 +240,7 @@ class Kept(FunctionStart):
                 self.statuses.append(reader)
             # Before the threads of the group begin: a fork copies none of their locks.
             self._keeper = self._start_keeper(statuses, ends[0], gate_reader)
-            self._keeper_pidfd = os.pidfd_open(self._keeper)
+            self.keeper_pidfd = os.pidfd_open(self._keeper)
         finally:
             close_all(ends)
         return []
@@ -264,11 +249,6 @@ class Kept(FunctionStart):
     def control(self) -> int:
         """Readable when :meth:`take_pids` can go on."""
         return self._socket().fileno()
-
-    @property
-    def keeper_pidfd(self) -> int:
-        """Readable when everything has ended."""
-        return self._keeper_pidfd
 
     def take_pids(self) -> dict[int, int] | None:
         """The pids by local rank, when the keeper has told them; never waits.
@@ -334,45 +314,44 @@ class Kept(FunctionStart):
         """Have everything ended; :attr:`keeper_pidfd` is readable then. A later call overrules.
 
         Args:
-            linger: seconds that what the functions have left may go on; ``keeper.AT_ONCE``, ``keeper.LEAVE``.
+            linger: see :data:`keeper.WORD`.
         """
         if self._control is not None:
             # Refused by one that was killed, and the workers with it.
             with suppress(BrokenPipeError, ConnectionResetError):
-                self._control.send(keeper.word(linger))
+                self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
             # It may import for long yet. No SIGKILL: it has to collect the workers that it may have.
             with suppress(ProcessLookupError):
-                if self._keeper_pidfd != -1:
-                    signal.pidfd_send_signal(self._keeper_pidfd, keeper.IMPORT_NO_MORE)
+                if self.keeper_pidfd != -1:
+                    signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
                 # What the imports have started; not there before it leads a session.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
-        if self._keeper_pidfd != -1:
+        if self.keeper_pidfd != -1:
             # A stopped one neither reads nor ends.
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._keeper_pidfd, signal.SIGCONT)
+                signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGCONT)
 
     def finish(self, patience: float = PATIENCE) -> None:
         """Wait for the end of the keeper, and close everything. Idempotent.
 
-        Args:
-            patience: seconds. What has not ended by then gets SIGKILL, and is not waited for: state D.
+        What has not ended within ``patience`` seconds gets SIGKILL, and is not waited for: state D.
         """
         if self._keeper is not None:
-            if self._keeper_pidfd == -1 or _has_ended(self._keeper_pidfd, patience):
+            if self.keeper_pidfd == -1 or _has_ended(self.keeper_pidfd, patience):
                 # Not there when the program waits for all of its children itself, and was faster.
                 with suppress(ChildProcessError):
                     os.waitpid(self._keeper, 0)
             else:
                 with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._keeper_pidfd, signal.SIGKILL)
+                    signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGKILL)
                     os.killpg(self._keeper, signal.SIGKILL)
             self._keeper = None
-        if self._keeper_pidfd != -1:
-            os.close(self._keeper_pidfd)
-            self._keeper_pidfd = -1
+        if self.keeper_pidfd != -1:
+            os.close(self.keeper_pidfd)
+            self.keeper_pidfd = -1
         control, self._control = self._control, None
         if control is not None:
             with control:
@@ -394,8 +373,7 @@ class Kept(FunctionStart):
     def _plan(
         self, rank: int, run: Callable[[], int], status: int, keeps: Sequence[int]
     ) -> keeper.WorkerPlan:
-        functions = self._functions
-        kept = [*keeps, *functions.keeps.get(rank, ())]
+        functions, kept = self._functions, [*keeps, *self._functions.keeps.get(rank, ())]
         files = (functions.stdouts[rank], functions.stderrs[rank])
         return keeper.WorkerPlan(run, *files, functions.cpus_of(rank), status, kept)
 
@@ -496,12 +474,8 @@ class ForkServer(Kept):
 
 
 class _RunForked(Value):
-    """Runs a function in a copy of this process.
-
-    Args:
-        process: multiprocessing's object.
-        env: added to the environment.
-        sentinel: a pipe that ends with the program.
+    """Runs multiprocessing's ``process`` in a copy of this process, with ``env`` added to the environment.
+    The pipe ``sentinel`` ends with the program.
     """
 
     process: BaseProcess

@@ -81,11 +81,7 @@ class SupervisedGroup:
     # --- starting ---
 
     def start(self, specs: Sequence[_core.ProcessSpec], streams: Sequence[_core.LogStream] = ()) -> None:
-        """Start all, or none; returns when all run.
-
-        Args:
-            specs: local ranks ``0..n-1``.
-            streams: what is copied to the console meanwhile.
+        """Start all, or none; returns when all run. ``streams`` are copied to the console meanwhile.
 
         Raises:
             OSError: a program or a file cannot be had.
@@ -135,14 +131,8 @@ class SupervisedGroup:
         self.wait_until(lambda: self.end is not None, 0.0)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait for a condition on what is recorded here.
-
-        Args:
-            is_met: looked at after each event.
-            timeout: seconds; for ever when ``None``.
-
-        Returns:
-            Whether it is met.
+        """Wait for a condition on what is recorded here, for ever when ``timeout`` is ``None``; True if it is
+        met.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not is_met():
@@ -154,10 +144,6 @@ class SupervisedGroup:
                 return is_met()
         return True
 
-    def ring(self) -> None:
-        """End the wait of this thread."""
-        os.eventfd_write(self._bell, 1)
-
     def _advance(self, timeout: float | None) -> bool:
         """Take in one event, or wait until another thread has; ``False`` when there was none."""
         me = threading.get_ident()
@@ -167,21 +153,18 @@ class SupervisedGroup:
             # A handler of a signal that came while this thread waited may come here again.
             outer, self._waiter = self._waiter, me
         try:
-            return self._take_one(timeout)
+            supervisor = self._supervisor
+            if supervisor is None:
+                return False
+            with waiting(lambda: os.eventfd_write(self._bell, 1)):
+                event = supervisor.next_event(timeout)
+                if event is not None:
+                    self._record(event)
+            return event is not None
         finally:
             with self._turn:
                 self._waiter = outer
                 self._turn.notify_all()
-
-    def _take_one(self, timeout: float | None) -> bool:
-        supervisor = self._supervisor
-        if supervisor is None:
-            return False
-        with waiting(self.ring):
-            event = supervisor.next_event(timeout)
-            if event is not None:
-                self._record(event)
-        return event is not None
 
     def _record(self, event: _core.Event) -> None:
         if isinstance(event, _core.FdReady):
@@ -218,12 +201,7 @@ class SupervisedGroup:
             self._supervisor.signal(signum, [local_rank])
 
     def stop(self, death_sig: int, timeout: float) -> None:
-        """Signal all, and SIGKILL what is there after ``timeout`` seconds; returns when nothing is left.
-
-        Args:
-            death_sig: the signal.
-            timeout: one deadline for all.
-        """
+        """Signal all, and SIGKILL what is there after ``timeout`` seconds; returns when nothing is left."""
         if self._supervisor is None or self.end is not None or self._failure is not None:
             return
         self._supervisor.stop(_core.StopPolicy(death_sig, max(0.0, timeout)))
@@ -261,12 +239,7 @@ class SupervisedProcess:
     """
 
     def __init__(
-        self,
-        group: SupervisedGroup,
-        local_rank: int,
-        args: Sequence[str],
-        *,
-        is_alone: bool = False,
+        self, group: SupervisedGroup, local_rank: int, args: Sequence[str], *, is_alone: bool = False
     ) -> None:
         self._group = group
         self._local_rank = local_rank
@@ -290,13 +263,10 @@ class SupervisedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended.
-
-        Args:
-            timeout: seconds.
+        """Wait until it has ended; return the code.
 
         Raises:
-            subprocess.TimeoutExpired: it runs still.
+            subprocess.TimeoutExpired: it runs still after ``timeout`` seconds.
         """
         self._group.wait_until(lambda: self.returncode is not None, timeout)
         self._let_go()

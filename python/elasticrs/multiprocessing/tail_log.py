@@ -39,7 +39,7 @@ class _File(Record):
     rest: bytes = b""
 
     def advance(self) -> bool:
-        """Show the lines that have come; whether there was anything."""
+        """Show the lines that have come; True if there was anything."""
         if self.file is None:
             try:
                 self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 -- closed by `finish`

@@ -6,7 +6,7 @@ import os
 import time
 
 from elasticrs.logs import fault_file
-from elasticrs.multiprocessing.errors.exits import describe_exit
+from elasticrs.texts import describe_exit
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -113,16 +113,11 @@ class ProcessFailure:
             else:
                 self.error_file_data, self.timestamp = data, timestamp
                 self.message = message
-                self._read_extras(data.get("elasticrs"))
+                match data.get("elasticrs"):
+                    case {"monotonic_ns": int(recorded_ns), "pid": int(pid)}:
+                        self.recorded_ns, self.recorded_pid = recorded_ns, pid
         if not self.message:
             self.message = self._made_up_message(trouble)
-
-    def _read_extras(self, extras: object) -> None:
-        if not isinstance(extras, dict):
-            return
-        recorded_ns, pid = extras.get("monotonic_ns"), extras.get("pid")
-        if isinstance(recorded_ns, int) and isinstance(pid, int):
-            self.recorded_ns, self.recorded_pid = recorded_ns, pid
 
     def _made_up_message(self, trouble: str) -> str:
         known = self.cause

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs.multiprocessing.errors.exits import describe_exit, signal_name
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, in_order, root_cause, victims
+from elasticrs.texts import describe_exit, signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ _LONG_TRACEBACK = 3
 
 
 def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str, section: str) -> str:
-    """The whole report.
+    """Return the whole report.
 
     Args:
         name: what was run.
         failures: by global rank, not empty.
-        border: the character of the outer lines.
-        section: the character of the inner lines.
+        border: draws the outer lines; ``section`` the inner ones.
+        section: see ``border``.
     """
     root = root_cause(failures)
     stopped = [rank for rank in victims(failures) if rank != root]
@@ -69,7 +69,8 @@ def _entry(
     signal = failure.signal_name()
     name = f" ({signal})" if signal != NOT_AVAILABLE else ""
     exitcode = "unknown" if failure.exitcode is None else failure.exitcode
-    traceback = _traceback(failure)
+    # From its second line on indented.
+    traceback = traceback_text(failure).replace("\n", "\n  ")
     lines = [
         f"[{index}]:",
         f"  time      : {_when(failure, failures[root])}",
@@ -101,17 +102,8 @@ def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
     return f"{text} ({abs(later):.3f} ms {'after' if later >= 0 else 'before'} the root cause)"
 
 
-def _traceback(failure: ProcessFailure) -> str:
-    """What stands behind ``traceback :``; from its second line on indented."""
-    return traceback_text(failure).replace("\n", "\n  ")
-
-
 def traceback_text(failure: ProcessFailure) -> str:
-    """The traceback of a failure, or what else is known of it.
-
-    Args:
-        failure: of a worker.
-    """
+    """Return the traceback of a failure, or what else is known of it."""
     message = failure.message
     if isinstance(message, dict):
         extra = message.get("extraInfo")
@@ -192,11 +184,7 @@ def _stopped_how(failure: ProcessFailure) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``, ``ranks 0-6, 8``.
-
-    Args:
-        ranks: in ascending order.
-    """
+    """Write ascending ranks as ``rank 3``, ``ranks 0, 1``, ``ranks 0-6, 8``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:

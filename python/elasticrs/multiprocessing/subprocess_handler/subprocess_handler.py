@@ -66,13 +66,7 @@ class SubprocessHandler:
 
     @classmethod
     def of_group(cls, group: SupervisedGroup, local_rank: int, argv: list[str]) -> SubprocessHandler:
-        """The handler of a process that was started together with others.
-
-        Args:
-            group: all of them.
-            local_rank: which.
-            argv: its command.
-        """
+        """Return the handler of a process that was started together with others."""
         handler = cls.__new__(cls)
         handler.local_rank_id = local_rank
         handler._group = group
