@@ -419,7 +419,6 @@ class CommandWorkers(Workers):
         self._command = command
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
-        """See the base class."""
         cpus = self.setup.job.cpus
         return [
             process_spec(

@@ -78,7 +78,7 @@ class Attempt(Record):
         return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
 
     def why_expired(self, local_rank: int) -> str | None:
-        """Why we ended this worker before it ended by itself; ``None`` when we did not."""
+        """Say why we ended this worker before it ended by itself; ``None`` when we did not."""
         event = self.expired.get(local_rank)
         if event is None:
             return None
@@ -93,21 +93,21 @@ class Attempt(Record):
         return hung(event.hung, self.global_ranks(), was_found_here=self.first_failure is not None)
 
     def failed_ns(self, worker: WorkerExited) -> int:
-        """When a worker failed, monotonic: before its end if it had raised, or hung."""
+        """Say when a worker failed, monotonic: before its end if it had raised, or hung."""
         event = self.expired.get(worker.local_rank)
         return worker.seen_ns if event is None else event.seen_ns
 
     def how_it_ended(self, worker: WorkerExited) -> str:
-        """How a worker ended by itself, to follow its name."""
+        """Say how a worker ended by itself, to follow its name."""
         return texts.SILENT if worker.local_rank in self.silent else texts.how_it_ended(worker.exitcode)
 
     def global_ranks(self) -> dict[int, int]:
-        """By local rank."""
+        """Return them by local rank."""
         return {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
 
     def failed_exits(self) -> list[WorkerExited]:
-        """The workers that did not exit with 0, that a timer of theirs ended, or that are silent: the first
-        failure first, the others as they were seen.
+        """Return the workers that did not exit with 0, that a timer of theirs ended, or that are silent: the
+        first failure first, the others as they were seen.
         """
         failed = [
             worker

@@ -63,7 +63,7 @@ class Cause(Value):
 
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> Cause:
-        """From the wire, where another release may have added fields.
+        """Take a cause from the wire, where another release may have added fields.
 
         Args:
             fields: each of the right kind, or missing; see :func:`.rendezvous.elastic.checked.cause`.
@@ -72,10 +72,8 @@ class Cause(Value):
 
 
 def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
-    """What is to be known of a worker that hung on another node, to look for the one that it waits for.
-
-    Args:
-        cause: of a worker that hung, from the wire.
+    """Return what is to be known of a worker that hung on another node, to look for the one that it waits
+    for.
     """
     step, frame = step_of(cause), cause.get("frame")
     return HungElsewhere(
@@ -86,12 +84,7 @@ def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
 
 
 def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
-    """A worker's failure on another node, for the report of this one.
-
-    Args:
-        cause: with a ``rank``.
-        clock: of the store.
-    """
+    """Make the failure of a worker on another node, for the report of this one; the cause has a ``rank``."""
     return ProcessFailure(
         -1 if cause.local_rank is None else cause.local_rank,
         -1 if cause.pid is None else cause.pid,

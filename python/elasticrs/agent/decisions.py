@@ -80,10 +80,8 @@ class Decisions(ABC):
         """The attempt that the following events are about."""
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- for others
-        """Agree on ranks and addresses: the answer to :class:`~elasticrs.agent.state.Rendezvous`.
-
-        Args:
-            supervisor: serves the workers' store, where that falls to this agent.
+        """Agree on ranks and addresses: the answer to :class:`~elasticrs.agent.state.Rendezvous`. The
+        supervisor serves the workers' store, where that falls to this agent.
 
         Raises:
             Exception: of a user's rendezvous handler.
@@ -104,12 +102,7 @@ class Decisions(ABC):
 
 
 class OneNode(Decisions):
-    """A node by itself: :func:`elasticrs.agent.state.step` decides.
-
-    Args:
-        job: the job.
-        planner: plans attempts.
-    """
+    """A node by itself: :func:`elasticrs.agent.state.step` decides."""
 
     def __init__(self, job: JobConfig, planner: Planner) -> None:
         self._state = machine.AgentState(job.max_restarts, job.shutdown_timeout)
@@ -117,21 +110,17 @@ class OneNode(Decisions):
 
     @property
     def phase(self) -> machine.Phase:
-        """See the base class."""
         return self._state.phase
 
     @property
     def signum(self) -> int | None:
-        """See the base class."""
         return self._state.signum
 
     def step(self, event: machine.Event) -> list[machine.Action]:
-        """See the base class."""
         self._state, actions = machine.step(self._state, event)
         return actions
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
-        """See the base class."""
         self.release_plan()
         try:
             self.plan = self._planner.next(supervisor)
@@ -140,5 +129,4 @@ class OneNode(Decisions):
         return machine.RendezvousCompleted()
 
     def close_rendezvous(self) -> None:
-        """See the base class."""
         self._planner.close()

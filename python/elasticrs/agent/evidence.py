@@ -31,14 +31,11 @@ _ADVICE = (
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """The files that may count the victims of a process's memory cgroup.
+    """Return the files, which need not exist, that may count the victims of a process's memory cgroup.
 
     Args:
         cgroups: its ``/proc/PID/cgroup``.
         mountinfo: ``/proc/self/mountinfo`` of the reader.
-
-    Returns:
-        Paths, which need not exist (the root cgroup of v2 counts nothing).
     """
     counters = []
     for line in cgroups.splitlines():
@@ -95,13 +92,8 @@ def parse_oom_kill(text: str) -> int | None:
 
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
-    """The counters of the OOM killer now.
-
-    Args:
-        pids: workers, whose cgroups may differ from ours.
-
-    Returns:
-        By path of the counter's file; a file that cannot be read is left out.
+    """Read the counters of the OOM killer, by path of their file, of ourselves and of workers, whose cgroups
+    may differ. A file that cannot be read is left out.
     """
     mountinfo = _read("/proc/self/mountinfo")
     paths = {VMSTAT: None}
@@ -135,8 +127,7 @@ def _read(path: str) -> str:
 def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, int] | None:
     """The counter that rose most in between, and by how much; ``None`` when none did."""
     rises = {path: after[path] - count for path, count in before.items() if after.get(path, 0) > count}
-    cgroups_known = any(path != VMSTAT for path in before)
-    if cgroups_known:
+    if any(path != VMSTAT for path in before):
         rises.pop(VMSTAT, None)
     return max(rises.items(), key=lambda item: item[1], default=None)
 
@@ -144,11 +135,10 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the kernel's OOM killer probably ended a worker.
+    """True if the kernel's OOM killer probably ended a worker.
 
     Args:
-        exitcode: as in :attr:`elasticrs._core.WorkerExited.exitcode`; 137, too: a shell whose command was
-            killed.
+        exitcode: of the worker; 137, too: a shell whose command was killed.
         sent_signal: the last signal that we had sent to it.
         before: :func:`oom_kills` at the start of the attempt.
         after: the same counters after the failure.
@@ -165,10 +155,8 @@ def oom_note(
     if rise is None:
         return None
     path, count = rise
-    counted = f"oom_kill rose by {count} in {path}"
+    counted, advice = f"oom_kill rose by {count} in {path}", _ADVICE[path == VMSTAT]
     if probably_oom(exitcode, sent_signal, before, after):
-        return f"probably the kernel's OOM killer ({counted}); {_ADVICE[path == VMSTAT]}"
-    return (
-        f"the kernel's OOM killer struck during this attempt ({counted}), perhaps a child of the worker;"
-        f" {_ADVICE[path == VMSTAT]}"
-    )
+        return f"probably the kernel's OOM killer ({counted}); {advice}"
+    struck = f"the kernel's OOM killer struck during this attempt ({counted})"
+    return f"{struck}, perhaps a child of the worker; {advice}"

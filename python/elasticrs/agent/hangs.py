@@ -27,7 +27,7 @@ _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "
 
 
 def hung(event: WorkerHung, ranks: Mapping[int, int], *, was_found_here: bool = True) -> str:
-    """Which worker it was, since when, and what the others did meanwhile.
+    """Say which worker hung, since when, and what the others did meanwhile.
 
     Args:
         event: that was told.
@@ -36,16 +36,8 @@ def hung(event: WorkerHung, ranks: Mapping[int, int], *, was_found_here: bool = 
     """
     own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
     others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
-    return "; ".join(
-        filter(
-            None,
-            (
-                _missed(event, own, was_found_here),
-                _stopped_at(event, own, others),
-                _where(own, others, ranks),
-            ),
-        )
-    )
+    missed, stopped = _missed(event, own, was_found_here), _stopped_at(event, own, others)
+    return "; ".join(filter(None, (missed, stopped, _where(own, others, ranks))))
 
 
 def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> str:
@@ -102,14 +94,14 @@ def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int,
 
 
 def place(frame: str) -> str:
-    """A frame as ``faulthandler`` writes it, for people: ``all_reduce (distributed_c10d.py:2501)``."""
+    """Write a frame of ``faulthandler`` for people: ``all_reduce (distributed_c10d.py:2501)``."""
     file, _, rest = frame.removeprefix('File "').partition('", line ')
     line, _, function = rest.partition(" in ")
     return printable(f"{function} ({os.path.basename(file)}:{line})")
 
 
 def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
-    """The last heartbeat of each rank, those of one step together, the slowest first.
+    """Tell of the last heartbeat of each rank, those of one step together, the slowest first.
 
     Args:
         beats: of the attempt.
@@ -138,11 +130,8 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
 def stack(path: str, *, others: int = 0) -> str | None:
     """Return the first frames of the thread that answered, or of the main one as ``py-spy`` saw it.
 
-    ``None`` when the evidence has none.
-
-    Args:
-        path: of the evidence.
-        others: of so many other threads the innermost frames are added: they may hold up the exit.
+    ``None`` when there are none in the file ``path``. The innermost frames of so many ``others`` are added:
+    they may hold up the exit.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

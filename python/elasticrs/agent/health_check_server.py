@@ -16,6 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from threading import Thread
+    from typing import Any
 
 __all__ = ["HealthCheckServer", "create_healthcheck_server"]
 
@@ -36,14 +37,15 @@ class HealthCheckServer:
         timeout: seconds.
         host: to listen on. Not in torch: ``ELASTICRS_HEALTH_CHECK_HOST`` or the loopback address when
             ``None``.
+
+    Attributes:
+        find_overdue: asked as well as the callback, until :meth:`stop`: for how many seconds an agent should
+            have been heard of, and of what. Not in torch.
+        supervisor: of the workers; its thread has to be alive as well, until :meth:`stop`. Not in torch.
     """
 
     def __init__(
-        self,
-        alive_callback: Callable[[], float],
-        port: int,
-        timeout: float,
-        host: str | None = None,
+        self, alive_callback: Callable[[], float], port: int, timeout: float, host: str | None = None
     ) -> None:
         self._alive_callback = alive_callback
         self._port = port
@@ -52,8 +54,8 @@ class HealthCheckServer:
         self._server: _core.HealthServer | None = None
         self._thread: Thread | None = None
         self._stop_fd = -1
-        self._overdue: Callable[[], tuple[float, str | None]] | None = None
-        self._supervisor: _core.Supervisor | None = None
+        self.find_overdue: Callable[[], tuple[float, str | None]] | None = None
+        self.supervisor: _core.Supervisor | None = None
 
     @property
     def alive_callback(self) -> Callable[[], float]:
@@ -91,31 +93,13 @@ class HealthCheckServer:
             import threading
 
             self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
-            arguments = (server, self._stop_fd)
-            self._thread = threading.Thread(
-                target=self._answer_all, args=arguments, name="health", daemon=True
-            )
+            how: Any = {"target": self._answer_all, "args": (server, self._stop_fd), "name": "health"}
+            self._thread = threading.Thread(**how, daemon=True)
             self._thread.start()
-
-    def attend_to(self, overdue: Callable[[], tuple[float, str | None]]) -> None:
-        """Ask this as well as the callback, until :meth:`stop`. Not in torch.
-
-        Args:
-            overdue: tells for how many seconds an agent should have been heard of, and of what.
-        """
-        self._overdue = overdue
-
-    def ask_through(self, supervisor: _core.Supervisor) -> None:
-        """The thread of this supervisor has to be alive as well, until :meth:`stop`. Not in torch.
-
-        Args:
-            supervisor: of the workers.
-        """
-        self._supervisor = supervisor
 
     def stop(self) -> None:
         """End it; returns when the port is closed. Idempotent."""
-        self._overdue = self._supervisor = None
+        self.find_overdue = self.supervisor = None
         thread, self._thread = self._thread, None
         if thread is not None:
             os.eventfd_write(self._stop_fd, 1)
@@ -131,10 +115,9 @@ class HealthCheckServer:
     def answer(self, supervisor: _core.Supervisor | None = None) -> None:
         """Somebody has asked: call the callback, and pass on what it says. Not in torch.
 
-        Args:
-            supervisor: whose thread has to be alive as well.
+        The thread of ``supervisor`` has to be alive as well.
         """
-        server, find_overdue = self._server, self._overdue
+        server, find_overdue = self._server, self.find_overdue
         if server is None:
             return
         # First, so that a callback which fails is not called again for the same question.
@@ -144,7 +127,7 @@ class HealthCheckServer:
             overdue, place = find_overdue()
             if overdue > 0:
                 age, doing = max(age, overdue), place
-        server.answer(age, supervisor or self._supervisor, doing)
+        server.answer(age, supervisor or self.supervisor, doing)
 
     def _answer_all(self, server: _core.HealthServer, stop_fd: int) -> None:
         import select
@@ -153,15 +136,12 @@ class HealthCheckServer:
         poll.register(server.fd, select.POLLIN)
         poll.register(stop_fd, select.POLLIN)
         while stop_fd not in {fd for fd, _ in poll.poll()}:
-            self._try_to_answer()
+            try:
+                self.answer()
+            except Exception:  # noqa: PERF203 -- each is asked for
+                import logging
 
-    def _try_to_answer(self) -> None:
-        try:
-            self.answer()
-        except Exception:
-            import logging
-
-            logging.getLogger("elasticrs.agent").exception("the alive_callback failed")
+                logging.getLogger("elasticrs.agent").exception("the alive_callback failed")
 
 
 class _AliveCallbackProxy:
@@ -177,11 +157,7 @@ class _AliveCallbackProxy:
         return time.time() if self._delegate is None else self._delegate()
 
     def set_delegate(self, delegate: Callable[[], float]) -> None:
-        """Ask this one from now on.
-
-        Args:
-            delegate: when there was progress last, in seconds since 1970.
-        """
+        """Ask this one from now on."""
         self._delegate = delegate
 
 
@@ -203,11 +179,7 @@ def create_healthcheck_server(
 def server_of_environment(
     environ: Mapping[str, str], alive_callback: Callable[[], float] = time.time
 ) -> HealthCheckServer | None:
-    """The server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for.
-
-    Args:
-        environ: the environment.
-        alive_callback: see :class:`HealthCheckServer`.
+    """Make the server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` asks for.
 
     Raises:
         ValueError: it holds no port; torch says so in its log, and goes on without a server.

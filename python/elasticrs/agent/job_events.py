@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING
 from elasticrs import texts
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state import Phase, Rendezvous, Start
-from elasticrs.events import Event, EventSource, get_logging_handler, record
+from elasticrs.events import (
+    STATUS,
+    Event,
+    EventSource,
+    details_of_worker,
+    get_logging_handler,
+    record,
+    status_metadata,
+)
 from elasticrs.events.handlers import LineFileHandler
-from elasticrs.events.hostname import fq_hostname
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,17 +37,9 @@ if TYPE_CHECKING:
     from elasticrs.plan import Plan
     from elasticrs.ranks import WorkerRanks
 
-_NAME = "torchelastic.worker.status."
-
 
 class EventRecorder(Observer):
-    """Records what torch's agent and launcher record.
-
-    Args:
-        job: the job.
-        settings: where the events go, and what they call the workers' program and the rendezvous.
-        tells_end: true to record the end of the agent.
-    """
+    """Records what torch's agent and launcher record; ``tells_end``: also the end of the agent."""
 
     def __init__(self, job: JobConfig, settings: ObserveSettings, *, tells_end: bool = True) -> None:
         self._job = job
@@ -145,7 +144,9 @@ class EventRecorder(Observer):
         reason = _reason(result, error)
         if reason is None and result.attempts:
             self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
-            reason = self._not_a_worker(result)
+            # Of a failure for which torch's agent would have raised something.
+            is_workers = result.exit_code == 0 or result.attempts[-1].pids
+            reason = None if is_workers else result.message
         self._record_watching(False)
         if self._tells_end:
             state = "SUCCEEDED" if reason is None else "FAILED"
@@ -163,12 +164,6 @@ class EventRecorder(Observer):
             pid = attempt.pids[ranks.local_rank]
             self._record_worker(state, ranks, pid, failure, at_ns)
 
-    def _not_a_worker(self, result: JobResult) -> str | None:
-        """The reason of a failure for which torch's agent would have raised something."""
-        if result.exit_code == 0 or result.attempts[-1].pids:
-            return None
-        return result.message
-
     def _record_worker(
         self,
         state: str,
@@ -177,18 +172,10 @@ class EventRecorder(Observer):
         failure: ProcessFailure | None = None,
         at_ns: int | None = None,
     ) -> None:
-        inner: dict[str, object] = {
-            # One-element lists: what torch's readers know.
-            "local_rank": [ranks.local_rank],
-            "role_rank": [ranks.role_rank],
-            "role_world_size": [ranks.role_world_size],
-            "exit_code": [failure.exitcode if failure is not None else None],
-            "worker_pid": [failure.pid if failure is not None else None],
-        }
         self._record(
             state,
             EventSource.WORKER,
-            inner,
+            details_of_worker(ranks, failure and failure.exitcode, failure and failure.pid),
             global_rank=ranks.global_rank,
             worker_id=str(pid),
             raw_error=json.dumps(failure.error_file_data) if failure is not None else None,
@@ -201,30 +188,24 @@ class EventRecorder(Observer):
         source: EventSource,
         inner: dict[str, object] | None = None,
         *,
-        global_rank: int | None = None,
-        worker_id: str | None = None,
-        raw_error: str | None = None,
-        duration_ms: float | None = None,
         at_ns: int | None = None,
+        duration_ms: float | None = None,
+        **known: EventMetadataValue,
     ) -> None:
         about: dict[str, object] = {
             "group_world_size": self._plan.ranks[0].group_world_size if self._plan is not None else None,
             "entry_point": self._settings.entry_point,
             **(inner or {}),
         }
-        metadata = self._metadata(state, about, global_rank, worker_id, raw_error)
-        metadata["duration_ms"] = duration_ms
-        self._pass_on(Event(_NAME + state, source, _milliseconds(at_ns), metadata))
+        metadata = self._metadata(state, about, duration_ms=duration_ms, **known)
+        self._pass_on(Event(STATUS + state, source, _milliseconds(at_ns), metadata))
 
     def _record_hung(self, local_rank: int, attempt: Attempt) -> None:
         event = self._hung
         if event is None or event.local_rank != local_rank:
             return
         self._hung = None
-        claim: dict[str, object] = {
-            "worker_pid": str(event.pid),
-            "message": attempt.why_expired(event.local_rank),
-        }
+        claim: dict[str, object] = {"worker_pid": str(event.pid), "message": attempt.why_expired(local_rank)}
         self._record_watchdog("worker hung", claim)
         self._record_watchdog("kill worker process", claim)
 
@@ -239,28 +220,19 @@ class EventRecorder(Observer):
         self._pass_on(Event(name, EventSource.AGENT, _milliseconds(), metadata))
 
     def _metadata(
-        self,
-        state: str,
-        inner: dict[str, object],
-        global_rank: int | None = None,
-        worker_id: str | None = None,
-        raw_error: str | None = None,
+        self, state: str, inner: dict[str, object], **known: EventMetadataValue
     ) -> dict[str, EventMetadataValue]:
-        """In torch's order."""
-        return {
-            "run_id": self._job.run_id,
-            "global_rank": global_rank,
-            "group_rank": self._plan.ranks[0].group_rank if self._plan is not None else None,
-            "worker_id": worker_id,
-            "role": self._job.role,
-            "hostname": fq_hostname(),
-            "state": state,
-            "total_run_time": int(time.monotonic() - self._began),
-            "rdzv_backend": self._settings.rdzv_backend,
-            "raw_error": raw_error,
-            "metadata": json.dumps(inner),
-            "agent_restarts": self._restarts,
-        }
+        return status_metadata(
+            state,
+            inner,
+            run_id=self._job.run_id,
+            group_rank=self._plan.ranks[0].group_rank if self._plan is not None else None,
+            role=self._job.role,
+            total_run_time=int(time.monotonic() - self._began),
+            rdzv_backend=self._settings.rdzv_backend,
+            agent_restarts=self._restarts,
+            **known,
+        )
 
 
 class WatchdogRecorder(EventRecorder):
@@ -301,7 +273,7 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
 
 
 def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """How each worker ended. Torch counts those that died by our signal as failed, and calls the others
+    """Say how each worker ended. Torch counts those that died by our signal as failed, and calls the others
     terminated.
     """
     if succeeded:

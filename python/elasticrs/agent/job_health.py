@@ -29,13 +29,8 @@ SCHEMA = 1
 
 
 class HealthObserver(Observer):
-    """Feeds a server; closes it at the end.
-
-    Args:
-        job: the job.
-        server: open already.
-        say: tells the user a line.
-        is_asked: this loop answers for the agent; otherwise the server has a thread for that.
+    """Feeds a server that is open already; closes it at the end. ``is_asked``: this loop answers for the
+    agent; otherwise the server has a thread for that.
     """
 
     def __init__(
@@ -64,7 +59,7 @@ class HealthObserver(Observer):
         if self._is_asked:
             supervisor.watch_fd(self._native.fd)
         else:
-            self._server.ask_through(supervisor)
+            self._server.supervisor = supervisor
         add_sink(self._native.put)
         if self._job.rendezvous is not None:
             self._native.enter("waiting_for_nodes")
@@ -192,15 +187,10 @@ class HealthObserver(Observer):
     def _status(self) -> dict[str, Any]:
         job, attempt = self._job, self._attempt
         restarts = 0 if attempt is None else attempt.restarts
+        shown = ("run_id", "role", "name", "nproc", "max_restarts")
         return {
             "schema": SCHEMA,
-            "job": {
-                "run_id": job.run_id,
-                "role": job.role,
-                "name": job.name,
-                "nproc": job.nproc,
-                "max_restarts": job.max_restarts,
-            },
+            "job": {name: getattr(job, name) for name in shown},
             "state": self._state,
             "round": None if attempt is None else attempt.round,
             "attempt": None if attempt is None else attempt.name,

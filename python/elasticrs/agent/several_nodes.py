@@ -92,12 +92,10 @@ class SeveralNodes(Decisions):
 
     @property
     def phase(self) -> machine.Phase:
-        """See the base class."""
         return self._phase
 
     @property
     def signum(self) -> int | None:
-        """See the base class."""
         return self._signum
 
     def open(self, supervisor: _core.Supervisor) -> None:
@@ -124,16 +122,13 @@ class SeveralNodes(Decisions):
         return self._translate(self._driver.begin())
 
     def observe(self, attempt: Attempt) -> None:
-        """See the base class."""
         self._attempt = attempt
         self._first_failure = self._first_word = None
 
     def seconds_left(self) -> float:
-        """See the base class."""
         return SAFETY_TICK if self._driver is None else self._driver.seconds_left(SAFETY_TICK)
 
     def look_around(self) -> list[machine.Action]:
-        """See the base class."""
         if self._driver is not None:
             return self._translate(self._driver.poll())
         if self._names is not None and not self._is_told:
@@ -142,7 +137,6 @@ class SeveralNodes(Decisions):
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:
-        """See the base class."""
         if self._names is not None and self._supervisor is not None and fd == self._names.fd:
             return self._begin(self._supervisor, self._names)
         if self._driver is None or fd != self._driver.fd:
@@ -150,7 +144,6 @@ class SeveralNodes(Decisions):
         return self._translate(self._driver.poll())
 
     def fenced(self) -> list[machine.Action]:
-        """See the base class."""
         if self._driver is None:
             return []
         # The client may have seen it as well, and knows why.
@@ -165,7 +158,6 @@ class SeveralNodes(Decisions):
         self.plan = None
 
     def close(self) -> None:
-        """See the base class."""
         if self._names is not None:
             self._names.close()
         if self._driver is not None:
@@ -174,7 +166,6 @@ class SeveralNodes(Decisions):
     # --- events of this node ---
 
     def step(self, event: machine.Event) -> list[machine.Action]:
-        """See the base class."""
         if self._phase.is_terminal:
             return []
         if isinstance(event, machine.SignalReceived):

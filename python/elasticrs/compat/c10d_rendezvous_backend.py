@@ -47,11 +47,9 @@ class C10dRendezvousBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """See :class:`RendezvousBackend`."""
         return "c10d"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """See :class:`RendezvousBackend`."""
         return self._decoded(self._call_store("get", self._key))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:

@@ -206,7 +206,6 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return self._settings
 
     def get_backend(self) -> str:
-        """See :class:`RendezvousHandler`."""
         return self._backend_name
 
     @property
@@ -215,7 +214,6 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return agent_hosts_store(os.environ)
 
     def get_run_id(self) -> str:
-        """See :class:`RendezvousHandler`."""
         return self._settings.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -288,24 +286,20 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return waiting
 
     def set_succeeded(self) -> None:
-        """The workers here have finished: from now on newcomers are no reason to run again, though the end
-        of the round is. Not in torch.
+        """The workers here have finished: newcomers are no reason to run again, the end of the round is. Not
+        in torch.
         """
         with self._lock:
             self._has_succeeded = True
 
     def set_failed(self, reason: str) -> None:
-        """The job has failed here, for good: closing then ends the workers of the other nodes. A node that is
-        in no round cannot say so. Not in torch.
-
-        Args:
-            reason: for the other nodes, such as ``rank 3 has failed with exit code 1``.
+        """The job has failed here, for good, for this reason: closing then ends the workers of the other
+        nodes. A node that is in no round cannot say so. Not in torch.
         """
         with self._lock:
             self._failure = reason if self._round is not None else None
 
     def is_closed(self) -> bool:
-        """See :class:`RendezvousHandler`."""
         with self._recorder.failures("is_closed"), self._lock:
             self._look()
             return self._shared.state.closed is not None
@@ -321,12 +315,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def _close(self) -> None:
         reason = self._failure or ("its work is done" if self._has_succeeded else "it has ended")
-        self._run(
-            decisions.close,
-            self._settings.timeout.close.total_seconds(),
-            f"node {self._this_node} has closed it, as {reason}",
-            self._failure is not None,
-        )
+        reason = f"node {self._this_node} has closed it, as {reason}"
+        seconds = self._settings.timeout.close.total_seconds()
+        self._run(decisions.close, seconds, reason, self._failure is not None)
         text = f"node {self._this_node} has closed the rendezvous"
         self._recorder.tell("DynamicRendezvousHandler._close", text, NodeState.SUCCEEDED)
 

@@ -40,8 +40,6 @@ class EventRunner(Record):
         local: settings and workers.
         rendezvous: that of several nodes; ``None`` for one node.
         server: the health check server, open, for the loop to answer for.
-
-    Attributes:
         restarts: those that were charged.
     """
 
@@ -64,9 +62,7 @@ class EventRunner(Record):
         try:
             observers = make_observers(job, self._local.observe(), console.say, self._server, tells_end=False)
             agent = Agent(
-                job,
-                self._local.workers(job),
-                decisions,
+                *(job, self._local.workers(job), decisions),
                 signals=signals,
                 owns_process=False,
                 console=console,

@@ -23,14 +23,8 @@ if TYPE_CHECKING:
 def start_by(
     start_processes: Callable[..., PContext], spec: WorkerSpec, local: LocalJob, plan: Plan, restarts: int
 ) -> GivenContext:
-    """Start the workers of an attempt as torch's agent does: by this function, with torch's arguments.
-
-    Args:
-        start_processes: the user's.
-        spec: of the workers.
-        local: the same, as settings.
-        plan: ranks and addresses.
-        restarts: charged so far.
+    """Start the workers of an attempt as torch's agent does, by the user's function with torch's
+    arguments.
     """
     template = local.prefix_template
     try:
@@ -56,15 +50,8 @@ def start_by(
 
 
 class GivenContext:
-    """Wraps the context of one start; what it does not have is the context's own.
-
-    Args:
-        context: ours, or anything like it.
-        plan: holds the port of the workers' store.
-
-    Attributes:
-        has_failed: not known before all have ended.
-        attempt: there is no record of it.
+    """Wraps the context of one start, ours or anything like it, and holds the plan's port. What it does not
+    have is the context's own. How the workers go is not known before all have ended.
     """
 
     has_failed = False

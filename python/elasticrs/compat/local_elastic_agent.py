@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.multiprocessing.api import LogsSpecs
-    from elasticrs.multiprocessing.errors import ProcessFailure
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
     class HealthCheckServer(Protocol):
@@ -152,7 +151,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             why = why_hooks_decide(self)
             if why is not None:
                 _log.debug("the agent's hooks decide: %s", why)
-                return self._run_by_hooks(role)
+                with raised_signals(self._local.signals, self._local.forwarded, self._pass_on):
+                    result: RunResult = super().run(role)
+                    return result
             self._check_limits()
             runner = EventRunner(
                 self._worker_group, self._local, self._rendezvous_settings(), self._server_of_ours()
@@ -167,12 +168,6 @@ class LocalElasticAgent(SimpleElasticAgent):
                 pcontext.release()
             if self._health_check_server is not None:
                 self._health_check_server.stop()
-
-    def _run_by_hooks(self, role: str) -> RunResult:
-        local = self._local
-        with raised_signals(local.signals, local.forwarded, self._pass_on):
-            result: RunResult = super().run(role)
-            return result
 
     def _pass_on(self, signum: int) -> None:
         # A context of the user's has no way to.
@@ -220,7 +215,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             ours.open()
         elif self._health_check_server is not None:
             if ours is not None:
-                ours.attend_to(self._progress.overdue)
+                ours.find_overdue = self._progress.overdue
             self._health_check_server.start()
 
     @staticmethod
@@ -240,9 +235,12 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         self._check_limits()
         result: RunResult = super()._invoke_run(role)
-        if result.is_failed() and not result.failures:
+        attempt = self._pcontext.attempt if self._pcontext is not None else None
+        if result.is_failed() and not result.failures and attempt is not None:
+            from elasticrs.agent.report import failures
+
             # It was not a worker that failed first; what there is to know of them is told all the same.
-            result.failures = self._failures()
+            result.failures = failures(attempt)
         return result
 
     @prof
@@ -304,14 +302,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._remaining_restarts = 0
         _log.error("%s; no restart follows", texts.asleep(overdue, self._local.uninterruptible_state_timeout))
         return RunResult(WorkerState.UNHEALTHY)
-
-    def _failures(self) -> dict[int, ProcessFailure]:
-        attempt = self._pcontext.attempt if self._pcontext is not None else None
-        if attempt is None:
-            return {}
-        from elasticrs.agent.report import failures
-
-        return failures(attempt)
 
 
 _HOOKS = (

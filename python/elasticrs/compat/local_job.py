@@ -88,10 +88,8 @@ class LocalJob:
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
     def config(self, rendezvous: Rendezvous | None = None) -> JobConfig:
-        """The settings of the job.
-
-        Args:
-            rendezvous: that of several nodes, where the agent reacts to its events.
+        """Return the settings of the job; ``rendezvous``: that of several nodes, where the agent reacts to
+        its events.
         """
         if self.made is not None:
             return self.made[0]
@@ -117,11 +115,7 @@ class LocalJob:
         )
 
     def workers(self, job: JobConfig) -> Workers:
-        """What starts the workers.
-
-        Args:
-            job: their settings.
-        """
+        """Return what starts the workers."""
         if self.made is not None:
             return self.made[1]
         spec = self._spec
@@ -143,13 +137,13 @@ class LocalJob:
         return CommandWorkers(setup, [str(spec.entrypoint), *map(str, spec.args)])
 
     def observe(self) -> ObserveSettings:
-        """Where events and metrics go."""
+        """Return where events and metrics go."""
         spec = self._spec
         entry_point, backend = spec.get_entrypoint_name(), spec.rdzv_handler.get_backend()
         return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
 
     def with_console(self, observers: Sequence[Observer]) -> Sequence[Observer]:
-        """With who shows lines of workers where ``sys.stdout`` or ``sys.stderr`` was replaced."""
+        """Add who shows lines of workers where ``sys.stdout`` or ``sys.stderr`` was replaced."""
         streams = replaced_streams()
         if not streams:
             return observers

@@ -40,16 +40,8 @@ _PHASES: dict[str | None, machine.Phase] = {
 
 
 class PolledWorkers:
-    """Starts, watches and stops the workers of one agent, one attempt after another.
-
-    Args:
-        job: what to run.
-        workers: starts the processes.
-        console: for lines to the user.
-        observers: hear of everything.
-
-    Attributes:
-        name: of the job, as in torch's ``PContext``.
+    """Starts, watches and stops the workers of one agent, one attempt after another. ``name`` is the job's,
+    as in torch's ``PContext``.
     """
 
     def __init__(
@@ -66,10 +58,8 @@ class PolledWorkers:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def suspend(self, signals: SignalPipe) -> None:
-        """Control-Z: stop the workers and this process, until it goes on. For a signal handler.
-
-        Args:
-            signals: where the SIGTSTP was taken from.
+        """Control-Z, taken from ``signals``: stop the workers and this process, until it goes on. For a
+        signal handler.
         """
         when_safe(lambda: suspend(self._tracker.supervisor if self._tracker.is_open else None, signals))
 
@@ -78,14 +68,7 @@ class PolledWorkers:
         self._tracker.forward(signum, are_running=self._has_started and self.is_running)
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
-        """Start all workers, or none.
-
-        Args:
-            plan: ranks and addresses.
-            restarts: charged so far.
-
-        Returns:
-            Their pids by local rank.
+        """Start all workers, or none; return their pids by local rank.
 
         Raises:
             RuntimeError: they could not be started, or those before cannot be ended.
@@ -142,14 +125,11 @@ class PolledWorkers:
         return attempt is not None and attempt.first_failure is not None
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's
-        """Wait for the end of all workers.
+        """Wait for the end of all workers; ``None`` when they run still.
 
         Args:
             timeout: seconds; 0 to take what has happened already, negative for as long as it takes.
             period: torch's, which polls.
-
-        Returns:
-            How they ended, by local rank; ``None`` when they run.
         """
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while self.is_running:
@@ -162,11 +142,7 @@ class PolledWorkers:
         return self._found
 
     def wait_for_news(self, seconds: float) -> None:
-        """Wait until the workers have ended or one has failed, at most this long.
-
-        Args:
-            seconds: how long.
-        """
+        """Wait until the workers have ended or one has failed, at most this long."""
         if not self.is_running:
             time.sleep(seconds)
             return
@@ -175,12 +151,7 @@ class PolledWorkers:
             self._pump(left)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        """Stop the workers and wait for their end; nothing to do when they have ended.
-
-        Args:
-            death_sig: the first signal; SIGTERM when ``None``.
-            timeout: seconds until SIGKILL.
-        """
+        """Stop the workers and wait for their end; nothing to do when they have ended."""
         if self._tracker.is_open and self.is_running:
             self._tracker.stop(machine.Stop(int(death_sig or signal.SIGTERM), timeout))
             self._note_events()
@@ -216,15 +187,12 @@ class PolledWorkers:
         self._has_started, self._ended, self._found = False, None, None
 
     def _pump(self, seconds: float | None) -> bool:
-        """Handle one event: whether there was one."""
+        """Handle one event; True if there was one."""
         self._console.flush()
-        with waiting(self._ring):
+        with waiting(lambda: os.eventfd_write(self._bell, 1)):
             was_something = self._tracker.wait(seconds)
             self._note_events()
         return was_something
-
-    def _ring(self) -> None:
-        os.eventfd_write(self._bell, 1)
 
     def on_fd(self, fd: int, *, is_over: bool) -> bool:
         """See :class:`elasticrs.agent.tracker.Owner`."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Any
 
 _OF_A_KEY = frozenset((
     *("set", "get", "add", "append", "compare_set", "delete_key", "barrier"),
@@ -16,12 +13,7 @@ _OF_KEYS = frozenset(("multi_set", "multi_get", "wait", "check"))
 
 
 def with_prefix(store: Any, prefix: str) -> Any:
-    """The store, with a prefix and a slash before every key, as torch's ``PrefixStore``.
-
-    Args:
-        store: torch's, ours, or anything with the same methods.
-        prefix: for the keys.
-    """
+    """Return a store with a prefix and a slash before every key, as torch's ``PrefixStore``."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(store, distributed.Store):
         # Torch's own functions take nothing else.
@@ -30,12 +22,7 @@ def with_prefix(store: Any, prefix: str) -> Any:
 
 
 class PrefixStore:
-    """Puts a prefix before every key; what has no keys, such as ``timeout``, is the store's.
-
-    Args:
-        prefix: with a slash after it.
-        store: anything with the methods of torch's ``Store`` that are called.
-    """
+    """Puts a prefix and a slash before every key; what has no keys, such as ``timeout``, is the store's."""
 
     def __init__(self, prefix: str, store: Any) -> None:
         self._prefix = f"{prefix}/"
@@ -48,8 +35,5 @@ class PrefixStore:
         if name in _OF_A_KEY:
             return lambda key, *rest, **named: found(self._prefix + key, *rest, **named)
         if name in _OF_KEYS:
-            return lambda keys, *rest, **named: found(self._with(keys), *rest, **named)
+            return lambda keys, *rest, **named: found([self._prefix + key for key in keys], *rest, **named)
         return found
-
-    def _with(self, keys: Sequence[str]) -> list[str]:
-        return [self._prefix + key for key in keys]

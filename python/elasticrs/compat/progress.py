@@ -25,34 +25,22 @@ START_ALLOWANCE = 600.0
 
 
 class Progress:
-    """The place in which an agent is.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """The place in which an agent is."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._place: Place | None = None
 
     def within(self, name: str, allowance: float) -> Place:
-        """For ``with``: what is called there.
+        """For ``with``: a hook is called there, of which nothing need be heard for ``allowance`` seconds.
 
         What it calls in turn may be a place of its own; when that is left, the allowance of this one begins
         anew.
-
-        Args:
-            name: of a hook.
-            allowance: seconds for which nothing need be heard of it.
         """
         return Place(self, name, allowance)
 
     def tell(self, seconds: float = 0.0) -> None:
-        """Whatever is being done goes on. From any thread.
-
-        Args:
-            seconds: for which nothing need be heard from now on, in place of the allowance.
-        """
+        """Whatever is being done goes on, and nothing need be heard for so many seconds. From any thread."""
         place = self._place
         if place is not None:
             place.silent_until = self._clock() + seconds
@@ -64,8 +52,8 @@ class Progress:
             self.tell(place.allowance)
 
     def overdue(self) -> tuple[float, str | None]:
-        """For how many seconds something should have been heard, and of what; 0 when all is well. From any
-        thread.
+        """Say for how many seconds something should have been heard, and of what; 0 when all is well. From
+        any thread.
         """
         place = self._place
         if place is None:

@@ -33,8 +33,8 @@ def raised_signals(
 
     Args:
         signums: what to catch; ignored ones are left alone.
-        forwarded: further signals, which raise nothing.
-        pass_on: called with one of them.
+        forwarded: further signals, which raise nothing: ``pass_on`` is called with them.
+        pass_on: see ``forwarded``.
     """
     if threading.current_thread() is not threading.main_thread():
         warnings.warn("not in the main thread: signals are not handled", RuntimeWarning, stacklevel=3)

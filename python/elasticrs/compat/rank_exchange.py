@@ -20,19 +20,15 @@ _RANKS = "torchelastic/assigned_ranks/"
 
 
 def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
-    """Agree on the ranks of all workers; waits for the other nodes as long as the store does.
-
-    Args:
-        store: as torch's, shared by the nodes of this round alone.
-        group_rank: of this node.
-        group_world_size: nodes in the round.
-        own: what this node brings into the round.
+    """Agree on the ranks of all workers; waits for the other nodes as long as the store does, which they
+    share.
     """
     told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
     store.set(f"{_INFO}{group_rank}", told.serialize().decode())
     if group_rank == 0:
         everybody = range(group_world_size)
-        nodes = [_share(data) for data in store.multi_get([f"{_INFO}{rank}" for rank in everybody])]
+        infos = map(_RoleInstanceInfo.deserialize, store.multi_get([f"{_INFO}{rank}" for rank in everybody]))
+        nodes = [NodeShare(str(info.role), int(info.local_world_size)) for info in infos]
         answers = [
             json.dumps([ranks.first_rank, ranks.world_size, ranks.first_role_rank, ranks.role_world_size])
             for ranks in node_ranks(nodes)
@@ -42,16 +38,6 @@ def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare)
     return NodeRanks(group_rank, group_world_size, first, world_size, first_in_role, role_world_size)
 
 
-def _share(data: bytes) -> NodeShare:
-    told = _RoleInstanceInfo.deserialize(data)
-    return NodeShare(str(told.role), int(told.local_world_size))
-
-
 def begin_exit_barrier(store: Any, group_world_size: int) -> str:
-    """Tell the other nodes that this one has finished; the key that is set when all have.
-
-    Args:
-        store: as for :func:`exchange`.
-        group_world_size: nodes in the round.
-    """
+    """Tell the other nodes that this one has finished; return the key that is set when all have."""
     return _barrier_nonblocking(store, group_world_size, TERMINAL_STATE_SYNC_ID)

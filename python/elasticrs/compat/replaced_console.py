@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 class ReplacedConsole(Observer):
-    """Shows tee'd lines there, while the workers of an attempt run.
-
-    Args:
-        streams: what :func:`~elasticrs.multiprocessing.tail_log.replaced_streams` returned.
-        role: of the workers.
-        template: of the lines' prefixes.
-    """
+    """Shows tee'd lines there, while the workers of an attempt run."""
 
     def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
         self._streams = streams

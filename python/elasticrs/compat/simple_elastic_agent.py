@@ -30,8 +30,8 @@ from elasticrs.compat.worker_group import (
     WorkerState,
     _RoleInstanceInfo,
 )
-from elasticrs.events import Event, EventSource, record
-from elasticrs.events.hostname import fq_hostname as _get_fq_hostname
+from elasticrs.events import STATUS, Event, EventSource, details_of_worker, record, status_metadata
+from elasticrs.events.hostname import fq_hostname as _get_fq_hostname  # noqa: F401 -- here in torch
 from elasticrs.metrics import prof, put_metric
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
@@ -121,7 +121,6 @@ class SimpleElasticAgent(ElasticAgent):
         self._given_store = store
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:  # noqa: ARG002 -- torch's signature
-        """See :class:`ElasticAgent`."""
         return self._worker_group
 
     @abstractmethod
@@ -130,11 +129,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop them all.
-
-        In releases 2.5 and 2.6 of torch it had a second argument, ``is_restart``: a method that has one gets
-        it.
-        """
+        """Stop them all. A method that has torch 2.5's second argument, ``is_restart``, gets it."""
 
     @abstractmethod
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -142,10 +137,8 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        """Release everything; workers that are still there get the signal.
-
-        Older releases of torch know no ``timeout``, and 2.5 and 2.6 an ``is_restart``: a method gets what it
-        has.
+        """Release everything; workers that are still there get the signal. A method gets those arguments that
+        it has: older releases of torch know no ``timeout``, and 2.5 and 2.6 an ``is_restart``.
         """
 
     @prof
@@ -220,11 +213,8 @@ class SimpleElasticAgent(ElasticAgent):
         return self._run_and_shut_down(partial(self._invoke_run, role))
 
     def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
-        """Run the workers, and shut down whatever happens.
-
-        Args:
-            invoke: runs them.
-            is_observed: events and metrics are recorded there already.
+        """Run the workers, and shut down whatever happens. ``is_observed``: events and metrics are recorded
+        there already.
         """
         started = time.monotonic()
         is_shut_down = False
@@ -324,10 +314,8 @@ class SimpleElasticAgent(ElasticAgent):
         return time.time() - self._progress.overdue()[0]
 
     def _tell_progress(self, seconds: float = 0.0) -> None:
-        """For hooks that take long: what is being done goes on. Not in torch; from any thread.
-
-        Args:
-            seconds: for which nothing more need be heard, in place of what is allowed for this hook.
+        """For hooks that take long: what is being done goes on, and nothing more need be heard for so many
+        seconds. Not in torch; from any thread.
         """
         self._progress.tell(seconds)
 
@@ -385,11 +373,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @contextmanager
     def record_duration(self, state: str) -> Iterator[None]:
-        """Record an event that says how long something took.
-
-        Args:
-            state: the name of it.
-        """
+        """Record an event of this name that says how long something took."""
         started = time.perf_counter()
         try:
             yield
@@ -432,33 +416,26 @@ class SimpleElasticAgent(ElasticAgent):
         worker_pid: int | None = None,
     ) -> Event:
         group, spec = self._worker_group, self._worker_group.spec
-        more: dict[str, Any] = {
+        inner: dict[str, Any] = {
             "group_world_size": group.group_world_size,
             "entry_point": spec.get_entrypoint_name(),
         }
+        known: dict[str, Any] = {"raw_error": raw_error, "duration_ms": duration_ms}
         if worker is not None:
-            # Lists of one, as readers of torch's events know them.
-            more["local_rank"] = (worker.local_rank,)
-            more["role_rank"] = (worker.role_rank,)
-            more["role_world_size"] = (worker.role_world_size,)
-            more["exit_code"] = (exit_code,)
-            more["worker_pid"] = (worker_pid,)
-        metadata = {
-            "run_id": spec.rdzv_handler.get_run_id(),
-            "global_rank": None if worker is None else worker.global_rank,
-            "group_rank": group.group_rank,
-            "worker_id": None if worker is None else str(worker.id),
-            "role": spec.role,
-            "hostname": _get_fq_hostname(),
-            "state": state,
-            "total_run_time": self._total_execution_time,
-            "rdzv_backend": spec.rdzv_handler.get_backend(),
-            "raw_error": raw_error,
-            "metadata": json.dumps(more),
-            "agent_restarts": spec.max_restarts - self._remaining_restarts,
-            "duration_ms": duration_ms,
-        }
-        return Event(f"torchelastic.worker.status.{state}", source, metadata=metadata)
+            inner |= details_of_worker(worker, exit_code, worker_pid)
+            known |= {"global_rank": worker.global_rank, "worker_id": str(worker.id)}
+        metadata = status_metadata(
+            state,
+            inner,
+            run_id=spec.rdzv_handler.get_run_id(),
+            group_rank=group.group_rank,
+            role=spec.role,
+            total_run_time=self._total_execution_time,
+            rdzv_backend=spec.rdzv_handler.get_backend(),
+            agent_restarts=spec.max_restarts - self._remaining_restarts,
+            **known,
+        )
+        return Event(f"{STATUS}{state}", source, metadata=metadata)
 
     def _record_metrics(self, group_results: RunResult) -> None:
         failed, spec = group_results.is_failed(), self._worker_group.spec
@@ -489,12 +466,8 @@ def _first_failure(found: RunResult | Exception) -> str:
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Call a hook that may have been written for another release.
-
-    Args:
-        method: of a subclass.
-        *arguments: what every release passes.
-        **named: what only some do: ``timeout`` the newer ones, ``is_restart`` those that named it.
+    """Call a hook that may have been written for another release: ``named`` is what only some have,
+    ``timeout`` the newer ones, ``is_restart`` those that named it.
     """
     taken = inspect.signature(method).parameters
     kinds = {each.kind for each in taken.values()}

@@ -170,8 +170,8 @@ class WorkerGroup:
         self._store, self._open_store = store, None
 
     def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
-        """Show a plan to who reads this. What the specification says of the workers' store has precedence,
-        and changes the plan. Not in torch.
+        """Show the plan of the next attempt to who reads this. What the specification says of the workers'
+        store has precedence, and changes the plan. Not in torch.
 
         Args:
             plan: of the next attempt.
@@ -238,13 +238,7 @@ class RunResult:
 
 @dataclass(repr=False, eq=False)
 class _RoleInstanceInfo:
-    """What an agent tells the others of a round about its workers, in torch's JSON.
-
-    Args:
-        role: of the workers.
-        rank: of the node.
-        local_world_size: how many workers.
-    """
+    """What an agent tells the others of a round about its workers, in torch's JSON."""
 
     role: str
     rank: int

@@ -8,16 +8,24 @@ The events of the agent itself, and their schema, are in ``docs/events.md``.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import time
 import traceback
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from elasticrs.events.api import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
 from elasticrs.events.handlers import get_logging_handler
 from elasticrs.events.hostname import fq_hostname
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from elasticrs.compat.worker_group import Worker
+    from elasticrs.ranks import WorkerRanks
 
 __all__ = [
     "Event",
@@ -30,6 +38,14 @@ __all__ = [
     "record",
     "record_rdzv_event",
 ]
+
+STATUS = "torchelastic.worker.status."
+"""In the name of an event, before the state that an agent or a worker has come to."""
+
+_ORDER = (
+    *("run_id", "global_rank", "group_rank", "worker_id", "role", "hostname", "state", "total_run_time"),
+    *("rdzv_backend", "raw_error", "metadata", "agent_restarts"),
+)
 
 _events_loggers: dict[str, logging.Logger] = {}
 _FAILURES_OF_WATCHDOGS = frozenset({"timer expired", "worker hung", "kill worker process"})
@@ -63,6 +79,21 @@ def record(event: Event, destination: str = "null") -> None:
     # Of a watchdog's events the state says how the agent is.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
+
+
+def status_metadata(
+    state: str, inner: Mapping[str, object], **known: EventMetadataValue
+) -> dict[str, EventMetadataValue]:
+    """Return the metadata of an event of a job, in torch's order; what is not known is ``None``."""
+    known |= {"state": state, "hostname": fq_hostname(), "metadata": json.dumps(inner)}
+    return {**{name: known.get(name) for name in _ORDER}, **known}
+
+
+def details_of_worker(worker: WorkerRanks | Worker, exit_code: object, pid: object) -> dict[str, object]:
+    """Return what else an event of a worker tells: lists of one, as readers of torch's events know them."""
+    names = ("local_rank", "role_rank", "role_world_size")
+    found = {name: getattr(worker, name) for name in names} | {"exit_code": exit_code, "worker_pid": pid}
+    return {name: [value] for name, value in found.items()}
 
 
 def record_rdzv_event(event: RdzvEvent) -> None:

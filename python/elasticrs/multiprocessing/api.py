@@ -202,7 +202,6 @@ class DefaultLogsSpecs(LogsSpecs):
         return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """See :class:`LogsSpecs`."""
         some = envs.get(0, {})
         directory = ""
         if self._root_log_dir != os.devnull:

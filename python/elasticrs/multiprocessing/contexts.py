@@ -118,7 +118,6 @@ class _SupervisedContext(PContext):
         return cpus_of_options(self._numa_options, self.nprocs)
 
     def pids(self) -> dict[int, int]:
-        """See the base class."""
         return dict(self._processes().pids)
 
     def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
@@ -221,7 +220,6 @@ class SubprocessContext(_SupervisedContext):
             time.sleep(min(seconds, _LOOK))
 
     def pids(self) -> dict[int, int]:
-        """See the base class."""
         if self._foreign is None:
             return super().pids()
         return {rank: handler.proc.pid for rank, handler in self._foreign.handlers.items()}

@@ -85,7 +85,6 @@ class FunctionWorkers(Workers):
         self._pages: dict[int, int] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
-        """See the base class."""
         return self._begin(paths, environments, {})
 
     def _begin(
@@ -291,7 +290,6 @@ class KeptWorkers(FunctionWorkers):
         )
 
     def close(self) -> None:
-        """See the base class."""
         self._close_pages()
         self._supervisor = None
         super().close()

@@ -182,7 +182,6 @@ class Spawn(FunctionStart):
     """A fresh interpreter for each, started by the core like a program."""
 
     def prepare(self) -> list[ProcessSpec]:
-        """See the base class."""
         self._open_pipes()
         functions, specs = self._functions, []
         for rank in self._ranks():

@@ -57,12 +57,10 @@ class OneNodeRendezvous(RendezvousHandler):
         self._is_closed = False
 
     def get_backend(self) -> str:
-        """See :class:`RendezvousHandler`."""
         return self._backend
 
     @property
     def use_agent_store(self) -> bool:
-        """See :class:`RendezvousHandler`."""
         return self._port is None and agent_hosts_store(os.environ)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -113,11 +111,9 @@ class OneNodeRendezvous(RendezvousHandler):
         return self._store
 
     def is_closed(self) -> bool:
-        """See :class:`RendezvousHandler`."""
         return self._is_closed
 
     def set_closed(self) -> None:
-        """See :class:`RendezvousHandler`."""
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
@@ -125,11 +121,9 @@ class OneNodeRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """See :class:`RendezvousHandler`."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """See :class:`RendezvousHandler`."""
         self.set_closed()
         self._release()
         self._own_store.close()

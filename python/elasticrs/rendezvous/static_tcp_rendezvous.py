@@ -57,7 +57,6 @@ class StaticTCPRendezvous(RendezvousHandler):
         )
 
     def get_backend(self) -> str:
-        """See :class:`RendezvousHandler`."""
         return "static"
 
     @property
@@ -72,7 +71,6 @@ class StaticTCPRendezvous(RendezvousHandler):
     shutdown = _asked("shutdown")
 
     def get_run_id(self) -> str:
-        """See :class:`RendezvousHandler`."""
         return self.run_id
 
 

@@ -134,7 +134,6 @@ class FileTimerClient(TimerClient):
         self._send(scope_id, expiration_time, int(self.signal), extra)
 
     def release(self, scope_id: str) -> None:
-        """See the base class."""
         self._check_process()
         self._send(scope_id, -1, 0, self._start_time if self._keeps_open else "")
 

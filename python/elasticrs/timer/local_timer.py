@@ -41,12 +41,10 @@ class LocalTimerClient(TimerClient):
         self._mp_queue = mp_queue
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """See the base class."""
         request = LocalTimerRequest(os.getpid(), scope_id, expiration_time, started_at("self"))
         self._mp_queue.put(request)
 
     def release(self, scope_id: str) -> None:
-        """See the base class."""
         self._mp_queue.put(TimerRequest(os.getpid(), scope_id, -1))
 
 
@@ -62,11 +60,9 @@ class MultiprocessingRequestQueue(RequestQueue):
         self._mp_queue = mp_queue
 
     def size(self) -> int:
-        """See the base class."""
         return int(self._mp_queue.qsize())
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """See the base class."""
         from queue import Empty
 
         requests: list[TimerRequest] = []
@@ -96,14 +92,12 @@ class LocalTimerServer(DescendantTimers, TimerServer):
         super().__init__(MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
 
     def stop(self) -> None:
-        """See the base class."""
         thread = self._watchdog_thread
         super().stop()
         if thread is None or not thread.is_alive():
             self._descendants.close()
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """See the base class."""
         self._forget(self._descendants.forget_the_dead())
         for request in timer_requests:
             key = (request.worker_id, request.scope_id)
@@ -116,7 +110,6 @@ class LocalTimerServer(DescendantTimers, TimerServer):
                 self._timers[key] = request
 
     def clear_timers(self, worker_ids: set[int]) -> None:
-        """See the base class."""
         self._forget(worker_ids)
 
     def _reap_worker(self, worker_id: int) -> bool:

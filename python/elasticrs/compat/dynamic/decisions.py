@@ -58,7 +58,7 @@ class View:
         node: itself.
         state: as last read, without the dead.
         now: on its monotonic clock, in seconds.
-        is_beat_due: whether it is time for a sign of life.
+        is_beat_due: it is time for a sign of life.
         last_call_since: when it first saw the present last call; ``None`` without one.
         settings: of the rendezvous.
     """
@@ -178,13 +178,7 @@ def patience(settings: RendezvousSettings) -> float:
 
 
 def ended(state: State, node: Node, number: int) -> bool:
-    """True if a round is over for a node that was in it.
-
-    Args:
-        state: as last read, without the dead.
-        node: the node.
-        number: of the round.
-    """
+    """True if a round is over for a node that was in it."""
     return state.round != number or not state.is_intact or state.place_of(node) is not Place.PARTICIPANT
 
 
@@ -198,14 +192,8 @@ def waiting(state: State, settings: RendezvousSettings) -> int:
 
 
 def apply(action: Action, state: State, node: Node, beat: int, settings: RendezvousSettings) -> State:
-    """Return the state after an action of a node.
-
-    Args:
-        action: one that changes it, but for :attr:`Action.CLOSE`, see :func:`closed`.
-        state: as last read, without the dead.
-        node: who acts.
-        beat: its next sign of life.
-        settings: of the rendezvous.
+    """Return the state after an action of a node that changes it; for :attr:`Action.CLOSE` see
+    :func:`closed`.
     """
     standing = state.nodes.get(node)
     if action is Action.KEEP_ALIVE and standing is not None:
@@ -224,18 +212,12 @@ def apply(action: Action, state: State, node: Node, beat: int, settings: Rendezv
 
 
 def closed(state: State, reason: str, has_failed: bool = False) -> State:
-    """The state, closed for a reason.
-
-    Args:
-        state: as last read.
-        reason: for the others.
-        has_failed: the job has failed.
-    """
+    """Return the state, closed for a reason; ``has_failed``: because the job has failed."""
     return replace(state, closed=reason[:256], has_failed=has_failed)
 
 
 def without(state: State, gone: Iterable[Node], settings: RendezvousSettings) -> State:
-    """The state without some nodes."""
+    """Return the state without some nodes."""
     left = set(gone)
     if not left & state.nodes.keys():
         return state

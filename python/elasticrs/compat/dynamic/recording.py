@@ -41,31 +41,15 @@ _DONE = (Action.COMPLETE, Action.CLOSE)
 
 
 class Recorder(Record):
-    """Records what happens to a node.
-
-    Args:
-        run_id: the name of the job.
-        node: the node.
-    """
+    """Records what happens to a node."""
 
     _run_id: str
     _node: Node
 
     def tell(
-        self,
-        what: str,
-        message: str,
-        node_state: NodeState = NodeState.RUNNING,
-        rank: int | None = None,
+        self, what: str, message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None
     ) -> None:
-        """Record an event.
-
-        Args:
-            what: class and method in torch.
-            message: what happened.
-            node_state: where the node stands; with FAILED, the exception that is being handled goes along.
-            rank: of the node, when it is known.
-        """
+        """Record an event of this class and method in torch; a failure takes the handled exception along."""
         if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
             return
         event = RdzvEvent(
@@ -82,12 +66,7 @@ class Recorder(Record):
         record_rdzv_event(event)
 
     def acts(self, action: Action, state: State) -> None:
-        """The node is about to change the state.
-
-        Args:
-            action: how.
-            state: as last read.
-        """
+        """The node is about to change the state, as last read."""
         place = state.place_of(self._node)
         if action in _ACTS:
             method, deed = _ACTS[action]
@@ -106,11 +85,7 @@ class Recorder(Record):
 
     @contextmanager
     def failures(self, what: str) -> Iterator[None]:
-        """Record what is raised in here.
-
-        Args:
-            what: the method of the handler.
-        """
+        """Record what is raised in here, by this method of the handler."""
         try:
             yield
         except Exception as error:

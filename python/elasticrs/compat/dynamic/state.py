@@ -24,13 +24,7 @@ _FORMAT = "elasticrs.rendezvous"
 
 
 class Node(NamedTuple):
-    """Who a node is: one handler in one process.
-
-    Args:
-        addr: its host.
-        pid: its process.
-        local_id: its number among the handlers of the process.
-    """
+    """Who a node is: one handler in one process; ``local_id`` counts the handlers of the process."""
 
     addr: str
     pid: int
@@ -96,16 +90,16 @@ class State:
         return self.is_complete and len(self.at(Place.PARTICIPANT)) == self.size
 
     def at(self, place: Place) -> list[Node]:
-        """The nodes with this part."""
+        """Return the nodes with this part."""
         return [node for node, standing in self.nodes.items() if standing.place is place]
 
     def place_of(self, node: Node) -> Place | None:
-        """The part of a node; ``None`` if it has none."""
+        """Return the part of a node; ``None`` if it has none."""
         standing = self.nodes.get(node)
         return None if standing is None else standing.place
 
     def with_node(self, node: Node, standing: Standing) -> State:
-        """The state with another standing for a node."""
+        """Return the state with another standing for a node."""
         return replace(self, nodes={**self.nodes, node: standing})
 
 
@@ -133,17 +127,7 @@ def encode(state: State) -> bytes:
         RendezvousStateError: it is too large.
     """
     nodes = [[*node, each.place.value, each.beat, each.rank] for node, each in state.nodes.items()]
-    document = {
-        "format": _FORMAT,
-        "version": VERSION,
-        "round": state.round,
-        "size": state.size,
-        "last_call": state.last_call,
-        "last_calls": state.last_calls,
-        "closed": state.closed,
-        "has_failed": state.has_failed,
-        "nodes": nodes,
-    }
+    document = {"format": _FORMAT, "version": VERSION, **vars(state), "nodes": nodes}
     data = json.dumps(document, separators=(",", ":")).encode()
     if len(data) > MAX_BYTES:
         raise RendezvousStateError(f"the state of {len(nodes)} nodes is larger than {MAX_BYTES} bytes")

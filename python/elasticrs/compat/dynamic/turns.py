@@ -33,13 +33,7 @@ LONGEST_PAUSE = 1.0
 
 
 class SharedState:
-    """The state as this node last saw it.
-
-    Args:
-        backend: where it is kept.
-        settings: of the rendezvous.
-        node: this one.
-        clock: monotonic seconds.
+    """The state as this node last saw it, in a back end.
 
     Attributes:
         state: as last read, without the dead.
@@ -124,9 +118,8 @@ class SharedState:
 
     def seconds_to_beat(self) -> float:
         """Return the seconds until the next sign of life is due."""
-        if self._beat_at is None:
-            return 0.0
-        return self._beat_at + self.settings.keep_alive_interval.total_seconds() - self.clock()
+        interval = self.settings.keep_alive_interval.total_seconds()
+        return 0.0 if self._beat_at is None else self._beat_at + interval - self.clock()
 
     def _take(self, data: bytes | None, token: Any, asked: float) -> bool:
         has_changed = data != self._data

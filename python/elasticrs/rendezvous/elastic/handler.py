@@ -90,7 +90,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._trouble: BaseException | None = None
 
     def get_backend(self) -> str:
-        """See :class:`RendezvousHandler`."""
         return self._backend
 
     @property
@@ -101,7 +100,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return self._use_agent_store
 
     def get_run_id(self) -> str:
-        """See :class:`RendezvousHandler`."""
         return self.rendezvous.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -154,7 +152,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
             return int(self._is_to_stop or self._trouble is not None)
 
     def is_closed(self) -> bool:
-        """See :class:`RendezvousHandler`."""
         with self._news:
             return self._is_shut or self._outcome is not None
 
