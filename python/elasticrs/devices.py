@@ -100,35 +100,20 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
 
 
 def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> bool:
-    """True if devices are divided (MIG). Their number then differs from what CUDA shows, which is one
-    slice to a process, however many ``CUDA_VISIBLE_DEVICES`` names.
+    """True if devices are divided (MIG), by the folder in which the NVIDIA driver lists slices.
 
-    Args:
-        environ: for ``CUDA_VISIBLE_DEVICES``; where it names whole devices first, slices of others do not
-            matter.
-        capabilities: the folder in which the NVIDIA driver lists slices.
+    Their number then differs from what CUDA shows, which is one slice to a process, however many
+    ``CUDA_VISIBLE_DEVICES`` names. Where that names whole devices first, slices of others do not matter.
     """
     first = environ.get(_CUDA, "").split(",")[0].strip()
     if first:
         return first.startswith("MIG-")
-    try:
-        gpus = os.listdir(capabilities)
-    except OSError:
-        # No such driver.
-        return False
-    return any(_slices(os.path.join(capabilities, gpu, "mig")) for gpu in gpus)
-
-
-def _slices(folder: str) -> bool:
-    try:
-        return any(name.startswith("gi") for name in os.listdir(folder))
-    except OSError:
-        # It cannot be divided.
-        return False
+    folders = [os.path.join(capabilities, gpu, "mig") for gpu in _names(capabilities)]
+    return any(name.startswith("gi") for folder in folders for name in _names(folder))
 
 
 def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str = "/dev") -> int:
-    """CUDA devices that a worker would see, by the driver's files.
+    """Return the number of CUDA devices that a worker would see, by the driver's files.
 
     Args:
         environ: for ``CUDA_VISIBLE_DEVICES``: as in CUDA itself, the list ends at the first entry that is no
@@ -190,49 +175,44 @@ def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
     return next((index for index in range(len(uuids)) if index not in taken), None)
 
 
-def _driver_gpus(driver: str) -> list[Gpu]:
+def _names(folder: str) -> list[str]:
+    """What is in a folder, in order; nothing without such a driver, or in a container that hides it."""
     try:
-        addresses = sorted(os.listdir(driver))
+        return sorted(os.listdir(folder))
     except OSError:
-        # Not an NVIDIA machine, or a container that hides /proc/driver.
         return []
-    return [Gpu(address, _uuid(os.path.join(driver, address, "information"))) for address in addresses]
 
 
-def _uuid(path: str) -> str:
+def _read(*path: str) -> str:
+    """The text of a file; nothing when it cannot be read, as of a device that this container may not use."""
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            text = file.read()
+        with open(os.path.join(*path), encoding="ascii", errors="replace") as file:
+            return file.read()
     except OSError:
-        # Then a UUID in CUDA_VISIBLE_DEVICES cannot be checked.
         return ""
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "GPU UUID":
-            return value.strip()
-    return ""
+
+
+def _driver_gpus(driver: str) -> list[Gpu]:
+    return [Gpu(address, _uuid(_read(driver, address, "information"))) for address in _names(driver)]
+
+
+def _uuid(text: str) -> str:
+    # Without one, a UUID in CUDA_VISIBLE_DEVICES cannot be checked.
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == "GPU UUID"), "")
 
 
 def _kfd_gpus(sysfs: str) -> list[Gpu]:
     """AMD's GPUs, in the order of the nodes of the compute driver, which is also ROCm's order."""
     folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
-    try:
-        nodes = sorted(filter(str.isdecimal, os.listdir(folder)), key=int)
-    except OSError:
-        # No such driver.
-        return []
-    found = (_kfd_properties(os.path.join(folder, node, "properties")) for node in nodes)
+    nodes = sorted(filter(str.isdecimal, _names(folder)), key=int)
+    found = (_kfd_properties(_read(folder, node, "properties")) for node in nodes)
     # CPUs are nodes as well.
     return [Gpu(_kfd_address(each)) for each in found if each.get("simd_count")]
 
 
-def _kfd_properties(path: str) -> dict[str, int]:
-    try:
-        with open(path, encoding="ascii") as file:
-            lines = [line.split() for line in file]
-    except OSError:
-        # A device that this container may not use.
-        return {}
+def _kfd_properties(text: str) -> dict[str, int]:
+    lines = [line.split() for line in text.splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
 
 
@@ -244,32 +224,15 @@ def _kfd_address(properties: Mapping[str, int]) -> str:
 
 def _pci_gpus(sysfs: str) -> list[Gpu]:
     folder = os.path.join(sysfs, "bus/pci/devices")
-    try:
-        addresses = sorted(os.listdir(folder))
-    except OSError:
-        # No PCI bus, as on some virtual machines.
-        return []
-    return [Gpu(address) for address in addresses if _is_nvidia_gpu(os.path.join(folder, address))]
+    return [Gpu(address) for address in _names(folder) if _is_nvidia_gpu(os.path.join(folder, address))]
 
 
 def _is_nvidia_gpu(folder: str) -> bool:
-    try:
-        with open(os.path.join(folder, "vendor"), encoding="ascii") as file:
-            if file.read().strip() != _NVIDIA:
-                return False
-        with open(os.path.join(folder, "class"), encoding="ascii") as file:
-            return file.read().startswith(_DISPLAY_CLASSES)
-    except OSError:
-        # It was unplugged meanwhile.
-        return False
+    return _read(folder, "vendor").strip() == _NVIDIA and _read(folder, "class").startswith(_DISPLAY_CLASSES)
 
 
 def _device_nodes(dev: str) -> int:
-    try:
-        names = os.listdir(dev)
-    except OSError:
-        return 0
-    return sum(name.startswith("nvidia") and name[6:].isdecimal() for name in names)
+    return sum(name.startswith("nvidia") and name[6:].isdecimal() for name in _names(dev))
 
 
 def _nvml_count(environ: Mapping[str, str]) -> int:
@@ -284,17 +247,13 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
         return 0
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        found = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
     except pynvml.NVMLError:
         return 0
     finally:
         pynvml.nvmlShutdown()
-    return len(_visible(environ, uuids))
-
-
-def _text(value: str | bytes) -> str:
     # Old versions of the package give bytes.
-    return value.decode() if isinstance(value, bytes) else value
+    return len(_visible(environ, [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in found]))
 
 
 _PROGRAM = """

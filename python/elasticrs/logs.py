@@ -83,10 +83,7 @@ class RunLogs:
         )
 
     def attempt(self, name: str) -> LogPaths:
-        """Make the directories of an attempt.
-
-        Args:
-            name: of the attempt.
+        """Make the directories of the attempt of this name.
 
         Raises:
             OSError: a directory cannot be made.
@@ -140,30 +137,32 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
 
 
 def hang_file(error_file: str) -> str:
-    """Where the agent keeps what a worker was doing when a rank hung.
-
-    Args:
-        error_file: of the worker; other files of a user's layout may share its folder.
+    """Return where the agent keeps what a worker was doing when a rank hung; other files of a user's layout
+    may share the folder of its error file.
     """
     folder, name = os.path.split(error_file)
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
 
 
 def fault_file(error_file: str) -> str:
-    """Where a worker's hook lets :mod:`faulthandler` write; the file is empty unless a fault struck.
-
-    Args:
-        error_file: of the worker.
+    """Return where a worker's hook lets :mod:`faulthandler` write; the file is empty unless a fault
+    struck.
     """
     return f"{error_file}.fault"
 
 
-def discard_empty_fault_file(error_file: str) -> None:
-    """Remove the file that :func:`fault_file` names if nothing was written to it; for after an attempt.
+def last_bytes(path: str, limit: int) -> bytes:
+    """Return the end of a file; nothing when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+            return file.read()
+    except OSError:
+        return b""
 
-    Args:
-        error_file: of the worker.
-    """
+
+def discard_empty_fault_file(error_file: str) -> None:
+    """Remove the file that :func:`fault_file` names if nothing was written to it; for after an attempt."""
     path = fault_file(error_file)
     try:
         if os.path.getsize(path) == 0:
@@ -173,12 +172,7 @@ def discard_empty_fault_file(error_file: str) -> None:
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """How many log files the agent keeps open for the console and for copies while workers run.
-
-    Args:
-        settings: what goes where.
-        nproc: workers on this node.
-    """
+    """Return how many log files the agent keeps open for the console and for copies while workers run."""
     paths = layout(settings, "" if settings.log_dir == os.devnull else os.curdir, nproc)
     files = len(paths.tee_stdouts) * (3 if settings.stdout_filters else 1)
     # A copy of lines has a file of its own to read and one to write.
@@ -186,13 +180,9 @@ def followed_files(settings: LogSettings, nproc: int) -> int:
 
 
 def parse_streams(text: str) -> int | dict[int, int]:
-    """Which streams, as ``--redirects`` and ``--tee`` take them.
-
-    Unlike torch, ranks of two and more digits can be named.
-
-    Args:
-        text: ``0`` none, ``1`` stdout, ``2`` stderr, ``3`` both; or such a number by local rank:
-            ``0:1,12:3``.
+    """Read which streams, as ``--redirects`` and ``--tee`` take them: ``0`` none, ``1`` stdout, ``2`` stderr,
+    ``3`` both; or such a number by local rank: ``0:1,12:3``. Unlike torch, ranks of two and more digits can
+    be named.
 
     Raises:
         ValueError: with what is expected.
@@ -209,7 +199,7 @@ def parse_streams(text: str) -> int | dict[int, int]:
 
 
 def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[int, str]:
-    """The prefix of each worker's lines on the console, by local rank.
+    """Return the prefix of each worker's lines on the console, by local rank.
 
     Args:
         template: with the macros ``${role_name}``, ``${local_rank}``, ``${rank}``, ``${hostname}``; the usual
@@ -234,7 +224,7 @@ def coloured(prefix: str, local_rank: int) -> str:
 
 
 def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
-    """Whether console lines are coloured: on a terminal, unless ``NO_COLOR`` is set."""
+    """True if console lines are coloured: on a terminal, unless ``NO_COLOR`` is set."""
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(fd)
 
 
@@ -285,18 +275,14 @@ def make_again(run_directory: str, *, is_temporary: bool) -> None:
         os.makedirs(run_directory, 0o700, exist_ok=True)
         return
     for path in (os.path.dirname(run_directory), run_directory):
-        _make_or_own(path)
-
-
-def _make_or_own(path: str) -> None:
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        found = os.lstat(path)
-        if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "the log folder was replaced", path) from None
-        if found.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "the log folder belongs to another user", path) from None
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:  # noqa: PERF203 -- two of them
+            found = os.lstat(path)
+            if not stat.S_ISDIR(found.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "the log folder was replaced", path) from None
+            if found.st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, "the log folder belongs to another user", path) from None
 
 
 def temporary_directory() -> str:
@@ -308,11 +294,8 @@ def temporary_directory() -> str:
 
 
 def remove_if_empty(directory: str, levels: int = 0) -> None:
-    """Remove a tree of directories, apart from those that hold a file or cannot be removed.
-
-    Args:
-        directory: its root.
-        levels: so many directories above it as well.
+    """Remove a tree of directories, and so many levels above it, apart from those that hold a file or cannot
+    be removed.
     """
     for parent, _, _ in os.walk(directory, topdown=False):
         _rmdir_if_empty(parent)

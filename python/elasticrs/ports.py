@@ -19,27 +19,51 @@ if TYPE_CHECKING:
 
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
-    """True if the agent hosts the workers' store when no port is given: ``False`` with
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, as in torch.
-
-    Args:
-        environ: the agent's environment.
+    """True if the agent hosts the workers' store when no port is given: unless, as in torch, the environment
+    has ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
     """
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
-def worker_store(ports: tuple[int, int] | None = None) -> _core.WorkerStore:
-    """Bind a port for a workers' store that this process will serve.
+class StorePort:
+    """The port of a workers' store for one attempt: bound at once, and ours until :meth:`close`.
 
     Args:
         ports: the first and the last that will do; any one when ``None``.
+        is_served: this process serves the store; otherwise the port is kept for rank 0.
+
+    Attributes:
+        store: the store that is served; ``None`` when rank 0 hosts it.
+        number: the port.
 
     Raises:
         OSError: no port is free, or no descriptor.
     """
-    from elasticrs import _core
 
-    return _core.WorkerStore(None, ports or 0)
+    __slots__ = ("_reserved", "number", "store")
+
+    def __init__(self, ports: tuple[int, int] | None = None, *, is_served: bool) -> None:
+        self.store: _core.WorkerStore | None = None
+        self._reserved: ReservedPort | None = None
+        if is_served:
+            from elasticrs import _core
+
+            self.store = _core.WorkerStore(None, ports or 0)
+            self.number = self.store.port
+        else:
+            self._reserved = ReservedPort(ports)
+            self.number = self._reserved.number
+
+    def serve(self, supervisor: _core.Supervisor | None) -> None:
+        """Begin to serve, on this supervisor's thread or one of its own, if that falls to this process."""
+        if self.store is not None:
+            self.store.serve(supervisor)
+
+    def close(self) -> None:
+        """Give the port back, and end the store with its connections. Idempotent."""
+        for held in (self.store, self._reserved):
+            if held is not None:
+                held.close()
 
 
 class ReservedPort:
@@ -77,26 +101,21 @@ def _bind_one_of(first: int, last: int) -> _socket.socket:
 
 def _bind(port: int) -> _socket.socket:
     try:
-        sock = _socket.socket(_socket.AF_INET6, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
-        address = "::"
-    except OSError:
-        # No IPv6 in this kernel. Running out of descriptors raises again below.
-        sock = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
-        address = ""
+        return _bind_family(_socket.AF_INET6, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise
+        # No IPv6 in this kernel, or switched off by sysctl. Running out of descriptors raises again.
+        return _bind_family(_socket.AF_INET, port)
+
+
+def _bind_family(family: int, port: int) -> _socket.socket:
+    sock = _socket.socket(family, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     try:
         sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
-        if sock.family == _socket.AF_INET6:
+        if family == _socket.AF_INET6:
             sock.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 0)
-        try:
-            sock.bind((address, port))
-        except OSError as error:
-            if sock.family != _socket.AF_INET6 or error.errno == errno.EADDRINUSE:
-                raise
-            # IPv6 is compiled in, but switched off by sysctl.
-            sock.close()
-            sock = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
-            sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
-            sock.bind(("", port))
+        sock.bind(("", port))
     except BaseException:
         sock.close()
         raise

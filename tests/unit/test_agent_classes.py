@@ -102,7 +102,7 @@ def test_the_hooks_of_a_subclass_run_in_torchs_order(handler):
     assert agent.calls == [("start", [0, 1]), "stop", ("start", [0, 1]), "shutdown"]
     group = agent.get_worker_group()
     assert [worker.id for worker in group.workers] == ["id0", "id1"]
-    assert group.master_port == handler.agent_store.port
+    assert group.master_port == handler.store_port.number
     # As in torch: a subclass may use it, with one node too.
     agent._store.set("key", "value")
     assert group.store.get("key") == b"value"

@@ -88,7 +88,7 @@ def test_every_round_has_a_fresh_store():
     first = handler.next_rendezvous().bootstrap_store_info.master_port
     socket.create_connection(("localhost", first)).close()
     second = handler.next_rendezvous().bootstrap_store_info.master_port
-    assert handler.agent_store.port == second
+    assert handler.store_port.number == second
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("localhost", first))
     assert handler.shutdown()
@@ -106,7 +106,7 @@ def test_rank_0_hosts_the_store_on_a_fresh_reserved_port_when_torchs_variable_sa
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", port))
     second = handler.next_rendezvous()
-    assert second.bootstrap_store_info.master_port == handler.reserved_port.number
+    assert second.bootstrap_store_info.master_port == handler.store_port.number
     assert handler.shutdown()
     assert handler.is_closed()
     with pytest.raises(RendezvousClosedError):
@@ -141,7 +141,7 @@ def test_a_static_endpoint_is_used_as_it_is():
     handler = get_rendezvous_handler(params("static", "[::1]:1234"))
     info = handler.next_rendezvous().bootstrap_store_info
     assert info == RendezvousStoreInfo("::1", 1234)
-    assert (handler.reserved_port, handler.agent_store) == (None, None)
+    assert handler.store_port is None
     assert (handler.get_backend(), handler.get_run_id(), handler.num_nodes_waiting()) == ("static", "job", 0)
     assert handler.use_agent_store is False
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 
-from elasticrs.utils.process_state import PROC, read_state
+from elasticrs.utils.process_state import read_state
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _LONGEST = 1.0
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
-    """When each process that sleeps now was first seen to.
+    """Return when each process that sleeps now was first seen to.
 
     Args:
         earlier: the same, of the look before.
@@ -36,12 +36,8 @@ def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -
 
 
 def overdue(first_seen: Mapping[int, float], now: float, limit: float) -> dict[int, float]:
-    """The processes that have slept for too long, and for how many seconds.
-
-    Args:
-        first_seen: from :func:`since`.
-        now: on its clock.
-        limit: seconds that are too long; nothing is when it is not positive.
+    """Return the processes that have slept for ``limit`` seconds (nothing is too long when it is not
+    positive), and for how many.
     """
     if limit <= 0:
         return {}
@@ -56,7 +52,7 @@ class Sleepers:
         proc: where ``/proc`` is mounted.
     """
 
-    def __init__(self, limit: float, proc: str = PROC) -> None:
+    def __init__(self, limit: float, proc: str = "/proc") -> None:
         self._limit = limit
         self._proc = proc
         self._next = 0.0
@@ -65,10 +61,8 @@ class Sleepers:
         """Seconds between two looks."""
 
     def look(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Those that have slept too long, by local rank, and for how many seconds.
-
-        Args:
-            pids: of the workers, by local rank. Looked at only when the last look is long enough ago.
+        """Return those of these pids that have slept too long, by local rank, and for how many seconds. Looks
+        only when the last look is long enough ago.
         """
         now = time.monotonic()
         if self._limit <= 0 or now < self._next:

@@ -23,7 +23,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elasticrs.compat.dynamic import decisions
 from elasticrs.compat.dynamic.recording import Recorder
@@ -32,7 +32,7 @@ from elasticrs.compat.dynamic.state import Node, Place
 from elasticrs.compat.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE, Operation, SharedState
 from elasticrs.compat.prefix_store import with_prefix
 from elasticrs.events import NodeState, construct_and_record_rdzv_event
-from elasticrs.ports import ReservedPort, agent_hosts_store, worker_store
+from elasticrs.ports import StorePort, agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -43,9 +43,6 @@ from elasticrs.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from elasticrs.rendezvous.utils import _PeriodicTimer
-
-if TYPE_CHECKING:
-    from elasticrs import _core
 
 __all__ = [
     "DynamicRendezvousHandler",
@@ -197,8 +194,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._round: int | None = None
         self._has_succeeded = False
         self._failure: str | None = None
-        self._worker_store: _core.WorkerStore | None = None
-        self._reserved: ReservedPort | None = None
+        self._store_port: StorePort | None = None
 
     @property
     def settings(self) -> RendezvousSettings:
@@ -346,8 +342,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         keys = [RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]
         pause = SHORTEST_PAUSE
         if rank == 0:
-            port = self._open_port()
-            return RendezvousStoreInfo.build(rank, store, self._this_node.addr, port)
+            with self._lock:
+                self._store_port = port = StorePort(is_served=self.use_agent_store)
+                port.serve(None)
+            return RendezvousStoreInfo.build(rank, store, self._this_node.addr, port.number)
         while not store.check(keys):
             with self._lock:
                 self._shared.read()
@@ -363,22 +361,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
             pause = min(2 * pause, LONGEST_PAUSE)
         return RendezvousStoreInfo.build(rank, store, self._this_node.addr)
 
-    def _open_port(self) -> int:
-        with self._lock:
-            if not self.use_agent_store:
-                self._reserved = ReservedPort()
-                return self._reserved.number
-            self._worker_store = worker_store()
-            self._worker_store.serve()
-            return self._worker_store.port
-
     def _release(self) -> None:
-        if self._worker_store is not None:
-            self._worker_store.close()
-            self._worker_store = None
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
+        if self._store_port is not None:
+            self._store_port.close()
+            self._store_port = None
 
     # --- the shared state ---
 
@@ -429,7 +415,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
             handler._keep_alive()
 
     def _keep_alive(self) -> None:
-        for line in self._worker_store.take_notices() if self._worker_store is not None else ():
+        served = self._store_port.store if self._store_port is not None else None
+        for line in served.take_notices() if served is not None else ():
             _log.warning("the workers' store: %s", line)
         try:
             with self._recorder.failures("_keep_alive"):

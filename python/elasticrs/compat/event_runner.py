@@ -120,8 +120,7 @@ class _Planner(Record):
             assign([NodeShare(spec.role, spec.local_world_size)], 0),
             bootstrap.master_addr,
             bootstrap.master_port,
-            handler.reserved_port,
-            store=handler.agent_store,
+            handler.store_port,
             use_agent_store=handler.use_agent_store,
         )
         self._group.take_plan(plan, handler.open_shared_store)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrs import config as defaults
 from elasticrs import options
 from elasticrs.plan import Plan
-from elasticrs.ports import ReservedPort
+from elasticrs.ports import StorePort
 from elasticrs.ranks import WorkerRanks
 from elasticrs.rendezvous.api import RendezvousError
 
@@ -205,16 +205,16 @@ class WorkerGroup:
             )
             for worker in self.workers
         ]
-        reserved = None
+        port = None
         if self.master_port is None:
             if self.group_world_size > 1:
                 raise RendezvousError("the rendezvous gave no port for the workers' store")
-            reserved = ReservedPort()
-            self.master_port = reserved.number
+            port = StorePort(is_served=False)
+            self.master_port = port.number
         # A port of the user's own is rank 0's to listen on.
         use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
         address = self.master_addr or "localhost"
-        return Plan(ranks, address, self.master_port, reserved, use_agent_store=use_agent_store)
+        return Plan(ranks, address, self.master_port, port, use_agent_store=use_agent_store)
 
 
 @dataclass

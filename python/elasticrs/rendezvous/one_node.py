@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from elasticrs.plan import Plan
-from elasticrs.ports import ReservedPort, agent_hosts_store, worker_store
+from elasticrs.ports import StorePort, agent_hosts_store
 from elasticrs.ranks import NodeShare, assign
 
 TYPE_CHECKING = False
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 
 class OneNodePlanner:
-    """Plans attempts for one node.
-
-    Args:
-        job: the job; with a ``master_port`` of its own that one is used as it is, and rank 0 hosts the store.
+    """Plans attempts for one node; a ``master_port`` of the job's own is used as it is, and rank 0 hosts the
+    store.
     """
 
     __slots__ = ("_job",)
@@ -27,10 +25,7 @@ class OneNodePlanner:
         self._job = job
 
     def next(self, supervisor: _core.Supervisor) -> Plan:
-        """Ranks and store of the next attempt.
-
-        Args:
-            supervisor: serves the store.
+        """Return ranks and store of the next attempt; the supervisor serves the store.
 
         Raises:
             OSError: no port or descriptor is free.
@@ -38,12 +33,10 @@ class OneNodePlanner:
         ranks = assign([NodeShare(self._job.role, self._job.nproc)], 0)
         if self._job.master_port is not None:
             return Plan(ranks, self._job.master_addr, self._job.master_port)
-        if agent_hosts_store(os.environ):
-            store = worker_store()
-            store.serve(supervisor)
-            return Plan(ranks, self._job.master_addr, store.port, store=store, use_agent_store=True)
-        reserved = ReservedPort()
-        return Plan(ranks, self._job.master_addr, reserved.number, reserved)
+        is_served = agent_hosts_store(os.environ)
+        port = StorePort(is_served=is_served)
+        port.serve(supervisor)
+        return Plan(ranks, self._job.master_addr, port.number, port, use_agent_store=is_served)
 
     def close(self) -> None:
         """No further attempt follows; there are no other nodes to tell."""

@@ -14,11 +14,7 @@ _HOST = "127.0.0.1"
 
 
 class OwnStore:
-    """A store that this process serves from its first use on; most agents of one node never use it.
-
-    Args:
-        run_id: the name of the job.
-    """
+    """A store that this process serves from its first use on; most agents of one node never use it."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -26,11 +22,7 @@ class OwnStore:
         self._store: Store | None = None
 
     def of_round(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """The store of a round, which does not see what was put in another one.
-
-        Args:
-            round: which.
-        """
+        """Return the store of a round, which does not see what was put in another one."""
         if self._store is None:
             from elasticrs.store import Store
 

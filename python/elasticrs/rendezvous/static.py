@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from elasticrs.config import DEFAULT_MASTER_PORT
-from elasticrs.ports import ReservedPort, agent_hosts_store, worker_store
+from elasticrs.ports import StorePort, agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -31,8 +31,8 @@ class OneNodeRendezvous(RendezvousHandler):
     Otherwise every round has a fresh store, which this process serves until the next round; with
     ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` a fresh port, which stays reserved until then for rank 0.
 
-    Args:
-        params: what to make it from.
+    Attributes:
+        store_port: that of the present round, when it is ours.
 
     Raises:
         ValueError: more than one node, or a malformed endpoint.
@@ -50,8 +50,7 @@ class OneNodeRendezvous(RendezvousHandler):
             self._address = host
             # As in torch, port 0 asks for a free one.
             self._port = DEFAULT_MASTER_PORT if port is None else port or None
-        self._reserved: ReservedPort | None = None
-        self._store: _core.WorkerStore | None = None
+        self.store_port: StorePort | None = None
         self._own_store = OwnStore(params.run_id)
         self._round = 0
         self._is_closed = False
@@ -73,14 +72,11 @@ class OneNodeRendezvous(RendezvousHandler):
         return self._own_store.of_round(self._round)
 
     def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
-        """As :meth:`next_rendezvous`, for an agent that knows its rank.
+        """Return where the workers' store listens: :meth:`next_rendezvous` for an agent that knows its rank.
 
         Args:
-            supervisor: serves the workers' store, and tells what that has to say to the user; ``None``: a
-                thread of its own.
-
-        Returns:
-            Where the workers' store listens.
+            supervisor: serves the store, and tells what that has to say to the user; ``None``: a thread of
+                its own.
 
         Raises:
             RendezvousClosedError: see :meth:`set_closed`.
@@ -91,24 +87,11 @@ class OneNodeRendezvous(RendezvousHandler):
         self._release()
         self._round += 1
         port = self._port
-        if self.use_agent_store:
-            self._store = worker_store()
-            self._store.serve(supervisor)
-            port = self._store.port
-        elif port is None:
-            self._reserved = ReservedPort()
-            port = self._reserved.number
+        if port is None:
+            self.store_port = StorePort(is_served=self.use_agent_store)
+            self.store_port.serve(supervisor)
+            port = self.store_port.number
         return RendezvousStoreInfo(self._address, port)
-
-    @property
-    def reserved_port(self) -> ReservedPort | None:
-        """The port of the present round, when it is ours and rank 0 hosts the store."""
-        return self._reserved
-
-    @property
-    def agent_store(self) -> _core.WorkerStore | None:
-        """The workers' store of the present round, when it is ours."""
-        return self._store
 
     def is_closed(self) -> bool:
         return self._is_closed
@@ -130,9 +113,6 @@ class OneNodeRendezvous(RendezvousHandler):
         return True
 
     def _release(self) -> None:
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        if self.store_port is not None:
+            self.store_port.close()
+            self.store_port = None

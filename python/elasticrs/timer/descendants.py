@@ -23,11 +23,8 @@ class Descendants:
         return self._pidfds.values()
 
     def bind(self, pid: int, started: int = 0) -> bool:
-        """Hold a process; False if it has ended, or is none of this one's descendants.
-
-        Args:
-            pid: any number, or whatever else a writer has sent.
-            started: what :func:`started_at` says of it; 0 when that is not known.
+        """Hold a process, which began at ``started`` (:func:`started_at`; 0 when that is not known). False if
+        it has ended, or is none of this one's descendants. A writer may have sent anything as its ``pid``.
         """
         if pid not in self._pidfds:
             try:
@@ -77,10 +74,8 @@ class Descendants:
 
 
 class DescendantTimers:
-    """What both servers have in common: the live timers by pid and scope, and the processes that have them.
-
-    Args:
-        how: for the next base class.
+    """What both servers have in common: the live timers by pid and scope, and the processes that
+    have them.
     """
 
     def __init__(self, *how: Any) -> None:
@@ -111,16 +106,12 @@ class DescendantTimers:
 
 
 def descends_from_us(pid: int) -> bool:
-    """True if a living process is a descendant of this one; itself it is not.
-
-    Args:
-        pid: any number.
-    """
+    """True if a living process is a descendant of this one; itself it is not."""
     own = os.getpid()
     for _ in range(64):
         if pid <= 1 or pid == own:
             return False
-        fields = _stat(str(pid))
+        fields = stat_fields(str(pid))
         if not fields:
             return False
         parent = int(fields[1])
@@ -132,19 +123,15 @@ def descends_from_us(pid: int) -> bool:
 
 
 def started_at(pid: str) -> int:
-    """When a process began, in clock ticks since boot; 0 when that cannot be read.
-
-    Args:
-        pid: its number, or ``self``.
-    """
-    fields = _stat(pid)
+    """Say when a process (or ``self``) began, in clock ticks since boot; 0 when that cannot be read."""
+    fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
-def _stat(pid: str) -> list[bytes]:
-    """``/proc/PID/stat`` from the third field on, the state; empty when it cannot be read."""
+def stat_fields(pid: str, proc: str = "/proc") -> list[bytes]:
+    """Read ``/proc/PID/stat`` from the third field on, the state; empty when it cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
+        with open(f"{proc}/{pid}/stat", "rb") as file:
             # The name before it stands in parentheses and may hold any byte.
             return file.read().rpartition(b")")[2].split()
     except OSError:

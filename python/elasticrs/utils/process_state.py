@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["is_uninterruptible_state", "read_proc_state"]
+from elasticrs.timer.descendants import stat_fields
 
-PROC = "/proc"
+__all__ = ["is_uninterruptible_state", "read_proc_state"]
 
 
 def read_proc_state(pid: int) -> str | None:
-    """The letter of a process's state, such as ``R``, ``S``, ``D`` or ``Z``; ``None`` when it cannot be read.
-
-    Args:
-        pid: of the process.
+    """Return the letter of a process's state, such as ``R``, ``S``, ``D`` or ``Z``; ``None`` when there is
+    none.
     """
     return read_state(pid) or None
 
@@ -21,18 +19,7 @@ def is_uninterruptible_state(state: str | None) -> bool:
     return state is not None and state.startswith("D")
 
 
-def read_state(pid: int, proc: str = PROC) -> str:
-    """The letter of a process's state; empty when it is not there.
-
-    Args:
-        pid: of the process.
-        proc: where ``/proc`` is mounted.
-    """
-    try:
-        with open(f"{proc}/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        # It has ended.
-        return ""
-    # The name before it may hold anything, parentheses and spaces as well.
-    return text.rpartition(b")")[2].split()[0].decode()
+def read_state(pid: int, proc: str = "/proc") -> str:
+    """Return the letter of a process's state; empty when it is not there."""
+    fields = stat_fields(str(pid), proc)
+    return fields[0].decode() if fields else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs.logs import fault_file
+from elasticrs.logs import fault_file, last_bytes
 from elasticrs.texts import describe_exit
 
 TYPE_CHECKING = False
@@ -219,13 +219,8 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _read_stack(error_file: str) -> str | None:
-    try:
-        with open(fault_file(error_file), "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _STACK_LIMIT))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return None  # Not a Python program, or not with our hook.
+    # Nothing is there of a program that is not Python, or runs without our hook.
+    text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
     # A child that was forked from the worker writes to the same file; the worker's own end came last.
     last = text[max(0, text.rfind("Fatal Python error")) :]
     # Hundreds of names, none of which ended the worker.

@@ -10,7 +10,7 @@ import time
 from collections import deque
 
 from elasticrs.coordination import Changes, ConnectionLost, Txn, Unwatch, Watch
-from elasticrs.ports import ReservedPort, worker_store
+from elasticrs.ports import StorePort
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
@@ -48,8 +48,8 @@ class Driver:
         nproc: how many they are.
         max_restarts: of the job.
         supervisor: whose runtime thread serves; an own thread when ``None``.
-        use_agent_store: this agent serves the workers' store where that falls to its node; otherwise
-            the port is kept for rank 0, which hosts the store.
+        use_agent_store: this agent serves the workers' store where that falls to its node; otherwise the port
+            is kept for rank 0, which hosts the store.
         home: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`, as for ``found``.
 
     Raises:
@@ -74,8 +74,7 @@ class Driver:
         self.meeting_point = MeetingPoint(rendezvous, supervisor, home, found)
         self._member: Member | None = None
         self._timers = Timers()
-        self._store: _core.WorkerStore | None = None
-        self._reserved: ReservedPort | None = None
+        self._store_port: StorePort | None = None
         self._use_agent_store = use_agent_store
         self._exit: messages.Exit | None = None
         self._port = LentPort(self.meeting_point)
@@ -108,14 +107,7 @@ class Driver:
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 
     def tell(self, *events: Event) -> list[LoopAction]:
-        """Tell the machine.
-
-        Args:
-            *events: in order.
-
-        Returns:
-            What is left for the caller to do.
-        """
+        """Tell the machine, in order; return what is left for the caller to do."""
         pending = deque(events)
         left: list[LoopAction] = []
         while pending and self._exit is None and self._member is not None:
@@ -163,10 +155,8 @@ class Driver:
     # --- the port that the workers have, too ---
 
     def lend_port(self) -> str | None:
-        """Leave the port of the store to the workers of rank 0, who are about to start.
-
-        Returns:
-            Why that is not possible; ``None`` when it is done.
+        """Leave the port of the store to the workers of rank 0, who are about to start. If that is not
+        possible, say why.
         """
         self._timers.disarm(_PORT)
         if self._port.lend():
@@ -179,13 +169,11 @@ class Driver:
     def group_over(self, event: Event) -> list[LoopAction]:
         """Tell the machine that nothing of the workers is left, and take the port back if they had it.
 
-        A port that they still keep holds back what leads to the next round, for a while.
+        A port that they still keep holds back what leads to the next round, for a while. Returns what is left
+        for the caller to do.
 
         Args:
             event: ``WorkersDone``, ``GroupEnded`` or ``StartFailed``.
-
-        Returns:
-            What is left for the caller to do.
         """
         if self._port.take_back():
             return self.tell(event)
@@ -234,10 +222,8 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """The user insists: do not wait for others any longer.
-
-        Returns:
-            The exit that was being held back, if there is one.
+        """The user insists: wait for others no longer. Returns the exit that was being held back, if there is
+        one.
         """
         return self._farewell(_FAREWELL)
 
@@ -286,41 +272,28 @@ class Driver:
         self._close_store()
         ports = self._rendezvous.settings.worker_port_range
         try:
-            if not self._use_agent_store:
-                self._reserved = ReservedPort(ports)
-                return (messages.StorePort(self._reserved.number),)
-            self._store = worker_store(ports)
+            self._store_port = StorePort(ports, is_served=self._use_agent_store)
         except OSError as error:
             return (messages.StorePortFailed(f"no port for the workers' store: {error}"),)
-        return (messages.StorePort(self._store.port),)
+        return (messages.StorePort(self._store_port.number),)
 
-    def serve_store(self) -> _core.WorkerStore | None:
-        """Begin to serve the workers of a round on the listener that was announced for it.
-
-        Returns:
-            The store; ``None`` when rank 0 hosts it, on a port that is reserved until the round is over.
-        """
-        if self._store is not None:
-            self._store.serve(self._supervisor)
-        return self._store
+    def serve_store(self) -> None:
+        """Begin to serve the workers of a round on the listener that was announced, unless rank 0 does."""
+        if self._store_port is not None:
+            self._store_port.serve(self._supervisor)
 
     def _close_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
+        if self._store_port is not None:
+            self._store_port.close()
+            self._store_port = None
 
 
 def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
-    """What still counts of a batch: after a loss nothing that could start workers, as the lease may be over.
+    """Drop what no longer counts of a batch: after a loss all that could start workers, as the lease may be
+    over.
 
-    Only the end of the job is still told: the store may have gone because everybody else has read it.
-
-    Args:
-        events: from the store, in order; a loss is the last one of its connection.
-        head: the key of the job's state.
+    Only the end of the job, at the key ``head``, is still told: the store may have gone because everybody
+    else has read it.
     """
     if not events or not isinstance(events[-1], ConnectionLost):
         return events
