@@ -24,10 +24,26 @@ if TYPE_CHECKING:
 
     from elasticrs.warm.entry import Entry
 
-LAZY: tuple[tuple[tuple[bytes, ...], tuple[str, ...]], ...] = (
-    ((b"optim", b"DistributedDataParallel"), ("torch._dynamo",)),
+LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
+    # The first optimizer, DDP, checkpointed or sharded module of a process imports some 900 modules: each
+    # asks to be left alone by the compiler.
+    (
+        (
+            b"optim",
+            b"DistributedDataParallel",
+            b"fully_shard",
+            b"FullyShardedDataParallel",
+            b"utils.checkpoint",
+        ),
+        "torch._dynamo",
+    ),
+    # Some 400 more, without its code generators.
+    ((b"torch.compile", b"torch_compile"), "torch._inductor.compile_fx"),
 )
-"""What torch imports later than its user: words of a source, and the modules for it."""
+"""What torch imports only when it is used: words of a source, and the module to import for them.
+
+Starting a process group, collectives, a data loader and schedulers import nothing more. A script without
+these words does without the modules: they take 80 MB, and triton among them prints to stderr at exit."""
 
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _CANNOT_PARSE = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -93,7 +109,9 @@ def _of_source(entry: Entry) -> Preload:
     chosen = [name for name in names if _top(name) not in own]
     if not chosen:
         return _cold(f"{entry.path} imports nothing but its own modules")
-    return Preload((*chosen, *(name for name in lazily_imported(source) if name not in chosen)))
+    if any(_top(name) == "torch" for name in chosen):
+        chosen += [name for name in lazily_imported(source) if name not in chosen]
+    return Preload(tuple(chosen))
 
 
 def _cold(why: str) -> Preload:
@@ -176,12 +194,10 @@ def _beside(tops: Iterable[str], folders: Sequence[str]) -> set[str]:
     return found
 
 
-def lazily_imported(source: bytes) -> Iterator[str]:
-    """What frameworks import at the first step of such a script.
+def lazily_imported(source: bytes) -> list[str]:
+    """What torch will import later than its user does; see :data:`LAZY`.
 
     Args:
         source: of which words count, wherever they are.
     """
-    for words, names in LAZY:
-        if any(word in source for word in words):
-            yield from names
+    return [name for words, name in LAZY if any(word in source for word in words)]

@@ -1,0 +1,90 @@
+"""What torch imports at a script's first step is preloaded, and nothing that the script would not import."""
+
+import json
+
+import pytest
+
+from elasticrs.warm.modules import lazily_imported
+
+DYNAMO = "torch._dynamo"
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (b"import torch\ntorch.distributed.init_process_group('gloo')", []),
+        (b"from torch.optim import SGD", [DYNAMO]),
+        (b"def f():\n return torch.nn.parallel.DistributedDataParallel(model)", [DYNAMO]),
+        (b"from torch.distributed.fsdp import fully_shard", [DYNAMO]),
+        (b"x = torch.compile(x)", ["torch._inductor.compile_fx"]),
+        (b"re.compile(x)", []),
+    ],
+)
+def test_words_of_a_source(source, names):
+    assert lazily_imported(source) == names
+
+
+def test_what_uses_no_torch_gets_none_of_it(tmp_path):
+    from elasticrs import warm
+
+    script = tmp_path / "train.py"
+    script.write_text("from scipy import optimize")
+    assert warm.preload("auto", warm.entry_of_script(str(script))).modules == ("scipy", "scipy:optimize")
+
+
+PROBE = """
+import json, os, runpy, sys
+from elasticrs import warm
+
+script = sys.argv[1]
+for name in warm.preload("auto", warm.entry_of_script(script)).modules:
+    module, _, attribute = name.partition(":")
+    __import__(module, fromlist=[attribute] if attribute else [])
+before = set(sys.modules)
+runpy.run_path(script, run_name="__main__")
+more = sorted(name for name in set(sys.modules) - before if name.startswith(("torch", "sympy", "triton")))
+os.write(1, (json.dumps({"more": more, "dynamo": "torch._dynamo" in sys.modules}) + "\\n").encode())
+"""
+
+BEGIN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+values = torch.ones(3)
+dist.all_reduce(values)
+"""
+END = """
+dist.destroy_process_group()
+"""
+STEP = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model(torch.randn(4, 8)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("code", "needs_dynamo"),
+    [
+        ("", False),
+        ("model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))" + STEP, True),
+        pytest.param(
+            "from torch.distributed.fsdp import fully_shard\n"
+            "from torch.utils.checkpoint import checkpoint\n"
+            "model = fully_shard(nn.Linear(8, 8))\n"
+            "checkpoint(model, torch.randn(4, 8), use_reentrant=False)" + STEP,
+            True,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["collectives", "ddp", "fsdp"],
+)
+def test_torch_imports_nothing_more(launch, worker_script, code, needs_dynamo):
+    script = worker_script(BEGIN + code + END, "train.py")
+    started = launch("--nproc-per-node=2", worker_script(PROBE, "probe.py"), script)
+    assert started.wait() == 0, started.stderr
+    ranks = [json.loads(line) for line in started.stdout.splitlines() if line.startswith("{")]
+    assert ranks == [{"more": [], "dynamo": needs_dynamo}] * 2
