@@ -27,6 +27,7 @@ class ProcessSpec:
         pass_fds: descriptors that the worker gets under the same numbers; all others are closed.
             Default: none.
         cpus: the CPUs that it may run on; ``None`` for those of the agent.
+        warm: it is a fork of the nursery, where that is a :class:`WarmNursery`.
 
     Raises:
         ValueError: empty ``argv``, a NUL byte, ``=`` in a variable's name, or ``cpus`` without any.
@@ -44,6 +45,7 @@ class ProcessSpec:
         stderr: str | PathLike[str] | None = None,
         pass_fds: Sequence[int] = ...,
         cpus: Sequence[int] | None = None,
+        warm: bool = False,
     ) -> ProcessSpec: ...
     @property
     def local_rank(self) -> int: ...
@@ -89,6 +91,19 @@ class GroupSpec:
     ) -> GroupSpec: ...
 
 # --- what happens ---------------------------------------------------------------------------------
+
+@final
+class Warmed:
+    """A warm nursery has imported; or it has ended before, and workers start cold from now on."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def exitcode(self) -> int | None:
+        """How it ended, as in :attr:`WorkerExited.exitcode`."""
+    @property
+    def hung(self) -> bool:
+        """It did not end in time, and we killed it."""
 
 @final
 class GroupStarted:
@@ -386,7 +401,8 @@ class FdReady:
     def fd(self) -> int: ...
 
 Event: TypeAlias = (
-    GroupStarted
+    Warmed
+    | GroupStarted
     | StartFailed
     | WorkerExited
     | FailureSeen
@@ -437,6 +453,26 @@ class LogStream:
     def path(self) -> str: ...
 
 @final
+class WarmNursery:
+    """A nursery that is the workers' own program: it imports what they need, and forks them.
+
+    Args:
+        process: their arguments, and what they have of the environment in common. The nursery gets its start
+            as ``ELASTICRS_NURSERY_START``, and calls :func:`warm_nursery_main` with it when it has imported.
+        report_fd: it gets this as descriptor 6, for what it has to tell.
+        limit: seconds for the import.
+        ignored: signals that its workers ignore.
+
+    Raises:
+        OSError: ``report_fd`` is not open, or descriptors ran out.
+        ValueError: ``limit`` is no span, or one of ``ignored`` no signal.
+    """
+
+    def __new__(
+        cls, process: ProcessSpec, *, report_fd: int, limit: float, ignored: Sequence[int] = ...
+    ) -> WarmNursery: ...
+
+@final
 class Supervisor:
     """Starts, watches and stops the workers of one agent, one group at a time.
 
@@ -446,6 +482,8 @@ class Supervisor:
         nursery: where its program comes from: ``"embedded"`` (the image that the extension carries, run from
             memory), ``"interpreter"`` (this Python, which loads the extension), or ``"auto"``: the first of
             them that can be executed.
+        warm: a nursery that imports first is tried before those. Groups wait for it, and :class:`Warmed`
+            tells how it went.
 
     Raises:
         SupervisorError: no nursery could be started.
@@ -453,7 +491,11 @@ class Supervisor:
     """
 
     def __new__(
-        cls, *, owns_process: bool = False, nursery: Literal["auto", "embedded", "interpreter"] = "auto"
+        cls,
+        *,
+        owns_process: bool = False,
+        nursery: Literal["auto", "embedded", "interpreter"] = "auto",
+        warm: WarmNursery | None = None,
     ) -> Supervisor: ...
     @property
     def nursery_pid(self) -> int | None: ...
@@ -1135,4 +1177,11 @@ def nursery_main(start: str) -> int:
 
     Returns:
         The exit code: 0, or an error number.
+    """
+
+def warm_nursery_main(start: str) -> tuple[list[bytes], list[bytes]]:
+    """Be a nursery whose workers are forks of it. The process must have one thread.
+
+    Returns:
+        In a worker: its arguments, and its environment, ``NAME=value`` each. In the nursery never.
     """

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 from elasticrs import _core
 from elasticrs._value import Value
+from elasticrs._worker import warm_environment
 from elasticrs.config import UsageError, hang_limits
 from elasticrs.logs import LogPaths, RunLogs, coloured, fault_file, hang_file, line_prefixes, wants_colour
 from elasticrs.worker_env import virtual_local_rank, worker_env
@@ -53,6 +54,9 @@ def raise_descriptor_limit() -> None:
     """Raise the soft limit of descriptors; processes that Python itself starts inherit it."""
     _core.raise_descriptor_limit()
 
+
+IMPORT_LIMIT = 120.0
+"""Seconds after which workers start cold."""
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
@@ -124,10 +128,13 @@ class Workers(ABC):
     Attributes:
         are_started: True if all workers of the attempt run, also those that the core does not start.
         leftovers: what else there is to say of the end of an attempt; ``None`` until nothing is left of it.
+        warm_command: the command line of all workers, as far as they have it in common; ``None`` if none of
+            them is to be forked from a warm nursery.
     """
 
     are_started: bool = True
     leftovers: Leftovers | None = Leftovers()
+    warm_command: Sequence[str] | None = None
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
@@ -322,6 +329,7 @@ def process_spec(
     *,
     cpus: Sequence[int] | None,
     pass_fds: Sequence[int] = (),
+    warm: bool = False,
 ) -> _core.ProcessSpec:
     """One process, as the core takes it.
 
@@ -333,9 +341,27 @@ def process_spec(
         stderr: the same.
         cpus: those that it may run on; ``None`` for those of this process.
         pass_fds: descriptors that it gets under the same numbers.
+        warm: it is forked from a nursery that :func:`warm_nursery` describes.
     """
     files = {"stdout": stdout or None, "stderr": stderr or None}
-    return _core.ProcessSpec(local_rank, argv, env=env, cpus=cpus, pass_fds=pass_fds, **files)
+    return _core.ProcessSpec(local_rank, argv, env=env, cpus=cpus, pass_fds=pass_fds, warm=warm, **files)
+
+
+def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
+    """The nursery that imports what its workers need, and forks them; ``None`` if they start cold.
+
+    Args:
+        workers: of the job.
+        report: a file in memory for what it tells.
+    """
+    setup, command = workers.setup, workers.warm_command
+    preload = setup.job.preload
+    if preload is None or command is None:
+        return None
+    core = os.path.abspath(_core.__file__)
+    env = warm_environment(dict(setup.environ), preload.modules, preload.is_explicit, core)
+    process = _core.ProcessSpec(0, command, env=env)
+    return _core.WarmNursery(process, report_fd=report, limit=IMPORT_LIMIT, ignored=setup.keep_ignored)
 
 
 def console_stream(local_rank: int, path: str, to: int, prefix: str) -> _core.LogStream:
@@ -417,6 +443,8 @@ class CommandWorkers(Workers):
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
         super().__init__(setup)
         self._command = command
+        if setup.job.preload is not None and setup.job.preload.modules:
+            self.warm_command = command
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         cpus = self.setup.job.cpus
@@ -428,6 +456,7 @@ class CommandWorkers(Workers):
                 paths.stdouts.get(local_rank),
                 paths.stderrs.get(local_rank),
                 cpus=None if cpus is None else cpus[local_rank],
+                warm=self.warm_command is not None,
             )
             for local_rank, env in environments.items()
         ]

@@ -36,6 +36,7 @@ fn group(commands: &[String]) -> GroupSpec {
         stdio: [Stdio::Null, Stdio::Inherit, Stdio::Inherit],
         pass_fds: Vec::new(),
         cpus: None,
+        warm: false,
     };
     GroupSpec {
         processes: (0..).zip(commands).map(process).collect(),

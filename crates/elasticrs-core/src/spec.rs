@@ -46,6 +46,8 @@ pub struct ProcessSpec {
     pub pass_fds: Vec<PassedFd>,
     /// The CPUs that it may run on; all that the nursery may use when `None`.
     pub cpus: Option<CpuSet>,
+    /// It is a fork of the nursery where that is [warm](crate::nursery::launch::Warm), which has its command line.
+    pub warm: bool,
 }
 
 /// CPUs by their numbers in Linux, in the form that the kernel takes.

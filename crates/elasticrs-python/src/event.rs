@@ -20,6 +20,13 @@ fn exitcode(exit: WorkerExit) -> Option<i32> {
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct Warmed {
+    is_ready: bool,
+    exitcode: Option<i32>,
+    hung: bool,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
 pub struct GroupStarted {
     pids: Vec<i32>,
     started_ns: u64,
@@ -188,6 +195,10 @@ fn start_failed(failure: &StartFailure) -> StartFailed {
 /// The Python object of an event; the end of the runtime is an exception.
 pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
     match event {
+        Event::Warmed { failure } => {
+            let (exitcode, hung) = failure.map_or((None, false), |end| (exitcode(end.exit), end.hung));
+            object(py, Warmed { is_ready: failure.is_none(), exitcode, hung })
+        }
         Event::GroupStarted { pids, started } => object(py, GroupStarted { pids, started_ns: started.0 }),
         Event::StartFailed(failure) => object(py, start_failed(&failure)),
         Event::WorkerExited { local_rank, pid, exit, sent, seen, usage } => {

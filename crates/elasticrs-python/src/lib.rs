@@ -35,7 +35,7 @@ mod _core {
     #[pymodule_export]
     use crate::event::{
         Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, Heartbeat, LogTrouble, RankSeen,
-        StartFailed, TimerExpired, WorkerExited, WorkerHung, WorkerPaused, WorkerRaised, WorkerResumed,
+        StartFailed, TimerExpired, Warmed, WorkerExited, WorkerHung, WorkerPaused, WorkerRaised, WorkerResumed,
     };
     #[pymodule_export]
     use crate::health::HealthServer;
@@ -45,7 +45,7 @@ mod _core {
         patience_with, raise_descriptor_limit, stop_unless_continued,
     };
     #[pymodule_export]
-    use crate::nursery::nursery_main;
+    use crate::nursery::{WarmNursery, nursery_main, warm_nursery_main};
     #[pymodule_export]
     use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy};
     #[pymodule_export]

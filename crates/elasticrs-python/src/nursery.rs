@@ -1,11 +1,20 @@
 //! Where the nursery's program comes from.
 
 use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
 
-use elasticrs_core::nursery::launch::NurseryImage;
+use elasticrs_core::nursery::launch::{NurseryImage, Warm};
 use elasticrs_core::nursery::server;
-use pyo3::exceptions::PyValueError;
+use elasticrs_core::sys::duplicate::duplicate;
+use elasticrs_core::sys::fork::Forker;
+use nix::errno::Errno;
+use pyo3::exceptions::{PySystemExit, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::os_error;
+use crate::spec::{ProcessSpec, duration, signal};
 
 /// Built by `build.rs`; runs from a memory file.
 static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
@@ -22,6 +31,24 @@ pub fn images(py: Python<'_>, kind: &str) -> PyResult<Vec<NurseryImage>> {
             let text = format!("nursery must be 'auto', 'embedded' or 'interpreter', got '{other}'");
             Err(PyValueError::new_err(text))
         }
+    }
+}
+
+/// The nursery whose workers have imported when they start.
+#[pyclass(frozen, module = "elasticrs._core")]
+pub struct WarmNursery {
+    pub inner: Arc<Warm>,
+}
+
+#[pymethods]
+impl WarmNursery {
+    #[new]
+    #[pyo3(signature = (process, *, report_fd, limit, ignored=Vec::new()))]
+    fn new(process: &ProcessSpec, report_fd: i32, limit: f64, ignored: Vec<i32>) -> PyResult<Self> {
+        let report = duplicate(report_fd).map_err(|error| os_error(&error, "could not duplicate the report"))?;
+        let ignored = ignored.into_iter().map(signal).collect::<PyResult<_>>()?;
+        let limit = duration(limit, "limit")?;
+        Ok(Self { inner: Arc::new(Warm { process: process.inner.clone(), ignored, report, limit }) })
     }
 }
 
@@ -47,4 +74,34 @@ fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
 #[pyfunction]
 pub fn nursery_main(py: Python<'_>, start: &str) -> u8 {
     py.detach(|| server::run(Some(start)))
+}
+
+type Strings = Vec<Py<PyBytes>>;
+
+/// The same in an interpreter that has imported what its workers need. Returns in its workers only, which are forks of it:
+/// arguments and environment.
+#[pyfunction]
+pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Strings)> {
+    let os = py.import("os")?;
+    let fork = os.getattr("fork")?.unbind();
+    // The only thread there is has the interpreter.
+    let forker: Forker = Box::new(move || {
+        Python::attach(|py| {
+            let forked = fork.call0(py).and_then(|pid| pid.extract::<i32>(py));
+            forked.map_err(|error| {
+                let errno = error.value(py).getattr("errno").and_then(|errno| errno.extract());
+                Errno::from_raw(errno.unwrap_or(Errno::EAGAIN as i32))
+            })
+        })
+    });
+    match server::run_warm(Some(start), Some(forker)) {
+        Ok(worker) => {
+            let bytes = |strings: Vec<OsString>| {
+                strings.into_iter().map(|text| PyBytes::new(py, text.as_bytes()).unbind()).collect()
+            };
+            Ok((bytes(worker.argv), bytes(worker.env)))
+        }
+        // What libraries want done at the end is for workers.
+        Err(code) => Err(os.call_method1("_exit", (code,)).err().unwrap_or_else(|| PySystemExit::new_err(code))),
+    }
 }

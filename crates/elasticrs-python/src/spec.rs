@@ -52,7 +52,7 @@ impl Argument {
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct ProcessSpec {
-    inner: core::ProcessSpec,
+    pub inner: core::ProcessSpec,
     /// By the caller's numbers; turned into descriptors of our own when the group is started.
     pass_fds: Vec<RawFd>,
 }
@@ -60,7 +60,7 @@ pub struct ProcessSpec {
 #[pymethods]
 impl ProcessSpec {
     #[new]
-    #[pyo3(signature = (local_rank, argv, *, env, cwd=None, stdin=None, stdout=None, stderr=None, pass_fds=Vec::new(), cpus=None))]
+    #[pyo3(signature = (local_rank, argv, *, env, cwd=None, stdin=None, stdout=None, stderr=None, pass_fds=Vec::new(), cpus=None, warm=false))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
         local_rank: u32,
@@ -72,6 +72,7 @@ impl ProcessSpec {
         stderr: Option<PathBuf>,
         pass_fds: Vec<RawFd>,
         cpus: Option<Vec<usize>>,
+        warm: bool,
     ) -> PyResult<Self> {
         if argv.is_empty() {
             return Err(PyValueError::new_err("argv is empty"));
@@ -88,6 +89,7 @@ impl ProcessSpec {
             stdio: [to(stdin), to(stdout), to(stderr)],
             pass_fds: Vec::new(),
             cpus,
+            warm,
         };
         Ok(Self { inner, pass_fds })
     }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{self as core, Config};
@@ -16,7 +17,7 @@ use pyo3::prelude::*;
 
 use crate::error::{Error, os_error};
 use crate::event::{FdReady, Heartbeat, heartbeat, object, to_python};
-use crate::nursery;
+use crate::nursery::{self, WarmNursery};
 use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
 use crate::stores::Stores;
 
@@ -35,9 +36,11 @@ pub struct Supervisor {
 #[pymethods]
 impl Supervisor {
     #[new]
-    #[pyo3(signature = (*, owns_process=false, nursery="auto"))]
-    fn new(py: Python<'_>, owns_process: bool, nursery: &str) -> PyResult<Self> {
-        let config = Config { nursery: nursery::images(py, nursery)?, owns_process };
+    #[pyo3(signature = (*, owns_process=false, nursery="auto", warm=None))]
+    fn new(py: Python<'_>, owns_process: bool, nursery: &str, warm: Option<&WarmNursery>) -> PyResult<Self> {
+        let warm = warm.map(|warm| NurseryImage::Warm(Arc::clone(&warm.inner)));
+        let nursery = warm.into_iter().chain(nursery::images(py, nursery)?).collect();
+        let config = Config { nursery, owns_process };
         let inner = py.detach(|| core::Supervisor::new(config)).map_err(Error)?;
         Ok(Self { inner, stores: Arc::new(Stores::new()) })
     }

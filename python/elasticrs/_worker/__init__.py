@@ -4,12 +4,20 @@
 ``@record``. The agent needs only what makes environments.
 """
 
+from __future__ import annotations
+
 import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
 """The secret that the agents of a job share, unless a setting of the rendezvous gives one."""
 
-_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_HOOK = os.path.join(_HERE, "hook")
+_WARM = os.path.join(_HERE, "warm")
 
 
 def inherited_environment() -> dict[str, str]:
@@ -37,3 +45,25 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
         entries.append(env["PYTHONPATH"] or _HOOK)
     worker_env["PYTHONPATH"] = os.pathsep.join(entries)
     return worker_env
+
+
+def warm_environment(
+    env: dict[str, str], modules: Sequence[str], is_explicit: bool, core: str
+) -> dict[str, str]:
+    """The environment of a nursery that imports, and then forks workers; see ``warm/sitecustomize.py``.
+
+    Args:
+        env: what all workers have in common, from :func:`hook_environment`.
+        modules: see :mod:`elasticrs.warm`.
+        is_explicit: the user has named them.
+        core: the file of ``elasticrs._core``.
+    """
+    import json
+
+    entries = [entry for entry in env.get("PYTHONPATH", _HOOK).split(os.pathsep) if entry != _HOOK]
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join([_WARM, *entries]),
+        "ELASTICRS_WARM": json.dumps({"modules": list(modules), "is_explicit": is_explicit}),
+        "ELASTICRS_WARM_CORE": core,
+    }

@@ -18,7 +18,7 @@ from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
 from elasticrs.logs import discard_empty_fault_file
-from elasticrs.workers import prepare_group, watch_timers
+from elasticrs.workers import IMPORT_LIMIT, prepare_group, warm_nursery, watch_timers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing import Any, Protocol
 
     from elasticrs.agent.observer import Observer
+    from elasticrs.agent.warming import Warming
     from elasticrs.config import JobConfig
     from elasticrs.console import Console
     from elasticrs.plan import Plan
@@ -89,6 +90,7 @@ class AttemptTracker:
                 console.say(f"warm: {remark}")
         self.why_unfit: str | None = None
         self._supervisor: _core.Supervisor | None = None
+        self._warming: Warming | None = None
         self._timer_file: str | None = None
         self._begun: _core.GroupStarted | None = None
         self._over: _core.GroupEnded | None = None
@@ -118,7 +120,13 @@ class AttemptTracker:
             OSError: descriptors ran out.
             UsageError: see :func:`elasticrs.workers.watch_timers`.
         """
-        self._supervisor = supervisor = _core.Supervisor(owns_process=self._owns_process)
+        warm = None
+        if self._workers.warm_command is not None:
+            from elasticrs.agent.warming import Warming
+
+            self._warming = Warming(self._console.say)
+            warm = warm_nursery(self._workers, self._warming.report)
+        self._supervisor = supervisor = _core.Supervisor(owns_process=self._owns_process, warm=warm)
         if fd is not None:
             supervisor.watch_fd(fd)
         self._timer_file = watch_timers(self._workers.setup, supervisor)
@@ -134,6 +142,8 @@ class AttemptTracker:
                 self._supervisor = None
         finally:
             self._workers.close()
+            if self._warming is not None:
+                self._warming.close()
 
     # --- what is done ---
 
@@ -376,6 +386,10 @@ class AttemptTracker:
     def _on_log_trouble(self, event: _core.LogTrouble) -> None:
         self._console.say(f"{self._who(event.local_rank)}: log file {event.path}: {os.strerror(event.errno)}")
 
+    def _on_warmed(self, event: _core.Warmed) -> None:
+        if self._warming is not None:
+            self._warming.ended(event, IMPORT_LIMIT)
+
     def _on_degraded(self, event: _core.Degraded) -> None:
         self._console.say(event.message)
 
@@ -417,4 +431,5 @@ _RECORDERS: dict[type, Callable[[AttemptTracker, Any], None]] = {
     _core.WorkerResumed: AttemptTracker._on_resumed,
     _core.LogTrouble: AttemptTracker._on_log_trouble,
     _core.Degraded: AttemptTracker._on_degraded,
+    _core.Warmed: AttemptTracker._on_warmed,
 }

@@ -2,10 +2,12 @@
 
 use std::ffi::{CString, OsStr, OsString};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
@@ -13,17 +15,22 @@ use nix::fcntl::OFlag;
 use super::NAME;
 use super::link::AgentLink;
 use super::protocol::FIXED_FDS;
+use super::server::command;
 use super::start::Start;
 use super::token::Token;
 use crate::limits::given_descriptors;
+use crate::signal::Signal;
+use crate::spec::ProcessSpec;
 use crate::sys::features::{UnsupportedKernel, check_floor};
-use crate::sys::spawn::{self, Command, Failure, Program, Stack, Standard};
+use crate::sys::spawn::{self, Child, Command, Failure, Program, Stack, Standard};
 use crate::sys::stage::Stage;
 use crate::sys::{fds, pidfd};
 
 /// Where the nursery's program is.
 #[derive(Debug, Clone)]
 pub enum NurseryImage {
+    /// The workers' own program, which imports what they need before it is ready, and forks them.
+    Warm(Arc<Warm>),
     /// An executable file in memory: part of the extension.
     Embedded(&'static [u8]),
     /// Another program that calls [`super::server::run`] with its last argument, which is appended to these.
@@ -34,6 +41,26 @@ pub enum NurseryImage {
         args: Vec<OsString>,
     },
 }
+
+/// The program of workers that have already imported. It finds the text of a [`Start`] in [`START_VARIABLE`], and calls
+/// [`super::server::run_warm`] when it has imported.
+#[derive(Debug)]
+pub struct Warm {
+    /// Its workers' arguments, and what they have of the environment in common.
+    pub process: ProcessSpec,
+    /// Signals that its workers are to ignore.
+    pub ignored: Vec<Signal>,
+    /// Where it reports, under [`REPORT_FD`].
+    pub report: OwnedFd,
+    /// How long it may import.
+    pub limit: Duration,
+}
+
+/// The variable of a warm nursery.
+const START_VARIABLE: &str = "ELASTICRS_NURSERY_START";
+
+/// The first one that is free.
+const REPORT_FD: i32 = 6;
 
 /// A nursery that executes its program; its first reply is `Ready`.
 #[derive(Debug)]
@@ -47,6 +74,8 @@ pub struct Launched {
     pub stages: OwnedFd,
     /// What its descendants carry.
     pub token: Token,
+    /// It imports before it is ready.
+    pub warm: Option<Arc<Warm>>,
 }
 
 /// The stage that the start of the latest worker has reached since the last call, for a start that hangs: it is the
@@ -93,10 +122,19 @@ pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
     let agent = pidfd::open(nix::unistd::getpid().as_raw())?;
     let [socket_number, agent_number, stages_number] = FIXED_FDS;
     let passed = [(theirs.as_fd(), socket_number), (agent.as_fd(), agent_number), (stages_end.as_fd(), stages_number)];
+    let start = Start { token, descriptors: given_descriptors() }.to_string();
+    let mut stack = Stack::new()?;
     let mut failure = Failure { stage: Stage::Exec, errno: Errno::ENOENT, descriptor: 0 };
     for image in images {
         let memory_file;
         let (program, argv, env) = match image {
+            NurseryImage::Warm(warm) => {
+                match warm_command(warm, &start, &passed).and_then(|command| spawn::spawn(&command, &mut stack)) {
+                    Ok(child) => return launched(child, ours, stages, token, Some(Arc::clone(warm))),
+                    Err(error) => failure = error,
+                }
+                continue;
+            }
             NurseryImage::Embedded(content) => {
                 memory_file = match fds::executable_memory_file(NAME, content) {
                     Ok(file) => file,
@@ -112,7 +150,7 @@ pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
                 (Program::Paths(vec![path]), args.clone(), environment())
             }
         };
-        let argv = argv.into_iter().chain([Start { token, descriptors: given_descriptors() }.to_string().into()]);
+        let argv = argv.into_iter().chain([start.clone().into()]);
         let command = Command {
             program,
             argv: argv.map(|arg| c_string(arg.into_vec())).collect::<Result<_, _>>()?,
@@ -126,15 +164,33 @@ pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
             oom_score_adj: None,
             stages: None,
         };
-        match spawn::spawn(&command, &mut Stack::new()?) {
-            Ok(child) => {
-                let link = AgentLink::new(ours)?;
-                return Ok(Launched { pid: child.pid, pidfd: child.pidfd, link, stages, token });
-            }
+        match spawn::spawn(&command, &mut stack) {
+            Ok(child) => return launched(child, ours, stages, token, None),
             Err(error) => failure = error,
         }
     }
     Err(LaunchError::Start { stage: failure.stage, errno: failure.errno })
+}
+
+fn launched(
+    child: Child,
+    socket: UnixStream,
+    stages: OwnedFd,
+    token: Token,
+    warm: Option<Arc<Warm>>,
+) -> Result<Launched, LaunchError> {
+    let link = AgentLink::new(socket)?;
+    Ok(Launched { pid: child.pid, pidfd: child.pidfd, link, stages, token, warm })
+}
+
+fn warm_command<'fd>(warm: &'fd Warm, start: &str, passed: &[(BorrowedFd<'fd>, i32)]) -> Result<Command<'fd>, Failure> {
+    let ignored: Vec<i32> = warm.ignored.iter().map(|signal| signal.number()).collect();
+    let mut command = command(&warm.process, &ignored, &[])?;
+    let exec = |errno| Failure { stage: Stage::Exec, errno, descriptor: 0 };
+    command.env.push(c_string(format!("{START_VARIABLE}={start}").into_bytes()).map_err(exec)?);
+    command.fds = passed.to_vec();
+    command.fds.push((warm.report.as_fd(), REPORT_FD));
+    Ok(command)
 }
 
 fn environment() -> Vec<Vec<u8>> {

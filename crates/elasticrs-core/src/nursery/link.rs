@@ -208,7 +208,8 @@ mod tests {
         let pass_fds = (0..descriptors).zip(3..).map(|(source, target)| PassedFd { source, target }).collect();
         let stdio = [Stdio::Null, Stdio::Null, Stdio::Null];
         let argv = vec!["x".repeat(argument).into()];
-        let process = ProcessSpec { local_rank: 0, argv, env: Vec::new(), cwd: None, stdio, pass_fds, cpus: None };
+        let process =
+            ProcessSpec { local_rank: 0, argv, env: Vec::new(), cwd: None, stdio, pass_fds, cpus: None, warm: false };
         Request::Spawn { process, keep_ignored: Vec::new() }
     }
 
@@ -275,6 +276,7 @@ mod tests {
             stdio,
             pass_fds: vec![],
             cpus: None,
+            warm: false,
         };
         let request = Request::Spawn { process, keep_ignored: Vec::new() };
         let (mut agent, mut nursery) = ends();

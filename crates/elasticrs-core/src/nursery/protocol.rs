@@ -12,7 +12,7 @@ use crate::spec::ProcessSpec;
 use crate::sys::stage::Stage;
 
 /// Changes with every change of this file.
-pub const PROTOCOL: u32 = 6;
+pub const PROTOCOL: u32 = 7;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;

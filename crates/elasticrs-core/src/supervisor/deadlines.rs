@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 pub enum Timer {
     /// All workers must run by then.
     Start,
+    /// The nursery must have imported by then.
+    Warm,
     /// SIGKILL follows the first signal.
     Kill,
     /// Workers that outlive SIGKILL for so long are given up.

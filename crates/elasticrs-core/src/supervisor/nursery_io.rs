@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
@@ -9,7 +10,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::exit::WorkerExit;
-use crate::nursery::launch::{LaunchError, Launched, NurseryImage, launch, stage_reached};
+use crate::nursery::launch::{LaunchError, Launched, NurseryImage, Warm, launch, stage_reached};
 use crate::nursery::link::AgentLink;
 use crate::nursery::protocol::{Reply, Request};
 use crate::nursery::token::Token;
@@ -36,6 +37,8 @@ const DEATH_LIMIT: Duration = Duration::from_secs(5);
 pub(super) struct Nursery {
     pub(super) pid: i32,
     pub(super) token: Token,
+    /// It imports, and does nothing else yet.
+    pub(super) warming: Option<Arc<Warm>>,
     link: AsyncFd<AgentLink>,
     pidfd: AsyncFd<OwnedFd>,
     stages: OwnedFd,
@@ -49,10 +52,11 @@ pub(super) struct Nursery {
 
 impl Nursery {
     pub(super) fn launch(images: &[NurseryImage]) -> Result<Self, LaunchError> {
-        let Launched { pid, pidfd, link, stages, token } = launch(images)?;
+        let Launched { pid, pidfd, link, stages, token, warm } = launch(images)?;
         Ok(Self {
             pid,
             token,
+            warming: warm,
             link: register(link, Interest::READABLE | Interest::WRITABLE)?,
             pidfd: register(pidfd, Interest::READABLE)?,
             stages,
@@ -138,6 +142,10 @@ impl Nursery {
     pub(super) async fn end(mut self, leave: bool, limit: Duration) -> bool {
         if leave {
             self.send(&Request::Leave, Vec::new());
+        }
+        if self.warming.is_some() {
+            // It does not listen yet, and has nobody.
+            self.kill();
         }
         let Self { link, pidfd, .. } = self;
         // A request to leave that is still unsent is one that nobody reads: the nursery hangs, or is dead.

@@ -35,6 +35,7 @@ mod guard;
 mod hang;
 mod loss;
 mod members;
+mod warm;
 mod watchdog;
 
 use check::CHECK_INTERVAL;
@@ -93,6 +94,8 @@ struct Task {
     /// The token of the last nursery: what it left is found by it.
     token: Token,
     current: Current,
+    /// What is to start when the nursery has imported.
+    waits_for_import: Option<GroupSpec>,
     deadlines: Deadlines,
     watched: JoinSet<Watched>,
     /// Futures of others, see [`super::Supervisor::spawn`]. Declared behind the nursery: they end after it.
@@ -142,6 +145,7 @@ impl Task {
             token: nursery.token,
             nursery: None,
             current: Current::Idle,
+            waits_for_import: None,
             deadlines: Deadlines::default(),
             watched: JoinSet::new(),
             tasks: JoinSet::new(),
@@ -168,6 +172,7 @@ impl Task {
         self.token = nursery.token;
         self.sweep_limit = Duration::MAX;
         self.nursery = Some(nursery);
+        self.arm_import();
         self.send_guard();
         self.send_fence();
     }
@@ -230,7 +235,10 @@ impl Task {
 
     fn on_reply(&mut self, reply: FromLink, fds: Vec<OwnedFd>) {
         match reply {
-            FromLink::Ready { protocol, .. } => assert_eq!(protocol, PROTOCOL, "the nursery is of another build"),
+            FromLink::Ready { protocol, .. } => {
+                assert_eq!(protocol, PROTOCOL, "the nursery is of another build");
+                self.on_ready();
+            }
             FromLink::Spawned { local_rank, pid } => self.on_spawned(local_rank, pid, fds.into_iter().next()),
             FromLink::SpawnFailed { local_rank, stage, errno, subject } => {
                 if let Current::Starting(starting) = &mut self.current {
@@ -313,14 +321,24 @@ impl Task {
         }
         self.hangs.give_pages(&mut spec).map_err(SupervisorError::Heartbeats)?;
         self.shared.counters.heartbeats.set(self.hangs.pages());
-        let nursery = self.nursery.as_mut().expect("launched above");
+        self.current = Current::Starting(Starting::new(&spec));
+        if self.is_warming() {
+            self.await_import(spec);
+        } else {
+            self.request_start(&spec).inspect_err(|_| self.current = Current::Idle)?;
+        }
+        Ok(())
+    }
+
+    fn request_start(&mut self, spec: &GroupSpec) -> io::Result<()> {
+        let requests = spawn_requests(spec)?;
+        let Some(nursery) = self.nursery.as_mut() else { return Ok(()) };
         // What earlier starts have reported is of no interest.
         nursery.stage_reached();
-        for (request, fds) in spawn_requests(&spec)? {
+        for (request, fds) in requests {
             nursery.send(&request, fds);
         }
         self.deadlines.arm(Timer::Start, spec.start_deadline, Instant::now());
-        self.current = Current::Starting(Starting::new(&spec));
         self.start_when_answered();
         Ok(())
     }
@@ -373,7 +391,10 @@ impl Task {
             Current::Idle => {}
             Current::Starting(starting) => {
                 starting.stop(policy);
-                if policy.signal == Signal::KILL
+                if self.waits_for_import.take().is_some() {
+                    // Nobody is there yet.
+                    self.on_swept(Swept::default());
+                } else if policy.signal == Signal::KILL
                     && let Some(nursery) = &mut self.nursery
                 {
                     // Its workers die with it, and so does a start that hangs.
@@ -391,6 +412,7 @@ impl Task {
         while let Some(timer) = self.deadlines.expired(Instant::now()) {
             match timer {
                 Timer::Start => self.on_hung_start(),
+                Timer::Warm => self.on_hung_import(),
                 Timer::Sweep => self.on_overdue_sweep(),
                 // A worker that started the process may still go on.
                 Timer::Exit(local_rank) if self.exits.has_ended(local_rank) => {}

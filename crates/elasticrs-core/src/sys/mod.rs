@@ -9,6 +9,7 @@ pub mod command;
 pub mod duplicate;
 pub mod fds;
 pub mod features;
+pub mod fork;
 #[cfg(feature = "agent")]
 pub mod heap;
 pub mod page;

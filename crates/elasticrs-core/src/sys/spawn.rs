@@ -134,22 +134,28 @@ struct Shared<'a> {
     failure: Option<Failure>,
 }
 
+impl<'a> Shared<'a> {
+    fn new(command: &'a Command<'a>, parent: c_int) -> Self {
+        Self {
+            command,
+            argv: pointers(&command.argv),
+            env: pointers(&command.env),
+            parent,
+            floor: command.fds.iter().map(|&(_, target)| target).fold(2, RawFd::max).saturating_add(1),
+            moved: vec![-1; command.fds.len()],
+            stages: -1,
+            file: -1,
+            failure: None,
+        }
+    }
+}
+
 /// Starts a child in a session of its own. Returns when it executes its program, or could not.
 ///
 /// Blocks as long as the child does: opening a log, changing the directory and executing can take for ever on a dead
 /// network file system. The calling thread can be killed meanwhile.
 pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
-    let mut shared = Shared {
-        command,
-        argv: pointers(&command.argv),
-        env: pointers(&command.env),
-        parent: nix::unistd::getpid().as_raw(),
-        floor: command.fds.iter().map(|&(_, target)| target).fold(2, RawFd::max).saturating_add(1),
-        moved: vec![-1; command.fds.len()],
-        stages: -1,
-        file: -1,
-        failure: None,
-    };
+    let mut shared = Shared::new(command, nix::unistd::getpid().as_raw());
     let mut pidfd: c_int = -1;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     let before = set_signal_mask(u64::MAX);
@@ -201,6 +207,33 @@ fn failed(stage: Stage) -> impl Fn(Errno) -> Failure {
 
 /// The child's life. Returns only when it has failed.
 fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
+    prepare(shared, |_| {
+        // CLOSE_RANGE_CLOEXEC is of Linux 5.11. Before, the parent's own care (everything is opened close-on-exec) holds.
+        raw::close_on_exec_from(3);
+    })?;
+    for signal in 1..=SIGNALS {
+        raw::set_disposition(signal, shared.command.ignored.contains(&signal));
+    }
+    set_signal_mask(0);
+    raw::announce(shared.stages, Stage::Exec);
+    Err(failed(Stage::Exec)(execute(shared)))
+}
+
+/// Makes a child that has its own memory, by `fork`, what an executed one is before its program begins. Handlers of
+/// signals stay, since they are the program's own.
+///
+/// `parent` is who has forked. The sources of [`Command::fds`] remain, where no target has taken their number.
+pub fn settle(command: &Command<'_>, parent: i32) -> Result<(), Failure> {
+    let mut shared = Shared::new(command, parent);
+    prepare(&mut shared, |_| {})?;
+    for &fd in shared.moved.iter().chain([&shared.stages]).filter(|&&fd| fd >= 0) {
+        raw::close(fd);
+    }
+    set_signal_mask(0);
+    Ok(())
+}
+
+fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> Result<(), Failure> {
     let command = shared.command;
     raw::setsid().map_err(failed(Stage::NewSession))?;
     if command.dies_with_parent {
@@ -213,6 +246,7 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
         raw::write_file(c"/proc/self/oom_score_adj", value);
     }
     move_descriptors(shared).map_err(failed(Stage::Descriptors))?;
+    close_others(shared);
     open_standard(shared)?;
     for (&(_, target), &source) in command.fds.iter().zip(&shared.moved) {
         raw::dup_to(source, target).map_err(failed(Stage::Descriptors))?;
@@ -221,15 +255,10 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
         raw::announce(shared.stages, Stage::ChangeDir);
         raw::chdir(directory).map_err(failed(Stage::ChangeDir))?;
     }
-    for signal in 1..=SIGNALS {
-        raw::set_disposition(signal, command.ignored.contains(&signal));
-    }
-    set_signal_mask(0);
-    raw::announce(shared.stages, Stage::Exec);
-    Err(failed(Stage::Exec)(execute(shared)))
+    Ok(())
 }
 
-/// Moves the passed descriptors above all targets and marks every other one for closing.
+/// Moves the passed descriptors above all targets.
 fn move_descriptors(shared: &mut Shared<'_>) -> Result<(), Errno> {
     for (moved, (source, _)) in shared.moved.iter_mut().zip(&shared.command.fds) {
         *moved = raw::dup_above(source.as_raw_fd(), shared.floor)?;
@@ -240,8 +269,6 @@ fn move_descriptors(shared: &mut Shared<'_>) -> Result<(), Errno> {
     if let Program::File(file) = &shared.command.program {
         shared.file = raw::dup_above(file.as_raw_fd(), shared.floor)?;
     }
-    // CLOSE_RANGE_CLOEXEC is of Linux 5.11. Before, the parent's own care (everything is opened close-on-exec) holds.
-    raw::close_on_exec_from(3);
     Ok(())
 }
 
@@ -351,8 +378,14 @@ mod raw {
             // SAFETY: integers only.
             return check(unsafe { libc::syscall(libc::SYS_fcntl, fd, libc::F_SETFD, 0) }).map(drop);
         }
-        // `fd` itself goes at the exec.
-        dup_to(fd, target)
+        dup_to(fd, target)?;
+        close(fd);
+        Ok(())
+    }
+
+    pub(super) fn close(fd: RawFd) {
+        // SAFETY: integers only; the caller has made it, or owns it.
+        unsafe { libc::syscall(libc::SYS_close, fd) };
     }
 
     pub(super) fn announce(pipe: RawFd, stage: Stage) {

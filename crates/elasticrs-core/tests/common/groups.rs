@@ -1,15 +1,18 @@
 //! Groups of real processes under a supervisor.
 
+use std::fs::File;
+use std::sync::Arc;
 use std::time::Duration;
 
 use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::nursery::launch::{NurseryImage, Warm};
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_testkit::assert_no_children;
 
-use super::{Lines, image, pipe, worker};
+use super::{Lines, image, pipe, process, worker};
 
 /// A guard against hanging, never what is measured.
 pub const HANG: Duration = Duration::from_secs(20);
@@ -18,11 +21,26 @@ pub const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration:
 pub const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
 
 pub fn supervisor() -> Supervisor {
-    Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap()
+    let nursery = if is_warm() { vec![warm_image("", HANG), image()] } else { vec![image()] };
+    Supervisor::new(Config { nursery, owns_process: true }).unwrap()
+}
+
+/// With `ELASTICRS_TEST_WARM=1` in the environment all workers are forks of a warm nursery.
+fn is_warm() -> bool {
+    std::env::var_os("ELASTICRS_TEST_WARM").is_some()
+}
+
+/// A warm nursery; for `what` see `programs/warm_nursery.rs`.
+pub fn warm_image(what: &str, limit: Duration) -> NurseryImage {
+    let program = process(vec![env!("CARGO_BIN_EXE_warm-nursery").into()]);
+    let process = ProcessSpec { env: vec![format!("WARM_NURSERY={what}").into()], ..program };
+    let report = File::open("/dev/null").unwrap().into();
+    NurseryImage::Warm(Arc::new(Warm { process, ignored: Vec::new(), report, limit }))
 }
 
 pub fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
-    let ranked = (0..).zip(processes).map(|(local_rank, process)| ProcessSpec { local_rank, ..process });
+    let ranked =
+        (0..).zip(processes).map(|(local_rank, process)| ProcessSpec { local_rank, warm: is_warm(), ..process });
     GroupSpec {
         processes: ranked.collect(),
         descriptors: Vec::new(),
@@ -59,8 +77,8 @@ pub fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
 pub fn event(supervisor: &Supervisor) -> Event {
     loop {
         match supervisor.next(Some(HANG)).unwrap() {
+            Next::Event(Event::Warmed { failure: None }) | Next::Interrupted => {}
             Next::Event(event) => return event,
-            Next::Interrupted => {}
             other => panic!("hangs: {other:?}"),
         }
     }

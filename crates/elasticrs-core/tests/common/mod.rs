@@ -323,6 +323,7 @@ pub fn process(argv: Vec<OsString>) -> ProcessSpec {
         stdio: [Stdio::Null, Stdio::Null, Stdio::Inherit],
         pass_fds: Vec::new(),
         cpus: None,
+        warm: false,
     }
 }
 

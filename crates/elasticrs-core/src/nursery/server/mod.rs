@@ -21,6 +21,10 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::time::TimeSpec;
 use nix::unistd::{getpid, getsid, setsid};
 
+use self::spawn::Begun;
+pub use self::spawn::Worker;
+#[cfg(feature = "agent")]
+pub(super) use self::spawn::command;
 use self::sweep::{Deadlines, Sweep, Verdict};
 use super::NAME;
 use super::fence::Fence;
@@ -29,6 +33,7 @@ use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::start::Start;
 use super::tree::Ended;
 use crate::exit::WorkerExit;
+use crate::sys::fork::Forker;
 use crate::sys::spawn::Stack;
 use crate::sys::wait::{self, Waited};
 use crate::sys::{fds, priority, signals};
@@ -43,10 +48,15 @@ const LAST_SWEEP: Duration = Duration::from_secs(10);
 /// The result is the exit code: 0, or an error number (255 where there is none). The agent sees it together with the
 /// closed socket; there is nobody else to tell.
 pub fn run(start: Option<&str>) -> u8 {
-    match Nursery::new(start.and_then(Start::parse)).and_then(Nursery::serve) {
-        Ok(()) => 0,
-        Err(error) => error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255),
-    }
+    run_warm(start, None).err().unwrap_or_default()
+}
+
+/// The same for a process that has imported what its workers need: those are forks of it, in which this returns.
+pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
+    let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
+    let nursery = Nursery::new(start.and_then(Start::parse), forker).map_err(code)?;
+    // What is the nursery's own is closed in the worker before it takes its descriptors.
+    nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
 }
 
 struct Nursery {
@@ -56,6 +66,9 @@ struct Nursery {
     stages: OwnedFd,
     child_signals: SignalFd,
     stack: Stack,
+    forker: Option<Forker>,
+    /// Of the program, before it was ours.
+    name: CString,
     /// This process carries a token, so that the lack of one means something.
     marked: bool,
     /// The value that workers get back, when ours was lowered.
@@ -85,9 +98,11 @@ struct Nursery {
 }
 
 impl Nursery {
-    fn new(start: Option<Start>) -> io::Result<Self> {
+    fn new(start: Option<Start>, forker: Option<Forker>) -> io::Result<Self> {
         let [socket, agent, stages] = fds::take_inherited(FIXED_FDS)?;
-        fds::close_from(FIXED_FDS.into_iter().fold(2, i32::max) + 1)?;
+        if forker.is_none() {
+            fds::close_from(FIXED_FDS.into_iter().fold(2, i32::max) + 1)?;
+        }
         if getsid(None)? != getpid() {
             setsid()?;
         }
@@ -95,6 +110,10 @@ impl Nursery {
             start.limit_descriptors()?;
         }
         prctl::set_child_subreaper(true)?;
+        // A warm one had it while it imported, when it could not look.
+        prctl::set_pdeathsig(None)?;
+        let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+        let name = CString::new(name.trim_end()).unwrap_or_default();
         prctl::set_name(NAME)?;
         // Where the scheduler shares by sessions first, the nice value counts within one only. Ours has nobody else in
         // it. Without permission a fair share has to do.
@@ -113,6 +132,8 @@ impl Nursery {
             stages,
             child_signals,
             stack: Stack::new()?,
+            forker,
+            name,
             marked: start.is_some_and(|start| start.token.apply().is_ok()),
             oom_score_adj: lower_oom_score(),
             workers: BTreeSet::new(),
@@ -133,7 +154,8 @@ impl Nursery {
 }
 
 impl Nursery {
-    fn serve(mut self) -> io::Result<()> {
+    /// Returns when it is over, or in a worker.
+    fn serve(mut self) -> io::Result<Option<Begun>> {
         loop {
             let ready = self.wait()?;
             if ready.child {
@@ -146,11 +168,15 @@ impl Nursery {
             if ready.agent_gone {
                 self.lose_agent();
             }
-            if (ready.socket || self.postponed.is_some()) && !self.orphaned && self.serve_requests() == Served::Leave {
-                return Ok(());
+            if (ready.socket || self.postponed.is_some()) && !self.orphaned {
+                match self.serve_requests() {
+                    Served::GoOn => {}
+                    Served::Leave => return Ok(None),
+                    Served::Become(begun) => return Ok(Some(*begun)),
+                }
             }
-            if self.step_sweep() == Served::Leave {
-                return Ok(());
+            if matches!(self.step_sweep(), Served::Leave) {
+                return Ok(None);
             }
         }
     }
@@ -225,11 +251,10 @@ impl Nursery {
                     self.postponed = Some(start);
                     break;
                 }
-                Ok(Some((request, fds))) => {
-                    if self.serve_request(request, fds) == Served::Leave {
-                        return Served::Leave;
-                    }
-                }
+                Ok(Some((request, fds))) => match self.serve_request(request, fds) {
+                    Served::GoOn => {}
+                    other => return other,
+                },
                 Ok(None) => break,
                 Err(_) => {
                     self.lose_agent();
@@ -246,7 +271,7 @@ impl Nursery {
 
     fn serve_request(&mut self, request: Request, fds: Vec<OwnedFd>) -> Served {
         match request {
-            Request::Spawn { process, keep_ignored } => self.spawn(&process, &keep_ignored, &fds),
+            Request::Spawn { process, keep_ignored } => return self.spawn(process, &keep_ignored, fds),
             Request::SignalGroup { pid, signal } => self.signal_group(pid, signal),
             Request::Sweep { number, linger_ms, grace_ms, give_up_ms } => {
                 let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
@@ -322,10 +347,11 @@ impl Nursery {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Served {
     GoOn,
     Leave,
+    /// This is a worker now.
+    Become(Box<Begun>),
 }
 
 #[derive(Debug)]

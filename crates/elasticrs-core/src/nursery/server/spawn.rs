@@ -1,55 +1,126 @@
 //! From a [`ProcessSpec`] to a running worker.
 
 use std::ffi::{CString, OsString};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use nix::errno::Errno;
+use nix::sys::prctl;
 
-use super::Nursery;
+use super::{Nursery, Served};
 use crate::nursery::protocol::Reply;
 use crate::spec::{CpuSet, ProcessSpec, Stdio};
-use crate::sys::spawn::{self, Command, Failure, Program, Standard};
+use crate::sys::fork::{Forked, Outlet, fork};
+use crate::sys::spawn::{self, Child, Command, Failure, Program, Standard};
 use crate::sys::stage::Stage;
 
 /// Where programs are searched for without a `PATH`.
 const DEFAULT_PATH: &[u8] = b"/bin:/usr/bin";
 
 impl Nursery {
-    pub(super) fn spawn(&mut self, process: &ProcessSpec, keep_ignored: &[i32], fds: &[OwnedFd]) {
+    pub(super) fn spawn(&mut self, process: ProcessSpec, keep_ignored: &[i32], fds: Vec<OwnedFd>) -> Served {
         let local_rank = process.local_rank;
         // What was told before must not wait for a start that hangs.
         if self.link.flush().is_err() {
-            return self.lose_agent();
+            self.lose_agent();
+            return Served::GoOn;
         }
         if self.check_fence() {
             let (stage, errno, subject) = (Stage::Fence, libc::ECANCELED, String::new());
-            return self.tell(&Reply::SpawnFailed { local_rank, stage, errno, subject }, Vec::new());
+            self.tell(&Reply::SpawnFailed { local_rank, stage, errno, subject }, Vec::new());
+            return Served::GoOn;
         }
         // Marks the start of this worker's stages in the pipe. A full pipe is nobody's harm.
         let _ = nix::unistd::write(&self.stages, &[Stage::Clone as u8]);
-        let started = command(process, keep_ignored, fds).and_then(|mut command| {
-            command.stages = Some(self.stages.as_fd());
-            command.oom_score_adj.clone_from(&self.oom_score_adj);
-            spawn::spawn(&command, &mut self.stack)
-        });
+        let started = match &mut self.forker {
+            Some(forker) if process.warm => fork(forker),
+            _ => self.execute(&process, keep_ignored, &fds).map(Forked::Parent),
+        };
         match started {
-            Ok(child) => {
+            Ok(Forked::Child(outlet)) => {
+                let stages = self.stages.try_clone().ok();
+                let (name, oom_score_adj) = (self.name.clone(), self.oom_score_adj.clone());
+                let parent = self.pid;
+                return Served::Become(Box::new(Begun { process, fds, outlet, stages, name, oom_score_adj, parent }));
+            }
+            Ok(Forked::Parent(child)) => {
                 self.workers.insert(child.pid);
                 self.sessions.insert(child.pid);
                 self.tell(&Reply::Spawned { local_rank, pid: child.pid }, vec![child.pidfd]);
             }
             Err(failure) => {
                 let Failure { stage, errno, .. } = failure;
-                let subject = subject(process, failure);
+                let subject = subject(&process, failure);
                 self.tell(&Reply::SpawnFailed { local_rank, stage, errno: errno as i32, subject }, Vec::new());
             }
         }
+        Served::GoOn
+    }
+
+    fn execute(&mut self, process: &ProcessSpec, keep_ignored: &[i32], fds: &[OwnedFd]) -> Result<Child, Failure> {
+        let mut command = command(process, keep_ignored, fds)?;
+        command.stages = Some(self.stages.as_fd());
+        command.oom_score_adj.clone_from(&self.oom_score_adj);
+        spawn::spawn(&command, &mut self.stack)
     }
 }
 
-fn command<'fd>(process: &'fd ProcessSpec, keep_ignored: &[i32], fds: &'fd [OwnedFd]) -> Result<Command<'fd>, Failure> {
+/// A fork that is to become a worker.
+pub(super) struct Begun {
+    process: ProcessSpec,
+    fds: Vec<OwnedFd>,
+    outlet: Outlet,
+    stages: Option<OwnedFd>,
+    name: CString,
+    oom_score_adj: Option<CString>,
+    parent: i32,
+}
+
+/// What a fork is to do, after it has settled.
+#[derive(Debug)]
+pub struct Worker {
+    pub argv: Vec<OsString>,
+    /// The whole environment, `NAME=value` each.
+    pub env: Vec<OsString>,
+}
+
+impl Begun {
+    /// Becomes what an executed worker is before its program begins. Does not return when that fails.
+    pub(super) fn settle(self) -> Worker {
+        let Self { process, fds, outlet, stages, name, oom_score_adj, parent } = self;
+        let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();
+        let floor = targets.iter().fold(2, |floor, &target| floor.max(target)).saturating_add(1);
+        let outlet = match outlet.above(floor) {
+            Ok(moved) => moved,
+            Err(errno) => outlet.fail(Failure { stage: Stage::Descriptors, errno, descriptor: 0 }),
+        };
+        let settled = command(&process, &[], &fds).and_then(|mut command| {
+            command.stages = stages.as_ref().map(AsFd::as_fd);
+            command.oom_score_adj = oom_score_adj;
+            spawn::settle(&command, parent)
+        });
+        for fd in fds.into_iter().chain(stages) {
+            if targets.contains(&fd.as_raw_fd()) {
+                // The number is that of a descriptor of the worker now.
+                let _ = fd.into_raw_fd();
+            }
+        }
+        match settled {
+            Err(failure) => outlet.fail(failure),
+            Ok(()) => outlet.close(),
+        }
+        // The only error is a bad address.
+        let _ = prctl::set_name(&name);
+        Worker { argv: process.argv, env: process.env }
+    }
+}
+
+pub(in crate::nursery) fn command<'fd>(
+    process: &'fd ProcessSpec,
+    keep_ignored: &[i32],
+    fds: &'fd [OwnedFd],
+) -> Result<Command<'fd>, Failure> {
     let failed = |stage, descriptor| move |errno| Failure { stage, errno, descriptor };
     let mut stdio = [const { Standard::Inherit }; 3];
     for (descriptor, (standard, spec)) in stdio.iter_mut().zip(&process.stdio).enumerate() {
@@ -155,6 +226,7 @@ mod tests {
             stdio: [Stdio::Inherit, Stdio::Inherit, Stdio::Inherit],
             pass_fds: Vec::new(),
             cpus: None,
+            warm: false,
         }
     }
 

@@ -34,9 +34,12 @@ impl Task {
 
     pub(super) fn on_nursery_death(&mut self, exit: WorkerExit) {
         self.swept = Swept::default();
-        let hung = self.nursery.take().is_some_and(|nursery| nursery.hung);
-        let end = NurseryEnd { exit, hung };
+        let lost = self.nursery.take();
+        let end = NurseryEnd { exit, hung: lost.as_ref().is_some_and(|nursery| nursery.hung) };
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
+        if lost.is_some_and(|nursery| nursery.warming.is_some()) && self.go_on_cold(end) {
+            return;
+        }
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => {

@@ -1,0 +1,39 @@
+//! A warm nursery that has nothing to import, and whose workers execute their programs after all. `WARM_NURSERY` in its
+//! environment says what it does before it is ready.
+
+use std::env;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+
+use elasticrs_core::nursery::server::run_warm;
+use elasticrs_core::sys::fork::plain;
+use nix::unistd::pause;
+
+fn main() -> ExitCode {
+    let start = env::var("ELASTICRS_NURSERY_START").ok();
+    match env::var("WARM_NURSERY").as_deref() {
+        Ok("hangs") => loop {
+            pause();
+        },
+        Ok("dies") => return ExitCode::from(3),
+        _ => {}
+    }
+    // The report, of which there is nothing.
+    let _ = nix::unistd::close(6);
+    match run_warm(start.as_deref(), Some(Box::new(plain))) {
+        Err(code) => ExitCode::from(code),
+        Ok(worker) => {
+            let mut command = Command::new(&worker.argv[0]);
+            command.args(&worker.argv[1..]).env_clear();
+            for entry in &worker.env {
+                let mut parts = entry.as_bytes().splitn(2, |&byte| byte == b'=');
+                let [name, value] =
+                    [parts.next(), parts.next()].map(|part| std::ffi::OsStr::from_bytes(part.unwrap_or_default()));
+                command.env(name, value);
+            }
+            let _ = command.exec();
+            ExitCode::from(127)
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! Workers that are forks of their nursery.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use common::groups::{HANG, KILL, TERM, close, event, group, telling_group, warm_image};
+use common::{image, worker};
+use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::spec::{GroupSpec, Stdio};
+use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor};
+use elasticrs_core::sys::stage::Stage;
+use elasticrs_testkit::wait_for_end;
+
+fn supervisor(what: &str, limit: Duration) -> Supervisor {
+    Supervisor::new(Config { nursery: vec![warm_image(what, limit), image()], owns_process: true }).unwrap()
+}
+
+fn warm(mut group: GroupSpec) -> GroupSpec {
+    for process in &mut group.processes {
+        process.warm = true;
+    }
+    group
+}
+
+fn started(supervisor: &Supervisor) -> Vec<i32> {
+    let Event::GroupStarted { pids, .. } = event(supervisor) else { panic!("it starts") };
+    pids
+}
+
+fn outcome(supervisor: &Supervisor) -> Outcome {
+    loop {
+        if let Event::GroupEnded { outcome, .. } = event(supervisor) {
+            return outcome;
+        }
+    }
+}
+
+/// The process that it is a child of.
+fn parent(pid: i32) -> i32 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap();
+    line.trim().parse().unwrap()
+}
+
+#[test]
+fn workers_are_forks_that_have_their_descriptors_and_begin_with_no_other() {
+    let supervisor = supervisor("", HANG);
+    let nursery = supervisor.nursery_pid().unwrap();
+    let (mut spec, mut lines) = telling_group(&[&["sleep"], &["sleep"]]);
+    spec = warm(spec);
+    supervisor.start(spec).unwrap();
+    let pids = started(&supervisor);
+    lines.until_ready();
+    lines.until_ready();
+    for &pid in &pids {
+        assert_eq!(parent(pid), nursery);
+        let numbers = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+        let mut numbers: Vec<i32> =
+            numbers.map(|e| e.unwrap().file_name().to_str().unwrap().parse().unwrap()).collect();
+        numbers.sort_unstable();
+        assert_eq!(numbers, [0, 1, 2], "nothing of the nursery's is open in it");
+    }
+    supervisor.stop(TERM).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_fork_that_cannot_settle_is_a_failed_start() {
+    let supervisor = supervisor("", HANG);
+    let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"])]));
+    spec.processes[1].cwd = Some(PathBuf::from("/does/not/exist"));
+    supervisor.start(spec).unwrap();
+    let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
+    let StartFailure::Worker { local_rank, stage, errno, subject } = failure else { panic!("{failure:?}") };
+    assert_eq!((local_rank, stage, errno), (1, Stage::ChangeDir, libc::ENOENT));
+    assert_eq!(subject, "/does/not/exist");
+    close(supervisor);
+}
+
+#[test]
+fn output_goes_to_the_log_and_one_attempt_follows_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let supervisor = supervisor("", HANG);
+    for attempt in 0..3 {
+        let log = folder.path().join(attempt.to_string());
+        let mut spec = warm(group(vec![worker(&["exit", "0"])]));
+        spec.processes[0].stdio[1] = Stdio::File(log.clone());
+        supervisor.start(spec).unwrap();
+        started(&supervisor);
+        assert_eq!(outcome(&supervisor), Outcome::Succeeded);
+        assert!(log.exists());
+    }
+    close(supervisor);
+}
+
+#[test]
+fn a_nursery_that_dies_before_it_is_ready_leaves_the_workers_cold() {
+    let supervisor = supervisor("dies", HANG);
+    supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
+    let Event::Warmed { failure: Some(end) } = event(&supervisor) else { panic!("it dies") };
+    assert_eq!(end, NurseryEnd { exit: WorkerExit::Exited { code: 3 }, hung: false });
+    started(&supervisor);
+    assert_eq!(outcome(&supervisor), Outcome::Succeeded);
+    close(supervisor);
+}
+
+#[test]
+fn a_nursery_that_hangs_before_it_is_ready_is_given_up() {
+    let supervisor = supervisor("hangs", Duration::from_millis(50));
+    supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
+    let Event::Warmed { failure: Some(end) } = event(&supervisor) else { panic!("it hangs") };
+    assert!(end.hung);
+    started(&supervisor);
+    assert_eq!(outcome(&supervisor), Outcome::Succeeded);
+    close(supervisor);
+}
+
+#[test]
+fn a_stop_does_not_wait_for_the_import() {
+    for policy in [TERM, KILL] {
+        let supervisor = supervisor("hangs", HANG);
+        supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
+        supervisor.stop(policy).unwrap();
+        assert_eq!(outcome(&supervisor), Outcome::Stopped);
+        close(supervisor);
+    }
+}
+
+#[test]
+fn a_lost_nursery_is_replaced_by_a_warm_one() {
+    let supervisor = supervisor("", HANG);
+    supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
+    let pids = started(&supervisor);
+    let nursery = elasticrs_testkit::pidfd(supervisor.nursery_pid().unwrap()).unwrap();
+    elasticrs_core::sys::pidfd::send_signal(nursery, libc::SIGKILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Lost);
+    pids.into_iter().for_each(wait_for_end);
+    supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
+    started(&supervisor);
+    assert_eq!(outcome(&supervisor), Outcome::Succeeded);
+    close(supervisor);
+}
+
+#[test]
+fn a_warm_nursery_executes_what_is_not_to_be_forked() {
+    let supervisor = supervisor("", HANG);
+    supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
+    started(&supervisor);
+    assert_eq!(outcome(&supervisor), Outcome::Succeeded);
+    close(supervisor);
+}

@@ -1,0 +1,349 @@
+"""Runs at the start of a warm nursery: imports, then forks workers, which go on as if they had been executed.
+
+The nursery is the workers' own command line with this directory in front of ``PYTHONPATH``. ``site`` imports
+this before the interpreter looks at the script, and a worker is a fork that returns from here. So the
+interpreter itself runs the script, with nothing below it on the stack. The file stands alone: elasticrs need
+not be importable. What it promises:
+
+- **WARM-1** only a clean process forks: one thread, no GPU driver, no socket, no child. A module that leaves
+  one is named, and the program executes itself again without it.
+- **WARM-2** what differs by process is made anew in each worker: environment, standard streams, seeds, keys.
+- **WARM-3** what the imports print is kept, and printed by each worker, as if it had imported itself.
+- **WARM-4** anything unexpected ends the process before it is ready; workers then start cold.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import types
+    from typing import Any, NoReturn
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_HOOK = os.path.join(os.path.dirname(_HERE), "hook")
+
+_SETTINGS = "ELASTICRS_WARM"
+"""JSON: ``modules`` (``a.b`` is imported as by ``import a.b``, ``a.b:c`` as by ``from a.b import c``), and
+``is_explicit``: the user has named them.
+"""
+_CORE = "ELASTICRS_WARM_CORE"
+"""The file of ``elasticrs._core``."""
+_START = "ELASTICRS_NURSERY_START"
+"""What the nursery is told; see ``nursery/launch.rs``, which has it as well."""
+_REPORT = 6
+"""The descriptor of the report; the same."""
+
+_RESERVED = 64
+"""Workers are given descriptors below this: none that a module opens is among them."""
+
+_QUIET = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Keeps libraries from starting threads when they are imported."""
+
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+def _report(**line: object) -> None:
+    import json
+
+    os.write(_REPORT, json.dumps(line).encode() + b"\n")
+
+
+# --- the guard ---
+
+
+def _open_files() -> dict[int, str]:
+    from contextlib import suppress
+
+    links = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # The listing's own.
+            links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return links
+
+
+def _has_threads() -> bool:
+    import time
+
+    # One that was joined a moment ago may still be listed.
+    for _ in range(20):
+        if len(os.listdir("/proc/self/task")) == 1:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def _uses_cuda() -> bool:
+    with open("/proc/self/maps") as maps:
+        if "/libcuda.so" not in maps.read():
+            return False
+    import ctypes
+
+    count = ctypes.c_int()
+    return ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED  # type: ignore[no-any-return]
+
+
+def _why_unclean(before: dict[int, str], place: str) -> str | None:
+    """What has been left that must not be forked, or is lost by a fork."""
+    opened = [link for fd, link in _open_files().items() if before.get(fd) != link]
+    if _has_threads():
+        return "it starts a thread at import"
+    if _children():
+        return "it starts a process at import"
+    if any(link.startswith("socket:") for link in opened):
+        return "it opens a socket at import"
+    if any(link.startswith(_DEVICES) for link in opened) or _uses_cuda():
+        return "it initialises a GPU driver at import"
+    if os.getcwd() != place:
+        return "it changes the working directory at import"
+    return None
+
+
+# --- the nursery ---
+
+
+def _import(
+    written: str, is_explicit: bool, before: dict[int, str], place: str
+) -> "tuple[str, str | None] | None":
+    """Why the module must be left out, and its traceback if it has raised."""
+    import time
+
+    name, _, attribute = written.partition(":")
+    _report(importing=name)
+    begun = time.monotonic()
+    try:
+        __import__(name, fromlist=[attribute] if attribute else ())
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            return ("it is not installed", None) if is_explicit else None
+        import traceback
+
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return f"it raises {type(error).__name__} at import", text
+    why = _why_unclean(before, place)
+    if why is None:
+        _report(imported=name, seconds=time.monotonic() - begun)
+        return None
+    return why, None
+
+
+def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> "NoReturn":
+    import json
+    import signal
+
+    for pid in _children():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    os.execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
+
+
+class _Captured:
+    """What is printed on the standard streams meanwhile."""
+
+    def __init__(self) -> None:
+        import fcntl
+
+        self._kept = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _RESERVED) for fd in (1, 2)}
+        for fd in self._kept:
+            memory = os.memfd_create("imports")
+            os.dup2(memory, fd)
+            os.close(memory)
+
+    def end(self) -> dict[int, bytes]:
+        printed = {}
+        for fd, kept in self._kept.items():
+            (sys.stdout if fd == 1 else sys.stderr).flush()
+            printed[fd] = os.pread(fd, os.fstat(fd).st_size, 0)
+            os.dup2(kept, fd)
+            os.close(kept)
+        return printed
+
+
+def _reserve() -> list[int]:
+    null = os.open(os.devnull, os.O_RDONLY)
+    free = [fd for fd in range(3, _RESERVED) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
+    for fd in free:
+        os.dup2(null, fd, inheritable=False)
+    return [null, *free]
+
+
+def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], dict[str, "str | None"]]:
+    """Import everything; what was printed, and what was done to the environment."""
+    import json
+    import time
+
+    begun = time.monotonic()
+    settings = json.loads(environ[_SETTINGS])
+    names, is_explicit = settings["modules"], settings["is_explicit"]
+    quiet = {name: value for name, value in _QUIET.items() if name not in os.environ}
+    place, reserved, captured = os.getcwd(), _reserve(), _Captured()
+    before, untouched = _open_files(), dict(os.environ)
+    os.environ.update(quiet)
+    for name in names:
+        found = _import(name, is_explicit, before, place)
+        if found is not None:
+            why, text = found
+            module = name.partition(":")[0]
+            _report(left_out=module, why=why, traceback=text)
+            rest = [other for other in names if other.partition(":")[0] != module]
+            _begin_again(environ, {**settings, "modules": rest})
+    for name, value in quiet.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    printed = captured.end()
+    for fd in reserved:
+        os.close(fd)
+    changed = {name: value for name, value in os.environ.items() if untouched.get(name) != value}
+    gone = dict.fromkeys(untouched.keys() - os.environ.keys())
+    _tell_ready(begun)
+    return printed, {**changed, **gone}
+
+
+def _tell_ready(begun: float) -> None:
+    import site
+    import sysconfig
+    import time
+
+    prefixes = {os.path.realpath(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    own = sorted(
+        file
+        for file in files
+        if isinstance(file, str) and not file.startswith((*prefixes, _HERE)) and os.path.isabs(file)
+    )
+    _report(
+        ready={"seconds": time.monotonic() - begun, "files": own, "prefixes": sorted(prefixes), "threads": 1}
+    )
+
+
+def _core() -> "types.ModuleType":
+    from importlib.machinery import ExtensionFileLoader, ModuleSpec
+
+    path = os.environ[_CORE]
+    loader = ExtensionFileLoader("elasticrs._core", path)
+    core = loader.create_module(ModuleSpec("elasticrs._core", loader, origin=path))
+    loader.exec_module(core)
+    return core
+
+
+# --- the worker ---
+
+
+def _renew_environment(entries: list[bytes], imported: "dict[str, str | None]") -> None:
+    os.environ.clear()
+    for entry in entries:
+        name, _, value = entry.partition(b"=")
+        os.environb[name] = value
+    for variable, change in imported.items():
+        if change is None:
+            os.environ.pop(variable, None)
+        elif variable not in os.environ:
+            os.environ[variable] = change
+
+
+def _renew_streams() -> None:
+    """The same objects, since libraries have kept them, as if they had been made now."""
+    unbuffered = os.environ.get("PYTHONUNBUFFERED", "") != "" or "-u" in sys.orig_argv[1:2]
+    streams: tuple[Any, ...] = (sys.stdin, sys.stdout, sys.stderr)
+    for fd, stream in enumerate(streams):
+        if stream is None:
+            continue
+        name, mode, encoding, errors = stream.name, stream.mode, stream.encoding, stream.errors
+        buffer = stream.buffer
+        raw = getattr(buffer, "raw", buffer)
+        raw.__init__(fd, "rb" if fd == 0 else "wb", closefd=False)
+        raw.name = name
+        if raw is not buffer:
+            buffer.__init__(raw)
+        is_by_lines = not unbuffered and (fd == 2 or raw.isatty())
+        stream.__init__(
+            *(buffer, encoding, errors, None if fd == 0 else "\n"),
+            line_buffering=is_by_lines,
+            write_through=unbuffered and fd != 0,
+        )
+        stream.mode = mode
+
+
+def _renew_seeds() -> None:
+    """What a process draws or looks up once; only of modules that are there."""
+    import time
+
+    loaded: dict[str, Any] = dict(sys.modules)
+    if numpy := loaded.get("numpy.random"):
+        numpy.seed()
+    if torch := loaded.get("torch"):
+        torch.default_generator.seed()
+    if process := loaded.get("multiprocessing.process"):
+        process.current_process().authkey = os.urandom(32)
+    if logging := loaded.get("logging"):
+        logging._startTime = time.time()
+    if tempfile := loaded.get("tempfile"):
+        tempfile.tempdir = None
+    if threading := loaded.get("threading"):
+        threading.main_thread()._set_native_id()
+    time.tzset()
+
+
+def _renew_arguments(argv: list[bytes]) -> None:
+    arguments = [os.fsdecode(argument) for argument in argv]
+    sys.orig_argv[:] = arguments
+    count = len(sys.argv) - 1
+    if count > 0:
+        sys.argv[1:] = arguments[-count:]
+
+
+def _become_worker(
+    argv: list[bytes], env: list[bytes], printed: dict[int, bytes], imported: "dict[str, str | None]"
+) -> None:
+    _renew_environment(env, imported)
+    _renew_arguments(argv)
+    _renew_streams()
+    _renew_seeds()
+    for fd, output in printed.items():
+        if output:
+            (sys.stdout if fd == 1 else sys.stderr).buffer.write(output)
+            (sys.stdout if fd == 1 else sys.stderr).flush()
+
+
+def _start() -> None:
+    environ = dict(os.environ)
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
+    sys.path_importer_cache.pop(_HERE, None)
+    start = environ[_START]
+    for name in (_SETTINGS, _START):
+        del os.environ[name]
+    entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
+    if entries:
+        os.environ["PYTHONPATH"] = os.pathsep.join("" if entry == _HERE else entry for entry in entries)
+    else:
+        del os.environ["PYTHONPATH"]
+    try:
+        core = _core()
+        del os.environ[_CORE]
+        printed, imported = _import_all(environ)
+        import gc
+
+        gc.freeze()
+        os.close(_REPORT)
+    except BaseException as error:
+        import traceback
+
+        _report(failed=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        os._exit(1)
+    argv, env = core.warm_nursery_main(start)
+    _become_worker(argv, env, printed, imported)
+    hooked = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
+    if hooked == _HOOK:
+        sys.path.insert(0, hooked)
+    del sys.modules["sitecustomize"]
+    import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+
+
+if __name__ == "sitecustomize":
+    _start()
