@@ -4,6 +4,9 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
     from elasticrs.launcher.api import LaunchConfig, elastic_launch, launch_agent
     from elasticrs.multiprocessing.errors import ChildFailedError, record
 
@@ -11,42 +14,43 @@ __version__ = "0.1.0"
 
 __all__ = ["ChildFailedError", "LaunchConfig", "__version__", "elastic_launch", "launch_agent", "record"]
 
+_HOMES = {
+    "elasticrs.launcher.api": ("LaunchConfig", "elastic_launch", "launch_agent"),
+    "elasticrs.multiprocessing.errors": ("ChildFailedError", "record"),
+}
 _SUBMODULES = (
     *("agent", "control_plane", "events", "launch", "launcher", "metrics", "multiprocessing", "rendezvous"),
     *("run", "timer", "utils"),
 )
 
 
-def lazy_submodule(package: str, name: str, names: tuple[str, ...]) -> object:
-    """The ``__getattr__`` of a package: import a submodule when its name is first used.
+def lazy(
+    module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
+) -> Any:
+    """The ``__getattr__`` of a module: import what a name stands for when it is first used.
 
     Torch's packages import their modules, so that a program may write ``elastic.multiprocessing.errors``
     after an import of the package alone. Ours are imported when that is written.
 
     Args:
-        package: its full name.
+        module: its full name.
         name: what it is asked for.
-        names: of its modules.
+        homes: by the full name of another module, the names that are at home there.
+        submodules: of a package.
 
     Raises:
         AttributeError: it has none of this name.
     """
-    if name not in names:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
     import sys
 
-    __import__(f"{package}.{name}")
-    return sys.modules[f"{package}.{name}"]
+    home = next((home for home, names in homes.items() if name in names), None)
+    if home is None and name not in submodules:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    full = home or f"{module}.{name}"
+    __import__(full)
+    return getattr(sys.modules[full], name) if home else sys.modules[full]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     # Neither the command line nor a worker that wants only `record` pays for the rest.
-    if name in ("LaunchConfig", "elastic_launch", "launch_agent"):
-        from elasticrs.launcher import api
-
-        return getattr(api, name)
-    if name in ("ChildFailedError", "record"):
-        from elasticrs.multiprocessing import errors
-
-        return getattr(errors, name)
-    return lazy_submodule(__name__, name, _SUBMODULES)
+    return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -15,6 +15,7 @@ if _ends_by_sigint:
     # Until there are handlers, Ctrl-C ends this process as any other signal does, without a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
+from elasticrs import lazy  # noqa: E402
 from elasticrs.launcher import command_line  # noqa: E402
 
 TYPE_CHECKING = False
@@ -26,11 +27,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     # The command line has no use for argparse.
-    if name in {"get_args_parser", "run"}:
-        from elasticrs import run
-
-        return getattr(run, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazy(__name__, name, {"elasticrs.run": ("get_args_parser", "run")})
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import config as defaults
+from elasticrs import lazy
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.config import UsageError
 from elasticrs.launcher import command_line
@@ -46,15 +47,12 @@ __all__ = [
     "run_script_path",
 ]
 
-_OFFERED = {
-    "DefaultLogsSpecs": "elasticrs.multiprocessing.api",
-    "LaunchConfig": "elasticrs.launcher.api",
-    "LogsSpecs": "elasticrs.multiprocessing.api",
-    "Std": "elasticrs.multiprocessing.api",
-    "elastic_launch": "elasticrs.launcher.api",
-    "get_logger": "elasticrs.utils.logging",
-    "macros": "elasticrs.utils.api",
-    "record": "elasticrs.multiprocessing.errors",
+_HOMES = {
+    "elasticrs.multiprocessing.api": ("DefaultLogsSpecs", "LogsSpecs", "Std"),
+    "elasticrs.launcher.api": ("LaunchConfig", "elastic_launch"),
+    "elasticrs.utils.logging": ("get_logger",),
+    "elasticrs.utils.api": ("macros",),
+    "elasticrs.multiprocessing.errors": ("record",),
 }
 """What programs import from torchrun's module, though it is at home elsewhere."""
 
@@ -65,9 +63,7 @@ def __getattr__(name: str) -> object:
     if name == "metadata":
         # Programs patch its `entry_points`, by which classes of log specs are found.
         return importlib.import_module("importlib.metadata")
-    if name in _OFFERED:
-        return getattr(importlib.import_module(_OFFERED[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazy(__name__, name, _HOMES)
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:

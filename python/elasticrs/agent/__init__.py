@@ -4,10 +4,8 @@
 subclass are in :mod:`elasticrs.agent.server`.
 """
 
-from elasticrs import lazy_submodule
-
-_SUBMODULES = ("server",)
+from elasticrs import lazy
 
 
 def __getattr__(name: str) -> object:
-    return lazy_submodule(__name__, name, _SUBMODULES)
+    return lazy(__name__, name, {}, ("server",))

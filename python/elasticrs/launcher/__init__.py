@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs import lazy_submodule
+from elasticrs import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -10,13 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
-_SUBMODULES = ("api",)
-
 
 def __getattr__(name: str) -> object:
     # The command line comes through this package and must not pay for dataclasses.
-    if name in __all__:
-        from elasticrs.launcher import api
-
-        return getattr(api, name)
-    return lazy_submodule(__name__, name, _SUBMODULES)
+    return lazy(__name__, name, {"elasticrs.launcher.api": tuple(__all__)}, ("api",))

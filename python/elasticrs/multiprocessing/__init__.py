@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs import lazy_submodule
+from elasticrs import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -104,12 +104,5 @@ def start_processes(
 
 def __getattr__(name: str) -> object:
     # Workers import the errors in this package and must not pay for the rest.
-    if name == "ProcessFailure":
-        from elasticrs.multiprocessing.errors import ProcessFailure
-
-        return ProcessFailure
-    if name in __all__ or name == "_validate_full_rank":
-        from elasticrs.multiprocessing import api
-
-        return getattr(api, name)
-    return lazy_submodule(__name__, name, _SUBMODULES)
+    homes = {"elasticrs.multiprocessing.api": (*__all__, "_validate_full_rank")}
+    return lazy(__name__, name, homes, _SUBMODULES)

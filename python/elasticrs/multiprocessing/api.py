@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elasticrs import logs
+from elasticrs import lazy, logs
 from elasticrs.config import DEFAULT_SIGNALS, LogSettings
 from elasticrs.multiprocessing import interrupts
 from elasticrs.multiprocessing.tail_log import TailLog
@@ -52,25 +52,17 @@ IS_WINDOWS = False
 """For programs that ask torch's module."""
 
 
+_HOMES = {
+    "elasticrs.multiprocessing.contexts": ("MultiprocessContext", "SubprocessContext", "_wrap"),
+    "elasticrs.multiprocessing.errors": ("ProcessFailure", "record"),
+    "elasticrs.multiprocessing.subprocess_handler": ("SubprocessHandler", "get_subprocess_handler"),
+    "elasticrs.multiprocessing.redirects": ("redirect_stderr", "redirect_stdout"),
+}
+
+
 def __getattr__(name: str) -> Any:
     # They need this module themselves.
-    if name in {"MultiprocessContext", "SubprocessContext", "_wrap"}:
-        from elasticrs.multiprocessing import contexts
-
-        return getattr(contexts, name)
-    if name in {"ProcessFailure", "record"}:
-        from elasticrs.multiprocessing import errors
-
-        return getattr(errors, name)
-    if name in {"SubprocessHandler", "get_subprocess_handler"}:
-        from elasticrs.multiprocessing import subprocess_handler
-
-        return getattr(subprocess_handler, name)
-    if name in {"redirect_stderr", "redirect_stdout"}:
-        from elasticrs.multiprocessing import redirects
-
-        return getattr(redirects, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazy(__name__, name, _HOMES)
 
 
 class SignalException(Exception):  # noqa: N818 -- torch's name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs import lazy_submodule
+from elasticrs import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,32 +38,17 @@ __all__ = [
     "rendezvous_handler_registry",
 ]
 
+_HOMES = {
+    # Who asks for the registry of handlers expects to find them in it.
+    "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
+    "elasticrs.rendezvous.api": tuple(__all__),
+}
 _SUBMODULES = (
-    "api",
-    "c10d_rendezvous_backend",
-    "dynamic_rendezvous",
-    "etcd_rendezvous",
-    "etcd_rendezvous_backend",
-    "etcd_server",
-    "etcd_store",
-    "registry",
-    "static_tcp_rendezvous",
-    "utils",
+    *("api", "c10d_rendezvous_backend", "dynamic_rendezvous", "etcd_rendezvous", "etcd_rendezvous_backend"),
+    *("etcd_server", "etcd_store", "registry", "static_tcp_rendezvous", "utils"),
 )
 
 
 def __getattr__(name: str) -> object:
     # The command line comes through this package and needs none of these.
-    if name in __all__:
-        from elasticrs.rendezvous import api
-
-        if name == "rendezvous_handler_registry":
-            # Whoever asks it expects to find the handlers in it.
-            from elasticrs.rendezvous import registry
-
-        return getattr(api, name)
-    if name == "_register_out_of_tree_handlers":
-        from elasticrs.rendezvous import registry
-
-        return registry._register_out_of_tree_handlers
-    return lazy_submodule(__name__, name, _SUBMODULES)
+    return lazy(__name__, name, _HOMES, _SUBMODULES)

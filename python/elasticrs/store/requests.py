@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 from elasticrs.coordination import Changes, Connected, Reply, Txn, Unwatch, Watch
@@ -12,7 +11,7 @@ from elasticrs.coordination import Changes, Connected, Reply, Txn, Unwatch, Watc
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs.coordination import Compare, Operation, Session
+    from elasticrs.coordination import Compare, Operation, Request, Session
 
 
 _CLOSED = "the store object is closed"
@@ -27,10 +26,15 @@ class Requests:
 
     1. Each reply goes to the call that asked.
     2. A change of a key that is being waited for is counted before anybody looks at the key again.
+
+    Args:
+        make: the session, when it is first needed; what it raises is raised by what was asked.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, make: Callable[[], Session]) -> None:
+        self._make: Callable[[], Session] | None = make
+        self._session: Session | None = None
+        self._beginning = threading.Lock()
         self._news = threading.Condition()
         self._is_taking = False
         self._lost: str | None = None
@@ -40,13 +44,24 @@ class Requests:
         self._waiters: dict[str, int] = {}
         self._puts: dict[str, int] = {}
 
-    def connect(self) -> None:
-        """Wait until the session has begun.
+    def connect(self) -> Session:
+        """Return the session, once it has begun.
 
         Raises:
-            LostError: there is none.
+            LostError: there is none, or no longer.
         """
-        self._until(lambda: self._is_connected, None)
+        with self._beginning:
+            if self._make is None:
+                raise LostError(_CLOSED)
+            if self._session is None:
+                self._session, self._lost, self._is_connected = self._make(), None, False
+                try:
+                    self._until(lambda: self._is_connected, None)
+                except BaseException:
+                    self._session.close()
+                    self._session = None
+                    raise
+            return self._session
 
     def txn(
         self,
@@ -60,7 +75,7 @@ class Requests:
             LostError: the session ended; whether the transaction was carried out is not known.
             ValueError: it is too large.
         """
-        return self._ask(lambda tag: self._session.send(Txn(tag, compares, then, otherwise)))
+        return self._ask(lambda tag: Txn(tag, compares, then, otherwise))
 
     def wait_until(self, holds: Callable[[], bool], keys: Sequence[str], timeout: float) -> bool:
         """Wait until ``holds``, asked again after each put of one of ``keys``; false after ``timeout``.
@@ -77,14 +92,18 @@ class Requests:
                 seen = self._count(keys)
                 if holds():
                     return True
-                if not self._until(partial(self._is_news, keys, seen), deadline):
+                if not self._until(lambda seen=seen: self._count(keys) != seen, deadline):  # type: ignore[misc]
                     return False
         finally:
             self._end_waiting(keys)
 
     def close(self) -> None:
         """End the session; calls that wait raise :class:`LostError`."""
-        self._session.close()
+        with self._beginning:
+            # The session keeps a descriptor as long as it is referred to.
+            session, self._session, self._make = self._session, None, None
+        if session is not None:
+            session.close()
         with self._news:
             self._lost = self._lost or _CLOSED
             self._news.notify_all()
@@ -95,10 +114,7 @@ class Requests:
                 self._waiters[key] = self._waiters.get(key, 0) + 1
                 self._puts.setdefault(key, 0)
         for key in keys:
-            self._ask(partial(self._watch, key))
-
-    def _watch(self, key: str, tag: int) -> None:
-        self._session.send(Watch(tag, key, True, False))
+            self._ask(lambda tag, key=key: Watch(tag, key, True, False))  # type: ignore[misc]
 
     def _end_waiting(self, keys: Sequence[str]) -> None:
         with self._news:
@@ -106,22 +122,21 @@ class Requests:
                 self._waiters[key] -= 1
                 if not self._waiters[key]:
                     del self._waiters[key], self._puts[key]
-                    self._session.send(Unwatch(key, True))
-
-    def _is_news(self, keys: Sequence[str], seen: int) -> bool:
-        return self._count(keys) != seen
+                    if self._session is not None:
+                        self._session.send(Unwatch(key, True))
 
     def _count(self, keys: Sequence[str]) -> int:
         return sum(self._puts[key] for key in keys)
 
-    def _ask(self, send: Callable[[int], None]) -> Reply:
+    def _ask(self, make: Callable[[int], Request]) -> Reply:
+        session = self.connect()
         with self._news:
             if self._lost is not None:
                 raise LostError(self._lost)
             self._tag += 1
             tag = self._tag
             # Under the lock: a watch of one thread and the end of a watch of another must not change places.
-            send(tag)
+            session.send(make(tag))
             self._replies[tag] = None
         try:
             self._until(lambda: self._replies[tag] is not None, None)
@@ -147,15 +162,19 @@ class Requests:
 
     def _take(self, timeout: float | None) -> None:
         """Wait for events without holding the lock, and pass them to their callers."""
+        session = self._session
+        if session is None:
+            self._lost = self._lost or _CLOSED
+            return
         self._is_taking = True
         self._news.release()
         try:
-            self._session.wait(timeout)
+            session.wait(timeout)
         finally:
             self._news.acquire()
             self._is_taking = False
             self._news.notify_all()
-        for event in self._session.take():
+        for event in session.take():
             if isinstance(event, Reply):
                 if event.tag in self._replies:
                     self._replies[event.tag] = event
@@ -167,51 +186,3 @@ class Requests:
                 self._is_connected = True
             else:
                 self._lost = event.message
-
-
-class LaterRequests:
-    """Like :class:`Requests`, with a session that is made at the first request.
-
-    Args:
-        make: the session; whatever it raises is raised by what was asked.
-    """
-
-    def __init__(self, make: Callable[[], Session]) -> None:
-        self._make: Callable[[], Session] | None = make
-        self._lock = threading.Lock()
-        self._requests: Requests | None = None
-
-    def txn(
-        self,
-        compares: Sequence[Compare] = (),
-        then: Sequence[Operation] = (),
-        otherwise: Sequence[Operation] = (),
-    ) -> Reply:
-        """See :class:`Requests`."""
-        return self._begun().txn(compares, then, otherwise)
-
-    def wait_until(self, holds: Callable[[], bool], keys: Sequence[str], timeout: float) -> bool:
-        """See :class:`Requests`."""
-        return self._begun().wait_until(holds, keys, timeout)
-
-    def close(self) -> None:
-        """See :class:`Requests`."""
-        with self._lock:
-            # The session keeps a descriptor as long as it is referred to.
-            requests, self._requests, self._make = self._requests, None, None
-            if requests is not None:
-                requests.close()
-
-    def _begun(self) -> Requests:
-        with self._lock:
-            if self._make is None:
-                raise LostError(_CLOSED)
-            if self._requests is None:
-                requests = Requests(self._make())
-                try:
-                    requests.connect()
-                except BaseException:
-                    requests.close()
-                    raise
-                self._requests = requests
-            return self._requests

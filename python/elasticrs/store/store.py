@@ -17,7 +17,7 @@ from elasticrs.coordination import (
 )
 from elasticrs.native_session import Client, NativeSession
 from elasticrs.store.barrier import meet
-from elasticrs.store.requests import LaterRequests, LostError, Requests
+from elasticrs.store.requests import LostError, Requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,12 +102,11 @@ class Store:
         prefix: str = "",
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        requests = Requests(NativeSession(client))
-        self._requests: Requests | LaterRequests = requests
+        self._requests = Requests(lambda: NativeSession(client))
         self._prefix = prefix
         self._timeout = timeout
         try:
-            requests.connect()
+            self._requests.connect()
         except LostError as lost:
             raise DistNetworkError(str(lost)) from None
 
@@ -118,15 +117,9 @@ class Store:
         prefix: str = "",
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     ) -> Store:
-        """Return an object that connects when it is first used.
-
-        Args:
-            make: the client.
-            prefix: put before every key.
-            timeout: for :meth:`get` and :meth:`wait`.
-        """
+        """Return an object that makes its client and connects when it is first used."""
         store = object.__new__(cls)
-        store._requests = LaterRequests(lambda: NativeSession(make()))
+        store._requests = Requests(lambda: NativeSession(make()))
         store._prefix = prefix
         store._timeout = timeout
         return store

@@ -13,7 +13,7 @@ The agent then ends this worker, and restarts the group, when the block takes mo
 this costs a worker next to nothing: nothing native, and nothing that the interpreter does not load anyway.
 """
 
-from elasticrs import lazy_submodule
+from elasticrs import lazy
 from elasticrs.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer, configure, expires
 from elasticrs.timer.file_based_local_timer import FileTimerClient, FileTimerRequest
 from elasticrs.timer.heartbeats import heartbeat
@@ -39,13 +39,8 @@ __all__ = [
     "heartbeat",
 ]
 
-_SUBMODULES = ("debug_info_logging",)
-
 
 def __getattr__(name: str) -> object:
     # Workers need the clients alone.
-    if name == "FileTimerServer":
-        from elasticrs.timer.file_server import FileTimerServer
-
-        return FileTimerServer
-    return lazy_submodule(__name__, name, _SUBMODULES)
+    homes = {"elasticrs.timer.file_server": ("FileTimerServer",)}
+    return lazy(__name__, name, homes, ("debug_info_logging",))

@@ -13,6 +13,7 @@ import time
 from _thread import RLock
 from math import isnan
 
+from elasticrs import lazy
 from elasticrs.timer.api import TimerClient, TimerRequest, _logger, places
 from elasticrs.timer.descendants import started_at
 
@@ -37,11 +38,7 @@ _FAR = 1e11
 
 
 def __getattr__(name: str) -> object:
-    if name == "FileTimerServer":
-        from elasticrs.timer.file_server import FileTimerServer
-
-        return FileTimerServer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazy(__name__, name, {"elasticrs.timer.file_server": ("FileTimerServer",)})
 
 
 class FileTimerRequest(TimerRequest):

@@ -1,6 +1,6 @@
 """Helpers with torch's names, for programs that use them: stores, ports, macros, loggers, samplers."""
 
-from elasticrs import lazy_submodule
+from elasticrs import lazy
 from elasticrs.utils.api import get_env_variable_or_raise, get_socket_with_port, macros
 
 __all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]
@@ -9,4 +9,4 @@ _SUBMODULES = ("data", "distributed", "log_level", "logging", "process_state", "
 
 
 def __getattr__(name: str) -> object:
-    return lazy_submodule(__name__, name, _SUBMODULES)
+    return lazy(__name__, name, {}, _SUBMODULES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs import lazy_submodule
+from elasticrs import lazy
 from elasticrs.utils.data.cycling_iterator import CyclingIterator
 
 TYPE_CHECKING = False
@@ -11,12 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CyclingIterator", "ElasticDistributedSampler"]
 
-_SUBMODULES = ("elastic_distributed_sampler",)
+_SAMPLER = "elastic_distributed_sampler"
 
 
 def __getattr__(name: str) -> object:
-    if name == "ElasticDistributedSampler":
-        from elasticrs.utils.data.elastic_distributed_sampler import ElasticDistributedSampler
-
-        return ElasticDistributedSampler
-    return lazy_submodule(__name__, name, _SUBMODULES)
+    return lazy(__name__, name, {f"{__name__}.{_SAMPLER}": ("ElasticDistributedSampler",)}, (_SAMPLER,))
