@@ -96,14 +96,14 @@ def test_a_script_without_its_own_modules(write):
     write("model.py")
     write("lib/__init__.py")
     write("json/data.txt")
-    path = write(
-        "train.py", "import json, model, lib.deep\nfrom lib import x\nimport train, torch, __future__\n"
-    )
-    assert of_script(path) == warm.Preload(("json", "torch"))
+    write("tools/deep.py")
+    source = "import json, model, lib.deep\nfrom lib import x\nimport tools.deep, train, torch, __future__\n"
+    path = write("train.py", source)
+    assert of_script(path) == warm.Preload(("json", "torch"), folders=(os.path.dirname(path),))
     linked = os.path.join(os.path.dirname(path), "elsewhere")
     os.mkdir(linked)
     os.symlink(path, os.path.join(linked, "link.py"))
-    assert of_script(os.path.join(linked, "link.py")) == warm.Preload(("json", "torch"))
+    assert of_script(os.path.join(linked, "link.py")) == of_script(path)
 
 
 def test_a_script_is_read_as_python_reads_it(write):
@@ -204,7 +204,8 @@ def test_programs_without_a_file(arguments):
 
 def test_a_list_is_taken_as_it_is(write):
     path = write("train.py", "import csv")
-    assert of_script(path, "json, json.tool,json") == warm.Preload(("json", "json.tool"), is_explicit=True)
+    found = warm.Preload(("json", "json.tool"), is_explicit=True, folders=(os.path.dirname(path),))
+    assert of_script(path, "json, json.tool,json") == found
     with pytest.raises(UsageError, match="there is no module 'nosuch'"):
         of_script(path, "json,nosuch.deep")
     # Whether a package has a module can only be told by importing the package.
@@ -213,10 +214,14 @@ def test_a_list_is_taken_as_it_is(write):
 
 def test_a_listed_module_beside_the_script_is_left_out(write):
     write("model.py")
+    write("tools/deep.py")
     path = write("train.py")
-    found = of_script(path, "model.deep,json")
+    found = of_script(path, "model.deep,json,tools.deep")
     assert found.modules == ("json",)
-    assert found.remarks == (f"model.deep was left out: it lies beside {path}, and is always read anew",)
+    assert found.remarks == tuple(
+        f"{name} was left out: it lies beside {path}, and is always read anew"
+        for name in ("model.deep", "tools.deep")
+    )
 
 
 def test_another_interpreter_may_have_what_this_one_lacks(write, monkeypatch):

@@ -97,7 +97,7 @@ RECORDS = st.dictionaries(
 def test_nothing_in_the_file_is_trusted(records, junk):
     found = report.read(lines(records) + junk)
     if found.ready is not None:
-        assert remember(found.ready.files, found.ready.prefixes).changed() is None
+        assert remember(found.ready.files, found.ready.prefixes, found.imported).changed() is None
     shown = [*report.left_out_lines(found, is_explicit=True), report.stage(found), report.summary(found)]
     assert all(line.isprintable() for line in shown)
 

@@ -32,7 +32,9 @@ def look_at(tree):
     files = ["lib/python3/json/__init__.py", f"{SITE}/torch/__init__.py", "src/own/__init__.py"]
     files += ["src/own/model.py", "src/own/__init__.py"]
     prefixes = [tree / "lib/python3", tree / SITE, tree / "lib/no-such-folder"]
-    return remember([str(tree / name) for name in files], [str(prefix) for prefix in prefixes])
+    return remember(
+        [str(tree / name) for name in files], [str(prefix) for prefix in prefixes], ["json", "torch.nn"]
+    )
 
 
 def test_what_is_compared(tree):
@@ -88,5 +90,5 @@ STAMPS = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))
 @given(st.dictionaries(st.sampled_from(("/a", "/b", "/c")), STAMPS), st.dictionaries(st.just("/b"), STAMPS))
 def test_the_first_that_differs_is_told(before, changes):
     now = {**before, **changes}
-    found = remember(before, [], before.__getitem__).changed(now.get)
+    found = remember(before, [], [], before.__getitem__).changed(now.get)
     assert found == next((path for path in before if now[path] != before[path]), None)

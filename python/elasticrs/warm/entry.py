@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import PathFinder
 
 from elasticrs._value import Value
 
@@ -184,3 +185,20 @@ def found_spec(top: str) -> ModuleSpec | None:
         if spec is not None:
             return spec
     return None
+
+
+def is_beside(top: str, folders: Sequence[str]) -> bool:
+    """Return true if a name without dots is the user's own module in one of these folders.
+
+    A folder without ``__init__.py`` counts only if nothing else has the name: Python prefers a module
+    anywhere on its path, and ``datasets`` or ``wandb`` beside a script often holds no code at all.
+
+    Args:
+        top: the name.
+        folders: see :class:`Entry`.
+    """
+    spec = PathFinder.find_spec(top, list(folders))
+    if spec is None or spec.has_location:
+        return spec is not None
+    elsewhere = found_spec(top)
+    return elsewhere is None or elsewhere.loader is None

@@ -11,16 +11,15 @@ import _ast
 import os
 import stat
 import warnings
-from importlib.machinery import PathFinder
 
 from elasticrs._value import Value
 from elasticrs.config import UsageError
-from elasticrs.warm.entry import found_spec
+from elasticrs.warm.entry import found_spec, is_beside
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import ast
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from elasticrs.warm.entry import Entry
 
@@ -57,11 +56,13 @@ class Preload(Value):
         modules: in the order in which they are imported; none: workers start cold.
         is_explicit: the user has named them.
         remarks: lines for the user.
+        folders: no module that lies in one of these may come into ``sys.modules``; see :mod:`elasticrs.warm`.
     """
 
     modules: tuple[str, ...] = ()
     is_explicit: bool = False
     remarks: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
 
 
 def preload(value: str, entry: Entry) -> Preload:
@@ -83,16 +84,16 @@ def preload(value: str, entry: Entry) -> Preload:
 
 
 def _of_list(names: Sequence[str], entry: Entry) -> Preload:
-    own = _beside((name.partition(".")[0] for name in names), entry.folders)
-    left_out: list[str] = []
+    chosen, left_out = [], []
     for name in dict.fromkeys(names):
         top = name.partition(".")[0]
-        if top in own:
+        if is_beside(top, entry.folders):
             left_out.append(f"{name} was left out: it lies beside {entry.name}, and is always read anew")
         elif entry.interpreter is None and found_spec(top) is None:
             raise UsageError(f"there is no module {top!r}")
-    chosen = tuple(name for name in dict.fromkeys(names) if name.partition(".")[0] not in own)
-    return Preload(chosen, is_explicit=True, remarks=tuple(left_out))
+        else:
+            chosen.append(name)
+    return Preload(tuple(chosen), is_explicit=True, remarks=tuple(left_out), folders=entry.folders)
 
 
 def _of_source(entry: Entry) -> Preload:
@@ -105,13 +106,13 @@ def _of_source(entry: Entry) -> Preload:
         return _cold(f"{entry.path} cannot be read: {error.strerror}")
     except _CANNOT_PARSE as error:
         return _cold(f"{entry.path} cannot be parsed: {error}")
-    own = _beside((_top(name) for name in names), entry.folders)
+    own = {top for top in {_top(name) for name in names} if is_beside(top, entry.folders)}
     chosen = [name for name in names if _top(name) not in own]
     if not chosen:
         return _cold(f"{entry.path} imports nothing but its own modules")
     if any(_top(name) == "torch" for name in chosen):
         chosen += [name for name in lazily_imported(source) if name not in chosen]
-    return Preload(tuple(chosen))
+    return Preload(tuple(chosen), folders=entry.folders)
 
 
 def _cold(why: str) -> Preload:
@@ -178,20 +179,6 @@ def _for_type_checkers(test: ast.expr) -> str | None:
         return "orelse" if _for_type_checkers(test.operand) == "body" else None
     name = test.id if isinstance(test, _ast.Name) else getattr(test, "attr", None)
     return "body" if name == "TYPE_CHECKING" else None
-
-
-def _beside(tops: Iterable[str], folders: Sequence[str]) -> set[str]:
-    """Those names without dots that are modules in these folders.
-
-    A folder without ``__init__.py`` is none: Python prefers a module of that name anywhere on its path, and
-    ``datasets`` or ``wandb`` beside a script often holds no code at all.
-    """
-    found = set()
-    for top in set(tops):
-        spec = PathFinder.find_spec(top, list(folders))
-        if spec is not None and spec.has_location:
-            found.add(top)
-    return found
 
 
 def lazily_imported(source: bytes) -> list[str]:

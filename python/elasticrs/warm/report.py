@@ -52,7 +52,8 @@ class Ready(Value):
     Args:
         seconds: that this took.
         files: of all modules.
-        prefixes: folders of the interpreter's library and of installed packages.
+        prefixes: folders of the interpreter's library and of installed packages, and no others: an
+            application may lie below the folder that the interpreter is installed in, as in ``/usr/src``.
         threads: of the process.
     """
 

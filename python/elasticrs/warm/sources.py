@@ -42,23 +42,26 @@ class Sources(Value):
 
 
 def remember(
-    files: Iterable[str], prefixes: Sequence[str], look: Callable[[str], Stamp] | None = None
+    files: Iterable[str],
+    prefixes: Iterable[str],
+    names: Iterable[str],
+    look: Callable[[str], Stamp] | None = None,
 ) -> Sources:
     """Look at all that is compared.
 
     Args:
         files: of preloaded modules.
-        prefixes: folders of the interpreter's library and of installed packages.
+        prefixes: folders of the interpreter's library and of installed packages; files below them are not
+            compared.
+        names: of preloaded modules.
         look: see :meth:`Sources.changed`.
     """
     look = look or stamp
-    paths = list(dict.fromkeys(files))
-    # The folder of installed packages is often below that of the library.
-    folders = sorted({os.path.join(prefix, "") for prefix in prefixes}, key=len, reverse=True)
-    own = [path for path in paths if not path.startswith(tuple(folders))]
-    tops = {_top(path, folders) for path in paths}
-    watched = [*own, *(folder.rstrip(os.sep) for folder in folders), *_records(folders, tops)]
-    return Sources({path: look(path) for path in watched})
+    folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
+    installed = tuple(folder + os.sep for folder in folders)
+    own = [path for path in dict.fromkeys(files) if not path.startswith(installed)]
+    tops = {name.partition(".")[0].lower() for name in names}
+    return Sources({path: look(path) for path in [*own, *folders, *_records(folders, tops)]})
 
 
 def stamp(path: str) -> Stamp:
@@ -69,14 +72,6 @@ def stamp(path: str) -> Stamp:
         # The second: not a path at all.
         return None
     return found.st_mtime_ns, found.st_size
-
-
-def _top(path: str, folders: Sequence[str]) -> str:
-    """The top-level package or module of an installed file, in lower case."""
-    for folder in folders:
-        if path.startswith(folder):
-            return path[len(folder) :].partition(os.sep)[0].partition(".")[0].lower()
-    return ""
 
 
 def _records(folders: Sequence[str], tops: set[str]) -> Iterator[str]:
