@@ -106,6 +106,27 @@ def test_a_script_without_its_own_modules(write):
     assert of_script(os.path.join(linked, "link.py")) == of_script(path)
 
 
+def test_the_imports_of_its_own_modules_count(write):
+    write("model/__init__.py", "from . import layers\nfrom .deep.net import Net\nimport train")
+    write("model/layers.py", "import csv\nfrom ..outside import x\nfrom model import deep")
+    write("model/deep/net.py", "from ..losses import y\nfrom ... import z\nimport bz2")
+    write("model/losses.py", "from torch import nn\nnn.parallel.DistributedDataParallel")
+    write("model/unused.py", "import ast")
+    write("tools/data.py", "import model.layers, wave")
+    write("broken.py", "import cmd\n(")
+    path = write("train.py", "from tools import data\nfrom model import Net\nimport json, broken")
+    expected = ("csv", "torch", "torch:nn", "bz2", "wave", "json", "torch._dynamo")
+    assert of_script(path).modules == expected
+
+
+def test_own_modules_are_read_to_a_limit(write):
+    for number in range(30):
+        lines = f"import own{number + 1}, only{number}\n" + "# " + "x" * 50_000
+        write(f"own{number}.py", lines)
+    found = of_script(write("train.py", "import own0")).modules
+    assert found == tuple(f"only{number}" for number in reversed(range(11)))
+
+
 def test_a_script_is_read_as_python_reads_it(write):
     assert of_script(write("a.py", b"# coding: latin-1\nx = '\xe9'\nimport json\n")).modules == ("json",)
     assert of_script(write("b.py", b"\xef\xbb\xbfimport json\r\nimport os\r\n")).modules == ("json", "os")
@@ -146,17 +167,19 @@ def test_a_folder_is_its_main_program(write, tmp_path):
         (["-u", "-X", "dev", "-Wd", "-W", "error", "train.py"], ("json",)),
         (["-uB", "--", "train.py"], ("json",)),
         (["--check-hash-based-pycs", "never", "train.py"], ("json",)),
-        (["-um", "pkg.run"], ("csv",)),
-        (["-m", "pkg"], ("bz2",)),
+        (["-um", "pkg.run"], ("heapq", "csv", "json", "ftplib")),
+        (["-m", "pkg"], ("heapq", "bz2")),
         (["-m", "space.deep.run"], ("ast",)),
         (["-m", "json.tool"], ("argparse", "json", "sys")),
     ],
 )
 def test_what_an_interpreter_runs(write, tmp_path, monkeypatch, arguments, modules):
     write("train.py", "import json")
-    write("pkg/__init__.py", "raise SystemExit('imported')")
+    write("pkg/__init__.py", "import heapq\nraise SystemExit('imported')")
+    write("pkg/model.py", "from . import deeper")
+    write("pkg/deeper.py", "from .model import x\nimport ftplib")
     write("pkg/__main__.py", "import bz2")
-    write("pkg/run.py", "import csv, pkg.model, train\nfrom pkg import model")
+    write("pkg/run.py", "import csv, train\nfrom . import model")
     write("space/deep/run.py", "import ast, space.deep.run")
     monkeypatch.chdir(tmp_path)
     found = warm.preload("auto", warm.entry_of_command([sys.executable, *arguments]))

@@ -29,6 +29,7 @@ class Entry(Value):
         folders: the modules in these are the user's own, and each worker reads them anew.
         interpreter: of the workers; ``None`` for this one.
         why_cold: why nothing can be preloaded at all.
+        package: of the file, for its relative imports; empty for a script.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Entry(Value):
     folders: tuple[str, ...] = ()
     interpreter: str | None = None
     why_cold: str | None = None
+    package: str = ""
 
 
 def entry_of_command(command: Sequence[str]) -> Entry:
@@ -53,7 +55,7 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if kind and kind in _ISOLATED:
         return Entry(name, why_cold=f"the interpreter is started with -{kind}")
     if kind == "m":
-        return Entry(what, *_module(what), interpreter)
+        return _entry_of_module(what, interpreter)
     if kind == "script":
         return entry_of_script(what, interpreter)
     return Entry(f"-{kind}", None, (os.getcwd(),), interpreter)
@@ -79,7 +81,8 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
     top = sys.modules.get((of_module if spec is None else spec.name).partition(".")[0])
     files = getattr(top, "__path__", None) or [getattr(top, "__file__", None)]
     folders = _own(os.path.dirname(file) for file in files if file)
-    return Entry(name, getattr(module, "__file__", None), folders)
+    package = getattr(module, "__package__", None) or ""
+    return Entry(name, getattr(module, "__file__", None), folders, package=package)
 
 
 def entry_of_script(path: str, interpreter: str | None = None, *, start_method: str = "spawn") -> Entry:
@@ -128,12 +131,13 @@ def _what_runs(arguments: Sequence[str]) -> tuple[str, str]:
     return "", ""
 
 
-def _module(name: str) -> tuple[str | None, tuple[str, ...]]:
-    """The file that ``python -m`` runs, and the folders of the user's own modules.
+def _entry_of_module(name: str, interpreter: str | None) -> Entry:
+    """The entry of ``python -m``.
 
     Parents are not imported: a package that changes where its modules are found is beyond this.
     """
     here = os.getcwd()
+    package, _, _ = name.rpartition(".")
     top, *rest = name.split(".")
     file, inner = _child([here, *sys.path], top)
     if file is None:
@@ -145,8 +149,24 @@ def _module(name: str) -> tuple[str | None, tuple[str, ...]]:
     for part in rest:
         file, inner = _child(inner, part)
     if inner:
-        file, _ = _child(inner, "__main__")
-    return file, own
+        file, package = _child(inner, "__main__")[0], name
+    return Entry(name, file, own, interpreter, package=package)
+
+
+def own_sources(name: str, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The sources that run when one of the user's own modules is imported, each with its package.
+
+    Args:
+        name: of the module, in one of the forms of :mod:`elasticrs.warm`.
+        folders: see :class:`Entry`.
+    """
+    package, place = "", folders
+    for part in name.replace(":", ".").split("."):
+        file, place = _child(place, part)
+        inner = f"{package}.{part}" if package else part
+        if file is not None:
+            yield file, inner if place else package
+        package = inner
 
 
 def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -1,8 +1,9 @@
 """Which modules are imported once for all workers: those that the user names, or that the code imports.
 
 A source is parsed, never run. What it imports at its top level counts, also inside of ``if``, ``try``,
-``with`` and loops, but not in functions and classes, nor for type checkers. To it comes what torch imports at
-the first step only; see :data:`LAZY`.
+``with`` and loops, but not in functions and classes, nor for type checkers. The user's own modules, which are
+not preloaded, are parsed as well, since each worker will import what they import. To it comes what torch
+imports at the first step only; see :data:`LAZY`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import _ast
 import os
 import stat
 import warnings
+from contextlib import suppress
 
 from elasticrs._value import Value
 from elasticrs.config import UsageError
-from elasticrs.warm.entry import found_spec, is_beside
+from elasticrs.warm.entry import found_spec, is_beside, own_sources
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ these words does without the modules: they take 80 MB, and triton among them pri
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _CANNOT_PARSE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _NEVER = ("__future__", "__main__")
+_ENOUGH = 1 << 19
+"""Bytes of sources, of which a millisecond parses some 5000: the launch waits for it."""
 
 
 class Preload(Value):
@@ -100,19 +104,46 @@ def _of_source(entry: Entry) -> Preload:
     if entry.path is None:
         return _cold(f"there is no file of {entry.name} that could be read")
     try:
-        source = _read(entry.path)
-        names = [name for name in imports(source) if name.partition(".")[0] not in _NEVER]
+        chosen, sources = _read_all(entry.path, entry)
     except OSError as error:
         return _cold(f"{entry.path} cannot be read: {error.strerror}")
     except _CANNOT_PARSE as error:
         return _cold(f"{entry.path} cannot be parsed: {error}")
-    own = {top for top in {_top(name) for name in names} if is_beside(top, entry.folders)}
-    chosen = [name for name in names if _top(name) not in own]
     if not chosen:
         return _cold(f"{entry.path} imports nothing but its own modules")
     if any(_top(name) == "torch" for name in chosen):
-        chosen += [name for name in lazily_imported(source) if name not in chosen]
+        chosen |= dict.fromkeys(name for source in sources for name in lazily_imported(source))
     return Preload(tuple(chosen), folders=entry.folders)
+
+
+def _read_all(path: str, entry: Entry) -> tuple[dict[str, None], list[bytes]]:
+    """What an entry imports, itself and by way of the user's own modules, in that order; and all sources."""
+    chosen: dict[str, None] = {}
+    sources: dict[str, bytes] = {}
+    is_own = dict.fromkeys(_NEVER, True)
+
+    def read(file: str, package: str) -> None:
+        sources[file] = b""
+        sources[file] = source = _read(file)
+        for name in imports(source, package):
+            top = _top(name)
+            if top not in is_own:
+                is_own[top] = is_beside(top, entry.folders)
+            if is_own[top]:
+                read_own(name)
+            else:
+                chosen[name] = None
+
+    def read_own(name: str) -> None:
+        for file, package in own_sources(name, entry.folders):
+            if file not in sources and sum(map(len, sources.values())) < _ENOUGH:
+                # The worker will tell what is wrong with it.
+                with suppress(OSError, *_CANNOT_PARSE):
+                    read(file, package)
+
+    read_own(entry.package)
+    read(path, entry.package)
+    return chosen, list(sources.values())
 
 
 def _cold(why: str) -> Preload:
@@ -131,13 +162,12 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def imports(source: bytes) -> list[str]:
+def imports(source: bytes, package: str = "") -> list[str]:
     """What a source imports at its top level, each once, in order; see :mod:`elasticrs.warm` for the forms.
-
-    Relative imports are left out.
 
     Args:
         source: as it is in the file: the parser sees to the encoding.
+        package: to which it belongs; relative imports are left out without one.
 
     Raises:
         SyntaxError: or another of :data:`_CANNOT_PARSE`.
@@ -150,10 +180,19 @@ def imports(source: bytes) -> list[str]:
     for node in _statements(tree):
         if isinstance(node, _ast.Import):
             found.update(dict.fromkeys(alias.name for alias in node.names))
-        elif isinstance(node, _ast.ImportFrom) and node.level == 0 and node.module:
-            found[node.module] = None
-            found.update(dict.fromkeys(f"{node.module}:{alias.name}" for alias in node.names))
+        elif isinstance(node, _ast.ImportFrom) and (module := _absolute(node, package)):
+            found[module] = None
+            found.update(dict.fromkeys(f"{module}:{alias.name}" for alias in node.names))
     return list(found)
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    """The module of a ``from … import …``; empty for a relative one that leads nowhere."""
+    parents = package.split(".")
+    if node.level == 0 or not package or node.level > len(parents):
+        return "" if node.level else node.module or ""
+    parts = parents[: len(parents) - node.level + 1]
+    return ".".join([*parts, node.module] if node.module else parts)
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
