@@ -4,10 +4,5 @@ from __future__ import annotations
 
 
 def used_after(used: int, most: int) -> int | None:
-    """Return how many restarts are used once one more is charged; ``None``: none is left, so the job ends.
-
-    Args:
-        used: charged so far.
-        most: how many may be (``max_restarts``).
-    """
+    """Return how many restarts are used once one more is charged; ``None``: none is left, so the job ends."""
     return used + 1 if used < most else None

@@ -13,7 +13,7 @@ from elasticrs._value import Record, Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from dataclasses import KW_ONLY
 
     from elasticrs.rendezvous.elastic.settings import Rendezvous
@@ -186,29 +186,21 @@ def random_run_id() -> str:
 
 
 def parse_signals(names: str) -> tuple[int, ...]:
-    """Parse a list of signal names into signal numbers.
-
-    Args:
-        names: separated by commas, such as ``SIGTERM,SIGUSR1``.
+    """Parse names of signals, separated by commas, such as ``SIGTERM,SIGUSR1``, into their numbers.
 
     Raises:
         ValueError: a name that is no signal, or one that cannot be caught.
     """
     import signal
 
-    return tuple(_signal_numbers(names, signal.Signals.__members__))
-
-
-def _signal_numbers(names: str, known: Mapping[str, int]) -> Iterator[int]:
-    for part in names.split(","):
-        name = part.strip()
-        if not name:
-            continue
+    known = signal.Signals.__members__
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    for name in found:
         if name in ("SIGKILL", "SIGSTOP"):
             raise ValueError(f"names of signals that can be caught (not {name})")
         if name not in known:
             raise ValueError(f"names of signals such as SIGTERM,SIGUSR1 (not {name})")
-        yield int(known[name])
+    return tuple(int(known[name]) for name in found)
 
 
 _NOT_FORWARDED = frozenset(
@@ -218,10 +210,8 @@ _NOT_FORWARDED = frozenset(
 
 
 def parse_forwarded(names: str) -> tuple[int, ...]:
-    """Parse a list of names of signals that are passed on to the workers.
-
-    Args:
-        names: separated by commas, with or without ``SIG``, such as ``USR1,USR2``; empty for none.
+    """Parse names of signals that are passed on to the workers, with or without ``SIG``, such as
+    ``USR1,USR2``; empty for none.
 
     Raises:
         ValueError: with what is expected.
@@ -237,7 +227,7 @@ def parse_forwarded(names: str) -> tuple[int, ...]:
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
-    """The signals that are passed on.
+    """Return the signals that are passed on.
 
     Args:
         given: what was asked for; ``None`` for SIGUSR1 and SIGUSR2, as far as they do not stop the job.
@@ -257,11 +247,7 @@ def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tu
 
 
 def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
-    """The signals that a program wants passed on.
-
-    Args:
-        names: see :func:`parse_forwarded`; ``None`` when it has not said.
-        handled: those that stop the job.
+    """Return the signals that a program wants passed on; ``None`` when it has not said.
 
     Raises:
         ValueError: with what it got and what is expected.
@@ -275,7 +261,7 @@ def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, .
 
 
 def health_port(text: str) -> int:
-    """A port of the health check server.
+    """Read a port of the health check server.
 
     Raises:
         ValueError: with what is expected.
@@ -325,24 +311,18 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
 
 
 def default_stop_scope(entrypoint: object) -> str:
-    """Whom the first signal of a stop reaches if nobody has said so.
+    """Say whom the first signal of a stop reaches if nobody has said so.
 
-    Args:
-        entrypoint: a function, or a program's name.
-
-    Returns:
-        ``"worker"`` for functions and for Python, whose helpers serve a worker while it saves, ``"group"``
-        for other programs, such as shells, which pass nothing on.
+    ``"worker"`` for functions and for Python, whose helpers serve a worker while it saves, ``"group"`` for
+    other programs, such as shells, which pass nothing on.
     """
     is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
     return "worker" if is_python else "group"
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """The limit between two heartbeats, ``None`` where it is learned, and what a learned one never is below.
-
-    Args:
-        timeout: seconds, ``"auto"`` or ``"auto:SECONDS"``.
+    """Return the limit between two heartbeats, ``None`` where it is learned, and what a learned one never is
+    below. It is given as seconds, ``"auto"`` or ``"auto:SECONDS"``.
 
     Raises:
         ValueError: it is something else.
@@ -356,7 +336,7 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
 
 
 def seconds(text: str) -> float:
-    """A span of time.
+    """Read a span of time.
 
     Raises:
         ValueError: with what is expected, when it is negative, endless or no number.

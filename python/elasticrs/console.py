@@ -22,21 +22,14 @@ _KEPT = 1000
 
 
 def prefix_of(is_one_of_several: bool) -> str:
-    """The prefix of an agent's lines; of several, which may share a console, with its node and its pid.
-
-    Args:
-        is_one_of_several: the job may have other agents.
+    """Return the prefix of an agent's lines; of several, which may share a console, with its node and its
+    pid.
     """
     return PREFIX.replace(":", f"[{os.uname().nodename}:{os.getpid()}]:") if is_one_of_several else PREFIX
 
 
 class Console:
-    """A queue of lines before a descriptor.
-
-    Args:
-        fd: of the console.
-        prefix: of each line.
-    """
+    """A queue of lines, each with a prefix, before a descriptor."""
 
     __slots__ = ("_fd", "_is_gone", "_lines", "_poll", "_prefix")
 
@@ -54,11 +47,7 @@ class Console:
         return 0 if self._is_gone else len(self._lines)
 
     def say(self, text: str) -> None:
-        """Queue one line, with our name in front.
-
-        Args:
-            text: without a newline; longer ones are cut to what a pipe takes in one piece.
-        """
+        """Queue one line, with our name in front; a longer one is cut to what a pipe takes in one piece."""
         line = _encode(visible(self._prefix + " ".join(text.splitlines())))
         if len(self._lines) < _KEPT:
             self._lines.append(line[: _PIPE_BUF - 1] + b"\n")

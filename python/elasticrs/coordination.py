@@ -108,10 +108,7 @@ class Operation(Value):
 class Put(Operation, is_hot=True):
     """Set a key; the result is 1.
 
-    Args:
-        key: which.
-        value: to what.
-        leased: the key ends with this session. A put without a lease leaves the lease of a key alone.
+    With ``leased`` the key ends with this session. A put without a lease leaves the lease of a key alone.
     """
 
     key: str
@@ -138,11 +135,8 @@ class Get(Operation, is_hot=True):
 
 
 class Range(Operation, is_hot=True):
-    """Read the first keys that begin like this; the result is a list of entries.
-
-    Args:
-        prefix: of the keys.
-        limit: how many at most; 0: all.
+    """Read the first keys that begin like this, at most ``limit`` (0: all); the result is a list of
+    entries.
     """
 
     prefix: str
@@ -162,11 +156,7 @@ class Predecessor(Operation, is_hot=True):
 class Txn(Value, is_hot=True):
     """A transaction; answered by a :class:`Reply` with the same tag.
 
-    Args:
-        tag: any number.
-        compares: conditions.
-        then: what to do when all of them hold.
-        otherwise: what to do when one does not.
+    ``then`` is carried out when all of the compares hold, ``otherwise`` when one does not.
     """
 
     tag: int
@@ -202,11 +192,8 @@ class Unwatch(Value, is_hot=True):
 
 
 class Connected(Value, is_hot=True):
-    """The session has begun.
-
-    Args:
-        revision: the store's at that time.
-        local_address: our end of the connection.
+    """The session has begun, at this revision of the store; ``local_address`` is our end of the
+    connection.
     """
 
     revision: int
@@ -240,11 +227,8 @@ class Reply(Value, is_hot=True):
 
 
 class Changes(Value, is_hot=True):
-    """One revision of the store, as far as the watches of this session cover it.
-
-    Args:
-        revision: which.
-        changes: in the order of the transaction.
+    """One revision of the store, as far as the watches of this session cover it, in the order of the
+    transaction.
     """
 
     revision: int

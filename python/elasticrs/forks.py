@@ -27,10 +27,11 @@ _masks: dict[int, set[int]] = {}
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """Make children of this process begin with this call from now on.
+    """Make children of this process begin with a call that puts back what was there before, in their main
+    thread.
 
     Args:
-        undo: puts back what was there before; in the child's main thread.
+        undo: the call.
         signums: what has a handler of ours; looked at for each fork.
     """
     _installed.append((undo, signums))

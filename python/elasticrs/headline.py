@@ -14,16 +14,11 @@ _LIMIT = 300
 
 
 def headline(text: str) -> str | None:
-    """The exception and where the user's code was: ``FileNotFoundError: data.bin (train.py:41)``.
+    """Return the exception and where the user's code was: ``FileNotFoundError: data.bin (train.py:41)``.
 
     The place is the innermost frame outside of installed packages and the standard library, or the innermost
-    one where there is no other.
-
-    Args:
-        text: a traceback as Python prints it, or the end of one, or another message.
-
-    Returns:
-        ``None`` when there is no text.
+    one where there is no other. ``None`` when there is no text. That may be a traceback as Python prints it,
+    or the end of one, or another message.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if not lines:

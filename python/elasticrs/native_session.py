@@ -36,11 +36,7 @@ raise_descriptor_limit = _core.raise_descriptor_limit
 
 
 class NativeSession:
-    """A session with our own store.
-
-    Args:
-        client: of the native part; it belongs to the session.
-    """
+    """A :class:`~elasticrs.coordination.Session` with our own store; the client belongs to it."""
 
     __slots__ = ("_client", "fd")
 
@@ -49,15 +45,13 @@ class NativeSession:
         self.fd = client.fd
 
     def take(self) -> list[StoreEvent]:
-        """See :class:`~elasticrs.coordination.Session`."""
         return [_event(event) for event in self._client.take()]
 
     def wait(self, timeout: float | None) -> bool:
-        """See :class:`~elasticrs.coordination.Session`."""
         return self._client.wait(timeout)
 
     def send(self, request: Request) -> None:
-        """See :class:`~elasticrs.coordination.Session`.
+        """Send a request.
 
         Raises:
             ValueError: it is too large.
@@ -72,11 +66,9 @@ class NativeSession:
             self._client.unwatch(request.prefix, exact=request.exact)
 
     def clock(self) -> tuple[int, int] | None:
-        """See :class:`~elasticrs.coordination.Session`."""
         return self._client.clock()
 
     def close(self) -> None:
-        """See :class:`~elasticrs.coordination.Session`."""
         self._client.close()
 
 

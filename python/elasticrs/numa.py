@@ -66,7 +66,7 @@ def cpus_by_local_rank(
     driver: str = devices.DRIVER,
     allowed: Iterable[int] | None = None,
 ) -> list[list[int]]:
-    """The CPUs of each worker of this node.
+    """Return the CPUs of each worker of this node.
 
     Args:
         mode: what a worker is bound to.
@@ -94,13 +94,7 @@ def cpus_by_local_rank(
 
 
 class _Machine:
-    """The machine as sysfs describes it.
-
-    Args:
-        sysfs: where it is.
-        allowed: CPUs that may be used.
-        addresses: PCI addresses of the visible GPUs in their order.
-    """
+    """The machine as sysfs describes it; ``addresses``: PCI addresses of the visible GPUs in their order."""
 
     def __init__(self, sysfs: str, allowed: set[int], addresses: list[str]) -> None:
         self._sysfs = sysfs

@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 
 class NodeShare(Value, is_hot=True):
-    """What one node brings into a round.
-
-    Args:
-        role: the role of its workers.
-        local_world_size: how many workers it runs.
-    """
+    """What one node brings into a round: the role of its workers, and how many they are."""
 
     role: str
     local_world_size: int
@@ -39,14 +34,7 @@ class WorkerRanks(Value):
 
 
 def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
-    """The ranks of the workers of one node.
-
-    Args:
-        nodes: all nodes of the round, by group rank.
-        group_rank: which of them.
-
-    Returns:
-        One entry for each local rank, in order.
+    """Return the ranks of the workers of one node, by local rank; the nodes of the round are by group rank.
 
     Raises:
         IndexError: no such node.
@@ -76,11 +64,7 @@ class NodeRanks(Value, is_hot=True):
     role_world_size: int
 
     def workers(self, me: NodeShare) -> list[WorkerRanks]:
-        """The ranks of the node's workers, by local rank.
-
-        Args:
-            me: what the node brings into the round.
-        """
+        """Return the ranks of the workers of the node, which brings this into the round, by local rank."""
         return [
             WorkerRanks(
                 role=me.role,
@@ -98,11 +82,7 @@ class NodeRanks(Value, is_hot=True):
 
 
 def node_ranks(nodes: Sequence[NodeShare]) -> list[NodeRanks]:
-    """Where the ranks of each node begin; linear in the number of nodes.
-
-    Args:
-        nodes: all nodes of the round, by group rank.
-    """
+    """Return where the ranks of each node begin, by group rank; linear in the number of nodes."""
     sizes: dict[str, int] = {}
     for node in nodes:
         sizes[node.role] = sizes.get(node.role, 0) + node.local_world_size

@@ -22,7 +22,7 @@ def worker_env(
     use_agent_store: bool = False,
     timer_file: str | None = None,
 ) -> dict[str, str]:
-    """The variables that the agent adds for one worker; ``TORCHELASTIC_ERROR_FILE`` comes with the log
+    """Return the variables that the agent adds for one worker; ``TORCHELASTIC_ERROR_FILE`` comes with the log
     layout.
 
     Args:
@@ -34,7 +34,7 @@ def worker_env(
         restarts: charged restarts so far.
         max_restarts: how many may be charged.
         inherited: the agent's own environment.
-        use_agent_store: whether an agent serves the store; otherwise rank 0 does.
+        use_agent_store: an agent serves the store; otherwise rank 0 does.
         timer_file: the FIFO of the agent's timers. Our variable beside torch's tells our client that we read
             it: it may keep the FIFO open then, which would stop torch's server.
     """
@@ -62,13 +62,9 @@ def worker_env(
 
 
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a worker that sees one GPU and has local rank 0.
+    """Return the variables of a worker that sees one GPU and has local rank 0.
 
     As in torch a ``HIP_VISIBLE_DEVICES`` that is not empty goes first, and is then set as well.
-
-    Args:
-        local_rank: of the worker.
-        inherited: the agent's own environment.
 
     Raises:
         ValueError: the agent sees fewer GPUs.

@@ -209,7 +209,6 @@ class Agent:
     # --- events ---
 
     def on_fd(self, fd: int, *, is_over: bool) -> bool:
-        """See :class:`elasticrs.agent.tracker.Owner`."""
         if self._signals is not None and fd == self._signals.fd:
             self._take_signals(None if is_over else self._tracker.supervisor)
             return True
@@ -218,7 +217,6 @@ class Agent:
         return actions is not None
 
     def on_fence(self) -> None:
-        """See :class:`elasticrs.agent.tracker.Owner`."""
         self._actions.extend(self._decisions.fenced())
 
     def _take_signals(self, supervisor: _core.Supervisor | None) -> None:

@@ -19,80 +19,43 @@ class Observer:
     """Called in the thread of the loop: must not wait."""
 
     def opened(self, supervisor: _core.Supervisor) -> None:
-        """The loop begins.
-
-        Args:
-            supervisor: of the whole job.
-        """
+        """The loop begins, with the supervisor of the whole job."""
 
     def fd_ready(self, fd: int) -> bool:  # noqa: ARG002 -- for others
         """A descriptor that the supervisor watches is readable; true when it is this observer's."""
         return False
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """An action is about to be carried out.
-
-        Args:
-            action: what.
-            plan: of the attempt that the action is about, if there is one.
+        """An action is about to be carried out; ``plan``: of the attempt that it is about, if there
+        is one.
         """
 
     def prepared(self, attempt: Attempt) -> None:
-        """The workers of an attempt are started next; none of them runs.
-
-        Args:
-            attempt: with its files.
-        """
+        """The workers of an attempt, which has its files, are started next; none of them runs."""
 
     def started(self) -> None:
         """The workers of an attempt are being started, or could not be: from here on nothing is delayed."""
 
     def running(self, result: JobResult) -> None:
-        """All workers of an attempt run.
-
-        Args:
-            result: the job so far; the attempt is the last one.
-        """
+        """All workers of an attempt run: the last one of the job so far."""
 
     def not_started(self) -> None:
         """The workers of the last attempt could not be started."""
 
     def failed(self, attempt: Attempt) -> None:
-        """A worker has failed first; its siblings have been signalled.
-
-        Args:
-            attempt: with its ``first_failure``.
-        """
+        """A worker of an attempt has failed first; its siblings have been signalled."""
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """A worker has ended.
-
-        Args:
-            attempt: that it belongs to.
-            worker: how it ended.
-        """
+        """A worker of an attempt has ended."""
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """A timer of a worker was not released in time.
-
-        Args:
-            timer: which.
-        """
+        """A timer of a worker was not released in time."""
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """A worker gave no sign of life in time.
-
-        Args:
-            event: which, and since when.
-        """
+        """A worker gave no sign of life in time."""
 
     def paused(self, local_rank: int, is_paused: bool) -> None:
-        """Somebody has stopped a worker by a signal, or it continues.
-
-        Args:
-            local_rank: which.
-            is_paused: it is stopped.
-        """
+        """Somebody has stopped a worker by a signal, or it continues."""
 
     def over(self, attempt: Attempt, outcome: str) -> None:
         """Nothing of an attempt is left.
@@ -104,21 +67,11 @@ class Observer:
         """
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """The loop has ended. Called once.
-
-        Args:
-            result: how.
-            error: what it raised, if it did.
-        """
+        """The loop has ended, perhaps by an error. Called once."""
 
 
 class Observers(Observer):
-    """Those of one agent, in order: each hears of everything, whatever becomes of the others.
-
-    Args:
-        observers: they.
-        say: tells the user a line.
-    """
+    """Those of one agent, in order: each hears of everything, whatever becomes of the others."""
 
     def __init__(self, observers: Sequence[Observer], say: Callable[[str], None]) -> None:
         self._observers = tuple(observers)

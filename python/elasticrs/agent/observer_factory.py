@@ -22,14 +22,14 @@ def make_observers(
     *,
     tells_end: bool = True,
 ) -> Sequence[Observer]:
-    """The observers of a job of the command line, or of one of the launcher's API.
+    """Return the observers of a job of the command line, or of one of the launcher's API.
 
     Args:
         job: the job.
         settings: what is asked for.
         say: tells the user a line.
         server: of the caller, open already; one is made where the settings ask for it.
-        tells_end: true if the end of the agent is an event of theirs; otherwise it is the caller's.
+        tells_end: the end of the agent is an event of theirs; otherwise it is the caller's.
 
     Raises:
         UsageError: no such destination of events, or one that cannot be opened.
@@ -76,11 +76,8 @@ def _health(
 
 
 def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> HealthCheckServer | None:
-    """The health check server that is asked for, open; ``None`` when it cannot be had.
-
-    Args:
-        settings: with a port.
-        say: tells the user a line.
+    """Return the health check server that is asked for, open; ``None`` when it cannot be had, which the user
+    is told.
     """
     import time
 
@@ -101,9 +98,6 @@ def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Health
 
 def check_destination(name: str) -> None:
     """Check that events can go there.
-
-    Args:
-        name: of the destination.
 
     Raises:
         UsageError: there is no such destination, or it cannot be opened.

@@ -34,13 +34,7 @@ MAX_LINE = 120
 
 
 class Place(Value):
-    """Which node this is in a round.
-
-    Args:
-        node: its name in the rendezvous.
-        host: its host name.
-        group_rank: its rank.
-    """
+    """Which node this is in a round: its name in the rendezvous, its host name, its rank."""
 
     node: str
     host: str
@@ -48,14 +42,7 @@ class Place(Value):
 
 
 def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Clock) -> Cause:
-    """What can be said at once of the worker that failed first, without reading any file.
-
-    Args:
-        attempt: the attempt.
-        worker: its end.
-        place: where.
-        clock: of the store.
-    """
+    """Say what can be said at once of the worker that failed first, without reading any file."""
     why = attempt.why_expired(worker.local_rank)
     return Cause(
         **place.fields(),
@@ -72,7 +59,7 @@ def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Cloc
 
 
 def own_cause(attempt: Attempt, place: Place, clock: Clock, told: Cause | None = None) -> Cause | None:
-    """What failed first on this node, in full; ``None`` when its workers only ended because of a stop.
+    """Say what failed first on this node, in full; ``None`` when its workers only ended because of a stop.
 
     Workers that end with their nursery have failed.
 
@@ -141,13 +128,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
 
 
 def not_started(message: str, place: Place, clock: Clock) -> Cause:
-    """The cause when the workers of this node could not be started.
-
-    Args:
-        message: why.
-        place: where.
-        clock: of the store.
-    """
+    """Return the cause when the workers of this node could not be started."""
     return Cause(
         **place.fields(),
         message=message[:MAX_MESSAGE],

@@ -19,7 +19,7 @@ from elasticrs.multiprocessing.failed_process import failure_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """What is known of every worker that did not exit with 0, by global rank, the first one first.
-
-    Args:
-        attempt: that failed.
-    """
+    """Return what is known of every worker that did not exit with 0, by global rank, the first one first."""
     return {
         attempt.plan.ranks[worker.local_rank].global_rank: _failure(attempt, worker)
         for worker in attempt.failed_exits()
@@ -39,11 +35,7 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def first_of(attempt: Attempt) -> str:
-    """Which worker failed first, and why, in one line.
-
-    Args:
-        attempt: that failed, with a worker that has.
-    """
+    """Say in one line which worker of an attempt failed first, and why."""
     failed = failures(attempt)
     rank = root_cause(failed)
     failure = failed[rank]
@@ -64,10 +56,8 @@ def first_of(attempt: Attempt) -> str:
 
 
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
-    """The failures of this node in the last attempt, and the first of the whole job if that was elsewhere.
-
-    Args:
-        result: how the job ended.
+    """Return the failures of this node in the last attempt, and the first of the whole job if that was
+    elsewhere.
     """
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
@@ -89,36 +79,22 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
         failed = {rank: remote, **failed}
     failed[rank].is_first = True
     if result.attempts and cause.ground is not None:
-        for local_rank in result.attempts[-1].expired:
-            _add_who_it_waits_for(failed, result.attempts[-1].global_ranks()[local_rank], rank)
+        note = f"it may have waited for rank {rank}, which hung first, judged over all nodes"
+        global_ranks = result.attempts[-1].global_ranks()
+        for late in (global_ranks[local_rank] for local_rank in result.attempts[-1].expired):
+            if late != rank and late in failed:
+                failed[late].more_notes = [note, *failed[late].more_notes]
     return failed
 
 
-def _add_who_it_waits_for(failed: Mapping[int, ProcessFailure], rank: int, first: int) -> None:
-    if rank != first and rank in failed:
-        note = f"it may have waited for rank {first}, which hung first, judged over all nodes"
-        failed[rank].more_notes = [note, *failed[rank].more_notes]
-
-
 def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | None:
-    """The error of a failed job; ``None`` when no worker failed (none could be started).
-
-    Args:
-        job: the job.
-        result: how it ended.
-    """
+    """Return the error of a failed job; ``None`` when no worker failed (none could be started)."""
     failed = all_failures(result)
     return ChildFailedError(job.name, failed) if failed else None
 
 
 def print_report(job: JobConfig, result: JobResult, write: Callable[[str], None]) -> None:
-    """Write the report, and the root cause's error file to the launcher's own, if it has one.
-
-    Args:
-        job: the job.
-        result: how it ended.
-        write: takes the text.
-    """
+    """Write the report, and the root cause's error file to the launcher's own, if it has one."""
     error = child_failed_error(job, result)
     if result.message is not None:
         write(prefix_of(job.rendezvous is not None) + result.message + os.linesep)
@@ -130,11 +106,7 @@ def print_report(job: JobConfig, result: JobResult, write: Callable[[str], None]
 
 
 def hand_on(error: ChildFailedError) -> None:
-    """Copy the error file of the root cause to where the launcher's own parent looks for it.
-
-    Args:
-        error: of the job.
-    """
+    """Copy the error file of the root cause to where the launcher's own parent looks for it."""
     from elasticrs.multiprocessing.errors import get_error_handler
 
     _, first = error.get_first_failure()

@@ -65,15 +65,10 @@ class StopRequests:
         self._came: set[int] = set()
 
     def is_new(self, signum: int, now: float) -> bool:
-        """Take in a stop signal.
+        """Take in a stop signal, seen at ``now`` on a clock that never goes back.
 
-        Args:
-            signum: which.
-            now: when it was seen, in seconds on a clock that never goes back.
-
-        Returns:
-            True for the first one, and for each later than :data:`ECHO` after it with which a person asks
-            again: one of :data:`KEYBOARD`, or a SIGTERM that is not the first.
+        True for the first one, and for each later than :data:`ECHO` after it with which a person asks again:
+        one of :data:`KEYBOARD`, or a SIGTERM that is not the first.
         """
         first, came = self._first, signum in self._came
         self._came.add(signum)
@@ -84,13 +79,7 @@ class StopRequests:
 
 
 def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
-    """Catch these signals, if this thread can.
-
-    Args:
-        signums: what to catch.
-
-    Returns:
-        ``None`` outside of the main thread.
+    """Catch these signals; ``None`` outside of the main thread, where that cannot be done.
 
     Raises:
         OSError: no descriptors.
@@ -102,13 +91,8 @@ def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
 
 
 def without_what_was_taken_back(received: bytes) -> bytes:
-    """SIG-4.
-
-    Args:
-        received: numbers of signals, in order.
-
-    Returns:
-        The same with at most one SIGTSTP, the last one, and that only if no SIGCONT follows.
+    """Return the signals with at most one SIGTSTP, the last one, and that only if no SIGCONT
+    follows (SIG-4).
     """
     last = received.rfind(signal.SIGTSTP)
     is_wanted = last > received.rfind(signal.SIGCONT)
@@ -118,11 +102,8 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Control-Z: the workers are not in the terminal's process group, so they are stopped from here.
-
-    Args:
-        supervisor: of the workers, if there are any.
-        signals: where the SIGTSTP was taken from.
+    """Control-Z, taken from ``signals``: the workers are not in the terminal's process group, so they are
+    stopped from here.
     """
     if supervisor is not None:
         supervisor.suspend()
@@ -171,11 +152,8 @@ class SignalPipe:
         return frozenset(self._caught)
 
     def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
-        """Catch these from now on, and no others.
-
-        Args:
-            signums: signal numbers.
-            pauses: SIGTSTP as well, as a request for :meth:`stop_this_process`, if it is not one of them.
+        """Catch these from now on, and no others; with ``pauses`` SIGTSTP as well, as a request for
+        :meth:`stop_this_process`, if it is not one of them.
         """
         wanted = set(signums)
         self._has_pauses = pauses and signal.SIGTSTP not in wanted
@@ -242,8 +220,8 @@ class SignalPipe:
     def close(self, *, ignore: bool = False) -> None:
         """Put everything back as it was. Idempotent.
 
-        Args:
-            ignore: the caught signals are ignored from now on instead: for a process that is about to exit.
+        With ``ignore`` the caught signals are ignored from now on instead: for a process that is about to
+        exit.
         """
         if self._reader.fileno() == -1:
             return

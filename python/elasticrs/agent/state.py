@@ -108,11 +108,7 @@ class RendezvousCompleted(Event):
 
 
 class RendezvousFailed(Event):
-    """There will be no next attempt.
-
-    Args:
-        message: why, for the user.
-    """
+    """There will be no next attempt, and why, for the user."""
 
     message: str
 
@@ -134,21 +130,14 @@ class StartFailed(Event):
 
 
 class FailureSeen(Event):
-    """A worker has failed first; its siblings have been signalled.
-
-    Args:
-        local_rank: which.
-    """
+    """A worker has failed first; its siblings have been signalled."""
 
     local_rank: int
 
 
 class WorkerExited(Event):
-    """A worker has ended.
-
-    Args:
-        local_rank: which.
-        exitcode: its exit code, the negative number of a signal, or ``None`` when nobody can tell.
+    """A worker has ended; its exit code is the negative number of a signal, or ``None`` when nobody
+    can tell.
     """
 
     local_rank: int
@@ -177,11 +166,7 @@ class GroupEnded(Event):
 
 
 class SignalReceived(Event):
-    """Somebody asks the agent to stop.
-
-    Args:
-        signum: by which signal.
-    """
+    """Somebody asks the agent to stop, by this signal."""
 
     signum: int
 
@@ -242,11 +227,8 @@ class CollectEvidence(Action):
 
 
 class AnnounceRestart(Action):
-    """Tell the user, in one line, what died and that the workers start again.
-
-    Args:
-        restarts_left: after this one.
-        charged: true if it was taken from the budget.
+    """Tell the user, in one line, what died and that the workers start again; ``charged``: it was taken from
+    the budget.
     """
 
     restarts_left: int
@@ -254,11 +236,7 @@ class AnnounceRestart(Action):
 
 
 class ReportFailure(Action):
-    """Tell the user why the job failed.
-
-    Args:
-        message: the reason when it is not a worker's failure.
-    """
+    """Tell the user why the job failed; ``message``: the reason when it is not a worker's failure."""
 
     message: str | None = None
 
@@ -268,11 +246,7 @@ class CloseRendezvous(Action):
 
 
 class Exit(Action):
-    """The end.
-
-    Args:
-        code: the exit code of the launcher.
-    """
+    """The end, with the exit code of the launcher."""
 
     code: int
 
@@ -281,16 +255,9 @@ class Exit(Action):
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    """What follows from an event.
+    """Return where the agent stands after an event, and what to do, in order.
 
     Events that have no meaning in a phase (an exit reported after the end, a late answer) change nothing.
-
-    Args:
-        state: where the agent stands.
-        event: what happened.
-
-    Returns:
-        Where it stands then, and what to do, in order.
     """
     if state.phase.is_terminal:
         return state, []

@@ -27,10 +27,8 @@ _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 
 def is_talkative(level: str) -> bool:
-    """True if lines about a job that goes well are wanted too, as they are without a ``LOGLEVEL``.
-
-    Args:
-        level: the variable, as :mod:`logging` reads it: a name or a number.
+    """True if lines about a job that goes well are wanted too, as they are without a ``LOGLEVEL``: a name or
+    a number, as :mod:`logging` reads it.
     """
     if level.isdecimal():
         return int(level) <= 20
@@ -143,11 +141,7 @@ class Story(Observer):
 
 
 def productive_ns(attempts: Iterable[Attempt]) -> int:
-    """For how long workers ran of which none had failed or hung, in nanoseconds.
-
-    Args:
-        attempts: that have ended.
-    """
+    """Return for how long workers ran of which none had failed or hung, in nanoseconds."""
     total = 0
     for attempt in attempts:
         started = attempt.stamps.get("started")
@@ -159,11 +153,7 @@ def productive_ns(attempts: Iterable[Attempt]) -> int:
 
 
 def folder_with_files(attempts: Sequence[Attempt]) -> str | None:
-    """The folder of a run's logs, if any file is there.
-
-    Args:
-        attempts: of the run.
-    """
+    """Return the folder of a run's logs, if any file is there."""
     paths = attempts[-1].paths
     run = paths.run_folder if paths is not None else ""
     return run if run and any(files for _, _, files in os.walk(run)) else None

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
-    """The events of these attempts, in the order of their times.
-
-    Args:
-        attempts: of one job; what has not happened in an attempt is left out.
-    """
+    """Return the events of these attempts, in the order of their times; what has not happened is left out."""
     found: list[dict[str, Any]] = []
     for attempt in attempts:
         first = attempt.exits.get(attempt.first_failure) if attempt.first_failure is not None else None
@@ -48,11 +44,7 @@ def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
 
 
 def write(path: str, attempts: Iterable[Attempt]) -> None:
-    """Write the events to a file.
-
-    Args:
-        path: of the file; what it held is replaced.
-        attempts: of the job.
+    """Write the events to a file; what it held is replaced.
 
     Raises:
         OSError: the file cannot be written.

@@ -26,11 +26,7 @@ _ELASTIC = f"{_TORCH}.elastic"
 
 
 def our_name(name: str) -> str | None:
-    """The module of elasticrs for one of torch's.
-
-    Args:
-        name: a full name; ``None`` comes back when it is not for us.
-    """
+    """Return the module of elasticrs for one of torch's full names; ``None`` when it is not for us."""
     for prefix in (_ELASTIC, *_COMMANDS):
         if name == prefix or name.startswith(prefix + "."):
             return "elasticrs" + name[len(_ELASTIC if prefix == _ELASTIC else _TORCH) :]

@@ -25,13 +25,9 @@ LINE = (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Do what the command line says.
+    """Do what the command line says (the interpreter's own when ``None``); return the exit code.
 
-    Args:
-        args: without the program; the interpreter's own when ``None``.
-
-    Returns:
-        0; 1 when it could not be done, or ``status`` finds no hook; 2 for a mistake in the command line.
+    0; 1 when it could not be done, or ``status`` finds no hook; 2 for a mistake in the command line.
     """
     args = sys.argv[1:] if args is None else args
     actions: dict[str, Callable[[], int]] = {"install": install, "uninstall": uninstall, "status": status}

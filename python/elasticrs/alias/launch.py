@@ -15,11 +15,7 @@ from elasticrs.launcher.arguments import HelpRequested, parse
 
 
 def with_local_rank(argv: list[str]) -> list[str]:
-    """The command line with the argument that scripts of that time expect.
-
-    Args:
-        argv: without the program.
-    """
+    """Return the command line (without the program) with the argument that scripts of that time expect."""
     try:
         args = parse(argv, os.environ)
     except (UsageError, HelpRequested):

@@ -195,7 +195,6 @@ class PolledWorkers:
         return was_something
 
     def on_fd(self, fd: int, *, is_over: bool) -> bool:
-        """See :class:`elasticrs.agent.tracker.Owner`."""
         if is_over or fd != self._bell:
             return False
         os.eventfd_read(fd)

@@ -131,10 +131,8 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 
 
 def add_sink(sink: Callable[[str, str, float], None]) -> None:
-    """Pass every value of this process to one more receiver. Not in torch.
-
-    Args:
-        sink: called with group, name and value, until :func:`remove_sink`.
+    """Pass group, name and value of every number of this process to one more receiver, until
+    :func:`remove_sink`. Not in torch.
     """
     global _sinks  # noqa: PLW0603 -- of the process
     _sinks = (*_sinks, sink)

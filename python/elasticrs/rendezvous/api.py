@@ -40,11 +40,8 @@ _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """True if an error is of this kind: ours, or torch's of the same name, which handlers of packages raise.
-
-    Args:
-        error: what was raised.
-        kind: one of the errors of this module.
+    """True if an error is of this kind: ours, or torch's of the same name, which handlers of
+    packages raise.
     """
     return isinstance(error, kind) or any(
         (each.__module__, each.__name__) == (_TORCHS, kind.__name__) for each in type(error).__mro__
@@ -78,7 +75,9 @@ class RendezvousStoreInfo:
             server_port: the port; a free one when ``None``.
         """
         if rank == 0:
-            store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, (local_addr or _fully_qualified_name()).encode())
+            import socket
+
+            store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, (local_addr or socket.getfqdn()).encode())
             store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(server_port or _free_port()).encode())
         addr = store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode()
         port = int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY).decode())
@@ -321,12 +320,6 @@ class RendezvousHandlerRegistry:
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()
 """The registry that launchers use."""
-
-
-def _fully_qualified_name() -> str:
-    import socket
-
-    return socket.getfqdn()
 
 
 def _free_port() -> int:

@@ -8,17 +8,11 @@ EXPECTED = "HOST[:PORT]"
 
 
 def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
-    """Host and port of ``HOST[:PORT]``; IPv6 addresses stand in brackets.
-
-    Args:
-        name: of the option, for the error.
-        endpoint: the text.
-
-    Returns:
-        The host without brackets, and the port if there is one.
+    """Read host (without brackets) and port, if there is one, of ``HOST[:PORT]``; IPv6 addresses stand in
+    brackets.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is something else; names the option.
     """
     expected = EXPECTED
     if endpoint.startswith("["):

@@ -21,12 +21,5 @@ class EtcdRendezvousHandler(Missing):
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Refuse.
-
-    Args:
-        params: of which the back end is named.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raise a ``ValueError``: it is not supported."""
     missing(f"the rendezvous backend {params.backend!r}")

@@ -17,12 +17,5 @@ class EtcdRendezvousBackend(Missing):
 
 
 def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, Any]:
-    """Refuse.
-
-    Args:
-        params: of which the back end is named.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raise a ``ValueError``: it is not supported."""
     missing(f"the rendezvous backend {params.backend!r}")

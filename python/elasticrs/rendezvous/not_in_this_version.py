@@ -6,11 +6,7 @@ from typing import NoReturn
 
 
 def missing(name: str) -> NoReturn:
-    """Raise the error for something that is not supported.
-
-    Raises:
-        ValueError: always; says what to use.
-    """
+    """Raise a ``ValueError`` that says what to use instead."""
     raise ValueError(
         f"{name} is not available in this version of elasticrs: use the rendezvous backend c10d, which needs "
         "no server"
@@ -18,11 +14,7 @@ def missing(name: str) -> NoReturn:
 
 
 class Missing:
-    """A class that cannot be instantiated.
-
-    Raises:
-        ValueError: from the constructor.
-    """
+    """A class that cannot be instantiated."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         missing(type(self).__name__)

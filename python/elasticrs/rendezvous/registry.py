@@ -27,9 +27,6 @@ GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Make the handler that the parameters name: ours, or one that a user or a package registered.
 
-    Args:
-        params: what to make it from.
-
     Raises:
         ValueError: no such backend, one that cannot be loaded, or bad settings.
     """
@@ -39,10 +36,6 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 def find_backend(name: str, words: Words) -> None:
     """Make sure that a backend is registered, with the help of installed packages.
-
-    Args:
-        name: of the backend.
-        words: what the user knows things by.
 
     Raises:
         ValueError: there is none of this name, or its package cannot be loaded.

@@ -158,12 +158,8 @@ class _PeriodicTimer:
             raise RuntimeError("The timer has already started.")
         stop = threading.Event()
         # The thread must not hold the timer, or that would never be collected.
-        thread = threading.Thread(
-            target=_repeat,
-            name=self._name or "PeriodicTimer",
-            args=(self._interval, stop, *self._call),
-            daemon=True,
-        )
+        arguments, name = (self._interval, stop, *self._call), self._name or "PeriodicTimer"
+        thread = threading.Thread(target=_repeat, name=name, args=arguments, daemon=True)
         self._finalizer = weakref.finalize(self, _stop, thread, stop)
         # Joining daemon threads while the interpreter ends may wait for ever.
         self._finalizer.atexit = False
@@ -175,13 +171,7 @@ class _PeriodicTimer:
             self._finalizer()
 
 
-def _repeat(
-    interval: float,
-    stop: threading.Event,
-    function: Callable[..., None],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+def _repeat(interval: float, stop: threading.Event, function: Any, args: Any, kwargs: Any) -> None:
     while not stop.wait(interval):
         function(*args, **kwargs)
 

@@ -10,13 +10,8 @@ if TYPE_CHECKING:
 
 
 def meet(store: Any, key: str, world_size: int, timeout: datetime.timedelta | None) -> None:
-    """Wait until a number of callers have called this with the same key.
-
-    Args:
-        store: as torch's: ``add``, ``set``, ``wait`` and ``timeout``.
-        key: of the barrier; may be used again when all have passed.
-        world_size: how many.
-        timeout: that of the store when ``None``.
+    """Wait until a number of callers have called this with the same key, which may be used again when all
+    have passed. ``timeout``: that of the store when ``None``.
 
     Raises:
         DistStoreError: not all came in time.

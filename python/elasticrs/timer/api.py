@@ -38,13 +38,8 @@ class TimerRequest:
         self.expiration_time = expiration_time
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TimerRequest):
-            return False
-        return (self.worker_id, self.scope_id, self.expiration_time) == (
-            other.worker_id,
-            other.scope_id,
-            other.expiration_time,
-        )
+        names = TimerRequest.__slots__
+        return isinstance(other, TimerRequest) and all(getattr(self, n) == getattr(other, n) for n in names)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.worker_id!r}, {self.scope_id!r}, {self.expiration_time!r})"
@@ -332,11 +327,7 @@ class SteadyClock:
         return self._wall + time.monotonic() - self._monotonic
 
     def steady(self, expiration_time: float) -> float:
-        """An expiration that was just read from the wall clock, on this one.
-
-        Args:
-            expiration_time: in seconds since 1970.
-        """
+        """Give an expiration that was just read from the wall clock, in seconds since 1970, on this one."""
         step = time.time() - self.now()
         return expiration_time if abs(step) < self.TOLERANCE else expiration_time - step
 

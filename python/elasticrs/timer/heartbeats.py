@@ -114,10 +114,8 @@ else:
 
 
 def automatic_heartbeat(step: int | None) -> None:
-    """Give a heartbeat, unless the program has given one itself, or this is a child of the worker.
-
-    Args:
-        step: as for :func:`heartbeat`.
+    """Give a heartbeat, as :func:`heartbeat`, unless the program has given one itself, or this is a child of
+    the worker.
     """
     global _automatic, _count  # noqa: PLW0603 -- as in `_heartbeat`
     if _words is not None:

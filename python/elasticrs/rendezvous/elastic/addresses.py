@@ -55,13 +55,10 @@ def is_usable_elsewhere(address: str) -> bool:
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """The address of group rank 0 that all members can use.
+    """Return the address of group rank 0 that all members can use; they are by group rank.
 
     The user's choice for that node, else its own end of the connection to the store, which the store's host
     has seen to work. A loopback address only serves a round on one host.
-
-    Args:
-        nodes: the members, by group rank; not empty.
     """
     first = nodes[0]
     if first.local_addr:

@@ -50,62 +50,34 @@ def end_of(head: Head) -> str:
 
 
 def failure_of(cause: Mapping[str, Any] | None, node: object = None) -> str:
-    """Which worker failed where, and how it ended.
-
-    Args:
-        cause: what is known of it.
-        node: where, should the cause not tell.
-    """
+    """Say which worker failed where (on ``node``, should the cause not tell), and how it ended."""
     told = cause or {}
     where = f"on node {told.get('node') or node or '?'}"
     if told.get("rank") is None:
         return f"a worker failed {where}"
     pid = f" (pid {told['pid']})" if told.get("pid") else ""
+    who, lines = f"rank {told['rank']}{pid} {where}", str(told.get("message") or "").strip().splitlines()
     if blame_of(cause) is not None:
         # What ended it was our signal.
-        return f"rank {told['rank']}{pid} {where}: {_last_line(cause) or 'hung'}"
+        return f"{who}: {lines[-1].strip() if lines else 'hung'}"
     if told.get("message") == SILENT:
-        return f"rank {told['rank']}{pid} {where} {SILENT}"
-    error = _error_of(told)
-    if error is not None:
-        return f"rank {told['rank']}{pid} {where}: {error}"
-    how = how_it_ended(told["exitcode"]) if "exitcode" in told else "failed"
-    return f"rank {told['rank']}{pid} {where} {how}"
+        return f"{who} {SILENT}"
+    exitcode = told.get("exitcode")
+    if len(lines) > 1 and isinstance(exitcode, int) and exitcode >= 0:
+        # It ended by itself, and its traceback has been told.
+        from elasticrs.headline import headline
 
-
-def _error_of(cause: Mapping[str, Any]) -> str | None:
-    """The exception of a worker that ended by itself, when its traceback has been told."""
-    exitcode = cause.get("exitcode")
-    if len(_lines(cause)) < 2 or not isinstance(exitcode, int) or exitcode < 0:
-        return None
-    from elasticrs.headline import headline
-
-    return headline(str(cause["message"]))
-
-
-def _last_line(cause: Mapping[str, Any] | None) -> str | None:
-    lines = _lines(cause)
-    return lines[-1].strip() if lines else None
-
-
-def _lines(cause: Mapping[str, Any] | None) -> list[str]:
-    return str((cause or {}).get("message") or "").strip().splitlines()
+        return f"{who}: {headline(str(told['message']))}"
+    return f"{who} {how_it_ended(exitcode) if 'exitcode' in told else 'failed'}"
 
 
 def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:
-    """What to tell when a round follows another.
-
-    Args:
-        head: of the round that runs.
-        max_restarts: of the job.
-        told: what the user was told of the end of the round before; it is not said again.
+    """Say that a round follows another. What the user was told of the end of the one before is not said
+    again.
     """
-    charged = bool((head.end or {}).get("charged"))
-    cost = (
-        f"restart {head.used} of {max_restarts}"
-        if charged
-        else f"no restart charged, {head.used} of {max_restarts} used"
-    )
+    cost = f"no restart charged, {head.used} of {max_restarts} used"
+    if (head.end or {}).get("charged"):
+        cost = f"restart {head.used} of {max_restarts}"
     starts = f"round {head.round} starts with {nodes(head.size)} ({cost})"
     why = end_of(head)
     return starts if why == told else f"{why}; {starts}"

@@ -57,24 +57,15 @@ class Asked:
                 os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the function. Handlers of signals run meanwhile, and may raise.
-
-        Args:
-            seconds: at most; any time when ``None``.
-
-        Returns:
-            True if it has returned.
+        """Wait for the function, at most so many seconds; True if it has returned. Handlers of signals run
+        meanwhile, and may raise.
         """
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def take(self) -> Any:
-        """What the function has returned.
-
-        Raises:
-            BaseException: what it has raised.
-        """
+        """Return what the function has returned, or raise what it has raised."""
         if self._error is not None:
             raise self._error
         return self._answer

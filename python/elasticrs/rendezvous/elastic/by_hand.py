@@ -31,11 +31,8 @@ def claim(member: Member, registration: Registration, node_rank: int) -> tuple[C
 
 
 def refused(member: Member, entry: Entry | None) -> None:
-    """T1 was refused because another node has the node rank; try again on a new connection.
-
-    Args:
-        member: this agent.
-        entry: who has it; ``None``: nobody any more.
+    """T1 was refused because another node has the node rank (``entry``; ``None``: nobody any more): try again
+    on a new connection.
     """
     joining = member.joining
     joining.claim = None

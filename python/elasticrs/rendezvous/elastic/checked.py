@@ -114,15 +114,10 @@ CAUSE: dict[str, Check] = {
 
 
 def fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """The fields of an object, without those that are null.
-
-    Args:
-        record: as it was read.
-        checks: of the fields that there may be.
-        required: those that must be there.
+    """Return the fields of an object, without those that are null; ``checks`` names those that there may be.
 
     Raises:
-        DamagedError: it is no object, or has other fields, or a value is wrong.
+        DamagedError: it is no object, has other fields or lacks a required one, or a value is wrong.
     """
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
@@ -137,7 +132,7 @@ def fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) ->
 
 
 def row(record: Any, checks: Sequence[Check]) -> list[Any]:
-    """A list with one value for each check.
+    """Return a list with one value for each check.
 
     Raises:
         DamagedError: it is another one.
@@ -149,11 +144,10 @@ def row(record: Any, checks: Sequence[Check]) -> list[Any]:
 
 
 def cause(record: Any) -> dict[str, Any] | None:
-    """What may be told of a failure: nothing is decided from it but which is told first, so that what is
-    wrong with it is left out. Fields that are not known here are nobody's business.
+    """Return what may be told of a failure.
 
-    Args:
-        record: as it was read.
+    Nothing is decided from it but which is told first, so what is wrong with it is left out. Fields that are
+    not known here are left alone.
     """
     if not isinstance(record, dict):
         return None

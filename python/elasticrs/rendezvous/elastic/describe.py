@@ -35,16 +35,7 @@ _STATIC_JOIN_TIMEOUT = 900.0
 
 
 class Words(Value):
-    """The names that the user knows settings by, for errors.
-
-    Args:
-        backend: the option for the back end.
-        endpoint: the option for the endpoint.
-        nodes: the option for the number of nodes.
-        node_rank: the option for the rank.
-        run_id: the option for the name of the job.
-        settings: the option for the settings.
-    """
+    """The names that the user knows settings by, for errors."""
 
     backend: str
     endpoint: str
@@ -63,21 +54,12 @@ PYTHON = Words(
 
 
 def is_in_file(config: Mapping[str, object]) -> bool:
-    """True if the settings of ``c10d`` ask for a file instead of the elastic rendezvous.
-
-    Args:
-        config: settings by key.
-    """
+    """True if the settings of ``c10d`` ask for a file instead of the elastic rendezvous."""
     return str(config.get("store_type", "tcp")).strip().lower() == "file"
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return what the name of a back end stands for.
-
-    Args:
-        backend: the name.
-        words: what the user knows things by.
-        others: names of what is there besides ours, for the error.
+    """Return what the name of a back end stands for; ``others`` are there besides ours, for the error.
 
     Raises:
         UsageError: it is none of ours.
@@ -142,13 +124,8 @@ def describe(
         values.setdefault("join_timeout", values.get("timeout", _STATIC_JOIN_TIMEOUT))
     elif node_rank is not None:
         values.setdefault("order_hint", node_rank)
-    settings, notices = read_settings(
-        values,
-        environ,
-        source=words.settings,
-        grace=grace,
-        exit_barrier_timeout=exit_barrier_timeout,
-    )
+    times = {"grace": grace, "exit_barrier_timeout": exit_barrier_timeout}
+    settings, notices = read_settings(values, environ, source=words.settings, **times)  # type: ignore[arg-type]
     if in_vain:
         text = f"{words.settings}: store_type=file has no effect here: it is for {words.backend} {C10D}"
         notices = [*notices, text]

@@ -18,6 +18,7 @@ import os
 import select
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from elasticrs.ports import agent_hosts_store
@@ -334,8 +335,13 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     self._take(driver.poll())
                     seconds = driver.seconds_left(_TICK)
                     fds = [self._wake, *(() if driver.fd is None else (driver.fd,))]
-                _wait_for(fds, seconds)
-                _drain(self._wake)
+                poll = select.poll()
+                for fd in fds:
+                    poll.register(fd, select.POLLIN)
+                # Rounded up: a timer that is due in less than a millisecond is no reason to turn around.
+                poll.poll(int(seconds * 1000) + 1)
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
         except Exception as error:
             with self._news:
                 self._trouble = error
@@ -352,26 +358,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
 
 def error_of(outcome: messages.Outcome) -> RendezvousError:
-    """Torch's error for the end of a job.
-
-    Args:
-        outcome: how it ended for this node.
-    """
+    """Return torch's error for the end of a job."""
     kind = _ERRORS.get(outcome.kind, RendezvousClosedError)
     return kind(outcome.message or f"the rendezvous is closed: {outcome.kind}")
-
-
-def _wait_for(fds: list[int], seconds: float) -> None:
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    # Rounded up: a timer that is due in less than a millisecond is no reason to turn around.
-    poll.poll(int(seconds * 1000) + 1)
-
-
-def _drain(fd: int) -> None:
-    try:
-        os.eventfd_read(fd)
-    except BlockingIOError:
-        # It was another descriptor, or the time.
-        return

@@ -94,23 +94,14 @@ class Hosting(Value):
 
 
 class Found(Value):
-    """What an agent knows before it begins.
-
-    Args:
-        hosting: see :func:`decide`.
-        fallback: see :func:`fallback_address`.
-    """
+    """What an agent knows before it begins: see :func:`decide` and :func:`fallback_address`."""
 
     hosting: Hosting
     fallback: str | None
 
 
 def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
-    """All that has to be asked before an agent begins; as slow as the name servers.
-
-    Args:
-        rendezvous: the endpoint and the settings.
-        resolver: whom to ask.
+    """Ask for all that has to be known before an agent begins; as slow as the name servers.
 
     Raises:
         UsageError: see :func:`decide`.
@@ -120,12 +111,7 @@ def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
 
 
 def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
-    """Decide if this agent hosts the store.
-
-    Args:
-        rendezvous: the endpoint and the settings; with ``static`` node rank 0 hosts unless ``is_host`` is
-            set.
-        resolver: whom to ask.
+    """Decide if this agent hosts the store; with ``static`` node rank 0 does unless ``is_host`` is set.
 
     Raises:
         UsageError: an endpoint that no other node could use: port 0 of another host, or no host at all.
@@ -155,11 +141,7 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
 
 def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     """Decide once more if this agent hosts the store: what the endpoint's name stands for may have changed.
-
-    Args:
-        hosting: what was decided.
-        rendezvous: the endpoint and the settings.
-        resolver: whom to ask; about the endpoint alone, as a host keeps its names.
+    The resolver is asked about the endpoint alone, as a host keeps its names.
     """
     if hosting.is_explicit or hosting.may_host:
         return hosting
@@ -180,12 +162,7 @@ def _by_address(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
 
 
 def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
-    """What to tell the user when the endpoint's name never became known.
-
-    Args:
-        rendezvous: with the endpoint.
-        trouble: :attr:`Hosting.trouble`, or what the last attempt said.
-    """
+    """Tell the user that the endpoint's name never became known, and what the last attempt said."""
     option = "--master-addr" if rendezvous.backend == "static" else "--rdzv-endpoint"
     value = rendezvous.host if rendezvous.backend == "static" else rendezvous.endpoint
     return (
@@ -195,15 +172,8 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
 
 
 def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolver) -> str | None:
-    """Where other machines reach this node when its end of the connection is a loopback address.
-
-    Args:
-        rendezvous: the endpoint.
-        hosting: what was decided about it.
-        resolver: whom to ask about this host's names, where the endpoint does not say.
-
-    Returns:
-        A name or an address without brackets; ``None`` when there can be no such node, or nothing is known.
+    """Return where other machines reach this node when its end of the connection is a loopback address: a
+    name or an address without brackets; ``None`` when there can be no such node, or nothing is known.
     """
     if is_loopback_name(rendezvous.host) or not (hosting.may_host or hosting.is_explicit):
         return None
@@ -287,12 +257,7 @@ def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
 def host_identity(
     boot_id: str = "/proc/sys/kernel/random/boot_id", network: str = "/proc/self/ns/net"
 ) -> str:
-    """What tells hosts apart: the same for two agents if they share their loopback interface.
-
-    Args:
-        boot_id: the file with the id of this boot of the machine.
-        network: the link that names the network namespace.
-    """
+    """Return what tells hosts apart: the same for two agents if they share their loopback interface."""
     try:
         with open(boot_id, encoding="ascii") as file:
             boot = file.read().strip()
@@ -308,7 +273,6 @@ class SystemResolver:
     __slots__ = ()
 
     def host_names(self) -> list[str]:
-        """See :class:`Resolver`."""
         name = _socket.gethostname()
         try:
             found = _socket.getaddrinfo(
@@ -321,7 +285,6 @@ class SystemResolver:
         return list(dict.fromkeys((name, *full)))
 
     def resolve(self, name: str) -> list[str]:
-        """See :class:`Resolver`."""
         try:
             found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
         except UnicodeError:
@@ -330,10 +293,8 @@ class SystemResolver:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def is_local(self, address: str) -> bool:
-        """See :class:`Resolver`.
-
-        Binding tells, but for machines that allow to bind what is not theirs (``ip_nonlocal_bind``): to an
-        address of its own a machine talks *from* that address.
+        """See :class:`Resolver`. Binding tells, but for machines that allow to bind what is not theirs
+        (``ip_nonlocal_bind``): to an address of its own a machine talks *from* that address.
         """
         family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
         try:

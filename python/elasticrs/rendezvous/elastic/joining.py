@@ -90,11 +90,8 @@ def agreed(member: Member) -> dict[str, Any]:
 
 
 def mismatch(member: Member, job: dict[str, Any]) -> str | None:
-    """Say what differs from the job that another node started; ``None`` if nothing important does.
-
-    Args:
-        member: of this node.
-        job: the record of the job.
+    """Say what differs from the job that another node started, by its record; ``None`` if nothing important
+    does.
     """
     ours = agreed(member)
     if member.settings.homogeneous and job.get("homogeneous"):

@@ -86,14 +86,7 @@ def forget_timers(member: Member, leader: Leader) -> None:
 
 
 def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
-    """Return true if a time has passed since this was first asked for the present head.
-
-    Args:
-        member: the leader.
-        leader: what it knows.
-        name: of the timer; it is set when it was not.
-        seconds: from now, if it was not set.
-    """
+    """True if so many seconds have passed since this was first asked, by this name, for the present head."""
     timer = _timer(leader, name)
     if timer not in leader.timers:
         leader.timers[timer] = False
@@ -126,21 +119,9 @@ def guards(member: Member, view: View) -> list[Compare]:
 
 
 def write(
-    member: Member,
-    leader: Leader,
-    view: View,
-    then: Sequence[Operation],
-    compares: Sequence[Compare] = (),
+    member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Send a write that the next decision waits for.
-
-    Args:
-        member: the leader.
-        leader: what it knows.
-        view: the store.
-        then: what to write.
-        compares: what has to hold besides the guards.
-    """
+    """Send a write that the next decision waits for; ``compares`` have to hold besides the guards."""
     leader.sent_at = view.revision
     leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
 

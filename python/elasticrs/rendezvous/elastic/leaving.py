@@ -148,10 +148,8 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Take the answer to T10, and try again if the head was another one.
-
-    Returns:
-        The head, now that it is closed.
+    """Take the answer to T10, and try again if the head was another one. Return the head, once it
+    is closed.
     """
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)

@@ -43,15 +43,12 @@ __all__ = ["Member", "Phase", "step"]
 
 
 def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Action]]:
-    """Return what follows from an event.
+    """Return where this agent stands after an event, and what to do, in order.
 
     Args:
-        member: where this agent stands; it is changed and given back, do not use it otherwise.
+        member: where it stands; it is changed and given back, do not use it otherwise.
         event: what happened.
         now: the store's wall clock, in ns; it is only written into records for the user, never compared.
-
-    Returns:
-        Where it stands then, and what to do, in order.
     """
     member.now = now
     if not member.has_exited:

@@ -272,13 +272,7 @@ class MeetingPoint:
         return self._session is not None and self._session.wait(timeout)
 
     def this_agent(self, *, role: str, nproc: int, max_restarts: int) -> ThisAgent:
-        """What the machine has to know of this agent when it begins.
-
-        Args:
-            role: of this node's workers.
-            nproc: how many they are.
-            max_restarts: of the job.
-        """
+        """Return what the machine has to know of this agent, and of this node's workers, when it begins."""
         return ThisAgent(
             self.job,
             os.urandom(8).hex(),
@@ -320,13 +314,11 @@ class MeetingPoint:
         return max(0, self._server.sessions() - own)
 
     def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """A store for users, shared by the nodes of a round, on a connection of its own; an earlier round's
-        is closed.
+        """Open a store for users, shared by the nodes of a round, on a connection of its own; an earlier
+        round's is closed.
 
-        With ``static`` the connection is the one that was made before the round: nothing is closed.
-
-        Args:
-            round: whose; what was put in another round is not seen.
+        With ``static`` the connection is the one that was made before the round: nothing is closed. What was
+        put in another round is not seen.
 
         Raises:
             DistNetworkError: no connection.
@@ -386,10 +378,8 @@ class MeetingPoint:
         return self._home is not None
 
     def close(self, *, stays: bool = False) -> None:
-        """End the connections and the store. Idempotent.
-
-        Args:
-            stays: the store goes on for the next run, if it :attr:`may_stay`.
+        """End the connections and the store, unless that stays for the next run (:attr:`may_stay`).
+        Idempotent.
         """
         self.close_shared_store()
         self.disconnect()

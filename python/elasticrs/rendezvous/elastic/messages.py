@@ -16,18 +16,11 @@ if TYPE_CHECKING:
     from elasticrs.ranks import NodeRanks
 
     Cause: TypeAlias = Mapping[str, Any]
+    # fmt: off
     OutcomeKind: TypeAlias = Literal[
-        "succeeded",
-        "failed",
-        "closed",
-        "aborted",
-        "timeout",
-        "left",
-        "lost",
-        "stuck",
-        "refused",
-        "spare",
+        "succeeded", "failed", "closed", "aborted", "timeout", "left", "lost", "stuck", "refused", "spare"
     ]
+    # fmt: on
 
 
 # --- events ---
@@ -50,10 +43,8 @@ class StartFailed(Value):
 
 
 class WorkerFailed(Value, is_hot=True):
-    """A worker of this node has failed; others may still run.
-
-    Args:
-        cause: its description, for reports; ``time_ns`` is on the store's wall clock.
+    """A worker of this node has failed; others may still run. In the cause, ``time_ns`` is on the store's
+    wall clock.
     """
 
     cause: Cause
@@ -78,53 +69,34 @@ class GroupEnded(Value, is_hot=True):
 
 
 class TimerFired(Value, is_hot=True):
-    """The time of :class:`Arm` has passed.
-
-    Args:
-        name: of the timer.
-    """
+    """The time of :class:`Arm` has passed."""
 
     name: str
 
 
 class Leave(Value):
-    """Somebody asked this agent to stop.
-
-    Args:
-        reason: for the user.
-        close: end the whole job; else only this node leaves it.
-    """
+    """Somebody asked this agent to stop; with ``close`` the whole job ends, else only this node leaves it."""
 
     reason: str
     close: bool = False
 
 
 class StoreHosted(Value):
-    """The process has begun to serve the coordination store, which it did not at first.
-
-    Args:
-        fallback_addr: as in :class:`~.settings.ThisAgent`, now that it is known.
+    """The process has begun to serve the coordination store, which it did not at first. ``fallback_addr`` as
+    in :class:`~.settings.ThisAgent`, now that it is known.
     """
 
     fallback_addr: str | None = None
 
 
 class StorePort(Value, is_hot=True):
-    """A fresh listener for a round's worker store is bound.
-
-    Args:
-        port: on which.
-    """
+    """A fresh listener for a round's worker store is bound."""
 
     port: int
 
 
 class StorePortFailed(Value):
-    """No listener for the worker store could be bound: this node is of no use.
-
-    Args:
-        message: why, for the user.
-    """
+    """No listener for the worker store could be bound, and why, for the user: this node is of no use."""
 
     message: str
 
@@ -133,10 +105,8 @@ class StorePortFailed(Value):
 
 
 class Connect(Value, is_hot=True):
-    """Begin a new session; answered by ``Connected`` or ``ConnectionLost``.
-
-    Args:
-        incarnation: of this agent's registration, counted from 1.
+    """Begin a new session for this incarnation of the agent, from 1; answered by ``Connected`` or
+    ``ConnectionLost``.
     """
 
     incarnation: int
@@ -186,9 +156,8 @@ class Stop(Value, is_hot=True):
 
 
 class BindStore(Value):
-    """Bind a fresh listener for the worker store.
-
-    Answered by :class:`StorePort` or :class:`StorePortFailed`.
+    """Bind a fresh listener for the worker store; answered by :class:`StorePort` or
+    :class:`StorePortFailed`.
     """
 
 
@@ -197,12 +166,7 @@ class CloseStore(Value):
 
 
 class Arm(Value, is_hot=True):
-    """Set a timer, or set it anew; :class:`TimerFired` follows once.
-
-    Args:
-        name: opaque.
-        seconds: from now.
-    """
+    """Set a timer, or set it anew; :class:`TimerFired` follows once."""
 
     name: str
     seconds: float
@@ -239,11 +203,7 @@ class Outcome(Value):
 
 
 class Exit(Value):
-    """The end; nothing follows.
-
-    Args:
-        outcome: how.
-    """
+    """The end; nothing follows."""
 
     outcome: Outcome
 

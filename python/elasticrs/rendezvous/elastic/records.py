@@ -57,11 +57,8 @@ def cut(text: str, limit: int) -> str:
 
 
 def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict[str, Any] | None:
-    """A cause that fits: its lines go first, from the oldest, then long texts, then all that is not a number.
-
-    Args:
-        cause: as reported.
-        limit: bytes.
+    """Make a cause fit: its lines go first, from the oldest, then long texts, then all that is not
+    a number.
     """
     if cause is None:
         return None

@@ -169,12 +169,8 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
     serves = slot.group_rank == 0
     member.listener.has_served = member.listener.has_served or serves
     ranks = NodeRanks(
-        slot.group_rank,
-        head.size,
-        slot.first_rank,
-        head.world_size,
-        slot.first_role_rank,
-        slot.role_world_size,
+        *(slot.group_rank, head.size, slot.first_rank, head.world_size),
+        *(slot.first_role_rank, slot.role_world_size),
     )
     member.do(Start(head.round, head.used, slot.group_rank, ranks, *head.master, serves))
 

@@ -18,6 +18,7 @@ from elasticrs._worker import TOKEN_VARIABLE
 from elasticrs.config import (
     DEFAULT_EXIT_BARRIER_TIMEOUT,
     DEFAULT_SHUTDOWN_TIMEOUT,
+    LONGEST,
     UsageError,
     exit_barrier_timeout_from,
 )
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from dataclasses import KW_ONLY
 
-"""Of an endpoint without a port, as in torch."""
-
-_LONGEST = 1e9
 _TRUTH = {
     **dict.fromkeys(("1", "true", "t", "yes", "y"), True),
     **dict.fromkeys(("0", "false", "f", "no", "n"), False),
@@ -69,17 +67,17 @@ def _number(value: object, expected: str) -> float:
         raise ValueError(expected) from None
 
 
-def _seconds(low: float, high: float = _LONGEST, *, above: bool = False) -> Callable[[object], float]:
+def _seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
     """A span from ``low`` to ``high``; more than ``low`` if it must be ``above``."""
-    if high < _LONGEST:
+    if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
     else:
         expected = f"seconds, more than {low:g}" if above else f"seconds, {low:g} or more"
 
     def read(value: object) -> float:
         number = _number(value, expected)
-        if number > _LONGEST:
-            raise ValueError(f"seconds, {_LONGEST:.0f} at most")
+        if number > LONGEST:
+            raise ValueError(f"seconds, {LONGEST:.0f} at most")
         # Not the other way round: that lets NaN through.
         if not low <= number <= high or (above and number == low):
             raise ValueError(expected)
@@ -275,10 +273,7 @@ class Settings(Value):
     is_settle_given: bool
 
     def __init__(
-        self,
-        values: Mapping[str, object] | None = None,
-        *,
-        grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
+        self, values: Mapping[str, object] | None = None, *, grace: float = DEFAULT_SHUTDOWN_TIMEOUT
     ) -> None:
         given = values or {}
         for key in KEYS:
@@ -290,11 +285,8 @@ class Settings(Value):
             object.__setattr__(self, "settle", grace + self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
-        """Return a copy for an agent whose times were not known when these were read.
-
-        Args:
-            grace: seconds that workers may take to stop on this node.
-            exit_barrier_timeout: in place of what was read; ``None``: that.
+        """Return a copy for an agent whose times were not known when these were read; ``grace``: seconds that
+        workers may take to stop on this node.
         """
         values = self.fields()
         if not self.is_settle_given:
@@ -432,7 +424,7 @@ def read_settings(
     grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
     exit_barrier_timeout: float | None = None,
 ) -> tuple[Settings, list[str]]:
-    """Check and convert settings.
+    """Check and convert settings; return them, and lines for the user.
 
     Args:
         given: by key, as text or as what a Python program passes.
@@ -440,9 +432,6 @@ def read_settings(
         source: what the user knows them by, for errors.
         grace: seconds that workers may take to stop on this node.
         exit_barrier_timeout: of an option, before all else that says so.
-
-    Returns:
-        The settings, and lines for the user.
 
     Raises:
         UsageError: one line: an unknown key, a bad value, or settings that contradict each other.
@@ -469,12 +458,8 @@ def read_settings(
 
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
-    """How long a node that has finished waits for the others, where no option says so.
-
-    Args:
-        given: settings by key, as in :func:`read_settings`.
-        environ: for ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``.
-        source: what the user knows the settings by, for errors.
+    """Return how long a node that has finished waits for the others, by the settings or the environment,
+    where no option says so.
 
     Raises:
         UsageError: one line: a bad value.

@@ -150,23 +150,15 @@ class Listener(Record, is_hot=True):
 
 
 class Workers(Record, is_hot=True):
-    """Workers that may be here.
-
-    Args:
-        round: theirs.
-        is_stopping: they have been told to stop.
-    """
+    """Workers of a round that may be here; ``is_stopping``: they have been told to stop."""
 
     round: int
     is_stopping: bool = False
 
 
 class Done(Record, is_hot=True):
-    """The workers here have finished, the round has not.
-
-    Args:
-        is_known: the store has the record of that.
-        is_over: this node does not wait for the others any longer.
+    """The workers here have finished, the round has not. The store has the record of that if it ``is_known``;
+    when it ``is_over``, this node does not wait for the others any longer.
     """
 
     is_known: bool = False
@@ -188,12 +180,7 @@ class RoundAge(Record, is_hot=True):
 
 
 class OwnFailure(Value, is_hot=True):
-    """The last failure on this node.
-
-    Args:
-        round: when.
-        cause: what is known of it.
-    """
+    """The last failure on this node: in which round, and what is known of it."""
 
     round: int
     cause: Cause | None
@@ -343,10 +330,8 @@ class Member:
         return head is not None and head.state == "RUNNING" and head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
-        """The registration of this agent.
-
-        Args:
-            cause: of its own failure in the round that it is idle of.
+        """Return the registration of this agent; ``cause``: of its own failure in the round that it is idle
+        of.
         """
         agent, registration = self.agent, self.registration
         return Node(

@@ -19,12 +19,7 @@ class Timers:
         self._deadlines: dict[str, float] = {}
 
     def arm(self, name: str, seconds: float) -> None:
-        """Set a deadline, or set it anew.
-
-        Args:
-            name: which.
-            seconds: from now.
-        """
+        """Set a deadline in so many seconds, or set it anew."""
         self._deadlines[name] = now() + seconds
 
     def disarm(self, name: str) -> None:

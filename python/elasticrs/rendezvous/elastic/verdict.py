@@ -85,14 +85,8 @@ def _time_or_last(cause: dict[str, Any]) -> float:
 
 
 def judge(view: View, head: Head, settings: Settings, max_restarts: int, was_short: bool | None) -> Verdict:
-    """What follows from an ended round, once every member has stopped or is gone, or ``settle`` has passed.
-
-    Args:
-        view: the store.
-        head: its head, ENDED.
-        settings: of the job.
-        max_restarts: of the job.
-        was_short: the round ended soon after its start; ``None``: this agent was not there to see.
+    """Judge what follows from an ended round, once every member has stopped or is gone, or ``settle`` has
+    passed. ``was_short``: it ended soon after its start; ``None``: this agent was not there to see.
     """
     kind, charged = kind_of(head), is_charged(view, head)
     used = used_after(head.used, max_restarts) if charged else head.used
