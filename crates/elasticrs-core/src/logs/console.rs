@@ -80,12 +80,10 @@ pub(super) struct Output {
 /// What the user knows an output by.
 #[derive(Debug)]
 enum Name {
+    /// The agent's own.
     Console(Dest),
     /// One that belongs to a single stream.
-    File {
-        local_rank: u32,
-        path: PathBuf,
-    },
+    File { local_rank: u32, path: PathBuf },
     /// A place for another one.
     Free,
 }

@@ -27,20 +27,12 @@ pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 /// What happened to the group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Input {
-    Exited {
-        pid: i32,
-        exit: WorkerExit,
-        usage: Option<Usage>,
-        seen: Stamp,
-    },
+    /// A member has ended.
+    Exited { pid: i32, exit: WorkerExit, usage: Option<Usage>, seen: Stamp },
     /// A member was stopped by a signal.
-    Paused {
-        pid: i32,
-        signal: i32,
-    },
-    Continued {
-        pid: i32,
-    },
+    Paused { pid: i32, signal: i32 },
+    /// A stopped member goes on.
+    Continued { pid: i32 },
     /// Somebody wants the group stopped.
     Stop(StopPolicy),
     /// The same, because a rank of another node hangs.
@@ -54,7 +46,9 @@ pub enum Input {
     Suspend,
     /// Let it go on.
     Resume,
+    /// A deadline has passed.
     Expired(Timer),
+    /// The answer to [`Effect::Sweep`].
     Swept(Swept),
     /// The nursery has died; its workers die by their parent-death signal.
     NurseryLost(NurseryEnd),
@@ -74,10 +68,7 @@ pub enum Input {
     /// A member, or a descendant of one, has recorded an uncaught exception.
     Raised(WorkerRaised),
     /// One more member, which Python started.
-    Adopted {
-        local_rank: u32,
-        pid: i32,
-    },
+    Adopted { local_rank: u32, pid: i32 },
 }
 
 /// What is to be done, in this order.
@@ -91,13 +82,12 @@ pub enum Effect {
         signal: Signal,
     },
     /// Send a signal to this process alone, which had a timer: a worker or a descendant of one.
-    SignalProcess {
-        pid: i32,
-        signal: Signal,
-    },
+    SignalProcess { pid: i32, signal: Signal },
+    /// Set a deadline.
     Arm(Timer, Duration),
     /// Bring a deadline nearer, if this is nearer.
     Hasten(Timer, Duration),
+    /// Forget a deadline.
     Disarm(Timer),
     /// Deadlines stand still.
     Freeze,
@@ -113,9 +103,7 @@ pub enum Effect {
         give_up: Duration,
     },
     /// Look at what all members are doing; answered by [`Input::Evidence`].
-    TakeEvidence {
-        title: String,
-    },
+    TakeEvidence { title: String },
     /// Tell Python of a failure; the executor stamps it, after the signals before it in the list.
     TellFailure {
         local_rank: u32,

@@ -17,7 +17,7 @@ pub use super::connect::Options;
 use super::connect::{Lost, Opened, open};
 use super::events::{Event, Events};
 use super::guard::Guard;
-use super::protocol::Request;
+use super::protocol::{Request, WatchFrom};
 use super::session::{Command, Ended, Session};
 use super::types::{LostKind, Txn, Watch};
 use super::wire::MAX_REQUEST;
@@ -62,7 +62,7 @@ impl Client {
 
     /// Begins a watch; its reply carries the tag.
     pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), TooLarge> {
-        self.send(&Request::Watch { tag, watch, snapshot, from_revision })
+        self.send(&Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
     }
 
     /// Ends a watch; what is on its way still comes.

@@ -29,22 +29,12 @@ pub enum Event {
         local_address: String,
         peer_address: String,
     },
-    Reply {
-        tag: u64,
-        ok: bool,
-        revision: u64,
-        results: Vec<OpResult>,
-    },
+    /// To a transaction or a watch.
+    Reply { tag: u64, ok: bool, revision: u64, results: Vec<OpResult> },
     /// What one revision did to the keys that are watched.
-    Changes {
-        revision: u64,
-        changes: Vec<Change>,
-    },
+    Changes { revision: u64, changes: Vec<Change> },
     /// The session is over; always last.
-    Lost {
-        kind: LostKind,
-        message: String,
-    },
+    Lost { kind: LostKind, message: String },
 }
 
 #[derive(Debug, Default)]

@@ -20,9 +20,9 @@ use tokio::task::{JoinSet, yield_now};
 use super::leases::Leases;
 use super::memory::{CONNECTION_COST, Held, Message};
 use super::outbox::Outbox;
-use super::protocol::{Answer, Pace, Request, encode_changes};
+use super::protocol::{Answer, Pace, Request, WatchFrom, encode_changes};
 use super::state::{Revision, SessionId, State};
-use super::types::{LostKind, OpResult, Txn, Watch};
+use super::types::{LostKind, OpResult, Txn};
 use super::watches::{Watches, covered};
 
 /// The most watches of one client.
@@ -89,7 +89,7 @@ impl Hub {
         let shared = Shared {
             state: State::new(config.max_bytes),
             watches: Watches::default(),
-            leases: Leases::new(),
+            leases: Leases::default(),
             open: HashMap::new(),
             ended: Vec::new(),
             next_session: 1,
@@ -197,9 +197,7 @@ impl Hub {
     ) -> Result<(), Refusal> {
         let answer = match request {
             Request::Txn { tag, txn } => self.txn(shared, session, tag, &txn)?,
-            Request::Watch { tag, watch, snapshot, from_revision } => {
-                return Self::watch(shared, session, tag, watch, snapshot, from_revision, outbox);
-            }
+            Request::Watch { tag, watch } => return Self::watch(shared, session, tag, watch, outbox),
             Request::Unwatch(watch) => {
                 shared.watches.remove(session, &watch);
                 return Ok(());
@@ -228,11 +226,10 @@ impl Hub {
         shared: &mut Shared,
         session: SessionId,
         tag: u64,
-        watch: Watch,
-        snapshot: bool,
-        from_revision: Option<u64>,
+        watch: WatchFrom,
         outbox: &Outbox,
     ) -> Result<(), Refusal> {
+        let WatchFrom { watch, snapshot, from_revision } = watch;
         let revision = shared.state.revision();
         let first = from_revision.unwrap_or(revision + 1);
         let Some(history) = shared.state.history_from(first) else {

@@ -23,7 +23,7 @@ struct Lease {
 }
 
 /// The deadlines of all sessions, on a clock that stands still while the store does. Times are nanoseconds.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Leases {
     held: HashMap<SessionId, Lease>,
     deadlines: BTreeSet<(u64, SessionId)>,
@@ -38,18 +38,6 @@ pub struct Leases {
 const MS: u64 = 1_000_000;
 
 impl Leases {
-    /// No sessions.
-    pub fn new() -> Self {
-        Self {
-            held: HashMap::new(),
-            deadlines: BTreeSet::new(),
-            wishes: BTreeMap::new(),
-            late: 0,
-            next_look: None,
-            looked: 0,
-        }
-    }
-
     /// Whether a client may wish for this.
     pub fn is_allowed(interval_ms: u32, attempts: u16) -> bool {
         INTERVALS_MS.contains(&interval_ms) && ATTEMPTS.contains(&attempts)
@@ -125,12 +113,6 @@ impl Leases {
     pub fn expired(&self) -> Vec<SessionId> {
         let now = self.looked.saturating_sub(self.late);
         self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).map(|(_, session)| *session).collect()
-    }
-}
-
-impl Default for Leases {
-    fn default() -> Self {
-        Self::new()
     }
 }
 

@@ -97,7 +97,7 @@ impl Outbox {
         // A message that has begun must be ended, or the next one could not be told from it.
         queue.truncate(usize::from(self.sent.get() > 0));
         let mut last = if self.has_begun.get() { Vec::new() } else { MAGIC.to_vec() };
-        last.extend(Answer::Refused { kind, message }.encode());
+        last.extend(Answer::Refused { kind, message: message.into() }.encode());
         queue.push_back(Message::last(&self.all, last));
         self.wake.notify_one();
     }

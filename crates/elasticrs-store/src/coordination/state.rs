@@ -85,7 +85,7 @@ struct Stored {
 }
 
 /// The store.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct State {
     revision: u64,
     entries: BTreeMap<Arc<str>, Stored>,
@@ -102,17 +102,7 @@ pub struct State {
 impl State {
     /// An empty store. A fifth of `max_bytes` is for history.
     pub fn new(max_bytes: usize) -> Self {
-        Self {
-            revision: 0,
-            entries: BTreeMap::new(),
-            by_creation: BTreeSet::new(),
-            sessions: HashMap::new(),
-            history: VecDeque::new(),
-            compacted: 0,
-            entry_bytes: 0,
-            history_bytes: 0,
-            max_bytes,
-        }
+        Self { max_bytes, ..Self::default() }
     }
 
     /// The number of the last revision; 0 at first.

@@ -48,13 +48,12 @@ pub enum Compare {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Op {
     /// Makes or overwrites a key; a leased one ends with the session that leased it last.
-    Put {
-        key: Arc<str>,
-        value: Arc<[u8]>,
-        leased: bool,
-    },
+    Put { key: Arc<str>, value: Arc<[u8]>, leased: bool },
+    /// Deletes a key.
     Delete(Arc<str>),
+    /// Deletes the keys that begin so.
     DeletePrefix(Arc<str>),
+    /// Reads a key.
     Get(Arc<str>),
     /// Reads the first keys that begin so, in order.
     Range {
@@ -64,10 +63,7 @@ pub enum Op {
     },
     /// Reads, of the keys that begin so, the one with the highest create revision below that of `key`; of several, the
     /// last by name. Nothing when `key` is not there.
-    Predecessor {
-        prefix: Arc<str>,
-        key: Arc<str>,
-    },
+    Predecessor { prefix: Arc<str>, key: Arc<str> },
 }
 
 /// What an [`Op`] gives.

@@ -6,6 +6,8 @@
 //! - **WIRE-1** no length that a peer names is reserved before that much has arrived;
 //! - **WIRE-2** every byte of a frame is accounted for: what is left over is an error.
 
+use std::sync::Arc;
+
 /// What both sides send first, once. The first byte is not ASCII, so that no text protocol begins like this.
 pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
 
@@ -38,7 +40,7 @@ impl<'a> Cursor<'a> {
         Ok(taken)
     }
 
-    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N)?);
         Ok(array)
@@ -48,30 +50,9 @@ impl<'a> Cursor<'a> {
         Ok(self.array::<1>()?[0])
     }
 
-    pub(super) fn u16(&mut self) -> Result<u16, Malformed> {
-        self.array().map(u16::from_le_bytes)
-    }
-
-    pub(super) fn u32(&mut self) -> Result<u32, Malformed> {
-        self.array().map(u32::from_le_bytes)
-    }
-
-    pub(super) fn u64(&mut self) -> Result<u64, Malformed> {
-        self.array().map(u64::from_le_bytes)
-    }
-
-    /// A truth value: 0 or 1.
-    pub(super) fn flag(&mut self) -> Result<bool, Malformed> {
-        match self.u8()? {
-            0 => Ok(false),
-            1 => Ok(true),
-            _ => Err(Malformed("a truth value is neither 0 nor 1")),
-        }
-    }
-
     /// A text of at most `max` bytes.
     pub(super) fn text(&mut self, max: usize) -> Result<&'a str, Malformed> {
-        let length = usize::from(self.u16()?);
+        let length = usize::from(u16::read(self)?);
         if length > max {
             return Err(Malformed("a text is too long"));
         }
@@ -79,35 +60,16 @@ impl<'a> Cursor<'a> {
     }
 
     /// A blob; as long as the frame allows.
-    pub(super) fn blob(&mut self) -> Result<&'a [u8], Malformed> {
-        let length = self.u32()?;
+    fn blob(&mut self) -> Result<&'a [u8], Malformed> {
+        let length = u32::read(self)?;
         self.take(usize::try_from(length).map_err(|_| Malformed("a field ends beyond its frame"))?)
     }
 
-    /// A list: a count (u32) and that many items, at most `most`, each at least `least` bytes.
-    pub(super) fn list<T>(
-        &mut self,
-        least: usize,
-        most: usize,
-        mut item: impl FnMut(&mut Self) -> Result<T, Malformed>,
-    ) -> Result<Vec<T>, Malformed> {
-        let count = usize::try_from(self.u32()?).map_err(|_| Malformed("a list is longer than its frame"))?;
-        if count > self.rest.len() / least.max(1) {
-            return Err(Malformed("a list is longer than its frame"));
-        }
-        if count > most {
-            return Err(Malformed("a list is too long"));
-        }
-        let mut items = Vec::with_capacity(count.min(64));
-        for _ in 0..count {
-            items.push(item(self)?);
-        }
-        Ok(items)
-    }
-
-    /// Nothing may be left.
-    pub(super) fn end(self) -> Result<(), Malformed> {
-        if self.rest.is_empty() { Ok(()) } else { Err(Malformed("a frame is longer than its message")) }
+    /// A frame that is this message, and nothing more.
+    pub(super) fn whole<T: Field>(frame: &'a [u8]) -> Result<T, Malformed> {
+        let mut cursor = Self::new(frame);
+        let message = T::read(&mut cursor)?;
+        if cursor.rest.is_empty() { Ok(message) } else { Err(Malformed("a frame is longer than its message")) }
     }
 }
 
@@ -118,13 +80,15 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    pub(super) fn new(kind: u8) -> Self {
-        let mut bytes = Vec::with_capacity(64);
-        bytes.extend_from_slice(&[0, 0, 0, 0, kind]);
-        Self { bytes }
+    /// The whole frame.
+    pub(super) fn frame(message: impl FnOnce(&mut Self)) -> Vec<u8> {
+        let mut writer = Self { bytes: Vec::with_capacity(64) };
+        writer.raw(&[0; 4]);
+        message(&mut writer);
+        writer.finish()
     }
 
-    pub(super) fn raw(&mut self, bytes: &[u8]) {
+    fn raw(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
@@ -132,25 +96,9 @@ impl Writer {
         self.bytes.push(value);
     }
 
-    pub(super) fn flag(&mut self, value: bool) {
-        self.bytes.push(u8::from(value));
-    }
-
-    pub(super) fn u16(&mut self, value: u16) {
-        self.raw(&value.to_le_bytes());
-    }
-
-    pub(super) fn u32(&mut self, value: u32) {
-        self.raw(&value.to_le_bytes());
-    }
-
-    pub(super) fn u64(&mut self, value: u64) {
-        self.raw(&value.to_le_bytes());
-    }
-
     /// How many, or how long. More than 4 GiB cannot be: requests and answers are bounded far below.
-    pub(super) fn count(&mut self, count: usize) {
-        self.u32(u32::try_from(count).unwrap_or(u32::MAX));
+    fn count(&mut self, count: usize) {
+        u32::try_from(count).unwrap_or(u32::MAX).write(self);
     }
 
     /// A text; what is beyond 65,535 bytes is cut off (all texts have been checked before).
@@ -159,23 +107,21 @@ impl Writer {
         while !text.is_char_boundary(end) {
             end -= 1;
         }
-        self.u16(u16::try_from(end).unwrap_or(u16::MAX));
+        u16::try_from(end).unwrap_or(u16::MAX).write(self);
         self.raw(&text.as_bytes()[..end]);
     }
 
-    pub(super) fn blob(&mut self, bytes: &[u8]) {
+    fn blob(&mut self, bytes: &[u8]) {
         self.count(bytes.len());
         self.raw(bytes);
     }
 
-    pub(super) fn list<T>(&mut self, items: &[T], mut item: impl FnMut(&mut Self, &T)) {
+    pub(super) fn list<'a, T: Field + 'a>(&mut self, items: impl ExactSizeIterator<Item = &'a T>) {
         self.count(items.len());
-        for each in items {
-            item(self, each);
-        }
+        items.for_each(|item| item.write(self));
     }
 
-    pub(super) fn finish(mut self) -> Vec<u8> {
+    fn finish(mut self) -> Vec<u8> {
         let length = u32::try_from(self.bytes.len() - 4).unwrap_or(u32::MAX);
         self.bytes[..4].copy_from_slice(&length.to_le_bytes());
         // It may lie for as long as its reader likes.
@@ -183,6 +129,184 @@ impl Writer {
             self.bytes.shrink_to_fit();
         }
         self.bytes
+    }
+}
+
+/// What messages are made of: how it is read and written is said in one place.
+pub(super) trait Field: Sized {
+    /// The longest list of these.
+    const MOST: usize = usize::MAX;
+
+    fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed>;
+
+    fn write(&self, w: &mut Writer);
+}
+
+/// Fields in their order on the wire.
+macro_rules! record {
+    ($name:ident { $($field:ident),* }) => {
+        impl Field for $name {
+            fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+                $(let $field = Field::read(c)?;)*
+                Ok(Self { $($field),* })
+            }
+
+            fn write(&self, w: &mut Writer) {
+                $(self.$field.write(w);)*
+            }
+        }
+    };
+}
+
+/// A byte that says which, then the fields of that one in their order on the wire.
+macro_rules! kinds {
+    ($name:ident $((at most $most:expr))?, $unknown:literal;
+     $($kind:tt => $variant:ident $(($($part:ident),*))? $({ $($field:ident),* })?,)*) => {
+        impl Field for $name {
+            $(const MOST: usize = $most;)?
+
+            fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+                match c.u8()? {
+                    $($kind => {
+                        $($(let $part = Field::read(c)?;)*)?
+                        $($(let $field = Field::read(c)?;)*)?
+                        Ok(Self::$variant $(($($part),*))? $({ $($field),* })?)
+                    })*
+                    _ => Err(Malformed($unknown)),
+                }
+            }
+
+            fn write(&self, w: &mut Writer) {
+                match self {
+                    $(Self::$variant $(($($part),*))? $({ $($field),* })? => {
+                        w.u8($kind);
+                        $($($part.write(w);)*)?
+                        $($($field.write(w);)*)?
+                    })*
+                }
+            }
+        }
+    };
+}
+
+/// Texts, and how many bytes they may have.
+macro_rules! texts {
+    ($($text:ty: $most:expr),*) => {
+        $(impl Field for $text {
+            fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+                c.text($most).map(Self::from)
+            }
+
+            fn write(&self, w: &mut Writer) {
+                w.text(self);
+            }
+        })*
+    };
+}
+
+pub(super) use {kinds, record, texts};
+
+macro_rules! numbers {
+    ($($number:ty),*) => {
+        $(impl Field for $number {
+            fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+                c.array().map(Self::from_le_bytes)
+            }
+
+            fn write(&self, w: &mut Writer) {
+                w.raw(&self.to_le_bytes());
+            }
+        })*
+    };
+}
+
+numbers!(u16, u32, u64);
+
+macro_rules! blobs {
+    ($($blob:ty),*) => {
+        $(impl Field for $blob {
+            fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+                c.blob().map(Self::from)
+            }
+
+            fn write(&self, w: &mut Writer) {
+                w.blob(self);
+            }
+        })*
+    };
+}
+
+blobs!(Vec<u8>, Arc<[u8]>);
+
+/// A truth value: 0 or 1.
+impl Field for bool {
+    fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+        match c.u8()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            _ => Err(Malformed("a truth value is neither 0 nor 1")),
+        }
+    }
+
+    fn write(&self, w: &mut Writer) {
+        w.u8(u8::from(*self));
+    }
+}
+
+impl<const N: usize> Field for [u8; N] {
+    fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+        c.array()
+    }
+
+    fn write(&self, w: &mut Writer) {
+        w.raw(self);
+    }
+}
+
+impl<A: Field, B: Field> Field for (A, B) {
+    fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+        Ok((A::read(c)?, B::read(c)?))
+    }
+
+    fn write(&self, w: &mut Writer) {
+        self.0.write(w);
+        self.1.write(w);
+    }
+}
+
+impl<T: Field> Field for Option<T> {
+    fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+        bool::read(c)?.then(|| T::read(c)).transpose()
+    }
+
+    fn write(&self, w: &mut Writer) {
+        self.is_some().write(w);
+        if let Some(value) = self {
+            value.write(w);
+        }
+    }
+}
+
+/// A count (u32) and that many items.
+impl<T: Field> Field for Vec<T> {
+    fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
+        let count = usize::try_from(u32::read(c)?).unwrap_or(usize::MAX);
+        // Each takes a byte at least.
+        if count > c.rest.len() {
+            return Err(Malformed("a list is longer than its frame"));
+        }
+        if count > T::MOST {
+            return Err(Malformed("a list is too long"));
+        }
+        let mut items = Self::with_capacity(count.min(64));
+        for _ in 0..count {
+            items.push(T::read(c)?);
+        }
+        Ok(items)
+    }
+
+    fn write(&self, w: &mut Writer) {
+        w.list(self.iter());
     }
 }
 
@@ -226,7 +350,7 @@ impl Frames {
 
     /// Adds what has arrived.
     pub fn feed(&mut self, bytes: &[u8]) {
-        self.compact();
+        self.rest();
         let needed = self.buffer.len() + bytes.len();
         if needed > self.buffer.capacity() {
             // By doubling, but not beyond the frame that is being waited for.
@@ -279,17 +403,12 @@ impl Frames {
     }
 
     /// Drops what was handed out; a stream at rest holds next to nothing.
-    fn compact(&mut self) {
+    pub fn rest(&mut self) {
         self.buffer.drain(..self.start);
         self.start = 0;
         if self.buffer.capacity() > MAX_IDLE.max(4 * self.buffer.len()) {
             self.buffer.shrink_to(2 * self.buffer.len());
         }
-    }
-
-    /// As [`Self::feed`] with nothing, for when a stream comes to rest.
-    pub fn rest(&mut self) {
-        self.compact();
     }
 }
 

@@ -252,7 +252,7 @@ impl Drop for Connection {
     /// However it ends, also by a panic: what it held is given back.
     fn drop(&mut self) {
         if let Ok(mut hub) = self.hub.try_borrow_mut() {
-            hub.map.gone(self.id);
+            hub.map.stop_waiting(self.id);
             hub.peers.remove(&self.id);
             hub.map.budget().release(self.charged);
         }

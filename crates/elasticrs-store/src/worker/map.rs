@@ -40,7 +40,7 @@ pub enum Refused {
 }
 
 /// Bytes that are in use for whatever peers have sent, and how many may be.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Budget {
     used: usize,
     limit: usize,
@@ -90,7 +90,7 @@ struct Waiting {
 type Waiters = HashMap<Key, BTreeMap<u64, Id>>;
 
 /// The state of a store.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Map {
     values: HashMap<Key, Vec<u8>>,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
@@ -104,15 +104,7 @@ pub struct Map {
 impl Map {
     /// An empty store that may use `limit` bytes.
     pub fn new(limit: usize) -> Self {
-        Self {
-            values: HashMap::new(),
-            queues: HashMap::new(),
-            waiting: HashMap::new(),
-            for_keys: HashMap::new(),
-            for_barriers: HashMap::new(),
-            tickets: 0,
-            budget: Budget { used: 0, limit },
-        }
+        Self { budget: Budget { used: 0, limit }, ..Self::default() }
     }
 
     /// The bytes in use; those that are on the way in or out may be added to it.
@@ -165,11 +157,6 @@ impl Map {
             Request::Barrier { key, size } => self.barrier(from, key, *size, reply, woken)?,
         }
         Ok(())
-    }
-
-    /// A connection has ended.
-    pub fn gone(&mut self, id: Id) {
-        self.stop_waiting(id);
     }
 
     /// Who waits, in the order in which they began, with at most `most` of the keys that each still misses.
@@ -423,7 +410,8 @@ impl Map {
         }
     }
 
-    fn stop_waiting(&mut self, id: Id) {
+    /// A connection has ended, or waits no more.
+    pub fn stop_waiting(&mut self, id: Id) {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         self.budget.release(waiting.charged);
         let waiters = self.waiters_for_mut(waiting.what);

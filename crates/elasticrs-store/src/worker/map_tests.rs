@@ -95,7 +95,7 @@ type Done = Result<(Vec<u8>, Vec<Id>), Refused>;
 
 fn apply(map: &mut Map, from: Id, op: &Op) -> Done {
     if matches!(op, Op::Gone) {
-        map.gone(from);
+        map.stop_waiting(from);
         return Ok(Default::default());
     }
     let bytes = encode(op);
@@ -298,7 +298,7 @@ proptest! {
                 (got, expected) => {
                     prop_assert_eq!(got.err(), expected.err());
                     // Its connection would be closed now.
-                    map.gone(*from);
+                    map.stop_waiting(*from);
                     model.apply(*from, &Op::Gone).unwrap();
                 }
             }
@@ -308,7 +308,7 @@ proptest! {
         }
         // Whatever was taken is given back with the last of it.
         for from in 0..4 {
-            map.gone(from);
+            map.stop_waiting(from);
         }
         for key in 0..6 {
             apply(&mut map, 0, &Op::Delete(key)).unwrap();
@@ -325,7 +325,7 @@ proptest! {
         let mut map = Map::new(limit);
         for (from, op) in &ops {
             if apply(&mut map, *from, op).is_err() {
-                map.gone(*from);
+                map.stop_waiting(*from);
             }
             let stored: usize = map.values.iter().map(|(key, value)| cost(key, value)).sum();
             let queued: usize =

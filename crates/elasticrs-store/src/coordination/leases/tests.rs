@@ -13,7 +13,7 @@ fn expired(leases: &mut Leases, now: u64) -> Vec<SessionId> {
 
 #[test]
 fn a_silent_session_ends_after_its_time_to_live() {
-    let mut leases = Leases::new();
+    let mut leases = Leases::default();
     assert_eq!(leases.begin(1, 1000, 5, 10 * S), Pace { interval_ms: 1000, ttl_ms: 5000 });
     assert_eq!(leases.renew(1, 11 * S), Some(Pace { interval_ms: 1000, ttl_ms: 5000 }));
     assert_eq!(expired(&mut leases, 16 * S - 1), NOBODY);
@@ -24,7 +24,7 @@ fn a_silent_session_ends_after_its_time_to_live() {
 
 #[test]
 fn time_in_which_the_store_did_not_run_is_not_counted() {
-    let mut leases = Leases::new();
+    let mut leases = Leases::default();
     leases.begin(1, 1000, 5, 0);
     assert_eq!(leases.plan(0), Some(S));
     // Stopped from here on: the look of 1 s comes at 11 s.
@@ -35,7 +35,7 @@ fn time_in_which_the_store_did_not_run_is_not_counted() {
 
 #[test]
 fn nor_is_a_stop_in_the_middle_of_a_look() {
-    let mut leases = Leases::new();
+    let mut leases = Leases::default();
     leases.look(0);
     leases.begin(1, 1000, 5, 0);
     leases.plan(0);
@@ -50,7 +50,7 @@ fn nor_is_a_stop_in_the_middle_of_a_look() {
 
 #[test]
 fn very_many_sessions_are_asked_for_fewer_keep_alives() {
-    let mut leases = Leases::new();
+    let mut leases = Leases::default();
     for session in 0..10_000 {
         leases.begin(session, 1000, 5, 0);
     }
@@ -81,7 +81,7 @@ proptest! {
         stops in vec((0..3_000_u64, 0..60_000_u64, prop_oneof![Just(At::Sleep), Just(At::Look), Just(At::Plan)]), 0..10),
         attempts in 3..8_u16,
     ) {
-        let mut leases = Leases::new();
+        let mut leases = Leases::default();
         leases.look(0);
         leases.begin(1, 1000, attempts, 0);
         leases.begin(2, 1000, attempts, 0);

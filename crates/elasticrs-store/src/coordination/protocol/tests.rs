@@ -46,8 +46,12 @@ fn a_request() -> impl Strategy<Value = Request> {
         }),
         any::<Digest>().prop_map(Request::Prove),
         (any::<u64>(), a_txn()).prop_map(|(tag, txn)| Request::Txn { tag, txn }),
-        (any::<u64>(), a_watch(), any::<bool>(), any::<Option<u64>>())
-            .prop_map(|(tag, watch, snapshot, from_revision)| Request::Watch { tag, watch, snapshot, from_revision }),
+        (any::<u64>(), a_watch(), any::<bool>(), any::<Option<u64>>()).prop_map(
+            |(tag, watch, snapshot, from_revision)| Request::Watch {
+                tag,
+                watch: WatchFrom { watch, snapshot, from_revision }
+            }
+        ),
         a_watch().prop_map(Request::Unwatch),
         any::<u64>().prop_map(|sent| Request::KeepAlive { sent }),
     ]
@@ -63,7 +67,7 @@ fn an_answer() -> impl Strategy<Value = Answer> {
         }),
         ready.prop_map(|((session, revision), pace, proof)| Answer::Ready { session, revision, pace, proof }),
         (prop::sample::select(&LostKind::ALL[..]), "[a-z ]{0,9}")
-            .prop_map(|(kind, message)| Answer::Refused { kind, message }),
+            .prop_map(|(kind, message)| Answer::Refused { kind, message: message.into() }),
         (any::<(u64, bool, u64)>(), vec(a_result(), 0..4)).prop_map(|((tag, ok, revision), results)| Answer::Reply {
             tag,
             ok,
@@ -114,7 +118,7 @@ proptest! {
 
 #[test]
 fn a_list_cannot_name_more_than_its_frame_holds() {
-    let mut frame = vec![TXN];
+    let mut frame = vec![0x03];
     frame.extend([0; 8]);
     frame.extend(u32::MAX.to_le_bytes());
     assert_eq!(Request::decode(&frame), Err(Malformed("a list is longer than its frame")));
@@ -124,7 +128,8 @@ fn a_list_cannot_name_more_than_its_frame_holds() {
 fn a_message_has_one_spelling() {
     // Found by the fuzz target: a revision without the flag that asks for it.
     let watch = Watch { prefix: "k".into(), exact: true };
-    let mut frame = Request::Watch { tag: 1, watch, snapshot: false, from_revision: None }.encode()[4..].to_vec();
+    let watch = WatchFrom { watch, snapshot: false, from_revision: None };
+    let mut frame = Request::Watch { tag: 1, watch }.encode()[4..].to_vec();
     *frame.last_mut().unwrap() = 1;
     assert_eq!(Request::decode(&frame), Err(Malformed("a revision that is not asked for")));
 }
