@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use elasticrs_core::logs::Dest;
 use elasticrs_runtime::lock;
 use elasticrs_runtime::threads::Leavable;
-use tokio::sync::Notify;
+use tokio::sync::watch;
 use tokio::time::timeout_at;
 
 /// How long a scrape waits for the thread. One that has been busy for longer is not waited for at all.
@@ -114,10 +114,9 @@ struct State {
     turns: Option<mpsc::Sender<Turn>>,
     counts: BTreeMap<Stream, u64>,
     is_watching: bool,
-    /// Turns of the thread that were asked for, begun, and done.
+    /// Turns of the thread that were asked for, and begun.
     wanted: u64,
     begun: u64,
-    done: u64,
     /// Since when something has been wanted that is not done.
     waiting_since: Option<Instant>,
     looked_at: Option<Instant>,
@@ -159,7 +158,8 @@ pub struct LogSizes {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    looked: Notify,
+    /// Turns of the thread that are over.
+    done: watch::Sender<u64>,
 }
 
 impl LogSizes {
@@ -206,17 +206,10 @@ impl LogSizes {
             }
             (state.wanted, state.waiting_since)
         };
-        let Some(since) = since else { return };
-        let deadline = since + PATIENCE;
-        loop {
-            let looked = self.shared.looked.notified();
-            let mut looked = std::pin::pin!(looked);
-            // From here on no news is missed, also such that comes before the await.
-            looked.as_mut().enable();
-            let is_done = lock(&self.shared.state).done >= target;
-            if is_done || timeout_at(deadline.into(), looked).await.is_err() {
-                return;
-            }
+        if let Some(since) = since {
+            let mut done = self.shared.done.subscribe();
+            // In vain: then what is known says how old it is.
+            let _ = timeout_at((since + PATIENCE).into(), done.wait_for(|done| *done >= target)).await;
         }
     }
 
@@ -259,11 +252,10 @@ impl Shared {
     fn end_turn(&self) {
         let mut state = lock(&self.state);
         let now = Instant::now();
-        state.done += 1;
         state.looked_at = Some(now);
-        state.waiting_since = (state.wanted > state.done).then_some(now);
-        drop(state);
-        self.looked.notify_waiters();
+        // The thread does one turn after the other: this was the last one that has begun.
+        state.waiting_since = (state.wanted > state.begun).then_some(now);
+        self.done.send_replace(state.begun);
     }
 }
 

@@ -203,7 +203,7 @@ fn a_thread_that_hangs_is_left_behind_and_catches_up() {
     sizes.close();
     let shared = Arc::clone(&sizes.shared);
     drop(sizes);
-    assert_eq!(lock(&shared.state).done, 0);
+    assert_eq!(*shared.done.borrow(), 0);
     answer.send(sized(1, 7)).unwrap();
     // Its end drops what it has of the channel.
     assert!(looking.recv().is_err());

@@ -14,7 +14,7 @@ use elasticrs_runtime::named_enum;
 
 use crate::log_sizes::{Known, Stream};
 use crate::processes::{self, Usage, Worker};
-use crate::spans::{Activity, Spans};
+use crate::spans::Spans;
 
 /// Of names that come through `put_metric`.
 pub const MAX_SERIES: usize = 2000;
@@ -57,7 +57,8 @@ struct Series {
 /// Everything that is told, not read.
 #[derive(Debug)]
 pub struct Registry {
-    spans: Spans,
+    /// What the time went to.
+    pub spans: Spans,
     restarts: [u64; Cause::ALL.len()],
     /// By bucket, the last one beyond all.
     recoveries: [u64; BUCKETS.len() + 1],
@@ -91,16 +92,6 @@ impl Registry {
             put: BTreeMap::new(),
             dropped: 0,
         }
-    }
-
-    /// See [`Spans::enter`].
-    pub fn enter(&mut self, activity: Activity, now: Instant) {
-        self.spans.enter(activity, now);
-    }
-
-    /// See [`Spans::was_hung`].
-    pub fn was_hung(&mut self, span: Duration, now: Instant) {
-        self.spans.was_hung(span, now);
     }
 
     /// The workers start again.
@@ -252,9 +243,9 @@ fn render_timers(page: &mut Page, counters: &Counters) {
 
 fn render_logs(page: &mut Page, moment: &Moment<'_>) {
     let (mut bytes, mut lines) = (moment.sizes.counts.clone(), BTreeMap::new());
-    for (stream, counts) in moment.counters.logs.all() {
-        *bytes.entry(stream).or_default() += counts.bytes();
-        lines.insert(stream, counts.lines());
+    for (stream, read, newlines) in moment.counters.logs.all() {
+        *bytes.entry(stream).or_default() += read;
+        lines.insert(stream, newlines);
     }
     let name = "elasticrs_log_bytes_total";
     render_streams(page, name, "Bytes of the streams that go to files or to the console.", &bytes, moment.workers);

@@ -17,7 +17,7 @@ use elasticrs_runtime::wake::Wake;
 use elasticrs_runtime::{lock, stream};
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
-use tokio::sync::Notify;
+use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{timeout, timeout_at};
 
@@ -27,7 +27,6 @@ use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
 use crate::processes::Worker;
-use crate::spans::Activity;
 
 /// HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
@@ -63,7 +62,7 @@ struct Shared {
     host: String,
     wake: Wake,
     liveness: Mutex<Liveness>,
-    answered: Notify,
+    answered: watch::Sender<()>,
     published: Mutex<Published>,
     registry: Mutex<Registry>,
     counters: Mutex<Counters>,
@@ -108,7 +107,7 @@ impl Handle {
             host: settings.host.clone(),
             wake: Wake::new().map_err(failed)?,
             liveness: Mutex::new(Liveness::new(settings.limit)),
-            answered: Notify::new(),
+            answered: watch::Sender::default(),
             published: Mutex::new(Published { state: State::Init, status: json!({}), workers: Vec::new() }),
             registry: Mutex::new(Registry::new(now)),
             counters: Mutex::default(),
@@ -187,11 +186,6 @@ impl Handle {
     /// Counts something.
     pub fn count<T>(&self, counts: impl FnOnce(&mut Registry, Instant) -> T) -> T {
         counts(&mut lock(&self.shared.registry), Instant::now())
-    }
-
-    /// See [`Registry::enter`].
-    pub fn enter(&self, activity: Activity) {
-        self.count(|registry, now| registry.enter(activity, now));
     }
 
     /// HEALTH-5. Idempotent. In a forked child it does nothing: the thread is the parent's.
@@ -315,24 +309,22 @@ fn of_json(status: u16, value: &Value) -> Response {
 impl Shared {
     fn answer(&self, age: Duration, doing: Option<String>) {
         lock(&self.liveness).answer(Instant::now(), age, doing);
-        self.answered.notify_waiters();
+        self.answered.send_replace(());
     }
 
     /// HEALTH-3.
     async fn ask(&self) -> Verdict {
         let patience = PATIENCE.min(lock(&self.liveness).limit());
         let deadline = Instant::now() + patience;
-        let answered = self.answered.notified();
-        let mut answered = std::pin::pin!(answered);
-        // From here on no answer is missed, also one that comes before the await.
-        answered.as_mut().enable();
+        // From here on no answer is missed.
+        let mut answered = self.answered.subscribe();
         let ask = lock(&self.liveness).ask(Instant::now());
         if ask == Ask::New {
             self.wake.set();
         }
         if ask != Ask::Fresh {
             // Without an answer the verdict says for how long.
-            let _ = timeout_at(deadline.into(), answered).await;
+            let _ = timeout_at(deadline.into(), answered.changed()).await;
         }
         self.verdict()
     }

@@ -68,7 +68,7 @@ impl CoordinationServer {
 
     #[getter]
     fn port(&self) -> u16 {
-        self.inner.addresses()[0].port()
+        self.inner.port()
     }
 
     #[getter]

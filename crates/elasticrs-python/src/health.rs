@@ -13,6 +13,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::listen_error;
+use crate::home::teller;
 use crate::spec::duration;
 use crate::supervisor::Supervisor;
 
@@ -28,11 +29,8 @@ impl HealthServer {
     #[pyo3(signature = (host, port, limit))]
     fn new(py: Python<'_>, host: String, port: u16, limit: f64) -> PyResult<Self> {
         let settings = Settings { host, port, limit: duration(limit, "limit")? };
-        let notices = Arc::new(List::default());
-        let tell = {
-            let notices = Arc::clone(&notices);
-            Box::new(move |line| notices.add(line))
-        };
+        let notices = Arc::default();
+        let tell = teller(None, &notices);
         let handle = py.detach(|| Handle::start(&settings, tell)).map_err(|error| listen_error(&error))?;
         Ok(Self { handle, notices })
     }
@@ -93,13 +91,14 @@ impl HealthServer {
     }
 
     fn enter(&self, activity: &str) -> PyResult<()> {
-        self.handle.enter(known(Activity::of_name, activity)?);
+        let activity = known(Activity::of_name, activity)?;
+        self.handle.count(|registry, now| registry.spans.enter(activity, now));
         Ok(())
     }
 
     fn was_hung(&self, seconds: f64) -> PyResult<()> {
         let span = duration(seconds, "seconds")?;
-        self.handle.count(|registry, now| registry.was_hung(span, now));
+        self.handle.count(|registry, now| registry.spans.was_hung(span, now));
         Ok(())
     }
 

@@ -36,7 +36,7 @@ pub fn raise_descriptor_limit() -> u64 {
 
 #[pyfunction]
 pub fn heartbeat_page() -> PyResult<(i32, String)> {
-    let made = HeartbeatPage::new(Stamp::now().0).and_then(HeartbeatPage::hand_out);
+    let made = HeartbeatPage::new(Stamp::now().0).and_then(|page| page.share(None));
     let (descriptor, name) = made.map_err(|error| os_error(&error, "could not make a page for heartbeats"))?;
     Ok((descriptor.into_raw_fd(), name))
 }

@@ -33,8 +33,11 @@ pub struct Notices {
     rate: RefCell<Rate>,
 }
 
-#[derive(Debug, Default)]
-struct Rate {
+/// At most so many in each window; the others are counted.
+#[derive(Debug)]
+pub struct Rate {
+    most: u32,
+    window: Duration,
     since: Option<Instant>,
     told: u32,
     left_out: u64,
@@ -43,7 +46,7 @@ struct Rate {
 impl Notices {
     /// To `tell`, at a bounded rate.
     pub fn new(tell: Tell) -> Self {
-        Self { tell, rate: RefCell::default() }
+        Self { tell, rate: RefCell::new(Rate::new(LINES, WINDOW)) }
     }
 
     /// One line, or one more that is counted.
@@ -67,18 +70,27 @@ impl fmt::Debug for Notices {
 }
 
 impl Rate {
-    /// Whether there is room for a line, and then how many before it were left out.
-    fn admit(&mut self, now: Instant) -> Option<u64> {
-        if self.since.is_none_or(|since| now.saturating_duration_since(since) >= WINDOW) {
-            self.since = Some(now);
-            self.told = 0;
+    /// So many in each window, which begins with the first of them.
+    pub fn new(most: u32, window: Duration) -> Self {
+        Self { most, window, since: None, told: 0, left_out: 0 }
+    }
+
+    /// Whether there is room for one, and then how many before it were left out.
+    pub fn admit(&mut self, now: Instant) -> Option<u64> {
+        if self.since.is_none_or(|since| now.saturating_duration_since(since) >= self.window) {
+            (self.since, self.told) = (Some(now), 0);
         }
-        if self.told == LINES {
+        if self.told == self.most {
             self.left_out += 1;
             return None;
         }
         self.told += 1;
-        Some(std::mem::take(&mut self.left_out))
+        Some(self.take_left_out())
+    }
+
+    /// How many were left out since the last one that was admitted.
+    pub fn take_left_out(&mut self) -> u64 {
+        std::mem::take(&mut self.left_out)
     }
 }
 

@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         request_timeout: REQUEST_TIMEOUT,
     };
     let server = Server::start(&store, &[("127.0.0.1".into(), 0)], config, Box::new(drop))?;
-    let port = server.addresses()[0].port();
+    let port = server.port();
     let mut out = io::stdout().lock();
 
     let writer = connect(&users, port)?;

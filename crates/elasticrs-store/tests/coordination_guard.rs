@@ -53,7 +53,7 @@ fn serve(runtime: &Runtime) -> Server {
 fn connect(runtime: &Runtime, server: &Server, interval: Duration, guard: impl Guard + 'static) -> Client {
     let options = Options {
         host: "127.0.0.1".into(),
-        port: server.addresses()[0].port(),
+        port: server.port(),
         run_id: "run".into(),
         token: None,
         interval,

@@ -101,7 +101,7 @@ impl Output {
         let kind = fd.as_ref().ok().and_then(|fd| fstat(fd).ok());
         let never_waits = kind.is_some_and(|stat| {
             let format = stat.st_mode & SFlag::S_IFMT.bits();
-            format == SFlag::S_IFREG.bits() || (format == SFlag::S_IFCHR.bits() && is_null(stat.st_rdev))
+            format == SFlag::S_IFREG.bits() || (format == SFlag::S_IFCHR.bits() && stat.st_rdev == libc::makedev(1, 3))
         });
         Self {
             name,
@@ -271,10 +271,6 @@ fn first_lines(waiting: &[u8]) -> &[u8] {
 
 fn is_same_file(a: &nix::sys::stat::FileStat, b: &nix::sys::stat::FileStat) -> bool {
     (a.st_dev, a.st_ino, a.st_rdev) == (b.st_dev, b.st_ino, b.st_rdev)
-}
-
-fn is_null(device: libc::dev_t) -> bool {
-    device == libc::makedev(1, 3)
 }
 
 #[cfg(test)]

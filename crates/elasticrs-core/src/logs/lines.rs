@@ -231,15 +231,9 @@ pub(super) fn is_blank(text: &[u8]) -> bool {
 }
 
 /// The text of one destination: who has begun the line that the cursor stands in.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Screen<Stream> {
     open: Option<Stream>,
-}
-
-impl<Stream> Default for Screen<Stream> {
-    fn default() -> Self {
-        Self { open: None }
-    }
 }
 
 impl<Stream: Copy + Eq> Screen<Stream> {

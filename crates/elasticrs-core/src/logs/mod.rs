@@ -49,11 +49,12 @@ use nix::errno::Errno;
 pub use console::Console;
 pub use matching::MatchingLines;
 pub use tail::last_lines;
-pub use totals::{LogCounts, LogTotals};
+pub use totals::LogTotals;
 
 use console::{Output, errno_of};
 use follow::{Opened, Sink};
 use pump::{Command, Pump};
+use totals::LogCounts;
 
 use elasticrs_runtime::clock::Stamp;
 
@@ -87,7 +88,7 @@ pub struct LogStream {
 }
 
 /// A followed stream. Numbers are never used again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamId(u64);
 
 /// Something is wrong; told once.
@@ -142,7 +143,7 @@ struct Shared {
     /// All streams that are followed; finished ones leave when they are through.
     streams: Mutex<BTreeMap<StreamId, Arc<StreamInfo>>>,
     /// A finished stream is through, or the thread is gone.
-    changed: tokio::sync::Notify,
+    changed: tokio::sync::watch::Sender<()>,
     is_gone: AtomicBool,
 }
 
@@ -170,7 +171,7 @@ impl Logs {
             wake: Wake::new()?,
             commands: Mutex::default(),
             streams: Mutex::default(),
-            changed: tokio::sync::Notify::new(),
+            changed: tokio::sync::watch::Sender::default(),
             is_gone: AtomicBool::new(false),
         };
         let thread = Mutex::new(Thread::NotStarted(Some(console)));
@@ -255,19 +256,11 @@ impl Logs {
     /// Waits until all finished streams are on the console; returns those that are not at the deadline. They go on
     /// draining all the same.
     pub async fn drained(&self, deadline: Instant) -> Vec<NotDrained> {
-        loop {
-            let changed = self.shared.changed.notified();
-            let mut changed = std::pin::pin!(changed);
-            // From here on no change is missed, also one that comes before the await.
-            changed.as_mut().enable();
-            let missing = self.shared.not_drained();
-            if missing.is_empty() || self.shared.is_gone.load(Ordering::Acquire) {
-                return missing;
-            }
-            if tokio::time::timeout_at(deadline.into(), changed).await.is_err() {
-                return self.shared.not_drained();
-            }
-        }
+        let is_over = |(): &()| self.shared.is_gone.load(Ordering::Acquire) || self.shared.not_drained().is_empty();
+        let mut changed = self.shared.changed.subscribe();
+        // What is missing then is in the answer.
+        let _ = tokio::time::timeout_at(deadline.into(), changed.wait_for(is_over)).await;
+        self.shared.not_drained()
     }
 
     /// Ends the thread and lets go of all files. What is not on the console by now stays away from it. A thread that
@@ -312,7 +305,7 @@ impl Shared {
         let mut streams = lock(&self.streams);
         streams.retain(|id, _| !through.contains(id));
         drop(streams);
-        self.changed.notify_waiters();
+        self.changed.send_replace(());
     }
 
     fn not_drained(&self) -> Vec<NotDrained> {
@@ -335,7 +328,7 @@ fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
     let pump = Pump::new(Arc::clone(shared), outputs, Arc::clone(notify));
     let result = catch_unwind(AssertUnwindSafe(|| pump.run()));
     shared.is_gone.store(true, Ordering::Release);
-    shared.changed.notify_waiters();
+    shared.changed.send_replace(());
     if let Err(panic) = result {
         notify(Notice::Panicked { message: panic_message(panic.as_ref()) });
     }

@@ -1,8 +1,7 @@
 //! The last lines of a log file, for the failure report.
 
 use std::fs::File;
-use std::io;
-use std::os::unix::fs::FileExt;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
 use super::lines::is_blank;
@@ -12,27 +11,14 @@ use super::lines::is_blank;
 /// Of a line that was overwritten by `\r` the last visible state counts. A line of which the window holds only the
 /// end counts when it is the only one. What is not a regular file has no lines.
 pub fn last_lines(path: &Path, count: usize, max_bytes: u64) -> io::Result<Vec<Vec<u8>>> {
-    let file = File::open(path)?;
+    let mut file = File::open(path)?;
     let size = file.metadata()?.len();
     let start = size.saturating_sub(max_bytes);
-    let mut bytes = vec![0; usize::try_from(size - start).unwrap_or(usize::MAX)];
-    let read = read_up_to(&file, &mut bytes, start)?;
-    bytes.truncate(read);
+    let mut bytes = Vec::new();
+    file.seek(SeekFrom::Start(start))?;
+    // It may shrink or grow meanwhile.
+    file.take(size - start).read_to_end(&mut bytes)?;
     Ok(last_of(&bytes, count, start > 0))
-}
-
-/// The file may shrink meanwhile.
-fn read_up_to(file: &File, bytes: &mut [u8], start: u64) -> io::Result<usize> {
-    let mut filled = 0;
-    while filled < bytes.len() {
-        match file.read_at(&mut bytes[filled..], start + filled as u64) {
-            Ok(0) => break,
-            Ok(n) => filled += n,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(filled)
 }
 
 fn last_of(bytes: &[u8], count: usize, is_cut: bool) -> Vec<Vec<u8>> {

@@ -10,22 +10,12 @@ use super::Dest;
 
 /// What was read of one worker's stream.
 #[derive(Debug, Default)]
-pub struct LogCounts {
+pub(super) struct LogCounts {
     bytes: AtomicU64,
     lines: AtomicU64,
 }
 
 impl LogCounts {
-    /// Bytes so far.
-    pub fn bytes(&self) -> u64 {
-        self.bytes.load(Ordering::Relaxed)
-    }
-
-    /// Newlines so far.
-    pub fn lines(&self) -> u64 {
-        self.lines.load(Ordering::Relaxed)
-    }
-
     pub(super) fn add(&self, block: &[u8]) {
         self.bytes.fetch_add(block.len() as u64, Ordering::Relaxed);
         let newlines = memchr::memchr_iter(b'\n', block).count();
@@ -40,9 +30,11 @@ pub struct LogTotals {
 }
 
 impl LogTotals {
-    /// All that were ever followed.
-    pub fn all(&self) -> Vec<((u32, Dest), Arc<LogCounts>)> {
-        lock(&self.streams).iter().map(|(stream, counts)| (*stream, Arc::clone(counts))).collect()
+    /// All that were ever followed, with their bytes and newlines so far.
+    pub fn all(&self) -> Vec<((u32, Dest), u64, u64)> {
+        let streams = lock(&self.streams);
+        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        streams.iter().map(|(stream, counts)| (*stream, of(&counts.bytes), of(&counts.lines))).collect()
     }
 
     pub(super) fn of(&self, local_rank: u32, dest: Dest) -> Arc<LogCounts> {
@@ -60,8 +52,6 @@ mod tests {
         totals.of(1, Dest::Stderr).add(b"a\nb\nc");
         totals.of(1, Dest::Stderr).add(b"\n");
         totals.of(0, Dest::Stdout).add(b"");
-        let all: Vec<_> =
-            totals.all().into_iter().map(|(stream, counts)| (stream, counts.bytes(), counts.lines())).collect();
-        assert_eq!(all, [((0, Dest::Stdout), 0, 0), ((1, Dest::Stderr), 6, 3)]);
+        assert_eq!(totals.all(), [((0, Dest::Stdout), 0, 0), ((1, Dest::Stderr), 6, 3)]);
     }
 }

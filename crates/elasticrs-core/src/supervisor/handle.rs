@@ -99,7 +99,7 @@ impl Supervisor {
     ///
     /// `status` is for a process whose parent is another one: a pipe into which that one writes, in four bytes, the
     /// status that `wait4` gave for it. `page` is for one that waits to begin and has a page for its heartbeats
-    /// ([`crate::timer::pages::HeartbeatPage::hand_out`]): it is watched like those that are started here. Such processes
+    /// ([`crate::timer::pages::HeartbeatPage::share`]): it is watched like those that are started here. Such processes
     /// are adopted in the order of their ranks.
     pub fn adopt(
         &self,

@@ -236,9 +236,10 @@ impl Group {
                 self.on_resume(&mut effects);
                 self.look(&mut effects);
             }
-            Input::Resume => {}
             Input::Expired(timer) => self.on_expired(timer, &mut effects),
-            Input::Swept(swept) => self.on_swept(swept, &mut effects),
+            Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. }) => self.tell_end(swept, &mut effects),
+            // Nobody waits for it any more.
+            Input::Resume | Input::Swept(_) => {}
             Input::NurseryLost(end) => self.on_nursery_lost(end, &mut effects),
             Input::Fenced => self.on_fenced(&mut effects),
             Input::Dead(pids) => self.on_dead(&pids),
@@ -399,12 +400,6 @@ impl Group {
         }
     }
 
-    fn on_swept(&mut self, swept: Swept, effects: &mut Vec<Effect>) {
-        if matches!(self.phase, Phase::Sweeping { .. }) {
-            self.tell_end(swept, effects);
-        }
-    }
-
     /// The nursery kills its own workers; those that Python started, and the groups of all, are left to us.
     fn on_fenced(&mut self, effects: &mut Vec<Effect>) {
         if matches!(self.phase, Phase::Running | Phase::Sweeping { lingering: true }) {
@@ -444,8 +439,7 @@ impl Group {
     /// A worker that hangs has failed. Once a stop has begun, its deadline is the one that counts.
     fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
-        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
-        let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
+        let Some(member) = self.working(local_rank) else { return };
         let Some(signal) = signal else { return effects.push(Effect::Tell(Event::TimerExpired(timer))) };
         let worker = member.pid;
         if worker == pid {
@@ -454,6 +448,22 @@ impl Group {
         effects.push(Effect::SignalProcess { pid, signal });
         let siblings = self.fail(worker, (worker == pid).then_some(worker), effects);
         effects.push(Effect::Tell(Event::TimerExpired(timer)));
+        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    }
+
+    /// This worker, if it runs and nobody has asked it to stop.
+    fn working(&mut self, local_rank: u32) -> Option<&mut Member> {
+        let runs = |m: &&mut Member| m.local_rank == local_rank && m.runs();
+        self.members.iter_mut().find(runs).filter(|_| self.phase == Phase::Running)
+    }
+
+    /// Kills a worker that must not go on, without any grace, and stops the others.
+    fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
+        let Some(member) = self.working(local_rank) else { return };
+        let worker = member.pid;
+        effects.push(member.send(Signal::KILL, StopScope::Group));
+        let siblings = self.fail(worker, Some(worker), effects);
+        effects.push(Effect::Tell(why));
         effects.push(Effect::TellFailure { local_rank, seen, siblings });
     }
 
@@ -467,12 +477,9 @@ impl Group {
 
     fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {
         self.members.push(Member::new(local_rank, pid, true));
-        match self.phase {
-            Phase::Running => {}
-            // It came too late to be a member of a running group.
-            Phase::Stopping | Phase::Killing | Phase::Sweeping { .. } | Phase::Ended => {
-                effects.push(to_group(pid, Signal::KILL));
-            }
+        // Otherwise it came too late to be a member of a running group.
+        if self.phase != Phase::Running {
+            effects.push(to_group(pid, Signal::KILL));
         }
     }
 

@@ -36,39 +36,14 @@ impl Complaints {
     }
 }
 
-/// So many timers without a signal are told in one [`INTERVAL`].
-const MAX_TOLD: u32 = 64;
+/// So many timers without a signal are told in one [`INTERVAL`]: a program may let thousands of them in a second.
+pub const MAX_TOLD: u32 = 64;
 
-/// Timers without a signal that have expired: a program may let thousands of them in a second.
-#[derive(Debug, Default)]
-pub struct Told {
-    since: Option<Instant>,
-    count: u32,
-    more: u64,
-}
-
-impl Told {
-    /// Counts one. `false`: it is not to be told by itself; how many there were goes to `tell` with the next one that is.
-    pub fn add(&mut self, now: Instant, tell: &mut impl FnMut(String)) -> bool {
-        if self.since.is_none_or(|since| now.saturating_duration_since(since) >= INTERVAL) {
-            (self.since, self.count) = (Some(now), 0);
-            self.take_more().into_iter().for_each(tell);
-        }
-        if self.count == MAX_TOLD {
-            self.more += 1;
-            return false;
-        }
-        self.count += 1;
-        true
-    }
-
-    /// What is to be said of those that were not told.
-    pub fn take_more(&mut self) -> Option<String> {
-        let more = std::mem::take(&mut self.more);
-        let timers = if more == 1 { "timer" } else { "timers" };
-        (more > 0)
-            .then(|| format!("{more} more {timers} expired without a signal: at most {MAX_TOLD} a minute are reported"))
-    }
+/// What is to be said of those that were not told.
+pub fn more_timers(count: u64) -> Option<String> {
+    let timers = if count == 1 { "timer" } else { "timers" };
+    (count > 0)
+        .then(|| format!("{count} more {timers} expired without a signal: at most {MAX_TOLD} a minute are reported"))
 }
 
 /// The beginning of a line of unknown content, fit for a terminal.
@@ -103,15 +78,10 @@ mod tests {
     }
 
     #[test]
-    fn of_timers_that_are_only_told_the_first_of_a_minute_are_and_the_others_are_counted() {
-        let (t0, mut told, mut said) = (Instant::now(), Told::default(), Vec::new());
-        let mut add = |at, said: &mut Vec<String>| told.add(at, &mut |text| said.push(text));
-        let told_of_1000 = (0..1000).filter(|_| add(t0 + INTERVAL / 2, &mut said)).count();
-        assert_eq!((told_of_1000, said.len()), (64, 0));
-        assert!(!add(t0 + INTERVAL, &mut said), "a minute counts from the first one");
-        assert!(add(t0 + INTERVAL * 2, &mut said));
-        assert_eq!(said, ["937 more timers expired without a signal: at most 64 a minute are reported"]);
-        assert_eq!(told.take_more(), None, "once");
+    fn timers_that_are_not_told_are_counted() {
+        let said = more_timers(937).unwrap();
+        assert_eq!(said, "937 more timers expired without a signal: at most 64 a minute are reported");
+        assert_eq!(more_timers(0), None);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! a time of one of its heartbeats is left out: one word of garbage must not make a rank immune, or teach a limit.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::Ordering;
 
 use nix::sys::stat::fstat;
@@ -41,22 +41,16 @@ impl HeartbeatPage {
     }
 
     /// A descriptor for the worker, and what it finds in `ELASTICRS_HEARTBEAT` when the descriptor has this number:
-    /// number, device and inode, so that another file under that number is not taken for it.
-    pub fn share(&self, number: i32) -> io::Result<(OwnedFd, String)> {
+    /// number, device and inode, so that another file under that number is not taken for it. Without a `number` it is the
+    /// one that the descriptor has here, for workers that inherit it.
+    pub fn share(&self, number: Option<RawFd>) -> io::Result<(OwnedFd, String)> {
         let descriptor = self.page.as_fd().try_clone_to_owned()?;
-        let name = variable_of(descriptor.as_fd(), number)?;
-        Ok((descriptor, name))
+        let facts = fstat(&descriptor)?;
+        let number = number.unwrap_or(descriptor.as_raw_fd());
+        Ok((descriptor, format!("{number}:{}:{}", facts.st_dev, facts.st_ino)))
     }
 
-    /// As [`Self::share`], under the number that the descriptor has here: for workers that inherit it. What is kept of the
-    /// page is that descriptor alone, until [`Self::of`].
-    pub fn hand_out(self) -> io::Result<(OwnedFd, String)> {
-        let descriptor = self.page.as_fd().try_clone_to_owned()?;
-        let name = variable_of(descriptor.as_fd(), descriptor.as_raw_fd())?;
-        Ok((descriptor, name))
-    }
-
-    /// The page behind a descriptor of [`Self::hand_out`], of a worker that begins after `made`.
+    /// The page behind a descriptor of [`Self::share`], of a worker that begins after `made`.
     /// `EINVAL` for any other file.
     pub fn of(descriptor: OwnedFd, made: u64) -> io::Result<Self> {
         Page::map(descriptor).map(|page| Self { page, made })
@@ -87,11 +81,6 @@ impl HeartbeatPage {
     }
 }
 
-fn variable_of(descriptor: BorrowedFd<'_>, number: RawFd) -> io::Result<String> {
-    let facts = fstat(descriptor)?;
-    Ok(format!("{number}:{}:{}", facts.st_dev, facts.st_ino))
-}
-
 fn name_of(words: &[u64]) -> String {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
@@ -107,7 +96,7 @@ mod tests {
 
     #[test]
     fn a_page_that_was_handed_out_is_found_again_by_its_descriptor() {
-        let (descriptor, name) = HeartbeatPage::new(0).unwrap().hand_out().unwrap();
+        let (descriptor, name) = HeartbeatPage::new(0).unwrap().share(None).unwrap();
         assert!(name.starts_with(&format!("{}:", descriptor.as_raw_fd())));
         let theirs = HeartbeatPage::of(descriptor.try_clone().unwrap(), 0).unwrap();
         put(&theirs, TIMES, 51);

@@ -39,42 +39,26 @@ pub enum Request {
 }
 
 /// Why a line, or what it asks for, was refused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, thiserror::Error)]
 pub enum Refusal {
-    /// It has more than [`super::lines::MAX_LINE`] bytes.
+    #[error("it has more than {} bytes", super::lines::MAX_LINE)]
     TooLong,
-    /// It is no record.
+    #[error("it is not a timer record")]
     Malformed,
-    /// Its version is not 1.
+    #[error("its version is not 1")]
     Version,
-    /// Its time is NaN or infinite.
+    #[error("its expiration time is not a number")]
     NotFinite,
-    /// Its pid is no process's.
+    #[error("no process has such a pid")]
     Pid,
-    /// Its signal does not exist.
+    #[error("there is no such signal")]
     Signal,
-    /// Its process is no worker of the running group, nor a descendant of one.
+    #[error("its pid is neither a worker of this job nor a descendant of one")]
     Stranger,
-    /// Its process started at another time than the record says: the pid was used again.
+    #[error("its pid belongs to another process now")]
     Recycled,
-    /// There are too many timers or processes.
+    #[error("there are too many timers")]
     Full,
-}
-
-impl std::fmt::Display for Refusal {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::TooLong => "it has more than 4096 bytes",
-            Self::Malformed => "it is not a timer record",
-            Self::Version => "its version is not 1",
-            Self::NotFinite => "its expiration time is not a number",
-            Self::Pid => "no process has such a pid",
-            Self::Signal => "there is no such signal",
-            Self::Stranger => "its pid is neither a worker of this job nor a descendant of one",
-            Self::Recycled => "its pid belongs to another process now",
-            Self::Full => "there are too many timers",
-        })
-    }
 }
 
 #[derive(Deserialize)]

@@ -14,7 +14,7 @@ use elasticrs_runtime::threads::ask;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 pub use super::connect::Options;
-use super::connect::{Lost, Opened, open};
+use super::connect::{Lost, Met, Opened, open};
 use super::events::{Event, Events};
 use super::guard::Guard;
 use super::protocol::{Request, WatchFrom};
@@ -137,12 +137,13 @@ fn tell_connected(events: &Events, guard: &dyn Guard, opened: &Opened) {
 
     guard.connected(opened.stream.as_fd());
     guard.deadline(opened.deadline());
-    events.renewed(opened.deadline(), opened.sent, opened.sent, None);
+    let Met { revision, session, pace, sent } = opened.met;
+    events.renewed(opened.deadline(), sent, sent, None);
     let connected = Event::Connected {
-        revision: opened.revision,
-        session: opened.session,
-        ttl: Duration::from_millis(u64::from(opened.pace.ttl_ms)),
-        interval: Duration::from_millis(u64::from(opened.pace.interval_ms)),
+        revision,
+        session,
+        ttl: Duration::from_millis(u64::from(pace.ttl_ms)),
+        interval: Duration::from_millis(u64::from(pace.interval_ms)),
         local_address: opened.local.ip().to_string(),
         peer_address: opened.peer.ip().to_string(),
     };

@@ -59,6 +59,12 @@ pub(super) struct Opened {
     pub(super) frames: Frames,
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
+    pub(super) met: Met,
+}
+
+/// What the handshake gives.
+#[derive(Debug)]
+pub(super) struct Met {
     pub(super) session: u64,
     pub(super) revision: u64,
     pub(super) pace: Pace,
@@ -69,7 +75,7 @@ pub(super) struct Opened {
 impl Opened {
     /// Until when the session is sure to last, if nothing more is heard.
     pub(super) fn deadline(&self) -> u64 {
-        deadline(self.sent, self.pace)
+        deadline(self.met.sent, self.met.pace)
     }
 }
 
@@ -131,7 +137,7 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
         met = greeter.meet() => met,
         () = until_suspicious(options, peer) => return Err(not_ours(options, TCP_STORE)),
     };
-    let Met { session, revision, pace, sent } = match met {
+    let met = match met {
         Ok(met) => met,
         // An agent that hosts the store and ends just now looks the same, so it is asked once more.
         Err(lost) if lost.kind == LostKind::Closed && greeter.frames.is_untouched() => {
@@ -140,7 +146,7 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
         Err(lost) => return Err(lost),
     };
     let Greeter { stream, frames, .. } = greeter;
-    Ok(Opened { stream, frames, local, peer, session, revision, pace, sent })
+    Ok(Opened { stream, frames, local, peer, met })
 }
 
 /// All addresses of the host.
@@ -210,14 +216,6 @@ pub(super) fn plain(error: &io::Error) -> String {
         Some(errno) => nix::errno::Errno::from_raw(errno).desc().to_lowercase(),
         None => error.to_string(),
     }
-}
-
-/// What the handshake gives.
-struct Met {
-    session: u64,
-    revision: u64,
-    pace: Pace,
-    sent: u64,
 }
 
 struct Greeter<'a> {

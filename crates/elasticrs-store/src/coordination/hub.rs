@@ -143,7 +143,7 @@ impl Hub {
     }
 
     fn used(&self, shared: &Shared) -> usize {
-        self.held.bytes() + shared.watches.bytes() + shared.state.entry_bytes()
+        self.held.get() + shared.watches.bytes() + shared.state.entry_bytes()
     }
 
     /// HUB-3. Keys are limited by themselves, so it always ends.
@@ -258,10 +258,10 @@ impl Hub {
     }
 
     fn publish(&self, shared: &mut Shared, revision: &Revision) {
-        for delivery in shared.watches.deliveries(revision) {
-            let changes = delivery.changes.iter().map(|position| &revision.changes[*position]);
+        for (positions, clients) in shared.watches.deliveries(revision) {
+            let changes = positions.iter().map(|position| &revision.changes[*position]);
             let message = Message::new(&self.held, encode_changes(revision.number, changes));
-            for client in delivery.clients {
+            for client in clients {
                 let slow = shared.open.get(&client).filter(|outbox| !outbox.push(Rc::clone(&message)));
                 if let Some(outbox) = slow.cloned() {
                     let (kind, message) = too_slow();

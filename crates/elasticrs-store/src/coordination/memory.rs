@@ -12,16 +12,7 @@ pub(super) const CONNECTION_COST: usize = 2048;
 const MESSAGE_COST: usize = 96;
 
 /// Bytes that are held for all connections of a server.
-#[derive(Debug, Default)]
-pub(super) struct Held {
-    bytes: Cell<usize>,
-}
-
-impl Held {
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes.get()
-    }
-}
+pub(super) type Held = Cell<usize>;
 
 /// Some of these bytes, until it is dropped.
 #[derive(Debug)]
@@ -38,8 +29,8 @@ impl Charge {
     }
 
     pub(super) fn set(&self, bytes: usize) {
-        let others = self.all.bytes.get() - self.bytes.replace(bytes);
-        self.all.bytes.set(others + bytes);
+        let others = self.all.get() - self.bytes.replace(bytes);
+        self.all.set(others + bytes);
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -89,13 +80,13 @@ mod tests {
         let all = Rc::new(Held::default());
         let message = Message::new(&all, vec![0; 100]);
         let other = Rc::clone(&message);
-        assert_eq!(all.bytes(), MESSAGE_COST + 100);
+        assert_eq!(all.get(), MESSAGE_COST + 100);
         drop(message);
-        assert_eq!(all.bytes(), MESSAGE_COST + 100);
+        assert_eq!(all.get(), MESSAGE_COST + 100);
         let buffer = Charge::new(&all, 10);
         buffer.set(30);
-        assert_eq!((buffer.bytes(), all.bytes()), (30, MESSAGE_COST + 130));
+        assert_eq!((buffer.bytes(), all.get()), (30, MESSAGE_COST + 130));
         drop((other, buffer));
-        assert_eq!(all.bytes(), 0);
+        assert_eq!(all.get(), 0);
     }
 }

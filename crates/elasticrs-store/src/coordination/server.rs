@@ -46,9 +46,8 @@ pub enum ServerError {
 pub struct Server {
     commands: UnboundedSender<Command>,
     sessions: Arc<AtomicUsize>,
-    addresses: Vec<SocketAddr>,
-    /// The same for [`listen_at_all`].
-    named: Vec<(String, u16)>,
+    /// Where it listens, for [`listen_at_all`].
+    addresses: Vec<(String, u16)>,
 }
 
 impl Server {
@@ -60,13 +59,13 @@ impl Server {
         tell: Tell,
     ) -> Result<Self, ServerError> {
         let listeners = listen_at_all(named)?;
-        let addresses = listeners.iter().map(TcpListener::local_addr).collect::<io::Result<Vec<_>>>()?;
-        let named = named.iter().zip(&addresses).map(|((host, _), at)| {
+        let addresses = named.iter().zip(&listeners).map(|((host, _), listener)| {
+            let at = listener.local_addr()?;
             // The address instead of a name, which may stand for another one by then.
             let host = if host.is_empty() { String::new() } else { at.ip().to_string() };
-            (host, at.port())
+            Ok((host, at.port()))
         });
-        let named = named.collect();
+        let addresses = addresses.collect::<io::Result<_>>()?;
         let sessions = Arc::new(AtomicUsize::new(0));
         let (commands, inbox) = unbounded_channel();
         let counted = Arc::clone(&sessions);
@@ -74,12 +73,12 @@ impl Server {
             let hub = Rc::new(Hub::new(config, Notices::new(tell), counted));
             Box::pin(run(hub, listeners, inbox))
         }));
-        if is_running { Ok(Self { commands, sessions, addresses, named }) } else { Err(ServerError::Ended) }
+        if is_running { Ok(Self { commands, sessions, addresses }) } else { Err(ServerError::Ended) }
     }
 
-    /// Where it listens, or has listened.
-    pub fn addresses(&self) -> &[SocketAddr] {
-        &self.addresses
+    /// The port of the first address at which it listens, or has listened.
+    pub fn port(&self) -> u16 {
+        self.addresses[0].1
     }
 
     /// How many clients are connected.
@@ -102,7 +101,7 @@ impl Server {
     pub fn listen_again(&self) -> Result<(), ServerError> {
         // Listening twice at one port is an error of the kernel's; what was open is closed first.
         self.stop_listening();
-        let listeners = listen_at_all(&self.named)?;
+        let listeners = listen_at_all(&self.addresses)?;
         ask(&self.commands, |reply| Command::Listen(listeners, reply))
             .unwrap_or(Err(io::ErrorKind::NotConnected.into()))?;
         Ok(())

@@ -81,7 +81,7 @@ impl<'a> Session<'a> {
             stream: opened.stream,
             frames: opened.frames,
             unsent,
-            pace: opened.pace,
+            pace: opened.met.pace,
             next_beat: boot_now(),
             answered: 0,
             is_stalled: false,

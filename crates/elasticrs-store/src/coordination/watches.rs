@@ -23,15 +23,6 @@ pub struct Watches {
     bytes: usize,
 }
 
-/// One message, and who gets it.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Delivery {
-    /// Positions in [`Revision::changes`], rising.
-    pub changes: Vec<usize>,
-    /// Whose watches cover these and no others.
-    pub clients: Vec<SessionId>,
-}
-
 impl Watches {
     /// Begins a watch; one that is there already goes on.
     pub fn add(&mut self, client: SessionId, watch: Watch) {
@@ -96,32 +87,21 @@ impl Watches {
         }
     }
 
-    /// Who is to hear of a revision, and of which of its changes.
-    pub fn deliveries(&self, revision: &Revision) -> Vec<Delivery> {
-        let mut of_client: HashMap<SessionId, Vec<usize>> = HashMap::new();
-        let mut order = Vec::new();
+    /// Who is to hear of a revision: the clients whose watches cover these of its changes, and no others. Positions rise.
+    pub fn deliveries(&self, revision: &Revision) -> BTreeMap<Vec<usize>, Vec<SessionId>> {
+        let mut of_client: BTreeMap<SessionId, Vec<usize>> = BTreeMap::new();
         for (position, change) in revision.changes.iter().enumerate() {
             for client in self.watchers(&change.key) {
-                let seen = of_client.entry(client).or_insert_with(|| {
-                    order.push(client);
-                    Vec::new()
-                });
+                let seen = of_client.entry(client).or_default();
                 // Two watches of one client may cover the same key.
                 if seen.last() != Some(&position) {
                     seen.push(position);
                 }
             }
         }
-        let mut places: HashMap<Vec<usize>, usize> = HashMap::new();
-        let mut deliveries: Vec<Delivery> = Vec::new();
-        for client in order {
-            let changes = of_client.remove(&client).unwrap_or_default();
-            if let Some(place) = places.get(&changes) {
-                deliveries[*place].clients.push(client);
-            } else {
-                places.insert(changes.clone(), deliveries.len());
-                deliveries.push(Delivery { changes, clients: vec![client] });
-            }
+        let mut deliveries: BTreeMap<_, Vec<SessionId>> = BTreeMap::new();
+        for (client, changes) in of_client {
+            deliveries.entry(changes).or_default().push(client);
         }
         deliveries
     }

@@ -23,13 +23,9 @@ const MAX_UNSENT: usize = 64 * 1024;
 /// What a connection may keep of its buffers while it is idle.
 const MAX_IDLE: usize = 16 * 1024;
 
+/// How far a connection has come.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
-    Greeted,
-    Left,
-}
-
-enum End {
     Greeted,
     Left,
 }
@@ -90,12 +86,12 @@ impl Connection {
         match timeout(greeting, poll_fn(|cx| self.poll(cx, Until::Greeted))).await {
             Err(_) => Err(Closed::Silent(greeting)),
             Ok(Err(reason)) => Err(reason),
-            Ok(Ok(End::Left)) => Ok(()),
-            Ok(Ok(End::Greeted)) => poll_fn(|cx| self.poll(cx, Until::Left)).await.map(drop),
+            Ok(Ok(Until::Left)) => Ok(()),
+            Ok(Ok(Until::Greeted)) => poll_fn(|cx| self.poll(cx, Until::Left)).await.map(drop),
         }
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>, until: Until) -> Poll<Result<End, Closed>> {
+    fn poll(&mut self, cx: &mut Context<'_>, until: Until) -> Poll<Result<Until, Closed>> {
         let mut waker = self.peer.waker.borrow_mut();
         match &*waker {
             Some(known) if known.will_wake(cx.waker()) => {}
@@ -105,7 +101,7 @@ impl Connection {
         loop {
             let may_read = self.send(cx)?;
             if until == Until::Greeted && self.parser.is_validated() {
-                return Poll::Ready(Ok(End::Greeted));
+                return Poll::Ready(Ok(Until::Greeted));
             }
             if !may_read {
                 return Poll::Pending;
@@ -114,7 +110,7 @@ impl Connection {
                 continue;
             }
             match ready!(self.receive(cx))? {
-                0 if self.unparsed.is_empty() => return Poll::Ready(Ok(End::Left)),
+                0 if self.unparsed.is_empty() => return Poll::Ready(Ok(Until::Left)),
                 0 => return Poll::Ready(Err(Closed::Truncated)),
                 CHUNK => {
                     // Others get their turn before the next one.

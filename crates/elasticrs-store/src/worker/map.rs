@@ -95,8 +95,8 @@ pub struct Map {
     values: HashMap<Key, Vec<u8>>,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
     waiting: HashMap<Id, Waiting>,
-    for_keys: Waiters,
-    for_barriers: Waiters,
+    /// By [`What`].
+    waiters: [Waiters; 2],
     tickets: u64,
     budget: Budget,
 }
@@ -166,7 +166,7 @@ impl Map {
         found
             .into_iter()
             .map(|(id, waiting)| {
-                let waiters = self.waiters_for(waiting.what);
+                let waiters = &self.waiters[waiting.what as usize];
                 let is_missing = |key: &&Key| waiters.get(*key).is_some_and(|of| of.contains_key(&waiting.ticket));
                 (*id, waiting.keys.iter().filter(is_missing).take(most).map(|key| &**key).collect())
             })
@@ -345,7 +345,7 @@ impl Map {
             return self.begin_to_wait(from, What::Barrier, &[key]);
         }
         reply.push(READY);
-        for id in self.for_barriers.remove(key).unwrap_or_default().into_values() {
+        for id in self.waiters[What::Barrier as usize].remove(key).unwrap_or_default().into_values() {
             self.end_wait(id);
             woken.push(id);
         }
@@ -357,7 +357,7 @@ impl Map {
         self.budget.charge(charged)?;
         self.tickets += 1;
         let ticket = self.tickets;
-        let waiters = self.waiters_for_mut(what);
+        let waiters = &mut self.waiters[what as usize];
         let mut keys = Vec::with_capacity(missing.len());
         for key in missing {
             let key: Key = Rc::from(*key);
@@ -372,7 +372,7 @@ impl Map {
 
     /// A key was written: it is missing no longer, for anybody.
     fn wake_all(&mut self, key: &[u8], woken: &mut Vec<Id>) {
-        for id in self.for_keys.remove(key).unwrap_or_default().into_values() {
+        for id in self.waiters[What::Keys as usize].remove(key).unwrap_or_default().into_values() {
             if self.has_found(id) {
                 woken.push(id);
             }
@@ -381,10 +381,10 @@ impl Map {
 
     /// A queue has one value more: enough for one of those who wait, the oldest that waits for nothing else.
     fn wake_one(&mut self, key: &[u8], woken: &mut Vec<Id>) {
-        while let Some(waiters) = self.for_keys.get_mut(key) {
+        while let Some(waiters) = self.waiters[What::Keys as usize].get_mut(key) {
             let Some((_, id)) = waiters.pop_first() else { break };
             if waiters.is_empty() {
-                self.for_keys.remove(key);
+                self.waiters[What::Keys as usize].remove(key);
             }
             if self.has_found(id) {
                 return woken.push(id);
@@ -414,7 +414,7 @@ impl Map {
     pub fn stop_waiting(&mut self, id: Id) {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         self.budget.release(waiting.charged);
-        let waiters = self.waiters_for_mut(waiting.what);
+        let waiters = &mut self.waiters[waiting.what as usize];
         for key in &waiting.keys {
             if let Some(of_key) = waiters.get_mut(key) {
                 of_key.remove(&waiting.ticket);
@@ -422,20 +422,6 @@ impl Map {
                     waiters.remove(key);
                 }
             }
-        }
-    }
-
-    fn waiters_for(&self, what: What) -> &Waiters {
-        match what {
-            What::Keys => &self.for_keys,
-            What::Barrier => &self.for_barriers,
-        }
-    }
-
-    fn waiters_for_mut(&mut self, what: What) -> &mut Waiters {
-        match what {
-            What::Keys => &mut self.for_keys,
-            What::Barrier => &mut self.for_barriers,
         }
     }
 }

@@ -39,6 +39,16 @@ fn encode(op: &Op) -> Vec<u8> {
         out.push(opcode);
         put_bytes(out, &[key]);
     };
+    let valued = |out: &mut Vec<u8>, opcode, key, values: &[&Vec<u8>]| {
+        keyed(out, opcode, key);
+        for value in values {
+            put_bytes(out, value);
+        }
+    };
+    let numbered = |out: &mut Vec<u8>, opcode, key, number| {
+        keyed(out, opcode, key);
+        put_number(out, number);
+    };
     let listed = |out: &mut Vec<u8>, opcode, keys: &[u8]| {
         out.push(opcode);
         put_number(out, signed(keys.len()));
@@ -57,26 +67,12 @@ fn encode(op: &Op) -> Vec<u8> {
         Op::NumKeys => out.push(7),
         Op::CancelWait => out.push(12),
         Op::ListKeys => out.push(17),
-        Op::Set(key, value) | Op::Append(key, value) | Op::Push(key, value) => {
-            let opcode = if matches!(op, Op::Set(..)) {
-                1
-            } else if matches!(op, Op::Append(..)) {
-                9
-            } else {
-                14
-            };
-            keyed(&mut out, opcode, *key);
-            put_bytes(&mut out, value);
-        }
-        Op::CompareSet(key, expected, desired) => {
-            keyed(&mut out, 2, *key);
-            put_bytes(&mut out, expected);
-            put_bytes(&mut out, desired);
-        }
-        Op::Add(key, number) | Op::Barrier(key, number) => {
-            keyed(&mut out, if matches!(op, Op::Add(..)) { 4 } else { 18 }, *key);
-            put_number(&mut out, *number);
-        }
+        Op::Set(key, value) => valued(&mut out, 1, *key, &[value]),
+        Op::Append(key, value) => valued(&mut out, 9, *key, &[value]),
+        Op::Push(key, value) => valued(&mut out, 14, *key, &[value]),
+        Op::CompareSet(key, expected, desired) => valued(&mut out, 2, *key, &[expected, desired]),
+        Op::Add(key, number) => numbered(&mut out, 4, *key, *number),
+        Op::Barrier(key, number) => numbered(&mut out, 18, *key, *number),
         Op::MultiSet(pairs) => {
             out.push(11);
             put_number(&mut out, signed(pairs.len()));
@@ -317,7 +313,7 @@ proptest! {
             }
         }
         prop_assert_eq!(map.budget().used(), 0);
-        prop_assert!(map.for_keys.is_empty() && map.for_barriers.is_empty() && map.waiting.is_empty());
+        prop_assert!(map.waiters.iter().all(HashMap::is_empty) && map.waiting.is_empty());
     }
 
     #[test]

@@ -5,11 +5,9 @@
 
 use std::time::Duration;
 
-use super::member::Member;
 use super::{Effect, Event, Group, Input, Phase, Timer};
 use crate::exit::WorkerExit;
-use crate::signal::Signal;
-use crate::spec::{StopPolicy, StopScope};
+use crate::spec::StopPolicy;
 use crate::supervisor::event::{Heartbeat, RankSeen, TimerExpired, WorkerHung};
 use crate::supervisor::evidence::Found;
 use crate::timer::hang::{
@@ -210,21 +208,13 @@ impl Group {
     }
 
     /// Nothing that a hung worker could do on SIGTERM is worth its grace: it did not come to that for much longer.
-    pub(super) fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
-        let WorkerHung { local_rank, seen, .. } = hung;
-        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
-        let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
-        let worker = member.pid;
-        effects.push(member.send(Signal::KILL, StopScope::Group));
-        let siblings = self.fail(worker, Some(worker), effects);
-        effects.push(Effect::Tell(Event::WorkerHung(hung.into())));
-        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
+        self.fail_at_once(hung.local_rank, hung.seen, Event::WorkerHung(hung.into()), effects);
     }
 
     /// It may be what a rank of another node waits for.
-    pub(super) fn on_suspected(&self, hung: WorkerHung, effects: &mut Vec<Effect>) {
-        let runs = |m: &Member| m.local_rank == hung.local_rank && m.runs();
-        if self.phase == Phase::Running && self.members.iter().any(runs) {
+    fn on_suspected(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
+        if self.working(hung.local_rank).is_some() {
             effects.push(Effect::Tell(Event::WorkerHung(hung.into())));
         }
     }

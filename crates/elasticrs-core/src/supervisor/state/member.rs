@@ -5,15 +5,16 @@ use crate::signal::Signal;
 use crate::spec::StopScope;
 use crate::supervisor::event::WorkerRaised;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Pause {
+    #[default]
     Running,
     /// Stopped, and not told yet.
     Noticed(i32),
     Told,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Member {
     pub(super) local_rank: u32,
     pub(super) pid: i32,
@@ -30,17 +31,7 @@ pub(super) struct Member {
 
 impl Member {
     pub(super) fn new(local_rank: u32, pid: i32, adopted: bool) -> Self {
-        Self {
-            local_rank,
-            pid,
-            adopted,
-            ended: false,
-            dead: false,
-            sent: None,
-            group_sent: None,
-            pause: Pause::Running,
-            raised: None,
-        }
+        Self { local_rank, pid, adopted, ..Self::default() }
     }
 
     /// Signals it or its group, and keeps that in mind for its end.

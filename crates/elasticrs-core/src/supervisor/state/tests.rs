@@ -14,6 +14,7 @@ const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::
 const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 const FAILED: WorkerExit = WorkerExit::Exited { code: 1 };
 const DONE: WorkerExit = WorkerExit::Exited { code: 0 };
+const KILLED: WorkerExit = WorkerExit::Signaled { signal: 9, core_dumped: false };
 
 fn group(on_success: Descendants) -> Group {
     Group::new(&PIDS, TERM_30, StopScope::Group, on_success)
@@ -25,6 +26,11 @@ fn lingering() -> Group {
 
 fn exited(pid: i32, exit: WorkerExit) -> Input {
     Input::Exited { pid, exit, usage: None, seen: Stamp(7) }
+}
+
+/// They end one after the other; what follows from the last one.
+fn all_exit(group: &mut Group, pids: &[i32], exit: WorkerExit) -> Vec<Effect> {
+    pids.iter().map(|pid| group.on_input(exited(*pid, exit))).last().unwrap_or_default()
 }
 
 fn swept() -> Input {
@@ -93,9 +99,7 @@ fn sigkill_follows_the_grace_and_reaches_groups_whose_leader_is_gone() {
 fn what_sigkill_cannot_end_is_given_up_and_named() {
     let mut group = lingering();
     let _ = group.on_input(Input::Stop(KILL));
-    for pid in [100, 101, 103] {
-        let _ = group.on_input(exited(pid, WorkerExit::Signaled { signal: 9, core_dumped: false }));
-    }
+    let _ = all_exit(&mut group, &[100, 101, 103], KILLED);
     let effects = group.on_input(Input::Expired(Timer::GiveUp));
     assert!(effects.contains(&Effect::Sweep {
         linger: Duration::ZERO,
@@ -109,17 +113,12 @@ fn what_sigkill_cannot_end_is_given_up_and_named() {
 #[test]
 fn success_lets_descendants_linger_and_failure_does_not() {
     let mut group = lingering();
-    let mut effects = Vec::new();
-    for pid in PIDS {
-        effects = group.on_input(exited(pid, DONE));
-    }
+    let effects = all_exit(&mut group, &PIDS, DONE);
     let linger = Duration::from_secs(5);
     assert!(effects.contains(&Effect::Sweep { linger, grace: LINGERER_GRACE, give_up: GIVE_UP_AFTER }));
 
     let mut group = lingering();
-    for pid in PIDS {
-        effects = group.on_input(exited(pid, FAILED));
-    }
+    let effects = all_exit(&mut group, &PIDS, FAILED);
     let now = Duration::ZERO;
     assert!(effects.contains(&Effect::Sweep { linger: now, grace: now, give_up: GIVE_UP_AFTER }));
 }
@@ -127,10 +126,7 @@ fn success_lets_descendants_linger_and_failure_does_not() {
 #[test]
 fn kept_descendants_are_not_swept() {
     let mut group = group(Descendants::Keep);
-    let mut effects = Vec::new();
-    for pid in PIDS {
-        effects = group.on_input(exited(pid, DONE));
-    }
+    let effects = all_exit(&mut group, &PIDS, DONE);
     assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep { .. })));
     assert_eq!(end(&effects).map(|e| e.outcome), Some(Outcome::Succeeded));
 }
@@ -138,9 +134,7 @@ fn kept_descendants_are_not_swept() {
 #[test]
 fn a_stop_while_descendants_linger_ends_them_at_once() {
     let mut group = lingering();
-    for pid in PIDS {
-        let _ = group.on_input(exited(pid, DONE));
-    }
+    let _ = all_exit(&mut group, &PIDS, DONE);
     let effects = group.on_input(Input::Stop(TERM_30));
     let now = Duration::ZERO;
     assert_eq!(effects, [Effect::Sweep { linger: now, grace: now, give_up: GIVE_UP_AFTER }]);
@@ -194,9 +188,7 @@ fn the_end_of_a_suspended_group_does_not_leave_time_standing_still() {
     let mut group = lingering();
     let _ = group.on_input(Input::Stop(KILL));
     assert_eq!(group.on_input(Input::Suspend)[0], Effect::Freeze);
-    for pid in PIDS {
-        let _ = group.on_input(exited(pid, FAILED));
-    }
+    let _ = all_exit(&mut group, &PIDS, FAILED);
     let effects = group.on_input(swept());
     assert!(matches!(effects[..], [Effect::Thaw, Effect::TellEnd(_)]), "{effects:?}");
     assert_eq!(group.on_input(Input::Resume), [], "it comes too late to do that");
@@ -214,13 +206,11 @@ fn a_suspended_group_that_is_being_stopped_goes_on_when_it_is_resumed() {
 #[test]
 fn the_loss_of_the_nursery_ends_the_group_once() {
     let mut group = lingering();
-    let exit = WorkerExit::Signaled { signal: 9, core_dumped: false };
+    let exit = KILLED;
     let killed = NurseryEnd { exit, hung: false };
     let effects = group.on_input(Input::NurseryLost(killed));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
-    for pid in PIDS {
-        let _ = group.on_input(exited(pid, WorkerExit::Unknown));
-    }
+    let _ = all_exit(&mut group, &PIDS, WorkerExit::Unknown);
     let effects = group.on_input(swept());
     let end = end(&effects).expect("all are gone and swept");
     assert_eq!((end.outcome, end.nursery), (Outcome::Lost, Some(killed)));
@@ -236,7 +226,7 @@ fn a_fenced_group_ends_as_stopped_by_sigkill() {
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)), "and no SIGCONT");
     let mut effects = Vec::new();
     for pid in PIDS {
-        effects = group.on_input(exited(pid, WorkerExit::Signaled { signal: 9, core_dumped: false }));
+        effects = group.on_input(exited(pid, KILLED));
         assert!(
             matches!(&effects[0], Effect::Tell(Event::WorkerExited { sent: Some(Signal::KILL), .. })),
             "SUP-7: {effects:?}"
@@ -252,9 +242,7 @@ fn the_fence_does_not_hide_an_earlier_failure() {
     let _ = group.on_input(exited(101, FAILED));
     let effects = group.on_input(Input::Fenced);
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
-    for pid in [100, 102, 103] {
-        let _ = group.on_input(exited(pid, FAILED));
-    }
+    let _ = all_exit(&mut group, &[100, 102, 103], FAILED);
     assert_eq!(end(&group.on_input(swept())).map(|e| e.outcome), Some(Outcome::Failed));
 }
 
@@ -374,9 +362,7 @@ fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
     assert_eq!(group.on_input(expired(2, 102, Some(usr1))), [], "the stop has its own deadline");
     let killed = signals(&group.on_input(Input::Expired(Timer::Kill)));
     assert!(killed.contains(&(101, Signal::KILL)), "SUP-4");
-    for pid in PIDS {
-        let _ = group.on_input(exited(pid, DONE));
-    }
+    let _ = all_exit(&mut group, &PIDS, DONE);
     assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Failed), "whatever it exits with");
 }
 
@@ -401,7 +387,7 @@ fn any_exit() -> impl Strategy<Value = WorkerExit> {
     prop_oneof![
         3 => Just(DONE),
         1 => Just(FAILED),
-        1 => Just(WorkerExit::Signaled { signal: 9, core_dumped: false }),
+        1 => Just(KILLED),
         1 => Just(WorkerExit::Unknown),
     ]
 }
@@ -558,7 +544,7 @@ proptest! {
             seen.take(&effects)?;
         }
         for pid in PIDS {
-            seen.take(&group.on_input(exited(pid, WorkerExit::Signaled { signal: 9, core_dumped: false })))?;
+            seen.take(&group.on_input(exited(pid, KILLED)))?;
         }
         if seen.ends.is_empty() {
             prop_assert!(seen.owed_sweeps > 0, "all are gone, and nobody sweeps");

@@ -49,7 +49,7 @@ impl Hangs {
             let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);
             let target = (3..=PAGE_FD.min(half)).rev().find(|number| !is_taken(*number));
             let target = target.ok_or_else(|| io::Error::other("no descriptor is free for a page of heartbeats"))?;
-            let (descriptor, name) = page.share(target)?;
+            let (descriptor, name) = page.share(Some(target))?;
             let source = u32::try_from(spec.descriptors.len()).map_err(io::Error::other)?;
             spec.descriptors.push(descriptor);
             process.pass_fds.push(PassedFd { source, target });

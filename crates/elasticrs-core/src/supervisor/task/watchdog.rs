@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use elasticrs_runtime::clock::Stamp;
+use elasticrs_runtime::notices::Rate;
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
@@ -30,7 +31,7 @@ use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
-use crate::timer::complaints::{Complaints, Told, excerpt};
+use crate::timer::complaints::{Complaints, INTERVAL, MAX_TOLD, excerpt, more_timers};
 use crate::timer::fifo::{CAPACITY, Fifo};
 use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
@@ -85,7 +86,7 @@ pub(super) struct Watchdog {
     strangers: HashSet<i32>,
     exits: JoinSet<()>,
     complaints: Complaints,
-    told: Told,
+    told: Rate,
     buffer: Box<[u8]>,
     counts: Arc<TimerCounts>,
 }
@@ -107,7 +108,7 @@ impl Watchdog {
             strangers: HashSet::new(),
             exits: JoinSet::new(),
             complaints: Complaints::default(),
-            told: Told::default(),
+            told: Rate::new(MAX_TOLD, INTERVAL),
             buffer: vec![0; PIECE].into(),
             counts,
         })
@@ -141,7 +142,7 @@ impl Watchdog {
         self.timers.clear();
         self.bound.clear();
         self.arm();
-        self.told.take_more()
+        more_timers(self.told.take_left_out())
     }
 
     pub(super) fn freeze(&mut self) {
@@ -398,7 +399,14 @@ impl Task {
         let mut expired = watchdog.expired(running, &mut tell);
         watchdog.arm();
         // TIM-4
-        expired.retain(|timer| timer.signal.is_some() || watchdog.told.add(Instant::now(), &mut tell));
+        expired.retain(|timer| {
+            if timer.signal.is_some() {
+                return true;
+            }
+            let left_out = watchdog.told.admit(Instant::now());
+            left_out.and_then(more_timers).into_iter().for_each(&mut tell);
+            left_out.is_some()
+        });
         for timer in expired {
             self.input(Input::TimerExpired(timer));
         }

@@ -254,17 +254,15 @@ proptest! {
                 Ok(Step::Txn(session, txn)) => state.txn(session, &txn).unwrap().revision,
                 Ok(Step::End(sessions)) => {
                     let ended = state.end_sessions(&sessions);
-                    for session in sessions {
- state.begin_session(session);
- }
+                    for session in sessions { state.begin_session(session); }
                     ended
                 }
             };
             let Some(revision) = revision else { continue };
             let mut heard: HashMap<u64, Vec<usize>> = HashMap::new();
-            for delivery in watches.deliveries(&revision) {
-                for client in delivery.clients {
-                    prop_assert!(heard.insert(client, delivery.changes.clone()).is_none());
+            for (changes, clients) in watches.deliveries(&revision) {
+                for client in clients {
+                    prop_assert!(heard.insert(client, changes.clone()).is_none());
                 }
             }
             for (client, mine) in &own {

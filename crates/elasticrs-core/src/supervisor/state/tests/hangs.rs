@@ -110,9 +110,7 @@ fn a_timer_that_expired_comes_before_an_exit_that_ends_the_group() {
         [Effect::Tell(Event::TimerExpired(_)), Effect::TellFailure { local_rank: 1, .. }]
     ));
     let mut group = lingering();
-    for pid in [100, 102, 103] {
-        let _ = group.on_input(exited(pid, DONE));
-    }
+    let _ = all_exit(&mut group, &[100, 102, 103], DONE);
     let _ = group.on_input(timer());
     let effects = group.on_input(exited(101, DONE));
     assert!(matches!(told(&effects)[0], Effect::Tell(Event::TimerExpired(_))), "{effects:?}");
