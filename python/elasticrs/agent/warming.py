@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 from elasticrs import texts
+from elasticrs.warm import report
+from elasticrs.warm.report import Report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from elasticrs._core import Warmed
 
@@ -23,6 +24,7 @@ class Warming:
     Attributes:
         report: the descriptor into which nurseries write, one after another.
         is_warm: workers that start now are forks of the nursery.
+        found: what the last nursery has told.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -30,6 +32,7 @@ class Warming:
         self._read = 0
         self.report = os.memfd_create("warm-report", os.MFD_CLOEXEC)
         self.is_warm = False
+        self.found = Report()
 
     def ended(self, event: Warmed, limit: float) -> None:
         """The nursery is ready, or has ended before it was.
@@ -39,28 +42,32 @@ class Warming:
             limit: seconds that it had.
         """
         self.is_warm = event.is_ready
-        lines = os.pread(self.report, os.fstat(self.report).st_size - self._read, self._read)
-        self._read += len(lines)
-        importing, failed = "", None
-        for line in lines.splitlines():
-            try:
-                told = json.loads(line)
-            except ValueError:
-                continue  # It was killed while it wrote.
-            importing = told.get("importing", importing)
-            failed = told.get("failed", failed)
-            if "left_out" in told:
-                self._say(f"warm: {told['left_out']} was left out: {told['why']}")
-            if told.get("traceback"):
-                self._say(told["traceback"].rstrip())
+        told = os.pread(self.report, os.fstat(self.report).st_size - self._read, self._read)
+        self._read += len(told)
+        self.found = found = report.read(told)
+        for one in found.left_out:
+            self._say(f"warm: {one.name} was left out: {one.why}")
+            self._say_all(one.traceback)
         if not event.is_ready:
-            what = f"the import of {importing}" if importing else "its start"
-            if failed is None and event.hung:
-                failed = f"{what} did not end within {limit:g} s"
-            self._say(f"warm: workers start cold: {failed or f'{what} {texts.how_it_ended(event.exitcode)}'}")
+            self._say(f"warm: workers start cold: {_why_cold(found, event, limit)}")
+            if found.failed is not None:
+                self._say_all(found.failed[1])
+
+    def _say_all(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._say(f"  {line}")
 
     def close(self) -> None:
         """Release the file. Idempotent."""
         if self.report != -1:
             os.close(self.report)
             self.report = -1
+
+
+def _why_cold(found: Report, event: Warmed, limit: float) -> str:
+    if found.failed is not None:
+        return found.failed[0]
+    what = f"the import of {found.importing}" if found.importing else "its start"
+    if event.hung:
+        return f"{what} did not end within {limit:g} s"
+    return f"{what} {texts.how_it_ended(event.exitcode)}"

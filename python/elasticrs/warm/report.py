@@ -6,30 +6,23 @@
     {"imported": name, "seconds": s}                        after it
     {"left_out": name, "why": text, "traceback": text}      in place of that; the traceback may be null
     {"ready": {"seconds": s, "files": [...], "prefixes": [...], "threads": 1}}      at the end
+    {"failed": text, "traceback": text}                     when it cannot go on
 
-It begins again when it has to do without a module, so a name may come more than once. A line that is torn,
-because its writer was killed, and one that is none of these says nothing.
+It begins again after a module that is left out. A line that is torn, because its writer was killed, and one
+that is none of these says nothing.
 """
 
 from __future__ import annotations
 
 import json
 
-from elasticrs._value import Value
+from elasticrs._value import Value, fresh
 from elasticrs.texts import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
-
-NOT_FOUND = "it was not found"
-"""Why a module was left out that does not exist; told only if the user has named it."""
-
-_TOLD = 3
-"""Modules whose time is told: the slowest ones, and each took a tenth of a second at least."""
-_SLOW = 0.1
-_LAST_LINES = 20
 
 
 class LeftOut(Value):
@@ -38,12 +31,12 @@ class LeftOut(Value):
     Args:
         name: of it.
         why: a sentence about "it".
-        traceback: of what it raised.
+        traceback: of what it raised, in lines.
     """
 
     name: str
     why: str
-    traceback: str | None = None
+    traceback: Sequence[str] = ()
 
 
 class Ready(Value):
@@ -71,47 +64,42 @@ class Report(Value):
         left_out: in order.
         importing: the module that it is at.
         ready: ``None`` until all modules are imported.
+        failed: why it could not go on, and the traceback of that.
     """
 
-    imported: Mapping[str, float]
+    imported: Mapping[str, float] = fresh(factory=dict)
     left_out: tuple[LeftOut, ...] = ()
     importing: str | None = None
     ready: Ready | None = None
+    failed: tuple[str, Sequence[str]] | None = None
 
 
 def read(data: bytes) -> Report:
     """Read what the file holds.
 
     Args:
-        data: all of it.
+        data: all of it, or what one process has written.
     """
     imported: dict[str, float] = {}
-    left_out: dict[str, LeftOut] = {}
-    importing: str | None = None
-    ready: Ready | None = None
+    left_out: list[LeftOut] = []
+    importing = ready = failed = None
     for record in _records(data):
         match record:
             case {"importing": str(name)}:
-                importing, ready = _shown(name), None
+                importing = _shown(name)
             case {"imported": str(name), "seconds": float(seconds) | int(seconds)}:
                 importing = None
                 imported[_shown(name)] = float(seconds)
             case {"left_out": str(name), "why": str(why)}:
                 importing = None
-                imported.pop(_shown(name), None)
-                traceback = record.get("traceback")
-                text = traceback if isinstance(traceback, str) and traceback else None
-                left_out[_shown(name)] = LeftOut(_shown(name), printable(why), text)
-            case {"ready": {"seconds": float(seconds) | int(seconds), "files": list(files), **more}}:
+                imported.clear()
+                left_out.append(LeftOut(_shown(name), printable(why), _lines(record)))
+            case {"ready": {"seconds": float(seconds) | int(seconds), "threads": int(threads), **more}}:
                 importing = None
-                prefixes, threads = more.get("prefixes"), more.get("threads")
-                ready = Ready(
-                    float(seconds),
-                    _texts(files),
-                    _texts(prefixes if isinstance(prefixes, list) else []),
-                    threads if isinstance(threads, int) else 0,
-                )
-    return Report(imported, tuple(left_out.values()), importing, ready)
+                ready = Ready(float(seconds), _texts(more, "files"), _texts(more, "prefixes"), threads)
+            case {"failed": str(why)}:
+                failed = printable(why), _lines(record)
+    return Report(imported, tuple(left_out), importing, ready, failed)
 
 
 def _records(data: bytes) -> Iterator[dict[str, Any]]:
@@ -124,55 +112,16 @@ def _records(data: bytes) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _texts(values: list[Any]) -> tuple[str, ...]:
-    return tuple(value for value in values if isinstance(value, str))
+def _texts(values: Mapping[Any, Any], name: str) -> tuple[str, ...]:
+    found = values.get(name)
+    return tuple(value for value in found if isinstance(value, str)) if isinstance(found, list) else ()
+
+
+def _lines(record: Mapping[str, Any]) -> list[str]:
+    text = record.get("traceback")
+    return [printable(line) for line in text.splitlines()] if isinstance(text, str) else []
 
 
 def _shown(name: str) -> str:
     """A module for people, without the form that :mod:`elasticrs.warm` gives to ``from a import b``."""
     return printable(name).replace(":", ".")
-
-
-def left_out_lines(report: Report, *, is_explicit: bool) -> list[str]:
-    """Lines for the user: which modules were left out, and why.
-
-    Args:
-        report: what was told.
-        is_explicit: the user has named the modules: then those that were not found are told, and tracebacks.
-    """
-    lines: list[str] = []
-    for one in report.left_out:
-        if not is_explicit and one.why == NOT_FOUND:
-            continue
-        lines.append(f"{one.name} was left out: {one.why}")
-        if is_explicit and one.traceback is not None:
-            last = one.traceback.rstrip().splitlines()[-_LAST_LINES:]
-            lines += [f"  {printable(line)}" for line in last]
-    return lines
-
-
-def stage(report: Report) -> str:
-    """How far it came, to follow "the limit of 120 s passed" or "it was killed".
-
-    Args:
-        report: what was told.
-    """
-    if report.importing is not None:
-        return f"while importing {report.importing}"
-    if report.ready is not None:
-        return "after all modules were imported"
-    return f"after importing {list(report.imported)[-1]}" if report.imported else "before the first import"
-
-
-def summary(report: Report) -> str:
-    """What was imported, for the user.
-
-    Args:
-        report: of a process that is ready.
-    """
-    count = len(report.imported)
-    slowest = sorted(report.imported.items(), key=lambda item: -item[1])[:_TOLD]
-    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest if seconds >= _SLOW)
-    total = report.ready.seconds if report.ready is not None else sum(report.imported.values())
-    modules = f"{count} module{'s' if count != 1 else ''} imported in {total:.1f} s"
-    return f"{modules} ({times})" if times and count > 1 else modules
