@@ -2,26 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs import _core
-from elasticrs.coordination import (
-    Changes,
-    Connected,
-    ConnectionLost,
-    CreatedAt,
-    Delete,
-    DeletePrefix,
-    Exists,
-    Get,
-    HasValue,
-    Missing,
-    ModifiedAt,
-    Predecessor,
-    Put,
-    Range,
-    Reply,
-    Txn,
-    Watch,
-)
+from elasticrs import _core, coordination
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,11 +37,11 @@ class NativeSession:
         Raises:
             ValueError: it is too large.
         """
-        if isinstance(request, Txn):
+        if isinstance(request, coordination.Txn):
             self._client.txn(
                 request.tag, _steps(request.compares), _steps(request.then), _steps(request.otherwise)
             )
-        elif isinstance(request, Watch):
+        elif isinstance(request, coordination.Watch):
             self._client.watch(request.tag, request.prefix, exact=request.exact, snapshot=request.snapshot)
         else:
             self._client.unwatch(request.prefix, exact=request.exact)
@@ -73,17 +54,17 @@ class NativeSession:
 
 
 _WORDS: dict[type[Compare | Operation], str] = {
-    Exists: "exists",
-    Missing: "missing",
-    CreatedAt: "create",
-    ModifiedAt: "mod",
-    HasValue: "value",
-    Put: "put",
-    Delete: "delete",
-    DeletePrefix: "delete_prefix",
-    Get: "get",
-    Range: "range",
-    Predecessor: "predecessor",
+    coordination.Exists: "exists",
+    coordination.Missing: "missing",
+    coordination.CreatedAt: "create",
+    coordination.ModifiedAt: "mod",
+    coordination.HasValue: "value",
+    coordination.Put: "put",
+    coordination.Delete: "delete",
+    coordination.DeletePrefix: "delete_prefix",
+    coordination.Get: "get",
+    coordination.Range: "range",
+    coordination.Predecessor: "predecessor",
 }
 
 
@@ -94,9 +75,9 @@ def _steps(steps: Sequence[Compare] | Sequence[Operation]) -> list[tuple[str | b
 def _event(event: _core.StoreEvent) -> StoreEvent:
     """An event without its native shell; entries have the same attributes, and stay what they are."""
     if isinstance(event, _core.Reply):
-        return Reply(event.tag, event.ok, event.revision, event.results)
+        return coordination.Reply(event.tag, event.ok, event.revision, event.results)
     if isinstance(event, _core.Changes):
-        return Changes(event.revision, event.changes)
+        return coordination.Changes(event.revision, event.changes)
     if isinstance(event, _core.Connected):
-        return Connected(event.revision, event.local_address)
-    return ConnectionLost(event.kind, event.message)
+        return coordination.Connected(event.revision, event.local_address)
+    return coordination.ConnectionLost(event.kind, event.message)

@@ -81,7 +81,7 @@ class Option(Value):
         return list(self.default) if isinstance(self.default, tuple) else self.default
 
     def converted(self, text: str) -> object:
-        """The value of a text.
+        """Return the value of a text.
 
         Raises:
             ValueError: with what is expected.
@@ -332,10 +332,8 @@ _BY_DEST = {option.dest: option for option in OPTIONS}
 
 
 def check(**values: object) -> None:
-    """Check values that a program has given, by the rules of the command line; ``None`` is always allowed.
-
-    Args:
-        values: by the names of the options.
+    """Check values that a program has given, by the names of the options and the rules of the command line;
+    ``None`` is always allowed.
 
     Raises:
         ValueError: with what is expected and what it got.

@@ -32,13 +32,8 @@ SupervisorError = _core.SupervisorError
 def check_limits(
     nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
 ) -> None:
-    """Compare with the machine's limits before anything is started.
-
-    Args:
-        nproc: workers on this node.
-        hang_timeout: see :class:`elasticrs.config.JobConfig`.
-        environ: as for the workers.
-        followed: how many log files are read.
+    """Compare with the machine's limits before anything is started; ``followed``: how many log files are
+    read.
 
     Raises:
         ValueError: one of them does not allow that many processes or descriptors.
@@ -141,20 +136,11 @@ class Workers(ABC):
 
     @abstractmethod
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
-        """The processes of an attempt by local rank.
-
-        Args:
-            paths: their files.
-            environments: their whole environment.
-        """
+        """Return the processes of an attempt by local rank, with these files and their whole environment."""
 
     @abstractmethod
     def return_values(self, attempt: Attempt) -> dict[int, object]:
-        """What the workers of the last attempt returned, by global rank.
-
-        Args:
-            attempt: the last one.
-        """
+        """Return what the workers of the last attempt returned, by global rank."""
 
     # What follows is heard by workers that have more than the processes of the core: a keeper, return values.
 
@@ -168,12 +154,7 @@ class Workers(ABC):
         """The group is to be stopped, and the core has been told."""
 
     def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- see above
-        """Nothing of the attempt is left that the core started, or it could not be started.
-
-        Args:
-            supervisor: of the group.
-            has_succeeded: as far as the core knows.
-        """
+        """Nothing of the attempt is left that the core started, or it could not be started."""
 
     def close(self) -> None:  # noqa: B027 -- see above
         """No attempt follows: end what there is, whatever happened, and release it. Idempotent."""
@@ -181,14 +162,7 @@ class Workers(ABC):
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None:
     """Watch expiration timers of all attempts, where ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` asks for it, and
-    signs of life, where ``--hang-timeout`` does.
-
-    Args:
-        setup: of the workers.
-        supervisor: by whom.
-
-    Returns:
-        The FIFO of the timers.
+    signs of life, where ``--hang-timeout`` does. Return the FIFO of the timers.
 
     Raises:
         UsageError: what is at ``TORCHELASTIC_TIMER_FILE`` is not ours, or a FIFO cannot be made there.
@@ -215,16 +189,8 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
 def prepare_group(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, timer_file: str | None
 ) -> _core.GroupSpec:
-    """Make all ready for the start of an attempt; fills in its paths.
-
-    Args:
-        workers: of the job.
-        supervisor: who follows the output.
-        attempt: what was planned.
-        timer_file: from :func:`watch_timers`.
-
-    Returns:
-        What the supervisor is to start, all or none.
+    """Make all ready for the start of an attempt, and fill in its paths; return what is to be started, all or
+    none.
 
     Raises:
         _core.SupervisorError: the supervisor cannot.
@@ -289,15 +255,8 @@ def variables_of(
     inherited: Mapping[str, str],
     timer_file: str | None = None,
 ) -> dict[int, dict[str, str]]:
-    """What is added to the environment of each worker of an attempt, by local rank.
-
-    Args:
-        job: the job.
-        plan: ranks and addresses.
-        round: number of the attempt.
-        restarts: charged so far.
-        inherited: the environment that all workers have.
-        timer_file: the FIFO of timers, if there is one.
+    """Return what is added to the environment of each worker of an attempt, by local rank. ``inherited`` is
+    what all workers have; ``round`` the number of the attempt, ``restarts`` those charged so far.
     """
     variables = {
         ranks.local_rank: worker_env(
@@ -331,7 +290,7 @@ def process_spec(
     pass_fds: Sequence[int] = (),
     warm: bool = False,
 ) -> _core.ProcessSpec:
-    """One process, as the core takes it.
+    """Return one process, as the core takes it.
 
     Args:
         local_rank: its index in the group.
@@ -365,14 +324,7 @@ def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
 
 
 def console_stream(local_rank: int, path: str, to: int, prefix: str) -> _core.LogStream:
-    """A log file that the core copies to the console.
-
-    Args:
-        local_rank: whose.
-        path: of the file.
-        to: 1 for standard output, 2 for standard error.
-        prefix: of each line.
-    """
+    """Return a log file that the core copies to the console: 1 for standard output, 2 for standard error."""
     return _core.LogStream(local_rank, path, 1 if to == 1 else 2, os.fsencode(prefix))
 
 
@@ -407,12 +359,7 @@ def end_at_once(supervisor: _core.Supervisor) -> None:
 
 
 def last_lines(path: str, count: int) -> list[str]:
-    """The last lines of a log file, or why they cannot be had.
-
-    Args:
-        path: of the file.
-        count: at most so many.
-    """
+    """Return the last lines of a log file, or why they cannot be had."""
     try:
         lines = _core.last_lines(path, count)
     except OSError as error:
@@ -434,10 +381,7 @@ def _py_spy(environ: Mapping[str, str]) -> str | None:
 class CommandWorkers(Workers):
     """Workers that are programs.
 
-    Args:
-        setup: what all kinds need.
-        command: program and arguments; in an argument, ``${local_rank}`` is the worker's and ``$$`` is
-            a dollar, as in torch.
+    In an argument, ``${local_rank}`` is the worker's and ``$$`` is a dollar, as in torch.
     """
 
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
@@ -475,11 +419,7 @@ def _filled_in(argument: str, local_rank: int) -> str:
 
 
 def directory_logs(run: RunLogs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """The layout of the command line.
-
-    Args:
-        run: the directory of the run.
-    """
+    """Return the layout of the command line, in the directory of a run."""
 
     def attempt_logs(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         paths = run.attempt(name)

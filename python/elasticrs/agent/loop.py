@@ -142,15 +142,12 @@ class Agent:
                     return
                 self._carry_out(action)
             self._console.flush()
-            if not self._tracker.wait(self._seconds_left()):
+            left = self._decisions.seconds_left()
+            if not self._tracker.wait(left if self._sleepers is None else min(left, self._sleepers.interval)):
                 self._take_signals(self._tracker.supervisor)
                 self._actions.extend(self._decisions.look_around())
             if self._sleepers is not None:
                 self._look_for_sleepers(self._sleepers)
-
-    def _seconds_left(self) -> float:
-        left = self._decisions.seconds_left()
-        return left if self._sleepers is None else min(left, self._sleepers.interval)
 
     def _look_for_sleepers(self, sleepers: Sleepers) -> None:
         """A worker that hangs in the kernel ends the job; see :mod:`elasticrs.agent.sleepers`."""

@@ -60,6 +60,8 @@ class SeveralNodes(Decisions):
     """
 
     has_peers = True
+    phase = machine.Phase.INIT
+    signum: int | None = None
 
     def __init__(
         self,
@@ -73,8 +75,6 @@ class SeveralNodes(Decisions):
         self._job = job
         self._rendezvous = job.rendezvous
         self._console = console
-        self._phase = machine.Phase.INIT
-        self._signum: int | None = None
         self.outcome: messages.Outcome | None = None
         self._planned = planned
         self._home = home
@@ -89,14 +89,6 @@ class SeveralNodes(Decisions):
         self._group_exists = False
 
     # --- what the loop asks ---
-
-    @property
-    def phase(self) -> machine.Phase:
-        return self._phase
-
-    @property
-    def signum(self) -> int | None:
-        return self._signum
 
     def open(self, supervisor: _core.Supervisor) -> None:
         """See the base class: name servers are asked, which may take long."""
@@ -166,16 +158,16 @@ class SeveralNodes(Decisions):
     # --- events of this node ---
 
     def step(self, event: machine.Event) -> list[machine.Action]:
-        if self._phase.is_terminal:
+        if self.phase.is_terminal:
             return []
         if isinstance(event, machine.SignalReceived):
             return self._on_signal(event.signum)
         if isinstance(event, machine.Begin):
-            self._phase = machine.Phase.RENDEZVOUS
+            self.phase = machine.Phase.RENDEZVOUS
             # What follows comes with the names.
             return []
         if isinstance(event, machine.Started):
-            self._phase = machine.Phase.RUNNING
+            self.phase = machine.Phase.RUNNING
             return []
         if isinstance(event, machine.StartFailed):
             self._group_exists = False
@@ -194,13 +186,13 @@ class SeveralNodes(Decisions):
     def _on_signal(self, signum: int) -> list[machine.Action]:
         if self._driver is None:
             # Nothing has begun.
-            self._phase, self._signum = machine.Phase.STOPPED, signum
+            self.phase, self.signum = machine.Phase.STOPPED, signum
             return [machine.Exit(1)]
-        if self._signum is not None:
+        if self.signum is not None:
             # Whoever asks twice wants it now.
             kill: list[machine.Action] = [machine.Stop(machine.SIGKILL, 0.0)] if self._group_exists else []
             return kill + self._translate(self._driver.hasten())
-        self._signum = signum
+        self.signum = signum
         name = texts.signal_name(signum)
         reason, ends_the_job = name, True
         if self._rendezvous.settings.drain == "job":
@@ -236,7 +228,7 @@ class SeveralNodes(Decisions):
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
         # Workers that were stopped because one hung in the kernel have not failed.
-        is_failure = self._phase is not machine.Phase.STOPPING and event.unfit is None
+        is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         if is_failure or self._first_failure is not None or attempt.expired:
             cause = own_cause(attempt, self._place(), self._clock(), self._first_word)
         else:
@@ -292,17 +284,17 @@ class SeveralNodes(Decisions):
         )
         if self._planned is not None:
             self._planned(plan, partial(driver.meeting_point.open_shared_store, action.round))
-        self._phase, self._group_exists = machine.Phase.STARTING, True
+        self.phase, self._group_exists = machine.Phase.STARTING, True
         return [machine.Start(action.round, action.restarts)]
 
     def _stop(self, action: messages.Stop) -> list[machine.Action]:
-        self._phase = machine.Phase.STOPPING
+        self.phase = machine.Phase.STOPPING
         if action.fenced:
             then = "" if self._require_driver().is_leaving else ", then this node tries to join again"
             self._console.say(f"{action.why}; the workers of round {action.round} are killed{then}")
             return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
-        if self._signum is not None:
-            return [machine.Stop(self._signum, self._job.shutdown_timeout, is_announced=True)]
+        if self.signum is not None:
+            return [machine.Stop(self.signum, self._job.shutdown_timeout, is_announced=True)]
         self._console.say(f"{action.why}: stopping the workers of round {action.round}")
         hung = None
         if action.hung is not None:
@@ -319,13 +311,13 @@ class SeveralNodes(Decisions):
             from elasticrs.agent.cause import Cause
 
             self.first_cause = Cause.decoded(outcome.cause)
-        self._phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
-        code = 0 if self._phase is machine.Phase.SUCCEEDED else 1
-        if code == 0 and self._signum is None:
+        self.phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
+        code = 0 if self.phase is machine.Phase.SUCCEEDED else 1
+        if code == 0 and self.signum is None:
             if outcome.message is not None:
                 self._console.say(outcome.message)
             return [machine.Exit(0)]
-        if self._signum is not None:
-            self._phase = machine.Phase.STOPPED
+        if self.signum is not None:
+            self.phase = machine.Phase.STOPPED
             return [machine.Exit(1)]
         return [machine.ReportFailure(outcome.message), machine.Exit(code)]

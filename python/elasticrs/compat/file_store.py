@@ -19,8 +19,7 @@ from base64 import b64decode, b64encode
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from elasticrs.store import DistStoreError
-from elasticrs.store.barrier import meet
+from elasticrs.store.timed import TimedStore, bytes_of, timed_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +35,10 @@ _SHORTEST_PAUSE = 0.005
 _LONGEST_PAUSE = 0.2
 
 
-class FileStore:
-    """Keys and values, as :class:`elasticrs.store.Store`; no descriptor stays open between two calls.
+class FileStore(TimedStore):
+    """Keys and values, as :class:`elasticrs.store.Store`, but no queues, as in torch's.
+
+    No descriptor stays open between two calls.
 
     Args:
         path: of the file; made when it is missing.
@@ -49,8 +50,8 @@ class FileStore:
     """
 
     def __init__(self, path: str, timeout: datetime.timedelta = datetime.timedelta(seconds=300)) -> None:
+        super().__init__(timeout)
         self._path = path
-        self._timeout = timeout
         with self._locked():
             self._read()
 
@@ -59,52 +60,16 @@ class FileStore:
         """Path of the file."""
         return self._path
 
-    @property
-    def timeout(self) -> datetime.timedelta:
-        """How long :meth:`get` and :meth:`wait` wait."""
-        return self._timeout
-
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Change :attr:`timeout`."""
-        self._timeout = timeout
-
-    def has_extended_api(self) -> bool:
-        """True: :meth:`append`, :meth:`multi_get` and :meth:`multi_set` work."""
-        return True
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
-        self.multi_set([key], [value])
-
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys at once."""
-        pairs = dict(zip(keys, map(_bytes, values), strict=True))
+        pairs = dict(zip(keys, map(bytes_of, values), strict=True))
         with self._locked():
             self._write({**self._read(), **pairs})
 
-    def get(self, key: str) -> bytes:
-        """Wait for a key and return its value.
-
-        Raises:
-            DistStoreError: it did not come within :attr:`timeout`.
-        """
-        return self.multi_get([key])[0]
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for several keys and return their values, as they were at one moment.
-
-        Raises:
-            DistStoreError: not all came within :attr:`timeout`.
-        """
         values = self._wait(keys, self._timeout)
         return [values[key] for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait for keys.
-
-        Raises:
-            DistStoreError: not all came in time.
-        """
         self._wait(keys, self._timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -113,12 +78,11 @@ class FileStore:
             return self._read().keys() >= set(keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 when the key is missing, and return the sum."""
         return int(self._change(key, lambda value: str(int(value or b"0") + amount).encode()))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add bytes to the end of a value; set it when the key is missing."""
-        self._change(key, lambda head: head + _bytes(value))
+        self._change(key, lambda head: head + bytes_of(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if it has the expected value, or is missing and nothing is expected.
@@ -126,7 +90,7 @@ class FileStore:
         Returns:
             The value that the key has now; as torch, ``expected`` when the key is missing and not set.
         """
-        old, new = _bytes(expected), _bytes(desired)
+        old, new = bytes_of(expected), bytes_of(desired)
         with self._locked():
             values = self._read()
             found = values.get(key)
@@ -143,10 +107,6 @@ class FileStore:
                 return False
             self._write(values)
             return True
-
-    def barrier(self, key: str, world_size: int, timeout: datetime.timedelta | None = None) -> None:
-        """See :class:`elasticrs.store.Store`. There are no queues, as in torch's."""
-        meet(self, key, world_size, timeout)
 
     def num_keys(self) -> int:
         """Return the number of keys."""
@@ -169,8 +129,7 @@ class FileStore:
                 return values
             left = deadline - time.monotonic()
             if left <= 0:
-                milliseconds = round(timeout.total_seconds() * 1000)
-                raise DistStoreError(f"wait timeout after {milliseconds}ms, keys: {', '.join(keys)}")
+                raise timed_out("wait", timeout, f"keys: {', '.join(keys)}")
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -221,10 +180,6 @@ class FileStore:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
         os.replace(fresh, self._path)
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 class TemporaryFileStore(FileStore):

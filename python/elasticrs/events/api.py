@@ -19,8 +19,17 @@ class EventSource(str, Enum):
     WORKER = "WORKER"
 
 
+class _Serialized:
+    def __str__(self) -> str:
+        return self.serialize()
+
+    def serialize(self) -> str:
+        """Its JSON, on one line."""
+        return json.dumps(asdict(self))  # type: ignore[call-overload]  # its subclasses are dataclasses
+
+
 @dataclass
-class Event:
+class Event(_Serialized):
     """Something that happened in a job, as in torch.
 
     Args:
@@ -36,9 +45,6 @@ class Event:
     timestamp: int = 0
     metadata: dict[str, EventMetadataValue] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return self.serialize()
-
     @staticmethod
     def deserialize(data: str | Event) -> Event:
         """The event of a JSON text; an event is returned as it is.
@@ -53,10 +59,6 @@ class Event:
         fields = json.loads(data)
         return Event(**{**fields, "source": EventSource[fields["source"]]})
 
-    def serialize(self) -> str:
-        """Its JSON, on one line."""
-        return json.dumps(asdict(self))
-
 
 class NodeState(str, Enum):
     """Where a node stands in a rendezvous."""
@@ -68,7 +70,7 @@ class NodeState(str, Enum):
 
 
 @dataclass
-class RdzvEvent:
+class RdzvEvent(_Serialized):
     """Something that happened in a rendezvous, as in torch.
 
     Args:
@@ -95,9 +97,6 @@ class RdzvEvent:
     local_id: int | None = None
     error_trace: str = ""
 
-    def __str__(self) -> str:
-        return self.serialize()
-
     @staticmethod
     def deserialize(data: str | RdzvEvent) -> RdzvEvent:
         """The event of a JSON text; an event is returned as it is.
@@ -111,7 +110,3 @@ class RdzvEvent:
             return data
         fields = json.loads(data)
         return RdzvEvent(**{**fields, "node_state": NodeState[fields["node_state"]]})
-
-    def serialize(self) -> str:
-        """Its JSON, on one line."""
-        return json.dumps(asdict(self))

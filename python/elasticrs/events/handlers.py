@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, TextIO
 
@@ -129,8 +130,8 @@ class LineFileHandler(logging.Handler):
         try:
             while line:
                 line = line[os.write(self._fd, line) :]
-            if is_failure:
-                self._sync()
+            if is_failure and stat.S_ISREG(os.fstat(self._fd).st_mode):
+                os.fsync(self._fd)
         except OSError as error:
             self._complain("error", error.strerror or str(error))
 
@@ -138,12 +139,6 @@ class LineFileHandler(logging.Handler):
         if kind not in self._complaints:
             self._complaints.add(kind)
             _log.warning("events cannot be written to %s: %s", self._path, what)
-
-    def _sync(self) -> None:
-        import stat
-
-        if stat.S_ISREG(os.fstat(self._fd).st_mode):
-            os.fsync(self._fd)
 
     def flush(self) -> None:
         """Wait for what is not written yet, for a while."""

@@ -244,12 +244,7 @@ def launch_agent(
 
 
 def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
-    """Run an agent, and record how that ended: as in torch the last event of a job, by the launcher.
-
-    Args:
-        agent: of this node.
-        destination: of events.
-    """
+    """Run an agent, and record how that ended: as in torch the last event of a job, by the launcher."""
     try:
         result = agent.run()
     except Exception:
@@ -263,9 +258,6 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
 def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
     """End a rendezvous after its job, but not when this node was asked to stop: that would end the job on all
     nodes. An error of the handler is a warning, as the job's outcome stands.
-
-    Args:
-        handler: ours or the user's.
     """
     is_signalled = False
     try:

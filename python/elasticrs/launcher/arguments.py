@@ -60,12 +60,7 @@ class Namespace:
 
 
 def values_of(args: Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The values of these options, by name.
-
-    Args:
-        args: all values.
-        names: of the options.
-    """
+    """Return the values of these options, by name."""
     return {name: getattr(args, name) for name in names}
 
 
@@ -138,10 +133,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     """Turn the options into a job, and check everything that can be checked before something is started.
-
-    Args:
-        args: from :func:`parse`.
-        environ: the agent's environment.
 
     Raises:
         UsageError: one line for the user.

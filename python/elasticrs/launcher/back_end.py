@@ -42,13 +42,7 @@ class Meeting(Value):
 
 
 def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
-    """Choose the back end of a command line, and check its settings.
-
-    Args:
-        args: all options.
-        environ: the agent's environment.
-        grace: seconds between the first signal and SIGKILL.
-        notices: gets lines for the user.
+    """Choose the back end of a command line, and check its settings; ``notices`` gets lines for the user.
 
     Raises:
         UsageError: one line for the user.
@@ -66,10 +60,7 @@ def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notice
 
 
 def is_alone(args: Any) -> bool:
-    """Return true if the node meets nobody: ``--standalone``, or a plain launch.
-
-    Args:
-        args: all options.
+    """True if the node meets nobody: ``--standalone``, or a plain launch.
 
     Raises:
         UsageError: ``--standalone`` with several nodes.

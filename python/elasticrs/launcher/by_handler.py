@@ -56,7 +56,7 @@ def run_by_handler(
     signals: SignalPipe | None,
     write: Callable[[str], None],
 ) -> int:
-    """Run the job to its end.
+    """Run the job to its end; return the exit code.
 
     Args:
         launch: the job.
@@ -65,9 +65,6 @@ def run_by_handler(
         console: for lines to the user.
         signals: those that came before are heard; from here on they are raised.
         write: takes the report of a failure.
-
-    Returns:
-        The exit code.
 
     Raises:
         UsageError: settings that the handler does not take.

@@ -38,14 +38,11 @@ _FIRST_SIGNALS = (
 
 
 def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> int:
-    """Launch a job and wait for its end.
+    """Launch a job and wait for its end; return the exit code.
 
     Args:
         args: the command line without the program; the interpreter's own when ``None``.
         ends_by_sigint: SIGINT has its default action until there are handlers; see :mod:`elasticrs.launch`.
-
-    Returns:
-        The exit code.
     """
     _open_standard_descriptors()
     # Before all imports that take time: from here on no signal ends the process half-way.

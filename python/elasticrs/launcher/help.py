@@ -33,10 +33,8 @@ _EXAMPLES = (
 
 
 def help_text(program: str) -> str:
-    """What ``--help`` prints, at most :data:`WIDTH` columns wide.
-
-    Args:
-        program: how the launcher was called.
+    """Return what ``--help`` prints, at most :data:`WIDTH` columns wide; ``program``: how the launcher was
+    called.
     """
     lines = [
         f"usage: {program} [options] script [arguments of the script]",

@@ -46,10 +46,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def completion(shell: str) -> str:
-    """A script that completes the command line.
-
-    Args:
-        shell: bash, zsh or tcsh.
+    """Return a script that completes the command line in bash, zsh or tcsh.
 
     Raises:
         ImportError: the package ``shtab`` is not installed.

@@ -3,13 +3,7 @@
 ``python -m elasticrs.store`` serves; :func:`connect` makes a :class:`Store` on it.
 """
 
-from elasticrs.store.store import (
-    DistError,
-    DistNetworkError,
-    DistStoreError,
-    QueueEmptyError,
-    Store,
-    connect,
-)
+from elasticrs.store.store import Store, connect
+from elasticrs.store.timed import DistError, DistNetworkError, DistStoreError, QueueEmptyError
 
 __all__ = ["DistError", "DistNetworkError", "DistStoreError", "QueueEmptyError", "Store", "connect"]

@@ -16,8 +16,14 @@ from elasticrs.coordination import (
     Range,
 )
 from elasticrs.native_session import Client, NativeSession
-from elasticrs.store.barrier import meet
 from elasticrs.store.requests import LostError, Requests
+from elasticrs.store.timed import (
+    DistNetworkError,
+    QueueEmptyError,
+    TimedStore,
+    bytes_of,
+    timed_out,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,22 +33,6 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 _LENGTH = 4
 """Bytes of the length of a value in a queue."""
-
-
-class DistError(RuntimeError):
-    """As ``torch.distributed.DistError``."""
-
-
-class DistStoreError(DistError):
-    """A key did not come in time; as ``torch.distributed.DistStoreError``."""
-
-
-class QueueEmptyError(DistStoreError):
-    """A queue has nothing to take; as ``torch.distributed.QueueEmptyError``."""
-
-
-class DistNetworkError(DistError):
-    """The connection to the store is lost; as ``torch.distributed.DistNetworkError``."""
 
 
 def connect(
@@ -79,7 +69,7 @@ def connect(
         raise
 
 
-class Store:
+class Store(TimedStore):
     """Keys and values, shared by all that are connected to the same store with the same prefix.
 
     Values are bytes; text is encoded as UTF-8. All methods may be called from several threads. A key and its
@@ -102,9 +92,9 @@ class Store:
         prefix: str = "",
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     ) -> None:
+        super().__init__(timeout)
         self._requests = Requests(lambda: NativeSession(client))
         self._prefix = prefix
-        self._timeout = timeout
         try:
             self._requests.connect()
         except LostError as lost:
@@ -124,19 +114,6 @@ class Store:
         store._timeout = timeout
         return store
 
-    @property
-    def timeout(self) -> datetime.timedelta:
-        """How long :meth:`get` and :meth:`wait` wait."""
-        return self._timeout
-
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Change :attr:`timeout`."""
-        self._timeout = timeout
-
-    def has_extended_api(self) -> bool:
-        """True: :meth:`append`, :meth:`multi_get` and :meth:`multi_set` work."""
-        return True
-
     def clone(self) -> Store:
         """Another object over the same connection; closing one closes both."""
         return self._derived(self._prefix)
@@ -145,29 +122,11 @@ class Store:
         """An object over the same connection whose keys have this prefix, too, after ours."""
         return self._derived(self._prefix + prefix)
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
-        self._txn(then=[Put(self._key(key), _bytes(value), False)])
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key and return its value.
-
-        Raises:
-            DistStoreError: it did not come within :attr:`timeout`.
-        """
-        return self.multi_get([key])[0]
-
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys at once: nobody sees only some of them."""
         pairs = zip(keys, values, strict=True)
-        self._txn(then=[Put(self._key(key), _bytes(value), False) for key, value in pairs])
+        self._txn(then=[Put(self._key(key), bytes_of(value), False) for key, value in pairs])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for several keys and return their values, as they were at one moment.
-
-        Raises:
-            DistStoreError: not all came within :attr:`timeout`.
-        """
         found: list[bytes] = []
 
         def all_are_there() -> bool:
@@ -181,15 +140,6 @@ class Store:
         return found
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait for keys.
-
-        Args:
-            keys: all of them have to be there at one moment.
-            timeout: :attr:`timeout` when ``None``.
-
-        Raises:
-            DistStoreError: not all came in time.
-        """
         self._wait(lambda: self.check(keys), keys, self._timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -197,7 +147,6 @@ class Store:
         return self._txn([Exists(self._key(key)) for key in keys]).ok
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 when the key is missing, and return the sum."""
         sums = [0]
 
         def plus(value: bytes) -> bytes:
@@ -209,7 +158,7 @@ class Store:
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add bytes to the end of a value; set it when the key is missing."""
-        tail = _bytes(value)
+        tail = bytes_of(value)
         self._change(key, lambda head: head + tail)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -218,7 +167,7 @@ class Store:
         Returns:
             The value that the key has now; as torch, ``expected`` when the key is missing and not set.
         """
-        name, old, new = self._key(key), _bytes(expected), _bytes(desired)
+        name, old, new = self._key(key), bytes_of(expected), bytes_of(desired)
         put: list[Operation] = [Put(name, new, False)]
         while True:
             reply = self._txn([HasValue(name, old)], put, [Get(name)])
@@ -238,7 +187,7 @@ class Store:
         A queue is the value of its key, which is there while it has something: one name is either a queue or
         a value, and all that a queue has must fit into one value.
         """
-        item = _bytes(value)
+        item = bytes_of(value)
         self._change(key, lambda queue: queue + len(item).to_bytes(_LENGTH, "big") + item)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
@@ -272,19 +221,6 @@ class Store:
         """
         found = _value(self._txn(then=[Get(self._key(key))]))
         return 0 if found is None else len(_items(found))
-
-    def barrier(self, key: str, world_size: int, timeout: datetime.timedelta | None = None) -> None:
-        """Wait until a number of callers have called this.
-
-        Args:
-            key: of this barrier; may be used again when all have passed.
-            world_size: how many.
-            timeout: :attr:`timeout` when ``None``.
-
-        Raises:
-            DistStoreError: not all came in time.
-        """
-        meet(self, key, world_size, timeout)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return true if it existed."""
@@ -332,8 +268,7 @@ class Store:
         except LostError as lost:
             raise DistNetworkError(str(lost)) from None
         if not came:
-            milliseconds = round(timeout.total_seconds() * 1000)
-            raise DistStoreError(f"wait timeout after {milliseconds}ms, keys: {', '.join(keys)}")
+            raise timed_out("wait", timeout, f"keys: {', '.join(keys)}")
 
     def _take_first(self, key: str, taken: list[bytes]) -> bool:
         name = self._key(key)
@@ -358,10 +293,6 @@ class Store:
             if reply.ok:
                 return
             found = reply.entry(0)
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def _items(queue: bytes) -> list[bytes]:

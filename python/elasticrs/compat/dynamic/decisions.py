@@ -169,7 +169,7 @@ def _is_last_call_over(view: View) -> bool:
 
 def seconds_of_last_call(settings: RendezvousSettings) -> float:
     """Return how long a last call lasts, in seconds."""
-    return settings.timeout.last_call.total_seconds()
+    return float(settings.timeout.last_call.total_seconds())
 
 
 def patience(settings: RendezvousSettings) -> float:

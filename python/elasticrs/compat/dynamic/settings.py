@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 
+def _read_only(name: str) -> property:
+    return property(lambda self: getattr(self, f"_{name}"))
+
+
 class RendezvousTimeout:
     """How long the parts of a rendezvous may take; parts of seconds are fine.
 
@@ -40,25 +44,7 @@ class RendezvousTimeout:
         self._close = self._checked("close", close)
         self._heartbeat = self._checked("heartbeat", heartbeat)
 
-    @property
-    def join(self) -> timedelta:
-        """Until enough nodes have met."""
-        return self._join
-
-    @property
-    def last_call(self) -> timedelta:
-        """For further nodes, once enough have met."""
-        return self._last_call
-
-    @property
-    def close(self) -> timedelta:
-        """For closing."""
-        return self._close
-
-    @property
-    def heartbeat(self) -> timedelta:
-        """For one sign of life."""
-        return self._heartbeat
+    join, last_call, close, heartbeat = map(_read_only, ("join", "last_call", "close", "heartbeat"))
 
     @classmethod
     def _checked(cls, name: str, value: timedelta | None) -> timedelta:

@@ -205,7 +205,13 @@ class MeetingPoint:
             except CannotHost as error:
                 return ConnectionLost("cannot_host", str(error))
         if self._shares_early:
-            self._share_early()
+            from elasticrs.store import DistNetworkError
+
+            try:
+                self._shared = self._open_store("")
+            except DistNetworkError:
+                # The connection of the agent itself, which comes next, tells why, if it fails as well.
+                self._shared = None
         try:
             self._session = self._connected()
         except OSError as error:
@@ -328,15 +334,6 @@ class MeetingPoint:
             return self._shared.with_prefix(prefix)
         self._shared = self._open_store(prefix)
         return self._shared
-
-    def _share_early(self) -> None:
-        from elasticrs.store import DistNetworkError
-
-        try:
-            self._shared = self._open_store("")
-        except DistNetworkError:
-            # The connection of the agent itself, which comes next, tells why, if it fails as well.
-            self._shared = None
 
     def _open_store(self, prefix: str) -> Store:
         from elasticrs.store import connect
