@@ -1,6 +1,7 @@
 """Which modules ``--warm`` takes: found in the source, without running or importing anything."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -133,14 +134,18 @@ def test_a_script_is_read_as_python_reads_it(write):
 
 
 @pytest.mark.parametrize(
-    "text", ["import json\nx = (", b"x = '\xe9'", b"import a\0b", b"# coding: nope\n", "(" * 5000]
+    ("text", "why"),
+    [
+        ("import json\nx = )", "line 2: "),
+        *((text, "") for text in (b"x = '\xe9'", b"import a\0b", b"# coding: nope\n", "(" * 5000)),
+    ],
 )
-def test_what_cannot_be_parsed_is_cold(write, text):
+def test_what_cannot_be_parsed_is_cold(write, text, why):
     chosen = of_script(write("train.py", text))
     assert chosen.modules == ()
     [remark] = chosen.remarks
     assert "nothing is preloaded: " in remark
-    assert "train.py cannot be parsed: " in remark
+    assert re.search(rf"train\.py cannot be parsed: {why}\w", remark)
 
 
 def test_what_cannot_be_read_is_cold(write, tmp_path):

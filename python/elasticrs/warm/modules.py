@@ -108,7 +108,7 @@ def _of_source(entry: Entry) -> Preload:
     except OSError as error:
         return _cold(f"{entry.path} cannot be read: {error.strerror}")
     except _CANNOT_PARSE as error:
-        return _cold(f"{entry.path} cannot be parsed: {error}")
+        return _cold(f"{entry.path} cannot be parsed: {_reason(error)}")
     if not chosen:
         return _cold(f"{entry.path} imports nothing but its own modules")
     if any(_top(name) == "torch" for name in chosen):
@@ -144,6 +144,12 @@ def _read_all(path: str, entry: Entry) -> tuple[dict[str, None], list[bytes]]:
     read_own(entry.package)
     read(path, entry.package)
     return chosen, list(sources.values())
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"line {error.lineno}: {error.msg}"
+    return str(error) or type(error).__name__
 
 
 def _cold(why: str) -> Preload:
