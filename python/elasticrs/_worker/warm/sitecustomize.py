@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import types
     from typing import Any, NoReturn
 
+    _Done = dict[str, tuple["str | None", "str | None"]]
+    """What imports have done to the environment: the values before and after, by variable."""
+
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(os.path.dirname(_HERE), "hook")
 
@@ -81,15 +84,55 @@ def _children() -> list[int]:
 
 def _uses_cuda() -> bool:
     with open("/proc/self/maps") as maps:
-        if "/libcuda.so" not in maps.read():
-            return False
+        found = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "/libcuda.so" in line}
+    if not found:
+        return False
     import ctypes
 
     count = ctypes.c_int()
-    return ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED  # type: ignore[no-any-return]
+    codes = [ctypes.CDLL(path).cuDeviceGetCount(ctypes.byref(count)) for path in found]
+    return any(code != _NOT_INITIALIZED for code in codes)
 
 
-def _why_unclean(before: dict[int, str], place: str) -> str | None:
+def _standard_streams() -> "list[Any]":
+    return [sys.__stdin__, sys.__stdout__, sys.__stderr__]
+
+
+def _settings(stream: "Any") -> dict[str, object]:
+    return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+
+
+class _Surroundings:
+    """What a worker must have as it was before the imports, until its script imports."""
+
+    def __init__(self) -> None:
+        import signal
+
+        self._place, self._mask = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+        self._streams = [_settings(stream) for stream in _standard_streams()]
+
+    def restore(self) -> str | None:
+        """Restore what has changed, and name it."""
+        import signal
+
+        changed = None
+        if os.umask(self._umask) != self._umask:
+            changed = "the umask"
+        if signal.pthread_sigmask(signal.SIG_SETMASK, self._mask) != self._mask:
+            changed = "the signal mask"
+        if os.getcwd() != self._place:
+            os.chdir(self._place)
+            changed = "the working directory"
+        for stream, settings in zip(_standard_streams(), self._streams, strict=True):
+            if _settings(stream) != settings:
+                stream.reconfigure(**settings)
+                changed = "the standard streams"
+        return changed
+
+
+def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
     """What has been left that must not be forked, or is lost by a fork."""
     opened = [link for fd, link in _open_files().items() if before.get(fd) != link]
     if _has_threads():
@@ -100,16 +143,15 @@ def _why_unclean(before: dict[int, str], place: str) -> str | None:
         return "it opens a socket at import"
     if any(link.startswith(_DEVICES) for link in opened) or _uses_cuda():
         return "it initialises a GPU driver at import"
-    if os.getcwd() != place:
-        return "it changes the working directory at import"
-    return None
+    changed = surroundings.restore()
+    return changed and f"it changes {changed} at import"
 
 
 # --- the nursery ---
 
 
 def _import(
-    written: str, is_explicit: bool, before: dict[int, str], place: str
+    written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
 ) -> "tuple[str, str | None] | None":
     """Why the module must be left out, and its traceback if it has raised."""
     import time
@@ -126,7 +168,7 @@ def _import(
 
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return f"it raises {type(error).__name__} at import", text
-    why = _why_unclean(before, place)
+    why = _why_unclean(before, surroundings)
     if why is None:
         _report(imported=name, seconds=time.monotonic() - begun)
         return None
@@ -173,7 +215,7 @@ def _reserve() -> list[int]:
     return [null, *free]
 
 
-def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], dict[str, "str | None"]]:
+def _import_all(environ: dict[str, str]) -> "tuple[dict[int, bytes], _Done]":
     """Import everything; what was printed, and what was done to the environment."""
     import json
     import time
@@ -182,16 +224,18 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], dict[str, "s
     settings = json.loads(environ[_SETTINGS])
     names, is_explicit = settings["modules"], settings["is_explicit"]
     quiet = {name: value for name, value in _QUIET.items() if name not in os.environ}
-    place, reserved, captured = os.getcwd(), _reserve(), _Captured()
+    surroundings, reserved, captured = _Surroundings(), _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
     os.environ.update(quiet)
     for name in names:
-        found = _import(name, is_explicit, before, place)
+        found = _import(name, is_explicit, before, surroundings)
         if found is not None:
             why, text = found
             module = name.partition(":")[0]
             _report(left_out=module, why=why, traceback=text)
             rest = [other for other in names if other.partition(":")[0] != module]
+            surroundings.restore()
+            captured.end()
             _begin_again(environ, {**settings, "modules": rest})
     for name, value in quiet.items():
         if os.environ.get(name) == value:
@@ -199,10 +243,9 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], dict[str, "s
     printed = captured.end()
     for fd in reserved:
         os.close(fd)
-    changed = {name: value for name, value in os.environ.items() if untouched.get(name) != value}
-    gone = dict.fromkeys(untouched.keys() - os.environ.keys())
+    both = {name: (untouched.get(name), os.environ.get(name)) for name in {*untouched, *os.environ}}
     _tell_ready(begun)
-    return printed, {**changed, **gone}
+    return printed, {name: change for name, change in both.items() if change[0] != change[1]}
 
 
 def _tell_ready(begun: float) -> None:
@@ -222,6 +265,13 @@ def _tell_ready(begun: float) -> None:
     )
 
 
+def _open_standard_descriptors() -> None:
+    """As Rust's runtime does: a worker has all of them in any case."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 def _core() -> "types.ModuleType":
     from importlib.machinery import ExtensionFileLoader, ModuleSpec
 
@@ -235,37 +285,34 @@ def _core() -> "types.ModuleType":
 # --- the worker ---
 
 
-def _renew_environment(entries: list[bytes], imported: "dict[str, str | None]") -> None:
+def _renew_environment(entries: list[bytes], done: "_Done") -> None:
     os.environ.clear()
     for entry in entries:
         name, _, value = entry.partition(b"=")
         os.environb[name] = value
-    for variable, change in imported.items():
-        if change is None:
+    for variable, (before, after) in done.items():
+        if after is None:
             os.environ.pop(variable, None)
-        elif variable not in os.environ:
-            os.environ[variable] = change
+        # What the import found missing it has perhaps only set for that reason.
+        elif before is not None or variable not in os.environ:
+            os.environ[variable] = after
 
 
 def _renew_streams() -> None:
     """The same objects, since libraries have kept them, as if they had been made now."""
+    import io
+
     unbuffered = os.environ.get("PYTHONUNBUFFERED", "") != "" or "-u" in sys.orig_argv[1:2]
-    streams: tuple[Any, ...] = (sys.stdin, sys.stdout, sys.stderr)
-    for fd, stream in enumerate(streams):
-        if stream is None:
-            continue
+    for fd, stream in enumerate(_standard_streams()):
         name, mode, encoding, errors = stream.name, stream.mode, stream.encoding, stream.errors
-        buffer = stream.buffer
-        raw = getattr(buffer, "raw", buffer)
-        raw.__init__(fd, "rb" if fd == 0 else "wb", closefd=False)
+        # A new one: the old one has kept whether it is seekable.
+        raw: Any = io.FileIO(fd, "rb" if fd == 0 else "wb", closefd=False)
         raw.name = name
-        if raw is not buffer:
-            buffer.__init__(raw)
-        is_by_lines = not unbuffered and (fd == 2 or raw.isatty())
         stream.__init__(
-            *(buffer, encoding, errors, None if fd == 0 else "\n"),
-            line_buffering=is_by_lines,
-            write_through=unbuffered and fd != 0,
+            raw if isinstance(stream.buffer, io.FileIO) else type(stream.buffer)(raw),
+            *(encoding, errors, None if fd == 0 else "\n"),
+            line_buffering=not unbuffered and (fd == 2 or raw.isatty()),
+            write_through=unbuffered,
         )
         stream.mode = mode
 
@@ -290,19 +337,24 @@ def _renew_seeds() -> None:
     time.tzset()
 
 
-def _renew_arguments(argv: list[bytes]) -> None:
+def _renew_arguments(argv: list[bytes], before: list[str]) -> None:
     arguments = [os.fsdecode(argument) for argument in argv]
     sys.orig_argv[:] = arguments
-    count = len(sys.argv) - 1
-    if count > 0:
-        sys.argv[1:] = arguments[-count:]
+    # An import may have changed them, as it would in the worker.
+    if sys.argv == before and len(before) > 1:
+        sys.argv[1:] = arguments[1 - len(before) :]
 
 
 def _become_worker(
-    argv: list[bytes], env: list[bytes], printed: dict[int, bytes], imported: "dict[str, str | None]"
+    argv: list[bytes], env: list[bytes], arguments: list[str], printed: dict[int, bytes], done: "_Done"
 ) -> None:
-    _renew_environment(env, imported)
-    _renew_arguments(argv)
+    import atexit
+    import gc
+
+    # The last collection must see all: a file that nobody has closed is written then.
+    atexit.register(gc.unfreeze)
+    _renew_environment(env, done)
+    _renew_arguments(argv, arguments)
     _renew_streams()
     _renew_seeds()
     for fd, output in printed.items():
@@ -312,7 +364,10 @@ def _become_worker(
 
 
 def _start() -> None:
-    environ = dict(os.environ)
+    environ, arguments = dict(os.environ), list(sys.argv)
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        _open_standard_descriptors()
+        os.execve(sys.executable, sys.orig_argv, environ)
     sys.path[:] = [entry for entry in sys.path if entry != _HERE]
     sys.path_importer_cache.pop(_HERE, None)
     start = environ[_START]
@@ -326,7 +381,7 @@ def _start() -> None:
     try:
         core = _core()
         del os.environ[_CORE]
-        printed, imported = _import_all(environ)
+        printed, done = _import_all(environ)
         import gc
 
         gc.freeze()
@@ -337,7 +392,7 @@ def _start() -> None:
         _report(failed=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
         os._exit(1)
     argv, env = core.warm_nursery_main(start)
-    _become_worker(argv, env, printed, imported)
+    _become_worker(argv, env, arguments, printed, done)
     hooked = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
     if hooked == _HOOK:
         sys.path.insert(0, hooked)

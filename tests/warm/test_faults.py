@@ -1,0 +1,135 @@
+"""The process that imports is killed, stopped, hangs or outlives its agent: the job goes on, and ends."""
+
+import os
+import re
+import signal
+
+import pytest
+from helpers import procs
+from helpers.steady import EXIT_0, SteadyJob, send
+
+pytestmark = pytest.mark.beyond_torchrun
+
+SLOW = """
+import os
+open("importing", "w").close()
+os.open("go-on", os.O_RDONLY)
+"""
+"""Its import says that it runs, and waits until the FIFO is opened for writing."""
+
+SHOW = """
+import os, sys
+os.write(1, f"RUNS {os.environ['RANK']} {'slow' in sys.modules}\\n".encode())
+"""
+
+
+class Importing:
+    """A job whose nursery is in the middle of an import."""
+
+    def __init__(self, launch, folder, script, *options):
+        self._folder = folder
+        (folder / "slow.py").write_text(SLOW)
+        os.mkfifo(folder / "go-on")
+        options = ("--nproc-per-node=2", "--warm", "json,slow", *options)
+        self.launched = launch(*options, script, env={"PYTHONPATH": str(folder)})
+        procs.wait_until((folder / "importing").exists)
+        (self.nursery,) = [child.pid for child in procs.children(self.launched.pid)]
+
+    def go_on(self):
+        """Every import from now on goes on at once."""
+        (self._folder / "slow.py").write_text("import os\n")
+        # Opened for both, so that it does not wait for a reader.
+        self._fifo = os.open(self._folder / "go-on", os.O_RDWR)
+
+    def runs(self):
+        self.launched.exits(0)
+        os.close(self._fifo)
+        return sorted(re.findall(r"^RUNS (\d) (\w+)$", self.launched.stdout, re.MULTILINE))
+
+
+@pytest.fixture
+def importing(launch, tmp_path, worker_script):
+    script = tmp_path / "script" / "worker.py"
+    script.parent.mkdir()
+    script.write_text(SHOW)
+    return lambda *options: Importing(launch, tmp_path, script, *options)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_killed_while_it_imports(importing, signum):
+    job = importing()
+    os.kill(job.nursery, signum)
+    job.go_on()
+    assert [rank for rank, _ in job.runs()] == ["0", "1"]
+
+
+def test_stopped_and_continued_while_it_imports(importing):
+    job = importing()
+    os.kill(job.nursery, signal.SIGSTOP)
+    procs.wait_state(job.nursery, "T")
+    job.go_on()
+    os.kill(job.nursery, signal.SIGCONT)
+    assert job.runs() == [("0", "True"), ("1", "True")]
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["imports", "is stopped"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_the_agent_ends_while_it_imports(importing, signum, is_stopped):
+    job = importing()
+    if is_stopped:
+        os.kill(job.nursery, signal.SIGSTOP)
+        procs.wait_state(job.nursery, "T")
+    job.launched.signal(signum)
+    assert job.launched.wait(20) == (1 if signum == signal.SIGTERM else -signal.SIGKILL)
+    procs.assert_gone([job.nursery], 20)
+    procs.reap_adopted()
+
+
+WARM = ("--warm", "json,colorsys")
+
+
+def test_a_killed_nursery_is_charged_once(launch, tmp_path):
+    job = SteadyJob(launch, tmp_path, 3, "--max-restarts", "1", *WARM)
+    first = job.ready()
+    send(job.nursery(), signal.SIGKILL)
+    second = job.ready(attempt=1)
+    procs.assert_gone(first.values())
+    for pid in second.values():
+        send(pid, EXIT_0)
+    job.launched.exits(0)
+    job.check_logs()
+
+
+def test_killed_at_each_restart(launch, tmp_path):
+    """A worker and its nursery at once: that is one failure, or two, never more."""
+    restarts = 6
+    job = SteadyJob(launch, tmp_path, 2, "--max-restarts", str(restarts), *WARM)
+    for attempt in (0, 2, 4):
+        # The one of them that counts less may already be charged.
+        pids = job.ready(attempt)
+        nursery = job.nursery()
+        send(pids[1], signal.SIGKILL)
+        job.launched.wait_for_line(rf"attempt {attempt + 1} is running", "stderr")
+        send(nursery, signal.SIGKILL)
+    for pid in job.ready(6).values():
+        send(pid, EXIT_0)
+    job.launched.exits(0)
+    job.check_logs()
+
+
+def test_a_stopped_nursery_goes_on_and_loses_no_exit_code(launch, tmp_path):
+    job = SteadyJob(launch, tmp_path, 3, *WARM)
+    pids = job.ready().values()
+    send(job.nursery(), signal.SIGSTOP)
+    for pid in pids:
+        send(pid, EXIT_0)
+    job.launched.exits(0)
+    job.check_logs()
+
+
+def test_few_descriptors(launch, tmp_path):
+    job = SteadyJob(launch, tmp_path, 3, *WARM, "--max-restarts", "1")
+    send(job.ready()[0], signal.SIGKILL)
+    for pid in job.ready(1).values():
+        send(pid, EXIT_0)
+    job.launched.exits(0)

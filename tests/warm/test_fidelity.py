@@ -1,0 +1,123 @@
+"""A script that runs warm sees what it sees cold: each test runs one command line twice and compares."""
+
+import sys
+
+import pytest
+from helpers.fidelity import ARGUED, FACTS, MARK, Job, differences
+
+pytestmark = pytest.mark.beyond_torchrun
+
+MODULES = "json,colorsys"
+WIDE = (
+    "json,colorsys,logging,random,tempfile,multiprocessing,concurrent.futures,asyncio,uuid,ctypes,subprocess"
+    ",threading,warnings,decimal,locale,inspect,pickle,socket,email"
+)
+"""Modules that keep something for their process."""
+
+QUICK = ("interpreter", "main", "source", "process", "signals", "descriptors", "environment", "streams")
+QUICK += ("threads", "faults", "seen_first")
+
+TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+LIMITS = 'umask 027; ulimit -S -n 300; ulimit -S -s 4096; ulimit -c 0; exec nice -n 3 taskset -c 0 "$@"'
+
+
+@pytest.fixture
+def job(launch, tmp_path):
+    return Job(launch, tmp_path, MODULES)
+
+
+def facts(*parts, modules=MODULES):
+    return (FACTS, "facts", modules, *parts)
+
+
+def assert_is_warm(outcome, n=2, mark=MARK):
+    """All ran, from a process that had imported what was asked for."""
+    assert outcome.code == 0, outcome.stderr
+    assert len(outcome.workers) == n
+    for worker in outcome.workers.values():
+        assert mark in worker.facts["seen_first"]["modules"], outcome.stderr
+
+
+@pytest.mark.parametrize("modules", [MODULES, WIDE], ids=["few", "many"])
+def test_all_facts(launch, tmp_path, modules):
+    job = Job(launch, tmp_path, modules)
+    assert_is_warm(job.compare("--nproc-per-node=2", *facts(modules=modules)))
+
+
+def test_what_the_script_imports_is_found(launch, tmp_path):
+    assert_is_warm(Job(launch, tmp_path, "auto").compare(*facts()), 1, mark="ctypes")
+
+
+def test_children_by_multiprocessing(job):
+    assert_is_warm(job.compare(*facts("multiprocesses", "seen_first")), 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--tee", "3"),
+        ("--virtual-local-rank",),
+        ("--hang-timeout", "60"),
+        ("--signals-to-handle", "SIGUSR1"),
+    ],
+    ids=" ".join,
+)
+def test_options(job, options):
+    how = {"redirect": options[0] != "--tee", "env": {"CUDA_VISIBLE_DEVICES": "4,5"}}
+    assert_is_warm(job.compare("--nproc-per-node=2", *options, *facts(*QUICK), **how))
+
+
+def test_arguments_that_differ_by_rank(job):
+    argued = ARGUED | {r"[\d.]+/facts/process/cmdline": "/proc/PID/cmdline shows the nursery's"}
+    command = ("--nproc-per-node=2", *facts("interpreter", "process", "seen_first", "${local_rank}"))
+    assert_is_warm(job.compare(*command, argued=argued))
+
+
+SETTINGS = {
+    "streams": {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "latin-1:replace", "PYTHONHASHSEED": "7"},
+    "development": {
+        "PYTHONDEVMODE": "1",
+        "PYTHONUTF8": "1",
+        "PYTHONWARNINGS": "error::FutureWarning,default",
+    },
+    "optimized": {"PYTHONOPTIMIZE": "2", "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONPATH": ""},
+    "ascii": {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "TZ": "Asia/Tokyo"},
+    "timers": {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "PYTHONPYCACHEPREFIX": "pycache", "PYTHONPATH": "a:b:"},
+    "no tracebacks": {"ELASTICRS_TRACEBACKS": "0", "PYTHONFAULTHANDLER": "1"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_the_interpreter(job, setting):
+    assert_is_warm(job.compare(*facts(*QUICK), env=SETTINGS[setting]), 1)
+
+
+def test_a_terminal(job):
+    assert_is_warm(job.compare(*facts(*QUICK), redirect=False, prefix=(sys.executable, "-c", TERMINAL)), 1)
+
+
+def test_limits_and_masks_of_the_surroundings(job):
+    assert_is_warm(job.compare(*facts(*QUICK), prefix=("sh", "-c", LIMITS, "sh")), 1)
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_closed_descriptors(job, closed):
+    prefix = ("sh", "-c", f'exec "$@" {closed}', "sh")
+    assert_is_warm(job.compare(*facts(*QUICK), redirect=False, prefix=prefix), 1)
+
+
+def test_a_difference_is_noticed(job, tmp_path):
+    """The harness itself: two runs that differ in a variable, the umask and the time when a module came."""
+    first = job.run("--nproc-per-node=2", *facts(*QUICK), warm=False, env={"MINE": "1"})
+    other = ("sh", "-c", 'umask 077; exec "$@"', "sh")
+    second = job.run("--nproc-per-node=2", *facts(*QUICK), warm=False, env={"MINE": "2"}, prefix=other)
+    found = "\n".join(differences(first.facts(), second.facts(), ARGUED))
+    assert "0.0/facts/environment/python/MINE:\n    cold '1'\n    warm '2'" in found
+    assert "1/facts/environment/listed by C:\n" in found
+    assert "-'MINE=1'\n    +'MINE=2'" in found
+    assert "facts/process/umask:\n    cold '0o22'\n    warm '0o77'" in found
+    names = {
+        line.partition(":")[0].partition("/facts/")[2] for line in found.splitlines() if "/facts/" in line
+    }
+    parts = {name.partition("/")[0] for name in names}
+    assert parts == {"environment", "process", "descriptors", "seen_first"}, found

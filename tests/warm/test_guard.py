@@ -1,0 +1,152 @@
+"""Only a clean process forks: a module that leaves something behind at import is named and left out."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from helpers.fidelity import ARGUED, FACTS, Job
+
+pytestmark = pytest.mark.beyond_torchrun
+
+LEAVES = {
+    "a_thread": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "a_socket": "import socket; kept = socket.socket()",
+    "a_pair": "import socket; kept = socket.socketpair()",
+    "a_child": "import subprocess; kept = subprocess.Popen(['sleep', '1000'])",
+    "a_zombie": "import os; kept = os.fork() or os._exit(0)",
+    "an_error": "raise ValueError('broken at import')",
+    "a_missing_part": "import no_such_part",
+    "an_interrupt": "raise KeyboardInterrupt",
+    "an_exit": "import sys; sys.exit(0)",
+    "a_folder": "import os; os.chdir('/')",
+    "a_umask": "import os; os.umask(0o77)",
+    "a_mask": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})",
+}
+ENDS = {
+    "an_end": "import os; os._exit(3)",
+    "a_success": "import os; os._exit(0)",
+    "a_crash": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+    "a_death": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+}
+CLEAN = {
+    "a_device": "kept = open('/dev/null')",
+    "a_thread_that_ended": "import threading; t = threading.Thread(target=int); t.start(); t.join()",
+    "a_child_that_ended": "import subprocess; subprocess.run(['true'])",
+    "a_socket_that_is_closed": "import socket; socket.socket().close()",
+}
+SHOW = """
+import sys
+names = sorted({*sys.argv[1].split(",")} & {*sys.modules})
+import os
+os.write(1, " ".join(["PRELOADED", *names, "\\n"]).encode())
+"""
+
+
+@pytest.fixture
+def preload(launch, tmp_path, worker_script):
+    """Launches with these modules; returns those that were preloaded, and the launcher's lines of others."""
+    script = worker_script(SHOW)
+
+    def run(modules, **how):
+        folder = tmp_path / "modules"
+        folder.mkdir(exist_ok=True)
+        for name, text in modules.items():
+            (folder / f"{name}.py").write_text(text + "\n")
+        names = ",".join(["json", *modules, "colorsys"])
+        environment = {"PYTHONPATH": str(folder), **how.pop("env", {})}
+        options = ("--nproc-per-node=2", "--warm", names)
+        launched = launch(*options, script, names, env=environment, **how).exits(0)
+        said = launched.wait_for_lines(r"^PRELOADED (.*)", 2, "stdout")
+        (preloaded,) = {match[1] for match in said}
+        left_out = re.findall(r"warm: (\w+) was left out: (.+)", launched.stderr)
+        return preloaded.split(), dict(left_out), launched.stderr
+
+    return run
+
+
+def test_what_leaves_something_is_left_out_and_the_rest_is_preloaded(preload):
+    preloaded, left_out, stderr = preload(LEAVES)
+    assert preloaded == ["colorsys", "json"], stderr
+    assert list(left_out) == list(LEAVES), stderr
+    assert stderr.count("was left out") == len(LEAVES), stderr
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_the_process_is_named_and_workers_start_cold(preload, name):
+    preloaded, left_out, stderr = preload({name: ENDS[name]})
+    assert (preloaded, left_out) == ([], {}), stderr
+    assert re.search(rf"warm: workers start cold: the import of {name} (exited|died)", stderr), stderr
+
+
+def test_what_leaves_nothing_is_preloaded(preload):
+    preloaded, left_out, stderr = preload(CLEAN)
+    assert preloaded == sorted(["json", "colorsys", *CLEAN]), stderr
+    assert not left_out
+
+
+CHANGES = {
+    "umask": "import os; os.umask(0o77)",
+    "handler": "import signal; signal.signal(signal.SIGUSR1, lambda *_: None)",
+    "ignored": "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
+    "mask": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})",
+    "variable": "import os; os.environ['SET_AT_IMPORT'] = 'a=b'; os.environ['MINE'] = '2'",
+    "removed": "import os; os.environ.pop('REMOVED', None)",
+    "path": "import sys; sys.path.append('/added/at/import')",
+    "arguments": "import sys; sys.argv[3:4] = ['interpreter', 'process']",
+    "limit": "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
+    "output": "import sys; sys.stdout.reconfigure(line_buffering=True)",
+    "recursion": "import sys; sys.setrecursionlimit(2345)",
+    "collector": "import gc; gc.disable()",
+    "warnings": "import warnings; warnings.simplefilter('ignore', UserWarning)",
+    "logging": "import logging; logging.basicConfig(level=logging.DEBUG)",
+    "end": "import atexit; atexit.register(print, 'at exit')",
+    "hook": "import sys; sys.excepthook = lambda *_: None",
+    "words": "import sys; print('said at import'); sys.stderr.write('and this\\n')",
+    "descriptor": "import os; kept = os.open('/dev/null', os.O_RDONLY)",
+    "method": "import multiprocessing; multiprocessing.set_start_method('forkserver')",
+    "name": "import ctypes; ctypes.CDLL(None).prctl(15, b'renamed', 0, 0, 0)",
+}
+ARGUED_HERE = ARGUED | {
+    r"[\d.]+/facts/seen_first/.*": "what an import does is done before the script's first line",
+    r"[\d.]+/facts/interpreter/excepthook": "the hook of the agent wraps it, like a sitecustomize's",
+    r"[\d.]+/facts/descriptors/[3-9]\d*/.*": "those that imports open have other numbers",
+}
+
+
+def test_what_imports_change_is_changed_in_workers(launch, tmp_path):
+    """Preloaded or left out: after the script's own ``import`` there is no difference."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    for name, text in CHANGES.items():
+        (folder / f"changes_{name}.py").write_text(text + "\n")
+    modules = ",".join(["json", "colorsys", *(f"changes_{name}" for name in CHANGES)])
+    job = Job(launch, tmp_path, modules)
+    parts = ("interpreter", "process", "signals", "descriptors", "environment", "streams", "state")
+    env = {"PYTHONPATH": str(folder), "MINE": "1", "REMOVED": "1"}
+    outcome = job.compare(FACTS, "facts", modules, *parts, "seen_first", argued=ARGUED_HERE, env=env)
+    seen = outcome.workers["0.0"].facts["seen_first"]["modules"]
+    left_out = [name for name in CHANGES if f"changes_{name}" not in seen]
+    assert sorted(left_out) == ["mask", "output", "umask"], outcome.stderr
+
+
+DRIVER = """
+#include <stdlib.h>
+int cuDeviceGetCount(int *count) {
+    *count = 1;
+    return getenv("FAKE_DRIVER")[0] == 'u' ? 0 : 3;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("state", ["up", "down"])
+def test_a_driver_that_is_up_is_noticed(preload, tmp_path, state):
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=DRIVER, text=True, check=True
+    )
+    module = {"a_driver": f"import ctypes; kept = ctypes.CDLL({str(library)!r})"}
+    preloaded, left_out, stderr = preload(module, env={"FAKE_DRIVER": state})
+    assert ("a_driver" in preloaded) == (state == "down"), stderr
+    assert list(left_out) == (["a_driver"] if state == "up" else []), stderr

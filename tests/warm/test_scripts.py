@@ -1,0 +1,246 @@
+"""What a script may be: its name, its kind, its text, what lies beside it, and what it gets on its way."""
+
+import os
+import sys
+import zipfile
+
+import pytest
+from helpers.fidelity import Job
+
+pytestmark = pytest.mark.beyond_torchrun
+
+SHOW = """
+import sys
+IS_WARM = "colorsys" in sys.modules
+import colorsys, inspect, json, os
+main = sys.modules["__main__"]
+names = ("__name__", "__file__", "__package__", "__doc__", "__cached__")
+seen = {name: repr(vars(main).get(name)) for name in names}
+seen["spec"] = main.__spec__ and [main.__spec__.name, main.__spec__.origin, main.__spec__.parent]
+seen["loader"] = type(main.__loader__).__name__
+seen["sys"] = [sys.argv, sys.path, sys.orig_argv]
+seen["sys"] += [sys.argv[0] in [os.path.abspath(each) for each in sys.path_importer_cache]]
+seen["others"] = [colorsys.__file__, json.__file__, getattr(colorsys, "mine", None), __name__]
+seen["stack"] = [[each.filename, each.function, each.lineno] for each in inspect.stack()]
+seen["cmdline"] = open("/proc/self/cmdline").read().split("\\0")
+seen["builtins"] = [name for name in dir(__builtins__) if name.startswith("mine")]
+for name, value in seen.items():
+    print(name, value)
+with open(f"facts/0.{os.environ['RANK']}.json", "w") as file:
+    file.write("true" if IS_WARM else "false")
+"""
+
+
+@pytest.fixture
+def job(launch, tmp_path):
+    return Job(launch, tmp_path, "json,colorsys")
+
+
+@pytest.fixture
+def same(job):
+    """Compares the two; says whether all workers of the second have run warm."""
+
+    def compare(*command, is_warm=True, **how):
+        outcome = job.compare(*command, argued={r"[\d.]+/facts": "tells them apart"}, **how)
+        found = {worker.facts for worker in outcome.workers.values()}
+        assert found <= {is_warm}, outcome.stderr
+        return outcome
+
+    return compare
+
+
+def write(folder, name, text, encoding="utf-8"):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("plain.py", SHOW),
+        ("a name, with spaces\n.txt", "#!/usr/bin/env python\n" + SHOW),
+        ("cookie.py", "# -*- coding: latin-1 -*-\n'''Text: \u00e4'''\nprint(ascii(__doc__))\n" + SHOW),
+        (
+            "bom.py",
+            "\ufeff'''Text: \u00e4'''\nfrom __future__ import annotations\nclass A:\n x: no_such\n" + SHOW,
+        ),
+        ("ends_in_the_middle.py", SHOW + "if True:\n    print('a')\n# no line feed"),
+    ],
+    ids=["plain", "shebang", "cookie", "bom", "no line feed"],
+)
+def test_files(same, tmp_path, name, text):
+    encoding = "latin-1" if "cookie" in name else "utf-8"
+    same("--", write(tmp_path, name, text, encoding), "a", "--b", "", "ü")
+
+
+def test_paths(same, tmp_path):
+    write(tmp_path, "folder/real.py", SHOW)
+    (tmp_path / "link.py").symlink_to("folder/real.py")
+    for path in ("./link.py", "folder/../folder/real.py"):
+        same(path)
+
+
+def test_folders_and_archives(same, tmp_path):
+    write(tmp_path, "program/__main__.py", SHOW)
+    same("program", "a")
+    with zipfile.ZipFile(tmp_path / "program.zip", "w") as archive:
+        archive.writestr("__main__.py", SHOW)
+    same("program.zip", "a")
+
+
+def test_modules(same, tmp_path):
+    write(tmp_path, "package/__main__.py", SHOW)
+    write(tmp_path, "package/__init__.py", "print('the package', __name__)\n")
+    write(tmp_path, "package/part.py", "from . import other\n" + SHOW)
+    write(tmp_path, "package/other.py", "print('other', __name__)\n")
+    write(tmp_path, "single.py", SHOW)
+    same("--nproc-per-node=2", "-m", "package", "a")
+    same("-m", "package.part", "--b")
+    same("-m", "single")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("missing.py",),
+        ("-m", "missing"),
+        ("-m", "json"),
+        ("-m", "json.missing"),
+        ("broken.py",),
+        ("nul.py",),
+        ("empty",),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_run(same, tmp_path, command):
+    write(tmp_path, "broken.py", "x = 1\ndef broken(:\n")
+    write(tmp_path, "nul.py", "x = '\0'\n")
+    (tmp_path / "empty").mkdir()
+    same(*command, is_warm=None)
+
+
+def test_a_module_beside_the_script_comes_first(same, tmp_path):
+    write(tmp_path, "colorsys.py", "mine = 'of the user'\n")
+    outcome = same(write(tmp_path, "plain.py", SHOW.replace('"colorsys"', '"json"')))
+    assert "of the user" in outcome.workers["0.0"].stdout
+
+
+def test_a_script_named_as_a_module(same, tmp_path):
+    same(write(tmp_path, "folder/colorsys.py", SHOW.replace('"colorsys"', '"json"')))
+
+
+def test_a_module_in_pythonpath_comes_first(same, tmp_path):
+    write(tmp_path, "mine/colorsys.py", "mine = 'of the user'\n")
+    outcome = same(write(tmp_path, "plain.py", SHOW), env={"PYTHONPATH": "mine"})
+    assert "of the user" in outcome.workers["0.0"].stdout
+
+
+CUSTOM = """
+import builtins, os, sys
+setattr(builtins, "mine_" + os.environ["RANK"], 1)
+sys.path.append("/added/by/the/user")
+sys.stderr.write("customized %s %s\\n" % (os.getpid() == os.getsid(0), sys.argv))
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["", "1 / 0\n", "import missing_module\n"], ids=["whole", "raises", "lacks a module"]
+)
+def test_the_users_own_sitecustomize(same, tmp_path, end):
+    write(tmp_path, "custom/sitecustomize.py", CUSTOM + end)
+    outcome = same("--nproc-per-node=2", write(tmp_path, "plain.py", SHOW), env={"PYTHONPATH": "custom"})
+    assert "customized True" in outcome.workers["0.1"].stderr
+
+
+def test_standard_input(job, tmp_path):
+    script = write(tmp_path, "plain.py", SHOW + "print(input(), repr(sys.stdin.read()))\n")
+    outcomes = []
+    for is_warm in (False, True):
+        with open(write(tmp_path, "input", "first\nsecond\nthird\n")) as file:
+            outcomes.append(job.run(script, warm=is_warm, stdin=file.fileno()))
+    assert outcomes[0].workers["0.0"].stdout == outcomes[1].workers["0.0"].stdout
+    assert outcomes[1].workers["0.0"].stdout.endswith("first 'second\\nthird\\n'\n")
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_scripts_in_functions(job, tmp_path, method):
+    script = write(tmp_path, "plain.py", SHOW)
+    argued = {r"[\d.]+/facts": "tells them apart"}
+    job.compare("--nproc-per-node=2", "--run-path", "--start-method", method, script, "a", argued=argued)
+
+
+def test_another_interpreter(same, tmp_path):
+    same(write(tmp_path, "plain.py", SHOW), env={"PYTHON_EXEC": os.path.realpath(sys.executable)})
+
+
+DRAWS = """
+import sys
+IS_WARM = "random" in sys.modules
+import json, multiprocessing, os, random, secrets, tempfile, uuid
+import numpy
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+drawn = {
+    "random": random.random(),
+    "generator": random.Random().random(),
+    "secrets": secrets.token_hex(),
+    "uuid": [str(uuid.uuid4()), str(uuid.uuid1())[:8]],
+    "name": os.path.basename(tempfile.mktemp()),
+    "key": multiprocessing.current_process().authkey.hex(),
+    "numpy": float(numpy.random.rand()),
+    "numpy's generator": float(numpy.random.default_rng().random()),
+    "hash": hash("text"),
+    "hash of bytes": hash(b"bytes"),
+}
+random.seed(3)
+drawn["seeded"] = random.random()
+numpy.random.seed(3)
+drawn["numpy seeded"] = float(numpy.random.rand())
+if "torch" in sys.argv:
+    import torch
+    drawn["torch"] = torch.rand(1).item()
+    drawn["torch's seed"] = torch.initial_seed()
+    torch.manual_seed(3)
+    drawn["torch seeded"] = torch.rand(1).item()
+with open(f"facts/{attempt}.{rank}.part", "w") as file:
+    json.dump({"warm": IS_WARM, "drawn": drawn}, file)
+os.rename(f"facts/{attempt}.{rank}.part", f"facts/{attempt}.{rank}.json")
+while attempt == 0 and not os.path.exists(f"facts/0.{1 - rank}.json"):
+    pass
+sys.exit(1 if attempt == 0 else 0)
+"""
+
+HASHES = {"hash", "hash of bytes"}
+"""One seed for all that come from one process: strings have kept their hashes."""
+
+
+def pattern(outcome, name):
+    """Which ranks and attempts drew the same: the same number, for the same value."""
+    values = [str(outcome.workers[each].facts["drawn"][name]) for each in ("0.0", "0.1", "1.0", "1.1")]
+    return [values.index(value) for value in values]
+
+
+@pytest.mark.parametrize(
+    "modules", ["random,numpy", pytest.param("random,torch", marks=[pytest.mark.torch, pytest.mark.slow])]
+)
+def test_random_numbers_differ_where_they_would(launch, tmp_path, modules):
+    job = Job(launch, tmp_path, modules)
+    command = (
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        write(tmp_path, "draws.py", DRAWS),
+        modules.split(",")[1],
+    )
+    cold, warm = (job.run(*command, warm=is_warm) for is_warm in (False, True))
+    assert cold.code == warm.code == 0, warm.stderr
+    for name in cold.workers["0.0"].facts["drawn"]:
+        assert name in HASHES or pattern(cold, name) == pattern(warm, name), name
+        assert pattern(cold, name) == [0, 0, 0, 0] if "seeded" in name else [0, 1, 2, 3], name
+    assert all(worker.facts["warm"] for worker in warm.workers.values()), warm.stderr
+
+
+def test_a_given_hash_seed_is_kept(job, tmp_path):
+    script = write(tmp_path, "hash.py", SHOW + "print({'a', 'b', 'c', 'd', 'e'}, hash('text'))")
+    argued = {r"[\d.]+/facts": "tells them apart"}
+    job.compare("--nproc-per-node=2", script, env={"PYTHONHASHSEED": "5"}, argued=argued)
