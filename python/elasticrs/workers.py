@@ -318,7 +318,7 @@ def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
     if preload is None or command is None:
         return None
     core = os.path.abspath(_core.__file__)
-    env = warm_environment(dict(setup.environ), preload.modules, preload.is_explicit, core)
+    env = warm_environment(dict(setup.environ), preload, core)
     process = _core.ProcessSpec(0, command, env=env)
     return _core.WarmNursery(process, report_fd=report, limit=IMPORT_LIMIT, ignored=setup.keep_ignored)
 

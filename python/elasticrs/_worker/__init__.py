@@ -10,7 +10,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from elasticrs.warm import Preload
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
 """The secret that the agents of a job share, unless a setting of the rendezvous gives one."""
@@ -47,23 +47,21 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
     return worker_env
 
 
-def warm_environment(
-    env: dict[str, str], modules: Sequence[str], is_explicit: bool, core: str
-) -> dict[str, str]:
+def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
     """The environment of a nursery that imports, and then forks workers; see ``warm/sitecustomize.py``.
 
     Args:
         env: what all workers have in common, from :func:`hook_environment`.
-        modules: see :mod:`elasticrs.warm`.
-        is_explicit: the user has named them.
+        preload: what to import.
         core: the file of ``elasticrs._core``.
     """
     import json
 
     entries = [entry for entry in env.get("PYTHONPATH", _HOOK).split(os.pathsep) if entry != _HOOK]
+    settings = {name: getattr(preload, name) for name in ("modules", "is_explicit", "folders")}
     return {
         **env,
         "PYTHONPATH": os.pathsep.join([_WARM, *entries]),
-        "ELASTICRS_WARM": json.dumps({"modules": list(modules), "is_explicit": is_explicit}),
+        "ELASTICRS_WARM": json.dumps(settings),
         "ELASTICRS_WARM_CORE": core,
     }

@@ -23,8 +23,7 @@ path that it adds first): then one that is not found is passed over in silence.
 ``preload.folders`` come first on the workers' path, and hold the user's own modules, such as ``profile.py``
 beside the script. What is preloaded must not import one of the same name from elsewhere, as ``torch._dynamo``
 imports the library's ``profile``: in a worker that starts cold, it and the script get the user's. So a module
-is left out if, after its import, ``sys.modules`` has a new name without dots for which
-``PathFinder.find_spec(name, folders)`` is a module (``spec.has_location``).
+is left out that has brought in the name of one in these folders.
 
 ``preload.remarks`` are for the user, a line each, to be shown after ``warm: ``. Without modules the workers
 start cold.

@@ -28,7 +28,7 @@ _HOOK = os.path.join(os.path.dirname(_HERE), "hook")
 
 _SETTINGS = "ELASTICRS_WARM"
 """JSON: ``modules`` (``a.b`` is imported as by ``import a.b``, ``a.b:c`` as by ``from a.b import c``), and
-``is_explicit``: the user has named them.
+``is_explicit``: the user has named them; ``folders``: of modules that must win over others of their name.
 """
 _CORE = "ELASTICRS_WARM_CORE"
 """The file of ``elasticrs._core``."""
@@ -105,9 +105,10 @@ def _settings(stream: "Any") -> dict[str, object]:
 class _Surroundings:
     """What a worker must have as it was before the imports, until its script imports."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: list[str]) -> None:
         import signal
 
+        self._folders, self._known = folders, set(sys.modules)
         self._place, self._mask = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._umask = os.umask(0)
         os.umask(self._umask)
@@ -131,6 +132,19 @@ class _Surroundings:
                 changed = "the standard streams"
         return changed
 
+    def hidden(self) -> str | None:
+        """What has come in place of a module beside the script, which the script and all others must get."""
+        from _frozen_importlib_external import PathFinder
+
+        new = [name for name in sys.modules if "." not in name and name not in self._known]
+        self._known.update(new)
+        found = [
+            name for name in new if getattr(PathFinder.find_spec(name, self._folders), "has_location", False)
+        ]
+        for folder in self._folders:
+            sys.path_importer_cache.pop(folder, None)
+        return found[0] if found else None
+
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
     """What has been left that must not be forked, or is lost by a fork."""
@@ -143,8 +157,10 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
         return "it opens a socket at import"
     if any(link.startswith(_DEVICES) for link in opened) or _uses_cuda():
         return "it initialises a GPU driver at import"
-    changed = surroundings.restore()
-    return changed and f"it changes {changed} at import"
+    if changed := surroundings.restore():
+        return f"it changes {changed} at import"
+    hidden = surroundings.hidden()
+    return hidden and f"it imports {hidden}, which also lies beside the script"
 
 
 # --- the nursery ---
@@ -224,7 +240,7 @@ def _import_all(environ: dict[str, str]) -> "tuple[dict[int, bytes], _Done]":
     settings = json.loads(environ[_SETTINGS])
     names, is_explicit = settings["modules"], settings["is_explicit"]
     quiet = {name: value for name, value in _QUIET.items() if name not in os.environ}
-    surroundings, reserved, captured = _Surroundings(), _reserve(), _Captured()
+    surroundings, reserved, captured = _Surroundings(settings["folders"]), _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
     os.environ.update(quiet)
     for name in names:
@@ -253,7 +269,11 @@ def _tell_ready(begun: float) -> None:
     import sysconfig
     import time
 
-    prefixes = {os.path.realpath(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
+    paths = sysconfig.get_paths()
+    # Not `data`, below which an application may lie: `/usr` and `/usr/src`.
+    library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
+    prefixes = {os.path.join(path, "") for folder in folders for path in (folder, os.path.realpath(folder))}
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     own = sorted(
         file
