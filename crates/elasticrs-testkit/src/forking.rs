@@ -169,14 +169,18 @@ pub fn tree(request: &mut Request) -> Result<(), Problem> {
     pause_for_ever();
 }
 
-/// `fork-bomb`: every process forks as fast as it can; every other child leaves the session.
-pub fn bomb(request: &Request) -> Result<(), Problem> {
-    let limits = Limits::shared()?;
-    let start = Instant::now();
+fn begin(request: &Request) -> Result<(&'static Limits, Instant), Problem> {
+    let (limits, start) = (Limits::shared()?, Instant::now());
     set(Signal::SIGTERM, SigHandler::SigIgn)?;
-    set(Signal::SIGCHLD, SigHandler::SigIgn)?;
     request.ready()?;
     limits.live.fetch_add(1, Ordering::SeqCst);
+    Ok((limits, start))
+}
+
+/// `fork-bomb`: every process forks as fast as it can; every other child leaves the session.
+pub fn bomb(request: &Request) -> Result<(), Problem> {
+    set(Signal::SIGCHLD, SigHandler::SigIgn)?;
+    let (limits, start) = begin(request)?;
     while start.elapsed() < TIME_LIMIT {
         if !limits.admit() {
             std::thread::yield_now();
@@ -197,11 +201,7 @@ pub fn bomb(request: &Request) -> Result<(), Problem> {
 
 /// `chain`: fork, leave the session, exit, and again from the child; never more than two at a time.
 pub fn chain(request: &Request) -> Result<(), Problem> {
-    let limits = Limits::shared()?;
-    let start = Instant::now();
-    set(Signal::SIGTERM, SigHandler::SigIgn)?;
-    request.ready()?;
-    limits.live.fetch_add(1, Ordering::SeqCst);
+    let (limits, start) = begin(request)?;
     while start.elapsed() < TIME_LIMIT && limits.admit() {
         if let ForkResult::Parent { .. } = forked()? {
             limits.leave();

@@ -19,28 +19,24 @@ impl Console {
     }
 
     fn push(&mut self, stream: usize, bytes: &[u8]) {
-        let prefix = format!("[{stream}]:");
-        let Self { splitters, screen, now, out } = self;
-        splitters[stream].push(bytes, *now, |unit| screen.put(stream, prefix.as_bytes(), unit, out));
+        self.with(stream, |splitter, now, emit| splitter.push(bytes, now, emit));
     }
 
     fn pass(&mut self, time: Duration) {
         self.now += time;
-        let Self { splitters, screen, now, out } = self;
-        for (stream, splitter) in splitters.iter_mut().enumerate() {
-            let prefix = format!("[{stream}]:");
-            splitter.tick(*now, |unit| screen.put(stream, prefix.as_bytes(), unit, out));
-        }
+        (0..self.splitters.len()).for_each(|stream| self.with(stream, |splitter, now, emit| splitter.tick(now, emit)));
     }
 
     fn finish(mut self) -> String {
-        let Self { splitters, screen, out, .. } = &mut self;
-        for (stream, splitter) in splitters.iter_mut().enumerate() {
-            let prefix = format!("[{stream}]:");
-            splitter.finish(|unit| screen.put(stream, prefix.as_bytes(), unit, out));
-            assert_eq!(splitter.deadline(), None);
-        }
+        (0..self.splitters.len()).for_each(|stream| self.with(stream, |splitter, _, emit| splitter.finish(emit)));
+        assert!(self.splitters.iter().all(|splitter| splitter.deadline().is_none()));
         self.text()
+    }
+
+    fn with(&mut self, stream: usize, act: impl FnOnce(&mut LineSplitter, Instant, &mut dyn FnMut(Unit<'_>))) {
+        let Self { splitters, screen, now, out } = self;
+        let prefix = format!("[{stream}]:");
+        act(&mut splitters[stream], *now, &mut |unit| screen.put(stream, prefix.as_bytes(), unit, out));
     }
 
     fn text(&self) -> String {

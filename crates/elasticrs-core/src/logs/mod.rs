@@ -61,9 +61,7 @@ use elasticrs_runtime::clock::Stamp;
 /// A descriptor of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dest {
-    /// Descriptor 1.
     Stdout,
-    /// Descriptor 2.
     Stderr,
 }
 

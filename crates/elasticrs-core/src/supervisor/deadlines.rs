@@ -27,38 +27,36 @@ pub enum Timer {
 
 /// At most one deadline for each [`Timer`].
 #[derive(Debug, Default)]
-pub struct Deadlines {
+pub(super) struct Deadlines {
     armed: Vec<(Timer, Instant)>,
     frozen_at: Option<Instant>,
 }
 
 impl Deadlines {
     /// Sets the deadline of `timer` to `delay` after `now`, in place of an earlier one.
-    pub fn arm(&mut self, timer: Timer, delay: Duration, now: Instant) {
+    pub(super) fn arm(&mut self, timer: Timer, delay: Duration, now: Instant) {
         self.disarm(timer);
         self.armed.push((timer, after(now, delay)));
     }
 
     /// As [`Self::arm`], but never later than it was.
-    pub fn hasten(&mut self, timer: Timer, delay: Duration, now: Instant) {
+    pub(super) fn hasten(&mut self, timer: Timer, delay: Duration, now: Instant) {
         let sooner = self.armed.iter().all(|(t, at)| *t != timer || after(now, delay) < *at);
         if sooner {
             self.arm(timer, delay, now);
         }
     }
 
-    /// Forgets the deadline of `timer`.
-    pub fn disarm(&mut self, timer: Timer) {
+    pub(super) fn disarm(&mut self, timer: Timer) {
         self.armed.retain(|(t, _)| *t != timer);
     }
 
-    /// Forgets all.
-    pub fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.armed.clear();
     }
 
     /// When to look again; `None` while frozen or when nothing is armed.
-    pub fn next(&self) -> Option<Instant> {
+    pub(super) fn next(&self) -> Option<Instant> {
         if self.frozen_at.is_some() {
             return None;
         }
@@ -66,7 +64,7 @@ impl Deadlines {
     }
 
     /// Takes the earliest deadline that has passed.
-    pub fn expired(&mut self, now: Instant) -> Option<Timer> {
+    pub(super) fn expired(&mut self, now: Instant) -> Option<Timer> {
         if self.frozen_at.is_some() {
             return None;
         }
@@ -77,12 +75,12 @@ impl Deadlines {
     }
 
     /// Time stands still from `now` on.
-    pub fn freeze(&mut self, now: Instant) {
+    pub(super) fn freeze(&mut self, now: Instant) {
         self.frozen_at.get_or_insert(now);
     }
 
     /// Time goes on; every deadline moves by the pause.
-    pub fn thaw(&mut self, now: Instant) {
+    pub(super) fn thaw(&mut self, now: Instant) {
         if let Some(since) = self.frozen_at.take() {
             let pause = now.saturating_duration_since(since);
             for (_, at) in &mut self.armed {

@@ -354,6 +354,14 @@ mod tests {
         }
     }
 
+    fn subject(pid: i32, files: &EvidenceFiles) -> Subject {
+        Subject { local_rank: 3, pid, files: Some(files.clone()), title: "rank 3 hangs".into() }
+    }
+
+    fn own_pid() -> i32 {
+        std::process::id().cast_signed()
+    }
+
     #[test]
     fn who_has_no_handler_gets_no_signal() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
@@ -363,8 +371,7 @@ mod tests {
         let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
         File::create(&files.stacks).unwrap();
         fs::write(&files.report, "an earlier one\n").unwrap();
-        let subject = Subject { local_rank: 3, pid, files: Some(files.clone()), title: "rank 3 hangs".into() };
-        let found = gather(vec![subject], None, Instant::now() + LIMIT);
+        let found = gather(vec![subject(pid, &files)], None, Instant::now() + LIMIT);
         assert_eq!((found[0].local_rank, &found[0].frame, &found[0].problem), (3, &None, &None));
         assert!(child.try_wait().unwrap().is_none(), "it lives");
         let report = fs::read_to_string(&files.report).unwrap();
@@ -382,9 +389,8 @@ mod tests {
         fs::write(folder.path().join("precious"), "precious").unwrap();
         std::os::unix::fs::symlink("precious", &link).unwrap();
         for report in [fifo.clone(), link] {
-            let files = Some(EvidenceFiles { stacks: fifo.clone(), report });
-            let subject = Subject { local_rank: 0, pid: std::process::id().cast_signed(), files, title: String::new() };
-            let found = gather(vec![subject], None, Instant::now() + LIMIT);
+            let files = EvidenceFiles { stacks: fifo.clone(), report };
+            let found = gather(vec![subject(own_pid(), &files)], None, Instant::now() + LIMIT);
             assert!(found[0].problem.is_some(), "EVI-3");
             assert!(ask(&pidfd::open(1).unwrap(), &fifo).is_err());
         }
@@ -398,9 +404,7 @@ mod tests {
         for (crash, left) in [("", 0), ("Fatal Python error: Segmentation fault\n\n", DUMP.len() * 2 + 40)] {
             fs::write(&files.stacks, format!("{DUMP}{crash}{}", if crash.is_empty() { "" } else { DUMP })).unwrap();
             let file = File::open(&files.stacks).unwrap();
-            let (files, title) = (Some(files.clone()), String::new());
-            let subject = Subject { local_rank: 0, pid: std::process::id().cast_signed(), files, title };
-            let (target, kernel) = (subject.pid, String::new());
+            let (target, kernel, subject) = (own_pid(), String::new(), subject(own_pid(), &files));
             let look = Look { subject, target, status: None, kernel, answer: None };
             let answer = Answer { file, start: 0, length: 0, grew: Instant::now() };
             let stacks = look.read(answer).unwrap();
@@ -413,9 +417,7 @@ mod tests {
     #[test]
     fn a_report_that_cannot_be_written_is_told() {
         let files = EvidenceFiles { stacks: "/nonexistent/a".into(), report: "/nonexistent/hang.txt".into() };
-        let pid = std::process::id().cast_signed();
-        let subject = Subject { local_rank: 0, pid, files: Some(files), title: String::new() };
-        let found = gather(vec![subject], None, Instant::now() + LIMIT);
+        let found = gather(vec![subject(own_pid(), &files)], None, Instant::now() + LIMIT);
         assert!(found[0].problem.as_deref().is_some_and(|problem| problem.contains("/nonexistent/hang.txt")));
     }
 }

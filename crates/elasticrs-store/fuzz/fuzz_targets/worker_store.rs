@@ -56,7 +56,7 @@ fn run(map: &mut Map, connections: &mut [Connection; 2], number: usize) {
             connections[usize::try_from(id).expect("0 or 1")].out.push(0);
         }
         if connections[number].is_closed {
-            map.gone(number as u64);
+            map.stop_waiting(number as u64);
         }
     }
     unparsed.drain(..used);

@@ -7,7 +7,7 @@ use super::protocol::Digest;
 
 /// Who proves; a proof of one side is none of the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub(super) enum Direction {
     /// The client, to the store's challenge.
     Client,
     /// The store, to the client's challenge.
@@ -26,17 +26,17 @@ fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> 
 }
 
 /// The answer to a challenge.
-pub fn proof(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Digest {
+pub(super) fn proof(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Digest {
     mac(token, challenge, run_id, direction).finalize().into_bytes().into()
 }
 
 /// Whether an answer shows the same token; takes as long for a wrong one as for the right one.
-pub fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> bool {
+pub(super) fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> bool {
     mac(token, challenge, run_id, direction).verify_slice(answer).is_ok()
 }
 
 /// A challenge that nobody can foresee.
-pub fn challenge() -> std::io::Result<Digest> {
+pub(super) fn challenge() -> std::io::Result<Digest> {
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes)?;
     Ok(bytes)

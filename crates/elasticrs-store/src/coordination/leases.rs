@@ -9,7 +9,7 @@ use super::protocol::Pace;
 use super::state::SessionId;
 
 /// Keep-alives per second that the store is willing to answer; beyond, sessions are told to send fewer.
-pub const MAX_PER_SECOND: u64 = 5_000;
+pub(super) const MAX_PER_SECOND: u64 = 5_000;
 
 /// What a client may wish for.
 const INTERVALS_MS: std::ops::RangeInclusive<u32> = 10..=3_600_000;
@@ -43,8 +43,7 @@ impl Leases {
         INTERVALS_MS.contains(&interval_ms) && ATTEMPTS.contains(&attempts)
     }
 
-    /// Begins a session.
-    pub fn begin(&mut self, session: SessionId, interval_ms: u32, attempts: u16, now: u64) -> Pace {
+    pub(super) fn begin(&mut self, session: SessionId, interval_ms: u32, attempts: u16, now: u64) -> Pace {
         self.end(session);
         let mut lease = Lease { interval_ms, attempts, deadline: 0 };
         *self.wishes.entry(interval_ms).or_default() += 1;
@@ -54,7 +53,7 @@ impl Leases {
     }
 
     /// A keep-alive has come; what the session is to do from now on.
-    pub fn renew(&mut self, session: SessionId, now: u64) -> Option<Pace> {
+    pub(super) fn renew(&mut self, session: SessionId, now: u64) -> Option<Pace> {
         let mut lease = self.held.remove(&session)?;
         let pace = self.extend(session, &mut lease, now);
         self.held.insert(session, lease);
@@ -71,8 +70,7 @@ impl Leases {
         Pace { interval_ms, ttl_ms }
     }
 
-    /// The session is over.
-    pub fn end(&mut self, session: SessionId) {
+    pub(super) fn end(&mut self, session: SessionId) {
         if let Some(lease) = self.held.remove(&session) {
             self.deadlines.remove(&(lease.deadline, session));
             if let Some(count) = self.wishes.get_mut(&lease.interval_ms) {
@@ -88,7 +86,7 @@ impl Leases {
     /// which the store did not run is known to within that. The time is noted: a later look is a late one.
     ///
     /// Follows a look. If that was longer ago than an interval, the store did not run meanwhile.
-    pub fn plan(&mut self, now: u64) -> Option<u64> {
+    pub(super) fn plan(&mut self, now: u64) -> Option<u64> {
         let (deadline, _) = self.deadlines.first()?;
         let (&shortest, _) = self.wishes.first_key_value()?;
         let interval = u64::from(shortest) * MS;
@@ -102,7 +100,7 @@ impl Leases {
     }
 
     /// Looks: moves all deadlines by the time that the look comes late.
-    pub fn look(&mut self, now: u64) {
+    pub(super) fn look(&mut self, now: u64) {
         if let Some(planned) = self.next_look.take() {
             self.late += now.saturating_sub(planned);
         }
@@ -110,7 +108,7 @@ impl Leases {
     }
 
     /// Sessions whose time was over at the last look.
-    pub fn expired(&self) -> Vec<SessionId> {
+    pub(super) fn expired(&self) -> Vec<SessionId> {
         let now = self.looked.saturating_sub(self.late);
         self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).map(|(_, session)| *session).collect()
     }

@@ -9,7 +9,7 @@
 //! they are kept: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server, `CLIENT` and `CLOCK` for the client, `WIRE` and `PROTO` for
 //! the bytes.
 
-pub mod auth;
+mod auth;
 pub mod client;
 mod connect;
 mod connection;
@@ -18,13 +18,13 @@ pub mod guard;
 mod hub;
 pub mod leases;
 mod memory;
-pub mod offset;
+mod offset;
 mod outbox;
 mod probe;
 pub mod protocol;
 pub mod server;
 mod session;
-pub mod state;
+mod state;
 pub mod types;
-pub mod watches;
+mod watches;
 pub mod wire;

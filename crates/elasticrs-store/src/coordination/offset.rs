@@ -23,13 +23,13 @@ const SAMPLES: usize = 16;
 
 /// Estimates the store's wall clock.
 #[derive(Debug, Default)]
-pub struct Offset {
+pub(super) struct Offset {
     samples: VecDeque<Sample>,
 }
 
 impl Offset {
     /// An answer came: `sent` and `received` are ours (boot), `wall` is the store's in between.
-    pub fn add(&mut self, sent: u64, received: u64, wall: u64) {
+    pub(super) fn add(&mut self, sent: u64, received: u64, wall: u64) {
         let error = received.saturating_sub(sent) / 2;
         let offset = i128::from(wall) - i128::from(received) + i128::from(error);
         let sample = Sample { offset, error, taken: received };
@@ -43,7 +43,7 @@ impl Offset {
     }
 
     /// The store's wall clock minus ours, and by how much that may be wrong. Nanoseconds.
-    pub fn estimate(&self, boot: u64, wall: u64) -> Option<(i64, u64)> {
+    pub(super) fn estimate(&self, boot: u64, wall: u64) -> Option<(i64, u64)> {
         let best = self.samples.iter().min_by_key(|sample| error_at(sample, boot))?;
         let theirs = best.offset + i128::from(boot);
         Some((i64::try_from(theirs - i128::from(wall)).ok()?, error_at(best, boot)))

@@ -15,7 +15,7 @@ use super::types::{Change, Compare, Entry, Op, OpResult, Txn, Watch};
 use super::wire::MAX_ANSWER;
 
 /// A session's number; never used again.
-pub type SessionId = u64;
+pub(super) type SessionId = u64;
 
 /// What a key costs beside its bytes: its place in two trees, and that of its last change in the history.
 const ENTRY_COST: usize = 256;
@@ -28,14 +28,14 @@ const MAX_SEARCHED: usize = 1 << 20;
 
 /// One revision, whole.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Revision {
-    pub number: u64,
-    pub changes: Vec<Change>,
+pub(super) struct Revision {
+    pub(super) number: u64,
+    pub(super) changes: Vec<Change>,
 }
 
 /// Why a transaction was not carried out, or its results cannot be told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Exceeded {
+pub(super) enum Exceeded {
     /// The transaction would make the store too large; nothing was done.
     #[error("the store is full: it holds {held} of at most {limit} bytes")]
     Full { held: usize, limit: usize },
@@ -68,12 +68,12 @@ impl Budget {
 
 /// The outcome of a transaction.
 #[derive(Debug)]
-pub struct Done {
-    pub ok: bool,
+pub(super) struct Done {
+    pub(super) ok: bool,
     /// One for each op; `Err` when they are too large to tell.
-    pub results: Result<Vec<OpResult>, Exceeded>,
+    pub(super) results: Result<Vec<OpResult>, Exceeded>,
     /// What changed, if anything did.
-    pub revision: Option<Rc<Revision>>,
+    pub(super) revision: Option<Rc<Revision>>,
 }
 
 #[derive(Debug)]
@@ -86,7 +86,7 @@ struct Stored {
 
 /// The store.
 #[derive(Debug, Default)]
-pub struct State {
+pub(super) struct State {
     revision: u64,
     entries: BTreeMap<Arc<str>, Stored>,
     by_creation: BTreeSet<(u64, Arc<str>)>,
@@ -101,28 +101,26 @@ pub struct State {
 
 impl State {
     /// An empty store. A fifth of `max_bytes` is for history.
-    pub fn new(max_bytes: usize) -> Self {
+    pub(super) fn new(max_bytes: usize) -> Self {
         Self { max_bytes, ..Self::default() }
     }
 
-    /// The number of the last revision; 0 at first.
-    pub fn revision(&self) -> u64 {
+    pub(super) fn revision(&self) -> u64 {
         self.revision
     }
 
     /// The first revision of which the changes are still known.
-    pub fn oldest(&self) -> u64 {
+    pub(super) fn oldest(&self) -> u64 {
         self.compacted + 1
     }
 
-    /// What keys and values take.
-    pub fn entry_bytes(&self) -> usize {
+    pub(super) fn entry_bytes(&self) -> usize {
         self.entry_bytes
     }
 
     /// What they may take together with all that clients make the server hold beside them. The rest is the history's, and
     /// keys have at most three quarters of this, so that there is always room for what is on its way.
-    pub fn shared_limit(&self) -> usize {
+    pub(super) fn shared_limit(&self) -> usize {
         self.max_bytes - self.max_bytes / 5
     }
 
@@ -130,13 +128,12 @@ impl State {
         MAX_ANSWER.min(self.shared_limit() - self.entry_bytes)
     }
 
-    /// Begins a session.
-    pub fn begin_session(&mut self, session: SessionId) {
+    pub(super) fn begin_session(&mut self, session: SessionId) {
         self.sessions.insert(session, BTreeSet::new());
     }
 
     /// Ends sessions, and deletes their leased keys in one revision.
-    pub fn end_sessions(&mut self, ended: &[SessionId]) -> Option<Rc<Revision>> {
+    pub(super) fn end_sessions(&mut self, ended: &[SessionId]) -> Option<Rc<Revision>> {
         let mut changes = Vec::new();
         for session in ended {
             for key in self.sessions.remove(session).unwrap_or_default() {
@@ -147,7 +144,7 @@ impl State {
     }
 
     /// Carries a transaction out. After [`Exceeded::Full`] nothing was done.
-    pub fn txn(&mut self, session: SessionId, txn: &Txn) -> Result<Done, Exceeded> {
+    pub(super) fn txn(&mut self, session: SessionId, txn: &Txn) -> Result<Done, Exceeded> {
         let ok = txn.compares.iter().all(|compare| self.holds(compare));
         let ops = if ok { &txn.then } else { &txn.otherwise };
         let added: usize = ops.iter().map(cost_of_op).sum();
@@ -165,7 +162,7 @@ impl State {
     }
 
     /// All keys that begin so, unless they are too much for one answer.
-    pub fn snapshot(&self, covers: &Watch) -> Result<Vec<Entry>, Exceeded> {
+    pub(super) fn snapshot(&self, covers: &Watch) -> Result<Vec<Entry>, Exceeded> {
         let most = self.room();
         let mut room = Some(most);
         let found = if covers.exact {
@@ -177,7 +174,7 @@ impl State {
     }
 
     /// The revisions from this one on; `None` when some of them have left the history, or are yet to come.
-    pub fn history_from(&self, first: u64) -> Option<impl Iterator<Item = &Rc<Revision>>> {
+    pub(super) fn history_from(&self, first: u64) -> Option<impl Iterator<Item = &Rc<Revision>>> {
         if first <= self.compacted || first > self.revision + 1 {
             return None;
         }

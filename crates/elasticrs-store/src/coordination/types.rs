@@ -134,13 +134,12 @@ named_enum! {
 }
 
 impl LostKind {
-    /// The code on the wire.
-    pub fn code(self) -> u8 {
+    pub(super) fn code(self) -> u8 {
         self as u8
     }
 
     /// The kind of a code; one that a newer store made up is a breach of the protocol.
-    pub fn of_code(code: u8) -> Self {
+    pub(super) fn of_code(code: u8) -> Self {
         Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Protocol)
     }
 }

@@ -15,7 +15,7 @@ const WATCH_COST: usize = 192;
 
 /// All watches of all clients.
 #[derive(Debug, Default)]
-pub struct Watches {
+pub(super) struct Watches {
     exact: HashMap<Arc<str>, Vec<SessionId>>,
     /// By the length of the prefix: there are few lengths, so a key is looked up a few times, however many watch.
     prefixes: BTreeMap<usize, HashMap<Arc<str>, Vec<SessionId>>>,
@@ -25,7 +25,7 @@ pub struct Watches {
 
 impl Watches {
     /// Begins a watch; one that is there already goes on.
-    pub fn add(&mut self, client: SessionId, watch: Watch) {
+    pub(super) fn add(&mut self, client: SessionId, watch: Watch) {
         let own = self.of_client.entry(client).or_default();
         if own.contains(&watch) {
             return;
@@ -36,8 +36,7 @@ impl Watches {
         keys.entry(watch.prefix).or_default().push(client);
     }
 
-    /// Ends a watch.
-    pub fn remove(&mut self, client: SessionId, watch: &Watch) {
+    pub(super) fn remove(&mut self, client: SessionId, watch: &Watch) {
         if let Some(own) = self.of_client.get_mut(&client) {
             let before = own.len();
             own.retain(|other| other != watch);
@@ -49,26 +48,22 @@ impl Watches {
         self.forget(client, watch);
     }
 
-    /// Ends all watches of a client.
-    pub fn remove_client(&mut self, client: SessionId) {
+    pub(super) fn remove_client(&mut self, client: SessionId) {
         for watch in self.of_client.remove(&client).unwrap_or_default() {
             self.bytes -= cost(&watch);
             self.forget(client, &watch);
         }
     }
 
-    /// How many watches a client has.
-    pub fn count(&self, client: SessionId) -> usize {
+    pub(super) fn count(&self, client: SessionId) -> usize {
         self.of_client.get(&client).map_or(0, Vec::len)
     }
 
-    /// What all watches take.
-    pub fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// What those of one client take.
-    pub fn bytes_of(&self, client: SessionId) -> usize {
+    pub(super) fn bytes_of(&self, client: SessionId) -> usize {
         self.of_client.get(&client).map_or(0, |own| own.iter().map(cost).sum())
     }
 
@@ -88,7 +83,7 @@ impl Watches {
     }
 
     /// Who is to hear of a revision: the clients whose watches cover these of its changes, and no others. Positions rise.
-    pub fn deliveries(&self, revision: &Revision) -> BTreeMap<Vec<usize>, Vec<SessionId>> {
+    pub(super) fn deliveries(&self, revision: &Revision) -> BTreeMap<Vec<usize>, Vec<SessionId>> {
         let mut of_client: BTreeMap<SessionId, Vec<usize>> = BTreeMap::new();
         for (position, change) in revision.changes.iter().enumerate() {
             for client in self.watchers(&change.key) {
@@ -118,6 +113,6 @@ fn cost(watch: &Watch) -> usize {
 }
 
 /// What a watch that begins now is told of a revision of the past.
-pub fn covered<'a>(revision: &'a Revision, watch: &Watch) -> Vec<&'a Change> {
+pub(super) fn covered<'a>(revision: &'a Revision, watch: &Watch) -> Vec<&'a Change> {
     revision.changes.iter().filter(|change| watch.covers(&change.key)).collect()
 }

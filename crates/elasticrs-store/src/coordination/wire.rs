@@ -343,8 +343,7 @@ impl Frames {
         Self { buffer: Vec::new(), start: 0, limit, is_greeted: false }
     }
 
-    /// The longest frame from now on.
-    pub fn set_limit(&mut self, limit: usize) {
+    pub(super) fn set_limit(&mut self, limit: usize) {
         self.limit = limit;
     }
 
@@ -361,18 +360,15 @@ impl Frames {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// What the buffer takes.
-    pub fn capacity(&self) -> usize {
+    pub(super) fn capacity(&self) -> usize {
         self.buffer.capacity()
     }
 
-    /// Whether nothing has arrived.
-    pub fn is_untouched(&self) -> bool {
+    pub(super) fn is_untouched(&self) -> bool {
         !self.is_greeted && self.buffer.is_empty()
     }
 
-    /// What has arrived and was not a whole frame.
-    pub fn unread(&self) -> &[u8] {
+    pub(super) fn unread(&self) -> &[u8] {
         &self.buffer[self.start..]
     }
 
@@ -403,7 +399,7 @@ impl Frames {
     }
 
     /// Drops what was handed out; a stream at rest holds next to nothing.
-    pub fn rest(&mut self) {
+    pub(super) fn rest(&mut self) {
         self.buffer.drain(..self.start);
         self.start = 0;
         if self.buffer.capacity() > MAX_IDLE.max(4 * self.buffer.len()) {

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use super::wire::{Keys, MAX_MESSAGE, Pairs, Request, put_bytes, put_number};
 
 /// The reply to a wait that is over, and to a check that found everything.
-pub const READY: u8 = 0;
+pub(super) const READY: u8 = 0;
 const MISSING: u8 = 1;
 const CANCELLED: u8 = 1;
 
@@ -48,19 +48,17 @@ pub struct Budget {
 
 impl Budget {
     /// Takes bytes. After an error nothing was taken.
-    pub fn charge(&mut self, bytes: usize) -> Result<(), Refused> {
+    pub(super) fn charge(&mut self, bytes: usize) -> Result<(), Refused> {
         self.check(bytes)?;
         self.used += bytes;
         Ok(())
     }
 
-    /// Whether so many bytes could be taken.
-    pub fn check(&self, bytes: usize) -> Result<(), Refused> {
+    pub(super) fn check(&self, bytes: usize) -> Result<(), Refused> {
         if bytes > self.limit - self.used { Err(Refused::Full(self.limit)) } else { Ok(()) }
     }
 
-    /// Gives bytes back.
-    pub fn release(&mut self, bytes: usize) {
+    pub(super) fn release(&mut self, bytes: usize) {
         self.used -= bytes;
     }
 
@@ -160,7 +158,7 @@ impl Map {
     }
 
     /// Who waits, in the order in which they began, with at most `most` of the keys that each still misses.
-    pub fn waiters(&self, most: usize) -> Vec<(Id, Vec<&[u8]>)> {
+    pub(super) fn waiters(&self, most: usize) -> Vec<(Id, Vec<&[u8]>)> {
         let mut found: Vec<_> = self.waiting.iter().collect();
         found.sort_unstable_by_key(|(_, waiting)| waiting.ticket);
         found

@@ -172,43 +172,34 @@ fn suspect(step: u64, last: u64, frame: &str) -> Suspect {
 #[test]
 fn the_one_who_keeps_the_others_waiting_is_blamed() {
     let waits = |last| suspect(7, last, "all_reduce");
-    assert_eq!(
-        blame(&[waits(1), suspect(6, 3, "all_reduce"), waits(2)]),
-        Some((1, Ground::Behind)),
-        "it is a step behind"
-    );
-    assert_eq!(
-        blame(&[waits(1), waits(3), suspect(7, 4, "read"), waits(2)]),
-        Some((2, Ground::Elsewhere)),
-        "it stands elsewhere"
-    );
-    assert_eq!(
-        blame(&[waits(3), waits(1), suspect(7, 4, "")]),
-        Some((1, Ground::Oldest)),
-        "its last sign is the oldest"
-    );
-    assert_eq!(blame(&[waits(1), suspect(7, 4, "read")]), Some((0, Ground::Apart)), "of two nobody is the odd one");
     let behind = |last, frame| suspect(6, last, frame);
-    let several = [waits(1), behind(4, "read"), behind(3, "all_reduce"), waits(2)];
-    assert_eq!(blame(&several), Some((1, Ground::Elsewhere)), "two are behind, and one of them stands elsewhere");
-    assert_eq!(
-        blame(&[waits(1), behind(4, "read"), behind(3, "write")]),
-        Some((2, Ground::Apart)),
-        "the older one of those behind"
-    );
-    let ahead = [suspect(7, 1, "read"), behind(4, "all_reduce"), behind(3, "all_reduce")];
-    assert_eq!(blame(&ahead), Some((2, Ground::Oldest)), "nobody waits for one that is ahead");
     let in_a_section = Suspect { is_due: true, ..waits(9) };
-    assert_eq!(
-        blame(&[waits(1), in_a_section, waits(2)]),
-        Some((1, Ground::Oldest)),
-        "its limit is shorter, and has passed"
-    );
     let stopped = Suspect { is_stopped: true, ..suspect(9, 9, "") };
-    assert_eq!(blame(&[suspect(1, 1, "read"), stopped]), Some((1, Ground::Stopped)));
     let fine = Suspect { is_late: false, ..suspect(1, 1, "read") };
-    assert_eq!(blame(&[fine.clone(), waits(5)]), Some((1, Ground::Oldest)));
-    assert_eq!(blame(&[fine]), None);
+    let cases: [(&str, &[Suspect], _); 11] = [
+        ("a step behind", &[waits(1), behind(3, "all_reduce"), waits(2)], Some((1, Ground::Behind))),
+        ("elsewhere", &[waits(1), waits(3), suspect(7, 4, "read"), waits(2)], Some((2, Ground::Elsewhere))),
+        ("its last sign is the oldest", &[waits(3), waits(1), suspect(7, 4, "")], Some((1, Ground::Oldest))),
+        ("of two nobody is the odd one", &[waits(1), suspect(7, 4, "read")], Some((0, Ground::Apart))),
+        (
+            "two are behind, and one of them stands elsewhere",
+            &[waits(1), behind(4, "read"), behind(3, "all_reduce"), waits(2)],
+            Some((1, Ground::Elsewhere)),
+        ),
+        ("the older one of those behind", &[waits(1), behind(4, "read"), behind(3, "write")], Some((2, Ground::Apart))),
+        (
+            "nobody waits for one that is ahead",
+            &[suspect(7, 1, "read"), behind(4, "all_reduce"), behind(3, "all_reduce")],
+            Some((2, Ground::Oldest)),
+        ),
+        ("its limit is shorter, and has passed", &[waits(1), in_a_section, waits(2)], Some((1, Ground::Oldest))),
+        ("a signal has stopped it", &[suspect(1, 1, "read"), stopped], Some((1, Ground::Stopped))),
+        ("the other one is not late", &[fine.clone(), waits(5)], Some((1, Ground::Oldest))),
+        ("nobody is late", &[fine], None),
+    ];
+    for (why, suspects, blamed) in cases {
+        assert_eq!(blame(suspects), blamed, "{why}");
+    }
 }
 
 #[test]
