@@ -556,6 +556,12 @@ class Supervisor:
     def suspend(self) -> None:
         """SIGSTOP to all groups; deadlines stand still until :meth:`resume`."""
     def resume(self) -> None: ...
+    def renew_nursery(self) -> None:
+        """Replace a warm nursery, since what it has imported has changed. No effect while a group runs.
+
+        Raises:
+            SupervisorError: see the class.
+        """
     def guard_connection(self, fd: int) -> None:
         """Give the nursery a duplicate of this socket to hold, in place of an earlier one.
 

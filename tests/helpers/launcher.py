@@ -25,6 +25,11 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, **(extra or {})}
 
 
+def _in_line(pattern: str, line: str) -> list[re.Match[str]]:
+    found = list(re.finditer(pattern, line))
+    return [match for match in found if match[0]] or found[:1]
+
+
 class Launched:
     """A running launcher. All its output is kept; waiting for a line looks at it from the start.
 
@@ -87,7 +92,8 @@ class Launched:
         return self.wait_for_lines(pattern, 1, stream)[0]
 
     def wait_for_lines(self, pattern: str, count: int, stream: str | None = None) -> list[re.Match[str]]:
-        """The first ``count`` whole lines that hold ``pattern``.
+        """The first ``count`` matches in whole lines. Two lines may come as one, with two ends behind it:
+        an unbuffered ``print`` writes text and newline apart.
 
         Raises:
             AssertionError: the launcher ended or hung without having written them; shows its output.
@@ -104,7 +110,7 @@ class Launched:
             self._output[name].decode(errors="replace") for name in ((stream,) if stream else self._output)
         ]
         lines = [line for text in texts for line in text.split("\n")[:-1]]
-        return [match for line in lines if (match := re.search(pattern, line))]
+        return [match for line in lines for match in _in_line(pattern, line)]
 
     # --- what it does ----------------------------------------------------------------------------------
 

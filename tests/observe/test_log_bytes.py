@@ -184,7 +184,7 @@ def test_of_a_file_that_was_there_only_what_is_added_counts(launch, worker_scrip
     os.kill(pids[0], signal.SIGUSR2)
     page.until(stdout0=before + 500)
     os.kill(pids[0], signal.SIGKILL)
-    job.wait_for_lines("y{9}", 2, "stderr")
+    job.wait_for_lines("y{9}$", 2, "stderr")
     pids = page.workers("1")
     os.kill(pids[0], signal.SIGUSR2)
     page.until(stdout0=before + 1000)

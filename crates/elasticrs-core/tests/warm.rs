@@ -146,6 +146,25 @@ fn a_lost_nursery_is_replaced_by_a_warm_one() {
 }
 
 #[test]
+fn a_nursery_is_renewed_between_groups_and_not_while_one_runs() {
+    let supervisor = supervisor("", HANG);
+    supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
+    started(&supervisor);
+    let first = supervisor.nursery_pid().unwrap();
+    supervisor.renew_nursery().unwrap();
+    supervisor.stop(TERM).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    assert_eq!(supervisor.nursery_pid(), Some(first));
+    supervisor.renew_nursery().unwrap();
+    supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
+    started(&supervisor);
+    assert_eq!(outcome(&supervisor), Outcome::Succeeded);
+    assert_ne!(supervisor.nursery_pid(), Some(first));
+    wait_for_end(first);
+    close(supervisor);
+}
+
+#[test]
 fn a_warm_nursery_executes_what_is_not_to_be_forked() {
     let supervisor = supervisor("", HANG);
     supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();

@@ -108,6 +108,10 @@ impl Supervisor {
         Ok(self.inner.resume().map_err(Error)?)
     }
 
+    fn renew_nursery(&self) -> PyResult<()> {
+        Ok(self.inner.renew_nursery().map_err(Error)?)
+    }
+
     fn guard_connection(&self, fd: i32) -> PyResult<()> {
         let connection = duplicate(fd).map_err(|error| os_error(&error, "could not duplicate the connection"))?;
         Ok(self.inner.guard_connection(connection).map_err(Error)?)

@@ -51,6 +51,7 @@ class Attempt(Record):
         oom_kills_after: the same counters when it had failed.
         signalled: siblings that were signalled for it.
         silent: the workers that exited with 0 before their function returned, when no other one failed.
+        warm: its workers were forked from a process that had imported; ``None`` without ``--warm``.
         stamps: ``started``, ``failure_seen``, ``siblings_signalled``, ``ended``: monotonic nanoseconds.
     """
 
@@ -71,6 +72,7 @@ class Attempt(Record):
     silent: frozenset[int] = frozenset()
     nursery_exitcode: int | None = None
     nursery_hung: bool = False
+    warm: bool | None = None
     stamps: dict[str, int] = fresh(factory=dict)
 
     def running(self) -> dict[int, int]:

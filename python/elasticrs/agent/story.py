@@ -100,7 +100,8 @@ class Story(Observer):
             attempt = result.attempts[-1]
             span = texts.milliseconds(attempt.stamps["started"] - self._failed_ns)
             self._failed_ns = None
-            self._say(f"attempt {attempt.name} is running, {span} after the failure was seen")
+            how = {None: "", True: ", warm", False: ", cold"}[attempt.warm]
+            self._say(f"attempt {attempt.name} is running, {span} after the failure was seen{how}")
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """How long it took, what it cost, and where the logs are."""

@@ -3,7 +3,8 @@
 ``ns`` is on the clock of :func:`time.monotonic_ns`, ``attempt`` the number of the attempt, ``restart_count``
 what its workers see as ``TORCHELASTIC_RESTART_COUNT``. The events:
 
-- ``started``: all workers of the attempt run; ``pids`` by local rank.
+- ``started``: all workers of the attempt run; ``pids`` by local rank; ``warm``: they were forked from a
+  process that had imported (``null`` without ``--warm``).
 - ``failure_seen``: the first worker failed; ``local_rank``, ``pid``, ``exitcode`` (``None`` when nobody can
   tell).
 - ``siblings_signalled``: the last of the others has been signalled; ``siblings`` is how many.
@@ -26,7 +27,7 @@ def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
     for attempt in attempts:
         first = attempt.exits.get(attempt.first_failure) if attempt.first_failure is not None else None
         details: dict[str, dict[str, Any]] = {
-            "started": {"pids": list(attempt.pids)},
+            "started": {"pids": list(attempt.pids), "warm": attempt.warm},
             "failure_seen": {
                 "local_rank": attempt.first_failure,
                 "pid": first.pid if first else None,

@@ -164,6 +164,8 @@ class AttemptTracker:
             Exception: of the user's: a function that cannot be pickled. No event follows.
         """
         supervisor = self.supervisor
+        if self._warming is not None and self._warming.is_outdated():
+            supervisor.renew_nursery()
         try:
             group = prepare_group(self._workers, supervisor, attempt, self._timer_file)
             self.observers.prepared(attempt)
@@ -281,6 +283,7 @@ class AttemptTracker:
         # A group that begins empty gets its workers later.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         attempt.oom_kills = oom_kills(attempt.pids)
+        attempt.warm = None if self._warming is None else self._warming.is_warm
         self.events.append(machine.Started())
         self.observers.running(self.result)
 

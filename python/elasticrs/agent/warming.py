@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from elasticrs import texts
-from elasticrs.warm import report
+from elasticrs.warm import report, sources
 from elasticrs.warm.report import Report
 
 TYPE_CHECKING = False
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs._core import Warmed
+    from elasticrs.warm.sources import Sources
 
 
 class Warming:
@@ -33,6 +34,7 @@ class Warming:
         self.report = os.memfd_create("warm-report", os.MFD_CLOEXEC)
         self.is_warm = False
         self.found = Report()
+        self._sources: Sources | None = None
 
     def ended(self, event: Warmed, limit: float) -> None:
         """The nursery is ready, or has ended before it was.
@@ -48,10 +50,20 @@ class Warming:
         for one in found.left_out:
             self._say(f"warm: {one.name} was left out: {one.why}")
             self._say_all(one.traceback)
+        if found.ready is not None:
+            self._sources = sources.remember(found.ready.files, found.ready.prefixes, found.imported)
         if not event.is_ready:
             self._say(f"warm: workers start cold: {_why_cold(found, event, limit)}")
             if found.failed is not None:
                 self._say_all(found.failed[1])
+
+    def is_outdated(self) -> bool:
+        """True if a file has changed that the nursery has imported: there must be another nursery then."""
+        changed = None if self._sources is None else self._sources.changed()
+        if changed is not None:
+            self._sources = None
+            self._say(f"warm: {changed} has changed: importing again")
+        return changed is not None
 
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:

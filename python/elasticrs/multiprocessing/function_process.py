@@ -112,6 +112,27 @@ def _check_program(path: str | None) -> None:
         )
 
 
+_BEGIN = (
+    "import sys; from multiprocessing.spawn import spawn_main; "
+    "spawn_main(**{name: int(fd) for name, _, fd in (given.partition('=') for given in sys.argv[2:])})"
+)
+
+
+def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
+    """Return the arguments of an interpreter that runs a function: multiprocessing's own, but that what
+    differs comes last. So the rest is the same for all.
+
+    Args:
+        tracker_fd: see :class:`PreparedFunction`.
+        pipe_handle: the same.
+    """
+    _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
+    if "-c" in options:  # A frozen program has none, and is told in this way already.
+        told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
+        options[options.index("-c") + 1 :] = [_BEGIN, "--multiprocessing-fork", *told]
+    return [os.fsdecode(spawn.get_executable()), *options]
+
+
 class PreparedFunction:
     """Everything that one child needs, ready to be passed to it.
 
@@ -150,8 +171,7 @@ class PreparedFunction:
             self.close()
             raise
         self.tracker_fd = launch.tracker_fd
-        command = spawn.get_command_line(tracker_fd=self.tracker_fd, pipe_handle=self.pipe_handle)
-        self.argv = [os.fsdecode(spawn.get_executable()), *command[1:]]
+        self.argv = command_line(self.tracker_fd, self.pipe_handle)
         self.fds = sorted({*launch._fds, self.pipe_handle, result})
 
     def close_childs_ends(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.multiprocessing import keeper
+from elasticrs.multiprocessing.function_process import command_line
 from elasticrs.multiprocessing.start_methods import BY_METHOD, PATIENCE, Functions, Kept
 from elasticrs.utils.api import macros
 from elasticrs.workers import Leftovers, Workers, adopt, end_at_once, heartbeat_page
@@ -78,6 +79,9 @@ class FunctionWorkers(Workers):
         self._arguments = list(arguments)
         self._start_method = start_method
         self._is_script = is_script
+        preload = setup.job.preload
+        if start_method == "spawn" and preload is not None and preload.modules:
+            self.warm_command = command_line(0, 0)
         self._start: FunctionStart | None = None
         # By local rank.
         self._values: dict[int, bytes] = {}
@@ -104,6 +108,7 @@ class FunctionWorkers(Workers):
             {rank: paths.stderrs.get(rank, "") for rank in environments},
             self.setup.job.cpus,
             keeps,
+            self.warm_command is not None,
         )
         self._start = BY_METHOD[self._start_method](functions)
         return self._start.prepare()

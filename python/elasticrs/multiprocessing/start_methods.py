@@ -57,6 +57,7 @@ class Functions(Value):
         stderrs: the same.
         cpus: those that it may run on.
         keeps: descriptors that it inherits besides; not with ``spawn``.
+        warm: they are forks of the nursery, where that is warm; with ``spawn`` only.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Functions(Value):
     stderrs: Mapping[int, str]
     cpus: Sequence[Sequence[int]] | None = None
     keeps: Mapping[int, Sequence[int]] = fresh(factory=dict)
+    warm: bool = False
 
     def cpus_of(self, rank: int) -> Sequence[int] | None:
         """Return the CPUs that one may run on."""
@@ -187,7 +189,7 @@ class Spawn(FunctionStart):
         for rank in self._ranks():
             prepared = self._prepare(rank)
             files = (functions.stdouts[rank], functions.stderrs[rank])
-            how: Any = {"cpus": functions.cpus_of(rank), "pass_fds": prepared.fds}
+            how: Any = {"cpus": functions.cpus_of(rank), "pass_fds": prepared.fds, "warm": functions.warm}
             specs.append(process_spec(rank, prepared.argv, functions.envs[rank], *files, **how))
         return specs
 

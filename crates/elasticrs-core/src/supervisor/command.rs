@@ -82,6 +82,7 @@ pub(super) enum Command {
     Forward(Signal),
     Suspend(Reply<()>),
     Resume,
+    RenewNursery,
     Drain(Duration, Reply<Vec<NotDrained>>),
     Spawn(Task),
     Guard(Option<OwnedFd>),

@@ -140,6 +140,14 @@ impl Supervisor {
         self.ask(Command::Suspend)
     }
 
+    /// Replaces a warm nursery, since what it has imported is no longer what is there. Nothing, while a group runs.
+    ///
+    /// # Errors
+    /// [`SupervisorError::Ended`], [`SupervisorError::Forked`].
+    pub fn renew_nursery(&self) -> Result<(), SupervisorError> {
+        self.tell(Command::RenewNursery)
+    }
+
     /// Undoes [`Self::suspend`].
     pub fn resume(&self) -> Result<(), SupervisorError> {
         self.tell(Command::Resume)

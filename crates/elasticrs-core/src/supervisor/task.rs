@@ -282,6 +282,7 @@ impl Task {
                 answer(&reply, ());
             }
             Command::Resume => self.input(Input::Resume),
+            Command::RenewNursery => self.renew_nursery(),
             Command::Drain(limit, reply) => {
                 let logs = Arc::clone(&self.shared.logs);
                 // A panic in it drops the reply, which its asker sees.

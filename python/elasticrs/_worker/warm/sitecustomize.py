@@ -37,7 +37,7 @@ _START = "ELASTICRS_NURSERY_START"
 _REPORT = 6
 """The descriptor of the report; the same."""
 
-_RESERVED = 64
+_RESERVED = 256
 """Workers are given descriptors below this: none that a module opens is among them."""
 
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -179,7 +179,7 @@ def _import(
         __import__(name, fromlist=[attribute] if attribute else ())
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            return ("it is not installed", None) if is_explicit else None
+            return ("it was not found", None) if is_explicit else None
         import traceback
 
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -247,6 +247,7 @@ def _import_all(environ: dict[str, str]) -> "tuple[dict[int, bytes], _Done]":
         found = _import(name, is_explicit, before, surroundings)
         if found is not None:
             why, text = found
+            captured.end()
             module = name.partition(":")[0]
             _report(left_out=module, why=why, traceback=text)
             rest = [other for other in names if other.partition(":")[0] != module]
@@ -273,15 +274,11 @@ def _tell_ready(begun: float) -> None:
     # Not `data`, below which an application may lie: `/usr` and `/usr/src`.
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
-    prefixes = {os.path.join(path, "") for folder in folders for path in (folder, os.path.realpath(folder))}
+    prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    own = sorted(
-        file
-        for file in files
-        if isinstance(file, str) and not file.startswith((*prefixes, _HERE)) and os.path.isabs(file)
-    )
+    told = sorted(file for file in files if isinstance(file, str) and os.path.isabs(file))
     _report(
-        ready={"seconds": time.monotonic() - begun, "files": own, "prefixes": sorted(prefixes), "threads": 1}
+        ready={"seconds": time.monotonic() - begun, "files": told, "prefixes": sorted(prefixes), "threads": 1}
     )
 
 
@@ -407,9 +404,7 @@ def _start() -> None:
         gc.freeze()
         os.close(_REPORT)
     except BaseException as error:
-        import traceback
-
-        _report(failed=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        _report(failed=f"{type(error).__name__}: {error}")
         os._exit(1)
     argv, env = core.warm_nursery_main(start)
     _become_worker(argv, env, arguments, printed, done)

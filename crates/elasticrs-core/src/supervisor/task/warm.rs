@@ -1,8 +1,9 @@
 //! The time in which a warm nursery imports, and what is to start after it.
 
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::{Current, Nursery, Task};
+use super::{CLOSE_LIMIT, Current, Nursery, Task};
 use crate::nursery::launch::NurseryImage;
 use crate::spec::GroupSpec;
 use crate::supervisor::deadlines::Timer;
@@ -12,6 +13,23 @@ use crate::sys::stage::Stage;
 impl Task {
     pub(super) fn is_warming(&self) -> bool {
         self.nursery.as_ref().is_some_and(|nursery| nursery.warming.is_some())
+    }
+
+    pub(super) fn renew_nursery(&mut self) {
+        let may_be_warm = self.config.nursery.iter().any(|image| matches!(image, NurseryImage::Warm(_)));
+        if !matches!(self.current, Current::Idle) || !may_be_warm {
+            return;
+        }
+        if let Some(old) = self.nursery.take() {
+            self.tasks.spawn_local(async move {
+                old.end(false, CLOSE_LIMIT).await;
+            });
+        }
+        self.shared.nursery_pid.store(0, Ordering::Relaxed);
+        // An error is that of the next start, which tries again.
+        if let Ok(nursery) = Nursery::launch(&self.config.nursery) {
+            self.use_nursery(nursery);
+        }
     }
 
     /// At the end of a group all deadlines go: this one begins anew with what waits for it.

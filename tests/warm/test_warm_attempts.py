@@ -1,0 +1,38 @@
+"""Attempts whose workers are forks of a nursery that has imported."""
+
+EDITS = """
+    import os, sys
+    import own_library
+    print("SEEN", own_library.VALUE, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        with open(own_library.__file__, "w") as file:
+            file.write("VALUE = 'edited'")
+        sys.exit(3)
+"""
+
+
+def test_an_edited_module_is_imported_again_before_the_next_attempt(launch, worker_script, tmp_path):
+    folder = tmp_path / "library"
+    folder.mkdir()
+    (folder / "own_library.py").write_text("VALUE = 1")
+    options = ("--standalone", "--max-restarts=1", "--warm=own_library")
+    launched = launch(*options, worker_script(EDITS), env={"PYTHONPATH": str(folder)}).exits(0)
+    seen = [line.split()[1:] for line in launched.stdout.splitlines() if line.startswith("SEEN")]
+    assert seen == [["1", "0"], ["edited", "1"]]
+    assert "own_library.py has changed" in launched.stderr
+
+
+def test_workers_have_what_was_imported_and_nothing_that_is_missing_keeps_them(launch, worker_script):
+    script = worker_script("import os, sys\nos.write(1, b'%d\\n' % ('colorsys' in sys.modules))")
+    launched = launch("--standalone", "--nproc-per-node=2", "--warm=colorsys", script).exits(0)
+    assert launched.stdout.splitlines() == ["1", "1"]
+
+
+def test_a_nursery_that_dies_at_an_import_leaves_the_workers_cold(launch, worker_script, tmp_path):
+    folder = tmp_path / "library"
+    folder.mkdir()
+    (folder / "deadly.py").write_text("import os; os._exit(5)")
+    options = ("--standalone", "--warm=json,deadly")
+    launched = launch(*options, worker_script("print('HERE')"), env={"PYTHONPATH": str(folder)}).exits(0)
+    assert launched.stdout.splitlines() == ["HERE"]
+    assert "workers start cold" in launched.stderr
