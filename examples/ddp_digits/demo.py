@@ -21,7 +21,9 @@ VICTIM = 2
 KILL_EPOCH = 3
 ACCURACY = 95.0
 
-STAMP = re.compile(r"stamp (?P<what>up|dies) rank=(?P<rank>\d+) attempt=(?P<attempt>\d+) ns=(?P<ns>\d+)")
+STAMP = re.compile(
+    r"stamp (?P<what>up|trains|dies) rank=(?P<rank>\d+) attempt=(?P<attempt>\d+) ns=(?P<ns>\d+)"
+)
 RESUMED = re.compile(r"resumed after epoch (\d+)")
 FINAL = re.compile(r"final accuracy on held-out data: ([\d.]+)%")
 
@@ -41,7 +43,16 @@ def run(directory: Path) -> int:
     timeline = directory / "timeline.jsonl"
     for old in (timeline, directory / "digits.pt"):
         old.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "elasticrs.launch", "--standalone", "--max-restarts", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "elasticrs.launch",
+        "--standalone",
+        "--max-restarts",
+        "2",
+        "--warm",
+        "auto",
+    ]
     command += ["--nproc-per-node", str(WORKERS), str(Path(__file__).with_name("train.py"))]
     command += ["--checkpoint", str(directory / "digits.pt"), "--epochs", str(EPOCHS), "--stamps"]
     command += ["--kill-rank", str(VICTIM), "--kill-epoch", str(KILL_EPOCH)]
@@ -134,9 +145,10 @@ def _times(
             and restarts in {None, record["restart_count"]}
         ]
         found += [(text, of_step[0])] if of_step else []
-    first_lines = [int(each["ns"]) for each in stamps if each["what"] == "up" and each["attempt"] == "1"]
-    if len(first_lines) == WORKERS:
-        found.append(("all of them running the script", max(first_lines)))
+    for what, text in (("up", "all of them past their imports"), ("trains", "their first step done")):
+        told = [int(each["ns"]) for each in stamps if each["what"] == what and each["attempt"] == "1"]
+        if len(told) == WORKERS:
+            found.append((text, max(told)))
     return [f"{(ns - death) / 1e6:8.1f} ms: {text}" for text, ns in found]
 
 

@@ -13,6 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -30,9 +37,6 @@ def main() -> None:
     if arguments.stamps:
         stamp("up")
 
-    import torch
-    import torch.distributed as dist
-
     torch.manual_seed(0)
     torch.set_num_threads(1)
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
@@ -47,11 +51,6 @@ def main() -> None:
 
 
 def train(arguments: argparse.Namespace, device: Any) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
-
     rank = dist.get_rank()
     images, labels, held_out_images, held_out_labels = (part.to(device) for part in load_data())
     model = DistributedDataParallel(make_model().to(device))
@@ -72,6 +71,8 @@ def train(arguments: argparse.Namespace, device: Any) -> None:
             loss: Any = cross_entropy(model(images[batch]), labels[batch])
             loss.backward()
             optimizer.step()
+            if arguments.stamps and (epoch, step) == (done + 1, 0):
+                stamp("trains")
         if rank == 0:
             save(arguments.checkpoint, model, optimizer, epoch)
             accuracy = accuracy_on(model, held_out_images, held_out_labels)
@@ -86,8 +87,6 @@ def train(arguments: argparse.Namespace, device: Any) -> None:
 
 
 def make_model() -> Any:
-    from torch import nn
-
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
         nn.Conv2d(1, 32, 3, padding=1),
@@ -105,9 +104,6 @@ def make_model() -> Any:
 
 def load_data() -> tuple[Any, Any, Any, Any]:
     """Images and labels to learn from, images and labels held out: the same split on every rank."""
-    import torch
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(digits)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -118,9 +114,6 @@ def load_data() -> tuple[Any, Any, Any, Any]:
 
 def batches_of(epoch: int, samples: int, batch_size: int) -> list[Any]:
     """This rank's batches: each epoch another order, the same one when the epoch is repeated."""
-    import torch
-    import torch.distributed as dist
-
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(1000 + epoch))
     world_size = dist.get_world_size()
     # The same number of batches on all ranks: each step is a collective one.
@@ -129,8 +122,6 @@ def batches_of(epoch: int, samples: int, batch_size: int) -> list[Any]:
 
 
 def accuracy_on(model: Any, images: Any, labels: Any) -> float:
-    import torch
-
     with torch.no_grad():
         # Without the wrapper, which would wait for the other ranks.
         correct = model.module(images).argmax(dim=1) == labels
@@ -142,8 +133,6 @@ def accuracy_on(model: Any, images: Any, labels: Any) -> float:
 
 def resume(path: Path, model: Any, optimizer: Any, device: Any) -> int:
     """Load the checkpoint if there is one; returns the number of epochs that are done."""
-    import torch
-
     if not path.exists():
         return 0
     saved = torch.load(path, map_location=device, weights_only=True)
@@ -154,8 +143,6 @@ def resume(path: Path, model: Any, optimizer: Any, device: Any) -> int:
 
 def save(path: Path, model: Any, optimizer: Any, epoch: int) -> None:
     """Replace the checkpoint in one step: a death at any moment leaves the old one or the new one, whole."""
-    import torch
-
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         state = {"epoch": epoch, "model": model.module.state_dict(), "optimizer": optimizer.state_dict()}

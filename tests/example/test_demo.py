@@ -16,6 +16,7 @@ def good_lines() -> list[str]:
         "epoch 2/8: loss 0.5, accuracy 90.00%\n",
         f"stamp dies rank=2 attempt=0 ns={100 * MS}\n",
         *(f"stamp up rank={rank} attempt=1 ns={140 * MS + rank}\n" for rank in range(4)),
+        *(f"stamp trains rank={rank} attempt=1 ns={240 * MS + rank}\n" for rank in range(4)),
         "resumed after epoch 2\n",
         "final accuracy on held-out data: 97.50%\n",
     ]
@@ -48,7 +49,8 @@ def test_a_good_run_is_told(demo):
         "       0.4 ms: the other 3 workers signalled",
         "      10.0 ms: nothing of the first attempt left",
         "      15.0 ms: 4 new workers started",
-        "      40.0 ms: all of them running the script",
+        "      40.0 ms: all of them past their imports",
+        "     140.0 ms: their first step done",
         "  training resumed after epoch 2, from its checkpoint",
         "  final accuracy on held-out data: 97.50 %, after 8 epochs",
     ]
