@@ -113,14 +113,14 @@ def test_the_workers_end_is_told_once_the_port_is_back(driver, monkeypatch):
     told = []
     monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
     assert accepts(port)
-    assert driver.lend_port() is None
+    assert driver.open_store() is None
     assert not accepts(port)
     with socket.create_server(("", port)):
         ended = messages.GroupEnded()
         assert driver.group_over(ended) == []
         assert driver.seconds_left(100.0) < 1
         assert told == []
-        assert "taken by another program" in driver.lend_port()
+        assert "taken by another program" in driver.open_store()
         driver.group_over(ended)
     deadline = lent_port.now() + 10
     while ended not in told and lent_port.now() < deadline:
@@ -134,7 +134,7 @@ def test_a_port_that_another_program_has_taken_is_told_of_once(driver, monkeypat
     driver, port = driver
     told = []
     monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
-    assert driver.lend_port() is None
+    assert driver.open_store() is None
     with socket.create_server(("", port)):
         driver.group_over(messages.GroupEnded())
         monkeypatch.setattr(LentPort, "is_overdue", property(lambda _: True))
@@ -148,7 +148,7 @@ def test_success_does_not_wait_for_the_port(driver, monkeypatch):
     driver, port = driver
     told = []
     monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
-    assert driver.lend_port() is None
+    assert driver.open_store() is None
     with socket.create_server(("", port)):
         driver.group_over(messages.WorkersDone())
         assert [type(event) for event in told] == [messages.WorkersDone]

@@ -272,12 +272,9 @@ class SeveralNodes(Decisions):
 
     def _start(self, action: messages.Start) -> list[machine.Action]:
         driver = self._require_driver()
-        if action.serves_store and self._rendezvous.backend == "static":
-            trouble = driver.lend_port()
-            if trouble is not None:
-                return self._over(messages.StartFailed(trouble, False))
-        elif action.serves_store:
-            driver.serve_store()
+        trouble = driver.open_store() if action.serves_store else None
+        if trouble is not None:
+            return self._over(messages.StartFailed(trouble))
         ranks = action.ranks.workers(NodeShare(self._job.role, self._job.nproc))
         self.plan = plan = Plan(
             ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store

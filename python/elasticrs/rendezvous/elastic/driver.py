@@ -154,17 +154,20 @@ class Driver:
 
     # --- the port that the workers have, too ---
 
-    def lend_port(self) -> str | None:
-        """Leave the port of the store to the workers of rank 0, who are about to start. If that is not
-        possible, say why.
+    def open_store(self) -> str | None:
+        """Serve the workers of a round on the listener that was announced for it, or leave it to rank 0.
+
+        With ``static`` the port of the rendezvous is lent to them; if that is not possible, say why.
         """
+        if not self._rendezvous.is_static:
+            if self._store_port is not None:
+                self._store_port.serve(self._supervisor)
+            return None
         self._timers.disarm(_PORT)
         if self._port.lend():
             return None
-        return (
-            f"port {self._rendezvous.port} for the workers' store is taken by another program: "
-            f"{self._port.trouble}"
-        )
+        where = f"port {self._rendezvous.port} for the workers' store"
+        return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
         """Tell the machine that nothing of the workers is left, and take the port back if they had it.
@@ -276,11 +279,6 @@ class Driver:
         except OSError as error:
             return (messages.StorePortFailed(f"no port for the workers' store: {error}"),)
         return (messages.StorePort(self._store_port.number),)
-
-    def serve_store(self) -> None:
-        """Begin to serve the workers of a round on the listener that was announced, unless rank 0 does."""
-        if self._store_port is not None:
-            self._store_port.serve(self._supervisor)
 
     def _close_store(self) -> None:
         if self._store_port is not None:

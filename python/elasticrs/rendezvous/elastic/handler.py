@@ -299,14 +299,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
         driver = self._driver
         if driver is None:
             return None
-        if start.serves_store and self.rendezvous.backend == "static":
-            trouble = driver.lend_port()
-            if trouble is not None:
-                self._runs = False
-                self._take(driver.group_over(messages.StartFailed(trouble)))
-                return None
-        elif start.serves_store:
-            driver.serve_store()
+        trouble = driver.open_store() if start.serves_store else None
+        if trouble is not None:
+            self._runs = False
+            self._take(driver.group_over(messages.StartFailed(trouble)))
+            return None
         address = RendezvousStoreInfo(start.master_addr, start.master_port)
         from elasticrs.store import DistNetworkError
 

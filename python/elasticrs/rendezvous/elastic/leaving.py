@@ -43,29 +43,12 @@ def leave_with(member: Member, outcome: Outcome) -> None:
     member.arm("leave", member.settings.close_timeout)
     reason = outcome.message or outcome.kind
     if member.workers is not None and member.runs(member.workers.round):
-        _end_round(member, registration, reason)
+        # Now, not when the workers here have stopped.
+        farewell = _farewell(member, registration, reason)
+        member.end_round(Purpose.END_ROUND, {"kind": "left", "message": reason}, None, farewell)
     else:
         _say_farewell(member, registration, reason)
     member.stop("this node leaves the job")
-
-
-def _end_round(member: Member, registration: Registration, reason: str) -> None:
-    """The round ends now, not when the workers here have stopped."""
-    link, slot = member.link, registration.slot
-    assert link is not None
-    assert link.head is not None
-    assert slot is not None
-    end = {
-        "kind": "left",
-        "node": member.agent.node,
-        "group_rank": slot.group_rank,
-        "member": registration.member,
-        "message": reason,
-    }
-    ended = link.head.replaced(state="ENDED", end=end, cause=None)
-    compares = [ModifiedAt(member.keys.head, link.head_revision), member.exists(registration)]
-    puts = [member.put_head(ended), _farewell(member, registration, reason)]
-    member.txn(Purpose.END_ROUND, compares, puts)
 
 
 def round_ended(member: Member, reply: Reply) -> None:

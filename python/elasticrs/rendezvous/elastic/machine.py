@@ -165,7 +165,7 @@ def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of
             _registration_reply(member, link, link.registration, purpose, reply)
 
 
-def _registration_reply(  # noqa: PLR0912 -- a table of cases
+def _registration_reply(
     member: Member, link: Link, registration: Registration, purpose: Purpose, reply: Reply
 ) -> None:
     match purpose:
@@ -185,10 +185,9 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
         case Purpose.SEE_PREDECESSOR:
             if not reply.results:
                 succession.predecessor_gone(member, registration)
-        case Purpose.FIND_PREDECESSOR:
-            succession.predecessor_found(member, registration, reply)
-        case Purpose.FIND_BEFORE_STRANGER:
-            succession.before_stranger_found(member, registration, reply)
+        case Purpose.FIND_PREDECESSOR | Purpose.FIND_BEFORE_STRANGER:
+            is_before = purpose is Purpose.FIND_BEFORE_STRANGER
+            succession.predecessor_found(member, registration, reply, is_before)
         case Purpose.SEE_ALL if registration.leader is not None:
             oversight.snapshot(member, registration.leader, reply)
         case Purpose.LEAD if registration.leader is not None:

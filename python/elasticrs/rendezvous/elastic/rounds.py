@@ -19,7 +19,6 @@ from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
 from elasticrs.rendezvous.elastic.records import (
     Head,
     Slot,
-    bound_cause,
     damage,
     encode,
     may_be_first,
@@ -187,32 +186,22 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
 
 
 def _report_failure(member: Member, cause: Cause | None) -> None:
-    end = {"kind": "failure", "message": (cause or {}).get("message")}
-    _report(member, end, cause)
+    _report(member, {"kind": "failure", "message": (cause or {}).get("message")}, cause)
 
 
 def start_failed(member: Member, event: StartFailed) -> None:
     """The workers could not be started; nothing of them is left."""
     if member.phase is Phase.RUN:
-        end = {"kind": "setup", "message": event.message, "fatal": not event.transient}
-        _report(member, end, None)
+        _report(member, {"kind": "setup", "message": event.message, "fatal": not event.transient}, None)
     workers_gone(member)
 
 
 def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
-    """T2: the round has ended, for this reason, if nobody has ended it before."""
-    workers, link, registration = member.workers, member.link, member.registration
+    workers = member.workers
     assert workers is not None
     member.own_failure = OwnFailure(workers.round, cause)
-    if link is None or link.head is None or registration is None or not member.runs(workers.round):
-        return
-    assert registration.slot is not None
-    told = {**end, "node": member.agent.node, "group_rank": registration.slot.group_rank}
-    ended = link.head.replaced(
-        state="ENDED", end={**told, "member": registration.member}, cause=bound_cause(cause)
-    )
-    compares = [ModifiedAt(member.keys.head, link.head_revision), member.exists(registration)]
-    member.txn(Purpose.NOTHING, compares, [member.put_head(ended)])
+    if member.registration is not None and member.runs(workers.round):
+        member.end_round(Purpose.NOTHING, end, cause)
 
 
 def workers_done(member: Member) -> None:

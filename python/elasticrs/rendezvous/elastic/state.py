@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import Enum
 
 from elasticrs._value import Record, Value, fresh
-from elasticrs.coordination import Exists, Put, Txn, Watch
+from elasticrs.coordination import Exists, ModifiedAt, Put, Txn, Watch
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.messages import Arm, Disarm, Disconnect, Exit, Stop
 from elasticrs.rendezvous.elastic.records import Node, bound_cause
@@ -22,6 +22,7 @@ from elasticrs.rendezvous.elastic.records import Node, bound_cause
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from elasticrs.coordination import Compare, Operation
     from elasticrs.rendezvous.elastic.leader import Leader
@@ -347,6 +348,21 @@ class Member:
             self.settings.order_hint,
             bound_cause(cause),
         )
+
+    def end_round(
+        self, purpose: Purpose, end: dict[str, Any], cause: Cause | None = None, *more: Operation
+    ) -> None:
+        """T2: end the round that runs, in which this agent takes part, if nobody has ended it before."""
+        link, registration = self.link, self.registration
+        assert link is not None
+        assert link.head is not None
+        assert registration is not None
+        assert registration.slot is not None
+        told = {**end, "node": self.agent.node, "group_rank": registration.slot.group_rank}
+        told["member"] = registration.member
+        ended = link.head.replaced(state="ENDED", end=told, cause=bound_cause(cause))
+        compares = [ModifiedAt(self.keys.head, link.head_revision), self.exists(registration)]
+        self.txn(purpose, compares, [self.put_head(ended), *more])
 
     def put_head(self, head: Head) -> Put:
         """Return the write of a new state of the job."""

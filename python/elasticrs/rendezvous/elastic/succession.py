@@ -49,17 +49,11 @@ def _ask(member: Member, registration: Registration, purpose: Purpose, key: str,
     member.txn(purpose, [own, *more], [Predecessor(member.keys.nodes, key)])
 
 
-def predecessor_found(member: Member, registration: Registration, reply: Reply) -> None:
-    """Follow it, unless the own registration is gone."""
+def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
+    """Follow it, unless the own registration, or the stranger that it ``is_before``, is gone."""
     if reply.ok:
         follow(member, registration, reply.entry(0))
+    elif is_before:
+        find_predecessor(member, registration)
     else:
         fence(member, GONE)
-
-
-def before_stranger_found(member: Member, registration: Registration, reply: Reply) -> None:
-    """Follow it, unless the stranger is gone."""
-    if reply.ok:
-        follow(member, registration, reply.entry(0))
-    else:
-        find_predecessor(member, registration)
