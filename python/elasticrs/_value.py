@@ -28,11 +28,7 @@ class _Fresh:
 
 
 def fresh(*, factory: Callable[[], Any]) -> Any:
-    """A default that is made anew for each object, such as a list.
-
-    Args:
-        factory: makes it.
-    """
+    """Return a default that is made anew for each object, such as a list."""
     return _Fresh(factory)
 
 

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 class MetricRecorder(Observer):
-    """Puts what torch's agent puts.
-
-    Args:
-        job: the job.
-    """
+    """Puts what torch's agent puts."""
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job

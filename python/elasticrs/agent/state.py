@@ -118,11 +118,8 @@ class Started(Event):
 
 
 class StartFailed(Event):
-    """The attempt could not be started, and nothing of it is left.
-
-    Args:
-        message: why, for the user.
-        transient: the same start may succeed a moment later (no memory, no process slots, a killed nursery).
+    """The attempt could not be started, and why; nothing of it is left. ``transient``: the same start may
+    succeed a moment later (no memory, no process slots, a killed nursery).
     """
 
     message: str

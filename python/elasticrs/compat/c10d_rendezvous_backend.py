@@ -108,20 +108,14 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
 def _create_store(params: RendezvousParameters) -> Any:
     store_type = str(params.get("store_type", "tcp")).strip().lower()
     if store_type == "file":
-        return _create_file_store(params)
+        path = params.endpoint.strip()
+        try:
+            return FileStore(path) if path else TemporaryFileStore()
+        except OSError as error:
+            raise RendezvousError(f"The file creation for C10d store has failed: {error}") from error
     if store_type == "tcp":
         return _create_tcp_store(params)
     raise ValueError("Invalid store type given. Currently only supports file and tcp.")
-
-
-def _create_file_store(params: RendezvousParameters) -> Any:
-    path = params.endpoint.strip()
-    try:
-        if not path:
-            return TemporaryFileStore()
-        return FileStore(path)
-    except OSError as error:
-        raise RendezvousError(f"The file creation for C10d store has failed: {error}") from error
 
 
 def _create_tcp_store(params: RendezvousParameters) -> Any:
@@ -149,13 +143,7 @@ def _create_tcp_store(params: RendezvousParameters) -> Any:
 
 
 class _ServedStore(Store):
-    """A store, with its server if that is in this process.
-
-    Args:
-        client: as for :class:`Store`.
-        read_timeout: seconds for waiting reads.
-        server: to be kept; ``None``: in another process.
-    """
+    """A store, with its server if that is in this process."""
 
     def __init__(self, client: Client, read_timeout: float, server: Server | None) -> None:
         self._server = server

@@ -74,10 +74,8 @@ def call_kept() -> None:
 
 
 def waiting(end: Callable[[], None]) -> AbstractContextManager[None]:
-    """Wait for an event and record it in this block; what handlers want is done at its end.
-
-    Args:
-        end: called by a handler: ends the wait.
+    """Wait for an event and record it in this block; what handlers want is done at its end. A handler calls
+    ``end``.
     """
     return _block(_waits, end, is_wait=True)
 

@@ -34,7 +34,8 @@ class Requests:
     def __init__(self, make: Callable[[], Session]) -> None:
         self._make: Callable[[], Session] | None = make
         self._session: Session | None = None
-        self._beginning = threading.Lock()
+        # A signal handler may ask in the middle of it.
+        self._beginning = threading.RLock()
         self._news = threading.Condition()
         self._is_taking = False
         self._lost: str | None = None

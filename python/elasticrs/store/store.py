@@ -87,10 +87,7 @@ class Store(TimedStore):
     """
 
     def __init__(
-        self,
-        client: Client,
-        prefix: str = "",
-        timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+        self, client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT
     ) -> None:
         super().__init__(timeout)
         self._requests = Requests(lambda: NativeSession(client))
@@ -102,10 +99,7 @@ class Store(TimedStore):
 
     @classmethod
     def begun_later(
-        cls,
-        make: Callable[[], Client],
-        prefix: str = "",
-        timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+        cls, make: Callable[[], Client], prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT
     ) -> Store:
         """Return an object that makes its client and connects when it is first used."""
         store = object.__new__(cls)

@@ -81,12 +81,12 @@ def victims(failures: Mapping[int, ProcessFailure]) -> list[int]:
     """Return the global ranks of the workers that we stopped."""
     unprompted = (f.seen_ns for f in failures.values() if f.sent_signal is None and f.seen_ns is not None)
     first, known = min(unprompted, default=0), _times(failures)
-    signalled = (rank for rank, failure in failures.items() if failure.sent_signal is not None)
-    return [rank for rank in signalled if not _failed_before(failures[rank], known[rank], first)]
 
+    def failed_before(rank: int) -> bool:
+        failed = known[rank]
+        return failed is not None and failed != failures[rank].seen_ns and failed < first
 
-def _failed_before(failure: ProcessFailure, failed: int | None, first: int) -> bool:
-    return failed is not None and failed != failure.seen_ns and failed < first
+    return [rank for rank in failures if failures[rank].sent_signal is not None and not failed_before(rank)]
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> int:

@@ -15,10 +15,8 @@ _TICK, _SLOW_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """The port of a store that is hosted here; nothing is lent where it is not.
-
-    Args:
-        meeting_point: stops to listen, and listens again; connections go on all the time.
+    """The port of a store that is hosted here; nothing is lent where it is not. Connections go on all the
+    time.
     """
 
     __slots__ = ("_deadline", "_is_lent", "_meeting_point", "trouble")

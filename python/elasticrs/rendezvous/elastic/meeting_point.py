@@ -57,12 +57,7 @@ class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
 
 
 class Home(Record):
-    """What outlasts one run of an agent: the store, where it is hosted here, has the jobs of all runs.
-
-    Args:
-        runs: how many have begun.
-        server: the store between two runs.
-    """
+    """What outlasts one run of an agent: the store, where it is hosted here, has the jobs of all runs."""
 
     runs: int = 0
     server: Server | None = None

@@ -31,11 +31,8 @@ class Begin(Value):
 
 
 class StartFailed(Value):
-    """The workers of this node could not be started, and nothing of them is left.
-
-    Args:
-        message: why, for the user.
-        transient: the same start may succeed a moment later.
+    """The workers of this node could not be started, and why; nothing of them is left. ``transient``: the
+    same start may succeed a moment later.
     """
 
     message: str

@@ -72,16 +72,11 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     known: list[dict[str, Any]] = [cause for cause in reversed(causes) if cause is not None]
     if not known:
         return None
-    first = min(known, key=_time_or_last)
+    first = min(known, key=lambda cause: (time_of(cause) is None, time_of(cause) or 0))
     if blame_of(first) is None:
         return first
     hung = [(blame, cause) for cause in known if (blame := blame_of(cause)) is not None]
     return min(hung, key=lambda each: each[0])[1]
-
-
-def _time_or_last(cause: dict[str, Any]) -> float:
-    time = time_of(cause)
-    return float("inf") if time is None else time
 
 
 def judge(view: View, head: Head, settings: Settings, max_restarts: int, was_short: bool | None) -> Verdict:
