@@ -1,5 +1,7 @@
 """Attempts whose workers are forks of a nursery that has imported."""
 
+import sys
+
 EDITS = """
     import os, sys
     import own_library
@@ -36,3 +38,15 @@ def test_a_nursery_that_dies_at_an_import_leaves_the_workers_cold(launch, worker
     launched = launch(*options, worker_script("print('HERE')"), env={"PYTHONPATH": str(folder)}).exits(0)
     assert launched.stdout.splitlines() == ["HERE"]
     assert "workers start cold" in launched.stderr
+
+
+def test_an_interpreter_that_is_a_script_gets_no_nursery(launch, worker_script, tmp_path):
+    """It may keep our part from running: then the user's script would run in the nursery, without a rank."""
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    script = worker_script("import os\nos.write(1, f\"rank {os.environ.get('RANK')}\\n\".encode())")
+    env = {"PYTHON_EXEC": str(wrapper)}
+    launched = launch("--standalone", "--nproc-per-node=2", "--warm=json", script, env=env).exits(0)
+    assert sorted(launched.stdout.splitlines()) == ["rank 0", "rank 1"]
+    assert "wrapper is a script" in launched.stderr

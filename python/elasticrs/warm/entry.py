@@ -51,6 +51,8 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if program not in (sys.executable, os.environ.get("PYTHON_EXEC")) and not name.startswith("python"):
         return Entry(name, why_cold=f"{name} is not a Python interpreter")
     interpreter = None if program == sys.executable else program
+    if interpreter is not None and _is_script(interpreter):
+        return Entry(name, why_cold=f"{name} is a script, which may start Python in another way")
     kind, what = _what_runs(arguments)
     if kind and kind in _ISOLATED:
         return Entry(name, why_cold=f"the interpreter is started with -{kind}")
@@ -59,6 +61,17 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if kind == "script":
         return entry_of_script(what, interpreter)
     return Entry(f"-{kind}", None, (os.getcwd(),), interpreter)
+
+
+def _is_script(program: str) -> bool:
+    """True for what may drop ``PYTHONPATH`` before it starts Python: the script would run in the nursery."""
+    import shutil
+
+    try:
+        with open(shutil.which(program) or program, "rb") as file:
+            return file.read(4) != b"\x7fELF"
+    except OSError:
+        return False  # It cannot be started, either.
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:

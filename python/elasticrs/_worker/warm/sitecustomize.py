@@ -380,7 +380,8 @@ def _become_worker(
             (sys.stdout if fd == 1 else sys.stderr).flush()
 
 
-def _start() -> None:
+def _serve() -> None:
+    """Import, and be the nursery; returns in workers."""
     environ, arguments = dict(os.environ), list(sys.argv)
     if None in (sys.stdin, sys.stdout, sys.stderr):
         _open_standard_descriptors()
@@ -405,13 +406,25 @@ def _start() -> None:
         os.close(_REPORT)
     except BaseException as error:
         _report(failed=f"{type(error).__name__}: {error}")
-        os._exit(1)
+        raise
     argv, env = core.warm_nursery_main(start)
     _become_worker(argv, env, arguments, printed, done)
     hooked = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
     if hooked == _HOOK:
         sys.path.insert(0, hooked)
     del sys.modules["sitecustomize"]
+
+
+def _start() -> None:
+    try:
+        _serve()
+    except BaseException:
+        # `site` would go on, and the script would run in a process that is no worker, or half of one.
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 
 
