@@ -8,8 +8,8 @@
     {"ready": {"seconds": s, "files": [...], "prefixes": [...], "threads": 1}}      at the end
     {"failed": text, "traceback": text}                     when it cannot go on
 
-It begins again after a module that is left out. A line that is torn, because its writer was killed, and one
-that is none of these says nothing.
+After a module that is left out it may begin again, so that a name comes twice. A line that is torn, because
+its writer was killed, and one that is none of these says nothing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ def read(data: bytes) -> Report:
                 imported[_shown(name)] = float(seconds)
             case {"left_out": str(name), "why": str(why)}:
                 importing = None
-                imported.clear()
                 left_out.append(LeftOut(_shown(name), printable(why), _lines(record)))
             case {"ready": {"seconds": float(seconds) | int(seconds), "threads": int(threads), **more}}:
                 importing = None

@@ -174,21 +174,25 @@ def _import(
 
     name, _, attribute = written.partition(":")
     _report(importing=name)
-    begun = time.monotonic()
+    begun, is_there = time.monotonic(), True
     try:
         __import__(name, fromlist=[attribute] if attribute else ())
     except BaseException as error:
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            return ("it was not found", None) if is_explicit else None
-        import traceback
+        is_there = not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}.")
+        if is_there:
+            import traceback
 
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return f"it raises {type(error).__name__} at import", text
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            return f"it raises {type(error).__name__} at import", text
+    # Of what is missing, parents may be there.
     why = _why_unclean(before, surroundings)
-    if why is None:
+    if why is not None:
+        return why, None
+    if is_there:
         _report(imported=name, seconds=time.monotonic() - begun)
-        return None
-    return why, None
+    elif is_explicit:
+        _report(left_out=name, why="it was not found", traceback=None)
+    return None
 
 
 def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> "NoReturn":
@@ -247,7 +251,6 @@ def _import_all(environ: dict[str, str]) -> "tuple[dict[int, bytes], _Done]":
         found = _import(name, is_explicit, before, surroundings)
         if found is not None:
             why, text = found
-            captured.end()
             module = name.partition(":")[0]
             _report(left_out=module, why=why, traceback=text)
             rest = [other for other in names if other.partition(":")[0] != module]
