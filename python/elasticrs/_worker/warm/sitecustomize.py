@@ -12,6 +12,8 @@ not be importable. What it promises:
 - **WARM-4** anything unexpected ends the process before it is ready; workers then start cold.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 
@@ -94,11 +96,11 @@ def _uses_cuda() -> bool:
     return any(code != _NOT_INITIALIZED for code in codes)
 
 
-def _standard_streams() -> "list[Any]":
+def _standard_streams() -> list[Any]:
     return [sys.__stdin__, sys.__stdout__, sys.__stderr__]
 
 
-def _settings(stream: "Any") -> dict[str, object]:
+def _settings(stream: Any) -> dict[str, object]:
     return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
 
 
@@ -168,7 +170,7 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
 
 def _import(
     written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
-) -> "tuple[str, str | None] | None":
+) -> tuple[str, str | None] | None:
     """Why the module must be left out, and its traceback if it has raised."""
     import time
 
@@ -195,7 +197,7 @@ def _import(
     return None
 
 
-def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> "NoReturn":
+def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoReturn:
     import json
     import signal
 
@@ -235,7 +237,7 @@ def _reserve() -> list[int]:
     return [null, *free]
 
 
-def _import_all(environ: dict[str, str]) -> "tuple[dict[int, bytes], _Done]":
+def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
     """Import everything; what was printed, and what was done to the environment."""
     import json
     import time
@@ -292,7 +294,7 @@ def _open_standard_descriptors() -> None:
     os.close(fd)
 
 
-def _core() -> "types.ModuleType":
+def _core() -> types.ModuleType:
     from importlib.machinery import ExtensionFileLoader, ModuleSpec
 
     path = os.environ[_CORE]
@@ -305,7 +307,7 @@ def _core() -> "types.ModuleType":
 # --- the worker ---
 
 
-def _renew_environment(entries: list[bytes], done: "_Done") -> None:
+def _renew_environment(entries: list[bytes], done: _Done) -> None:
     os.environ.clear()
     for entry in entries:
         name, _, value = entry.partition(b"=")
@@ -366,7 +368,7 @@ def _renew_arguments(argv: list[bytes], before: list[str]) -> None:
 
 
 def _become_worker(
-    argv: list[bytes], env: list[bytes], arguments: list[str], printed: dict[int, bytes], done: "_Done"
+    argv: list[bytes], env: list[bytes], arguments: list[str], printed: dict[int, bytes], done: _Done
 ) -> None:
     import atexit
     import gc
@@ -420,6 +422,9 @@ def _serve() -> None:
 
 def _start() -> None:
     try:
+        if sys.version_info < (3, 10):  # noqa: UP036 -- `PYTHON_EXEC` may be any
+            _report(failed="the workers' Python is older than 3.10")
+            os._exit(1)
         _serve()
     except BaseException:
         # `site` would go on, and the script would run in a process that is no worker, or half of one.
