@@ -1172,11 +1172,6 @@ def stop_unless_continued() -> None:
         OSError: no memory, or too many processes.
     """
 
-def kernel_features() -> dict[str, bool]:
-    """What the running kernel offers: ``close_range``, ``pidfd_group_signal``, ``memfd_exec``,
-    ``proc_children``.
-    """
-
 def nursery_main(start: str) -> int:
     """Be a nursery: for an interpreter that was started for this alone, where the embedded program cannot be
     executed.

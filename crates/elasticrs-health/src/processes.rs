@@ -35,7 +35,7 @@ impl Worker {
 
 /// `None`: there is no such process.
 pub fn usage(pid: i32) -> Option<Usage> {
-    usage_in(&Stat::of(pid)?, page_size(), ticks())
+    usage_in(&Stat::of(pid)?, of_system(SysconfVar::PAGE_SIZE, 4096), of_system(SysconfVar::CLK_TCK, 100))
 }
 
 fn usage_in(stat: &Stat, page_size: u64, ticks: u64) -> Option<Usage> {
@@ -43,14 +43,6 @@ fn usage_in(stat: &Stat, page_size: u64, ticks: u64) -> Option<Usage> {
     #[expect(clippy::cast_precision_loss, reason = "ticks fit for millions of years")]
     let cpu = (field(14)? + field(15)?) as f64 / ticks as f64;
     Some(Usage { resident: field(24)?.saturating_mul(page_size), cpu, started: field(START_TIME)? })
-}
-
-fn page_size() -> u64 {
-    of_system(SysconfVar::PAGE_SIZE, 4096)
-}
-
-fn ticks() -> u64 {
-    of_system(SysconfVar::CLK_TCK, 100)
 }
 
 fn of_system(variable: SysconfVar, default: u64) -> u64 {

@@ -1,12 +1,10 @@
 //! Functions beside the supervisor.
 
-use std::collections::HashMap;
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 
 use elasticrs_core::nursery::cleaner;
 use elasticrs_core::nursery::tree::{self, Target};
-use elasticrs_core::sys::features::Features;
 use elasticrs_core::timer::pages::HeartbeatPage;
 use elasticrs_core::{limits, logs, sys};
 use elasticrs_runtime::clock::Stamp;
@@ -64,15 +62,4 @@ pub fn patience_with(pid: i32) -> Option<f64> {
 #[pyfunction]
 pub fn order_stop_signals() -> PyResult<()> {
     sys::stop::order_signals().map_err(|errno| os_error(&errno.into(), "order signals"))
-}
-
-#[pyfunction]
-pub fn kernel_features() -> HashMap<&'static str, bool> {
-    let features = Features::get();
-    HashMap::from([
-        ("close_range", features.close_range),
-        ("pidfd_group_signal", features.pidfd_group_signal),
-        ("memfd_exec", features.memfd_exec),
-        ("proc_children", features.proc_children),
-    ])
 }

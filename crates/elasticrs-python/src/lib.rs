@@ -41,8 +41,8 @@ mod _core {
     use crate::health::HealthServer;
     #[pymodule_export]
     use crate::helpers::{
-        check_limits, children, heartbeat_page, kernel_features, last_lines, name_of, order_stop_signals,
-        patience_with, raise_descriptor_limit, stop_unless_continued,
+        check_limits, children, heartbeat_page, last_lines, name_of, order_stop_signals, patience_with,
+        raise_descriptor_limit, stop_unless_continued,
     };
     #[pymodule_export]
     use crate::nursery::{WarmNursery, nursery_main, warm_nursery_main};

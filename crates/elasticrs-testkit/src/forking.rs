@@ -12,7 +12,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigHandler, Signal};
 use nix::unistd::{ForkResult, fork, getpid, setsid};
 
-use crate::{Problem, Request, pause_for_ever, say, set};
+use crate::{Problem, Request, pause_for_ever, ready, say, set};
 
 const TIME_LIMIT: Duration = Duration::from_secs(2);
 const LIVE_LIMIT: u32 = 200;
@@ -64,13 +64,13 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     let path = request.next()?;
     let is_stubborn = request.next().is_ok();
     let (reader, writer) = nix::unistd::pipe()?;
-    let (ready, started) = nix::unistd::pipe()?;
+    let (waits, started) = nix::unistd::pipe()?;
     if let ForkResult::Child = forked()? {
         set(Signal::SIGINT, SigHandler::SigIgn)?;
         set(Signal::SIGTERM, SigHandler::SigIgn)?;
         std::fs::write(&path, "")?;
         say(&getpid().to_string())?;
-        drop((ready, started));
+        drop((waits, started));
         let keep = is_stubborn.then_some(writer);
         nix::unistd::read(&reader, &mut [0])?;
         drop(keep);
@@ -78,12 +78,12 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
         std::process::exit(0);
     }
     drop((reader, started));
-    nix::unistd::read(&ready, &mut [0])?;
+    nix::unistd::read(&waits, &mut [0])?;
     // One more that holds the pipe.
     if let ForkResult::Child = forked()? {
         pause_for_ever();
     }
-    request.ready()?;
+    ready()?;
     pause_for_ever();
 }
 
@@ -99,7 +99,7 @@ pub enum Daemon {
 }
 
 /// `daemonise`, `exempt`, `headless`: a grandchild in a session of its own, whose pid is told; then waits.
-pub fn daemonise(request: &Request, daemon: Daemon) -> Result<(), Problem> {
+pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     let (reader, writer) = nix::unistd::pipe()?;
     if let ForkResult::Child = forked()? {
         setsid()?;
@@ -125,7 +125,7 @@ pub fn daemonise(request: &Request, daemon: Daemon) -> Result<(), Problem> {
     nix::unistd::read(&reader, &mut [0])?;
     nix::sys::wait::wait()?;
     say(&i32::from_le_bytes(pid).to_string())?;
-    request.ready()?;
+    ready()?;
     pause_for_ever();
 }
 
@@ -164,23 +164,23 @@ pub fn tree(request: &mut Request) -> Result<(), Problem> {
     if getpid() == root {
         // The end of the pipe is when every process has grown its own children.
         nix::unistd::read(&reader, &mut [0])?;
-        request.ready()?;
+        ready()?;
     }
     pause_for_ever();
 }
 
-fn begin(request: &Request) -> Result<(&'static Limits, Instant), Problem> {
+fn begin() -> Result<(&'static Limits, Instant), Problem> {
     let (limits, start) = (Limits::shared()?, Instant::now());
     set(Signal::SIGTERM, SigHandler::SigIgn)?;
-    request.ready()?;
+    ready()?;
     limits.live.fetch_add(1, Ordering::SeqCst);
     Ok((limits, start))
 }
 
 /// `fork-bomb`: every process forks as fast as it can; every other child leaves the session.
-pub fn bomb(request: &Request) -> Result<(), Problem> {
+pub fn bomb() -> Result<(), Problem> {
     set(Signal::SIGCHLD, SigHandler::SigIgn)?;
-    let (limits, start) = begin(request)?;
+    let (limits, start) = begin()?;
     while start.elapsed() < TIME_LIMIT {
         if !limits.admit() {
             std::thread::yield_now();
@@ -200,8 +200,8 @@ pub fn bomb(request: &Request) -> Result<(), Problem> {
 }
 
 /// `chain`: fork, leave the session, exit, and again from the child; never more than two at a time.
-pub fn chain(request: &Request) -> Result<(), Problem> {
-    let (limits, start) = begin(request)?;
+pub fn chain() -> Result<(), Problem> {
+    let (limits, start) = begin()?;
     while start.elapsed() < TIME_LIMIT && limits.admit() {
         if let ForkResult::Parent { .. } = forked()? {
             limits.leave();

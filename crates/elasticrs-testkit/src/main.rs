@@ -1,16 +1,14 @@
 //! A worker that misbehaves on request.
 //!
-//! `testkit-worker [--ready-fd N] COMMAND [ARGUMENT …]`. Each command tells when its handlers are in place: by the line
-//! `READY` on standard output, or by a byte on descriptor N. What a command has to say comes before that line.
+//! `testkit-worker COMMAND [ARGUMENT …]`. Each command tells when its handlers are in place, by the line `READY` on standard
+//! output. What a command has to say comes before that line.
 
 mod forking;
 mod old_kernel;
 mod output;
 mod state;
 
-use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::FromRawFd;
 use std::process::ExitCode;
 
 use nix::sys::signal::{SigHandler, Signal, raise, signal};
@@ -32,10 +30,9 @@ fn main() -> ExitCode {
     }
 }
 
-/// The command line, and how to say that the worker is ready.
+/// What is left of the command line.
 struct Request {
-    ready_fd: Option<i32>,
-    arguments: std::vec::IntoIter<String>,
+    arguments: std::iter::Skip<std::env::Args>,
 }
 
 impl Request {
@@ -47,15 +44,10 @@ impl Request {
         let text = self.next()?;
         text.parse().map_err(|_| format!("`{text}` is no such number").into())
     }
+}
 
-    fn ready(&self) -> Result<(), Problem> {
-        match self.ready_fd {
-            // SAFETY: whoever starts the worker with this option gives the descriptor to it alone.
-            Some(fd) => unsafe { File::from_raw_fd(fd) }.write_all(b"R")?,
-            None => say("READY")?,
-        }
-        Ok(())
-    }
+fn ready() -> Result<(), Problem> {
+    say("READY")
 }
 
 fn say(line: &str) -> Result<(), Problem> {
@@ -78,73 +70,65 @@ fn set(number: Signal, handler: SigHandler) -> Result<(), Problem> {
 }
 
 fn run() -> Result<ExitCode, Problem> {
-    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
-    let mut ready_fd = None;
-    if arguments.first().is_some_and(|first| first == "--ready-fd") && arguments.len() > 1 {
-        ready_fd = Some(arguments[1].parse()?);
-        arguments.drain(..2);
-    }
-    let mut request = Request { ready_fd, arguments: arguments.into_iter() };
+    let mut request = Request { arguments: std::env::args().skip(1) };
     let command = request.next()?;
     match command.as_str() {
         "exit" => {
             let code: u8 = request.number()?;
-            request.ready()?;
+            ready()?;
             return Ok(ExitCode::from(code));
         }
         "old-kernel" => match old_kernel::run(&mut request)? {},
         "signal" => {
             let number = Signal::try_from(request.number::<i32>()?)?;
-            request.ready()?;
+            ready()?;
             if !matches!(number, Signal::SIGKILL | Signal::SIGSTOP) {
                 set(number, SigHandler::SigDfl)?;
             }
             raise(number)?;
         }
         "segv" => {
-            request.ready()?;
+            ready()?;
             // The standard library's handler would tell of it first.
             set(Signal::SIGSEGV, SigHandler::SigDfl)?;
             // SAFETY: it is not; that is what was asked for.
             unsafe { std::ptr::null_mut::<u8>().write_volatile(1) };
         }
         "sleep" => {
-            request.ready()?;
+            ready()?;
             pause_for_ever();
         }
         "ignore-term" => {
             set(Signal::SIGTERM, SigHandler::SigIgn)?;
             set(Signal::SIGINT, SigHandler::SigIgn)?;
-            request.ready()?;
+            ready()?;
             pause_for_ever();
         }
         "stop-self" => {
-            request.ready()?;
+            ready()?;
             raise(Signal::SIGSTOP)?;
             say("CONTINUED")?;
             pause_for_ever();
         }
-        "daemonise" => forking::daemonise(&request, Daemon::Ordinary)?,
+        "daemonise" => forking::daemonise(Daemon::Ordinary)?,
         "hang-in-map" => {
             let path = request.next()?;
-            request.ready()?;
+            ready()?;
             elasticrs_testkit::hung_file::hang_in_map(path.as_ref())?;
         }
         "cleaner" => forking::cleaner(&mut request)?,
-        "exempt" => forking::daemonise(&request, Daemon::Exempt)?,
-        "headless" => forking::daemonise(&request, Daemon::Headless)?,
-        "fork-bomb" => forking::bomb(&request)?,
-        "chain" => forking::chain(&request)?,
+        "exempt" => forking::daemonise(Daemon::Exempt)?,
+        "headless" => forking::daemonise(Daemon::Headless)?,
+        "fork-bomb" => forking::bomb()?,
+        "chain" => forking::chain()?,
         "tree" => forking::tree(&mut request)?,
         "lines" => output::lines(&mut request)?,
-        "half-line" => output::half_line(&request)?,
-        "close-stdout" => output::close(&request)?,
         "alloc" => state::allocate(&mut request)?,
-        "env" => state::environment(&request)?,
-        "cwd" => state::directory(&request)?,
-        "fds" => state::descriptors(&request)?,
-        "sigmask" => state::signals(&request)?,
-        "ids" => state::ids(&request)?,
+        "env" => state::environment()?,
+        "cwd" => state::directory()?,
+        "fds" => state::descriptors()?,
+        "sigmask" => state::signals()?,
+        "ids" => state::ids()?,
         other => return Err(format!("no command `{other}`").into()),
     }
     Ok(ExitCode::SUCCESS)

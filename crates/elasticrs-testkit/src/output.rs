@@ -1,14 +1,13 @@
 //! Commands about what a worker writes.
 
 use std::io::{self, Write};
-use std::os::fd::{FromRawFd, OwnedFd};
 
-use crate::{Problem, Request, pause_for_ever};
+use crate::{Problem, Request, ready};
 
 /// `lines N BYTES`: N lines of BYTES bytes each, the newline included; every line begins with its number.
 pub fn lines(request: &mut Request) -> Result<(), Problem> {
     let (count, bytes): (u64, usize) = (request.number()?, request.number()?);
-    request.ready()?;
+    ready()?;
     let mut out = io::BufWriter::with_capacity(64 * 1024, io::stdout().lock());
     for number in 0..count {
         let number = number.to_string();
@@ -17,22 +16,4 @@ pub fn lines(request: &mut Request) -> Result<(), Problem> {
     }
     out.flush()?;
     Ok(())
-}
-
-/// `half-line`: a line without its end, then nothing more.
-pub fn half_line(request: &Request) -> Result<(), Problem> {
-    request.ready()?;
-    let mut out = io::stdout();
-    out.write_all(b"half a line")?;
-    out.flush()?;
-    pause_for_ever();
-}
-
-/// `close-stdout`: closes standard output and goes on.
-pub fn close(request: &Request) -> Result<(), Problem> {
-    request.ready()?;
-    io::stdout().flush()?;
-    // SAFETY: standard output is not used again: nothing follows but the pause.
-    drop(unsafe { OwnedFd::from_raw_fd(1) });
-    pause_for_ever();
 }

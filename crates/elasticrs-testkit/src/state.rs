@@ -4,13 +4,13 @@ use std::fs;
 
 use nix::unistd::{getpgrp, getpid, getppid, getsid};
 
-use crate::{Problem, Request, pause_for_ever, say};
+use crate::{Problem, Request, pause_for_ever, ready, say};
 
 /// `alloc MB`: touches so many MiB, then waits.
 pub fn allocate(request: &mut Request) -> Result<(), Problem> {
     let megabytes: usize = request.number()?;
     let memory = std::hint::black_box(vec![1_u8; megabytes << 20]);
-    request.ready()?;
+    ready()?;
     if memory.last() == Some(&1) || megabytes == 0 {
         pause_for_ever();
     }
@@ -18,41 +18,41 @@ pub fn allocate(request: &mut Request) -> Result<(), Problem> {
 }
 
 /// `env`: the environment, one variable a line.
-pub fn environment(request: &Request) -> Result<(), Problem> {
+pub fn environment() -> Result<(), Problem> {
     for (name, value) in std::env::vars_os() {
         say(&format!("{}={}", name.to_string_lossy(), value.to_string_lossy()))?;
     }
-    request.ready()
+    ready()
 }
 
 /// `cwd`: the working directory.
-pub fn directory(request: &Request) -> Result<(), Problem> {
+pub fn directory() -> Result<(), Problem> {
     say(&std::env::current_dir()?.to_string_lossy())?;
-    request.ready()
+    ready()
 }
 
 /// `fds`: the open descriptors, one a line, with what they are.
-pub fn descriptors(request: &Request) -> Result<(), Problem> {
+pub fn descriptors() -> Result<(), Problem> {
     for fd in elasticrs_testkit::open_fds() {
         let target = fs::read_link(format!("/proc/self/fd/{fd}"))?;
         say(&format!("{fd} {}", target.display()))?;
     }
-    request.ready()
+    ready()
 }
 
 /// `sigmask`: the lines `SigBlk`, `SigIgn` and `SigCgt` of the status, as the worker was started: what the runtime of
 /// Rust changes (SIGPIPE ignored, SIGSEGV and SIGBUS caught) is in them.
-pub fn signals(request: &Request) -> Result<(), Problem> {
+pub fn signals() -> Result<(), Problem> {
     let status = fs::read_to_string("/proc/self/status")?;
     for line in status.lines().filter(|line| ["SigBlk", "SigIgn", "SigCgt"].iter().any(|name| line.starts_with(name))) {
         say(line)?;
     }
-    request.ready()
+    ready()
 }
 
 /// `ids`: pid, parent, group, session and OOM score adjustment on one line.
-pub fn ids(request: &Request) -> Result<(), Problem> {
+pub fn ids() -> Result<(), Problem> {
     let score = fs::read_to_string("/proc/self/oom_score_adj")?;
     say(&format!("{} {} {} {} {}", getpid(), getppid(), getpgrp(), getsid(None)?, score.trim()))?;
-    request.ready()
+    ready()
 }

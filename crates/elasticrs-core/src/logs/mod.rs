@@ -244,11 +244,10 @@ impl Logs {
         self.shared.send(Command::Finish(streams.to_vec()));
     }
 
-    /// The same for every stream that was followed so far. Returns how many there were.
-    pub fn finish_all(&self) -> usize {
+    /// The same for every stream that was followed so far.
+    pub fn finish_all(&self) {
         let all: Vec<StreamId> = lock(&self.shared.streams).keys().copied().collect();
         self.finish(&all);
-        all.len()
     }
 
     /// Waits until all finished streams are on the console; returns those that are not at the deadline. They go on

@@ -112,7 +112,9 @@ async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: U
         opened = open(options) => opened,
         closed = until_close(&mut inbox, &mut early) => {
             events.finish();
-            return answer(closed);
+            // Nobody waits when the client was dropped; nor below.
+            let _ = closed.map(|reply| reply.send(()));
+            return;
         }
     };
     let ended = match opened {
@@ -127,7 +129,7 @@ async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: U
         Ended::Closed(reply) => {
             guard.closed();
             events.finish();
-            answer(reply);
+            let _ = reply.map(|reply| reply.send(()));
         }
     }
 }
@@ -148,13 +150,6 @@ fn tell_connected(events: &Events, guard: &dyn Guard, opened: &Opened) {
         peer_address: opened.peer.ip().to_string(),
     };
     events.push(connected, 0);
-}
-
-fn answer(reply: Option<SyncSender<()>>) {
-    if let Some(reply) = reply {
-        // Nobody waits when the client was dropped.
-        let _ = reply.send(());
-    }
 }
 
 /// Keeps requests until they can be sent; returns when the user has closed the client.

@@ -303,7 +303,7 @@ impl Hub {
             let planned = self.shared.borrow_mut().leases.plan(now);
             tokio::select! {
                 () = self.replan.notified() => {}
-                () = sleep_ns(planned.map(|planned| planned.saturating_sub(now))) => {}
+                () = tokio::time::sleep(Duration::from_nanos(planned.map_or(0, |at| at.saturating_sub(now)))), if planned.is_some() => {}
             }
             self.shared.borrow_mut().leases.look(boot_now());
             // What has arrived is read before anybody is called silent.
@@ -317,13 +317,6 @@ impl Hub {
                 self.end_in(&mut shared, session);
             }
         }
-    }
-}
-
-async fn sleep_ns(duration: Option<u64>) {
-    match duration {
-        Some(duration) => tokio::time::sleep(Duration::from_nanos(duration)).await,
-        None => std::future::pending().await,
     }
 }
 
