@@ -57,9 +57,14 @@ def test_restarts_succeed_ten_times_in_a_row(launch, worker_script):
 @pytest.mark.torch
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "failures", [0, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.beyond_torchrun])]
+    ("failures", "warm"),
+    [
+        (0, ()),
+        pytest.param(3, (), marks=[pytest.mark.slow, pytest.mark.beyond_torchrun]),
+        pytest.param(3, ("--warm", "auto"), marks=[pytest.mark.slow, pytest.mark.beyond_torchrun]),
+    ],
 )
-def test_a_process_group_forms(launch, worker_script, failures):
-    options = ("--standalone", "--nproc-per-node=2", "--max-restarts=3")
+def test_a_process_group_forms(launch, worker_script, failures, warm):
+    options = ("--standalone", "--nproc-per-node=2", "--max-restarts=3", *warm)
     launched = launch(*options, worker_script(TRAIN + PROGRAM), str(failures)).exits(0, timeout=240)
     assert meetings(launched) == failures, launched.stderr

@@ -27,8 +27,10 @@ class Phase:
     """A job brought to a certain point."""
 
     def __init__(self, name, launch, folder):
+        warm, _, name = name.rpartition(" ")
         self.is_stopping = name == "stopping"
         arguments = ("--max-restarts", "1" if name == "restarting" else "0", "--shutdown-timeout", "1")
+        arguments += ("--warm", "json") if warm else ()
         self.job = SteadyJob(launch, folder, N, *arguments, stubborn=self.is_stopping)
         self.attempt = 1 if name == "restarting" else 0
         if name in {"running", "stopping", "restarting"}:
@@ -45,7 +47,10 @@ class Phase:
         self.victim = max(pids)
 
 
-@pytest.fixture(params=["starting", "running", "stopping", "restarting"])
+PHASES = ("starting", "running", "stopping", "restarting")
+
+
+@pytest.fixture(params=[*PHASES, *(f"warm {phase}" for phase in PHASES)])
 def phase(request, launch, tmp_path):
     return Phase(request.param, launch, tmp_path)
 

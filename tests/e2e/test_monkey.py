@@ -32,8 +32,9 @@ class Game:
         self.told_to_succeed = set()
         grace = rng.choice(["0", "0.2", "1"])
         arguments = ("--max-restarts", str(RESTARTS), "--shutdown-timeout", grace)
+        arguments += rng.choice([(), ("--warm", "json")])
         self.job = SteadyJob(launch, folder, N, *arguments, stubborn=rng.random() < 0.3)
-        self.story = [f"grace {grace}"]
+        self.story = [" ".join(arguments)]
 
     def play(self):
         launched, rng = self.job.launched, self.rng

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from helpers.launcher import Launched
+from helpers.procs import HANG
 
 WORKERS = Path(__file__).resolve().parent.parent / "workers"
 FACTS, ENDINGS = WORKERS / "facts.py", WORKERS / "endings.py"
@@ -26,12 +27,12 @@ CHANGES = (
     (re.compile(r"(/logs)/[^/\s\"']+_[0-9a-z_]+(?=[/\s\"']|$)"), r"\1/RUN"),
     (re.compile(r"(/elasticrs-timers)-[0-9a-f]+/"), r"\1/"),
     (re.compile(r" at 0x[0-9a-f]+"), " at ADDRESS"),
+    (re.compile(r"\b(tracker_fd|pipe_handle)=\d+"), r"\1=DESCRIPTOR"),
 )
 """What differs between any two runs."""
 
 ARGUED = {
     r"[\d.]+/facts/seen_first/(modules|path_importer_cache)": "what was preloaded is there; see `preloaded`",
-    r"[\d.]+/facts/environment//proc": "/proc/PID/environ shows what the nursery was started with",
     r"[\d.]+/facts/process/mapped extension": "the nursery's loop stays mapped, and is never run again",
     r"[\d.]+/facts/state/gc frozen": "`gc.freeze` before the first fork",
 }
@@ -79,10 +80,13 @@ class Job:
         launch: the fixture.
         folder: the working directory of the launcher.
         modules: what a warm job preloads.
+        timeout: seconds after which a job hangs.
     """
 
-    def __init__(self, launch: Callable[..., Launched], folder: Path, modules: str) -> None:
-        self._launch, self._folder, self._modules = launch, folder, modules
+    def __init__(
+        self, launch: Callable[..., Launched], folder: Path, modules: str, timeout: float = HANG
+    ) -> None:
+        self._launch, self._folder, self._modules, self._timeout = launch, folder, modules, timeout
 
     def run(self, *command: str | Path, warm: bool, redirect: bool = True, **how: Any) -> Outcome:
         """Run it to its end.
@@ -98,7 +102,7 @@ class Job:
         options = ["--log-dir", str(logs), *(("--redirects", "3") if redirect else ())]
         options += ("--warm", self._modules) if warm else ()
         launched = self._launch(*options, *command, cwd=self._folder, **how)
-        code = launched.wait()
+        code = launched.wait(self._timeout)
         workers = {
             f"{attempt.name.removeprefix('attempt_')}.{rank.name}": _worker(rank, facts, attempt)
             for attempt in sorted(logs.glob("*/attempt_*"))

@@ -168,7 +168,9 @@ def test_standard_input(job, tmp_path):
 def test_scripts_in_functions(job, tmp_path, method):
     script = write(tmp_path, "plain.py", SHOW)
     argued = {r"[\d.]+/facts": "tells them apart"}
-    job.compare("--nproc-per-node=2", "--run-path", "--start-method", method, script, "a", argued=argued)
+    command = ("--nproc-per-node=2", "--run-path", "--start-method", method, script, "a")
+    outcome = job.compare(*command, argued=argued)
+    assert {worker.facts for worker in outcome.workers.values()} == {method == "spawn"}
 
 
 def test_another_interpreter(same, tmp_path):
@@ -225,7 +227,7 @@ def pattern(outcome, name):
     "modules", ["random,numpy", pytest.param("random,torch", marks=[pytest.mark.torch, pytest.mark.slow])]
 )
 def test_random_numbers_differ_where_they_would(launch, tmp_path, modules):
-    job = Job(launch, tmp_path, modules)
+    job = Job(launch, tmp_path, modules, timeout=150)
     command = (
         "--nproc-per-node=2",
         "--max-restarts=1",

@@ -13,6 +13,8 @@ pytestmark = [
     pytest.mark.xdist_group("torch"),
 ]
 
+TIMEOUT = 180.0
+
 ARGUED_HERE = ARGUED | {
     r"[\d.]+/facts/seen_first/.*": "what an import does is done before the script's first line",
 }
@@ -20,7 +22,7 @@ ARGUED_HERE = ARGUED | {
 
 @pytest.mark.parametrize("threads", ["1", "2", None])
 def test_facts(launch, tmp_path, threads):
-    job = Job(launch, tmp_path, "torch")
+    job = Job(launch, tmp_path, "torch", TIMEOUT)
     parts = ("torch", "process", "signals", "environment", "threads", "descriptors", "state", "seen_first")
     env = {} if threads is None else {"OMP_NUM_THREADS": threads}
     outcome = job.compare("--nproc-per-node=2", FACTS, "facts", "torch", *parts, argued=ARGUED_HERE, env=env)
@@ -105,7 +107,7 @@ if __name__ == "__main__":
 
 def test_training_with_loaders_and_a_restart(launch, tmp_path, worker_script):
     script = worker_script(TRAINING)
-    job = Job(launch, tmp_path, "auto")
+    job = Job(launch, tmp_path, "auto", TIMEOUT)
     command = ("--nproc-per-node=2", "--max-restarts=1", script)
     outcome = job.compare(
         *command, argued={r"[\d.]+/facts/warm": "tells them apart", r"ends|0.0/.*": "a race"}
@@ -137,7 +139,7 @@ with open(f"facts/0.{os.environ['RANK']}.json", "w") as file:
 def test_a_compiled_function(launch, tmp_path, worker_script):
     if os.system("c++ --version >/dev/null 2>&1") != 0:
         pytest.skip("needs a C++ compiler")
-    job = Job(launch, tmp_path, "torch,torch._dynamo")
+    job = Job(launch, tmp_path, "torch,torch._dynamo", TIMEOUT)
     command = ("--nproc-per-node=2", worker_script(COMPILED))
     outcome = job.compare(*command, argued={r"[\d.]+/facts/warm": "tells them apart"})
     assert outcome.code == 0, outcome.stderr

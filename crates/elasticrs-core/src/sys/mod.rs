@@ -20,6 +20,7 @@ pub mod priority;
 #[cfg(feature = "agent")]
 pub mod readiness;
 pub mod rlimit;
+pub mod shown;
 pub mod signals;
 pub mod socket;
 pub mod spawn;

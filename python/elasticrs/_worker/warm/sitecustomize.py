@@ -45,6 +45,11 @@ _RESERVED = 256
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Keeps libraries from starting threads when they are imported."""
 
+_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+_SET_BLAS_THREADS = [
+    f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")
+]
+
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
@@ -245,10 +250,9 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
     begun = time.monotonic()
     settings = json.loads(environ[_SETTINGS])
     names, is_explicit = settings["modules"], settings["is_explicit"]
-    quiet = {name: value for name, value in _QUIET.items() if name not in os.environ}
     surroundings, reserved, captured = _Surroundings(settings["folders"]), _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
-    os.environ.update(quiet)
+    os.environ.update(_QUIET)
     for name in names:
         found = _import(name, is_explicit, before, surroundings)
         if found is not None:
@@ -259,9 +263,10 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
             surroundings.restore()
             captured.end()
             _begin_again(environ, {**settings, "modules": rest})
-    for name, value in quiet.items():
+    for name, value in _QUIET.items():
         if os.environ.get(name) == value:
             del os.environ[name]
+            os.environ.update({name: untouched[name]} if name in untouched else {})
     printed = captured.end()
     for fd in reserved:
         os.close(fd)
@@ -359,6 +364,25 @@ def _renew_seeds() -> None:
     time.tzset()
 
 
+def _renew_blas() -> None:
+    """OpenBLAS, which was kept from starting threads, gets the number that it would have read."""
+    given = [os.environ.get(name, "") for name in _BLAS_THREADS]
+    counts = [int(text) for text in given if text.isdecimal() and text != "0"]
+    count = counts[0] if counts else len(os.sched_getaffinity(0))
+    if count == 1:
+        return
+    with open("/proc/self/maps") as maps:
+        found = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "openblas" in line}
+    if found:
+        import ctypes
+
+        for path in found:
+            library = ctypes.CDLL(path)
+            for name in _SET_BLAS_THREADS:
+                if hasattr(library, name):
+                    getattr(library, name)(count)
+
+
 def _renew_arguments(argv: list[bytes], before: list[str]) -> None:
     arguments = [os.fsdecode(argument) for argument in argv]
     sys.orig_argv[:] = arguments
@@ -379,6 +403,7 @@ def _become_worker(
     _renew_arguments(argv, arguments)
     _renew_streams()
     _renew_seeds()
+    _renew_blas()
     for fd, output in printed.items():
         if output:
             (sys.stdout if fd == 1 else sys.stderr).buffer.write(output)

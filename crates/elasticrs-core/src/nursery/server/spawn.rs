@@ -12,6 +12,7 @@ use super::{Nursery, Served};
 use crate::nursery::protocol::Reply;
 use crate::spec::{CpuSet, ProcessSpec, Stdio};
 use crate::sys::fork::{Forked, Outlet, fork};
+use crate::sys::shown;
 use crate::sys::spawn::{self, Child, Command, Failure, Program, Standard};
 use crate::sys::stage::Stage;
 
@@ -112,6 +113,8 @@ impl Begun {
         }
         // The only error is a bad address.
         let _ = prctl::set_name(&name);
+        // What only people look at is no reason to fail.
+        let _ = shown::show(&process.argv, &process.env);
         Worker { argv: process.argv, env: process.env }
     }
 }

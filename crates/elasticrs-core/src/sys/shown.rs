@@ -1,0 +1,109 @@
+//! What `/proc/PID/cmdline` and `environ` show of a fork that goes on as another program.
+
+use std::ffi::OsString;
+use std::num::NonZeroUsize;
+use std::os::unix::ffi::OsStrExt;
+
+use nix::errno::Errno;
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
+
+/// `struct prctl_mm_map` of linux/prctl.h.
+#[repr(C)]
+struct Map {
+    code: [u64; 2],
+    data: [u64; 2],
+    heap: [u64; 2],
+    stack: u64,
+    arguments: [u64; 2],
+    environment: [u64; 2],
+    /// Null with size 0: as it is.
+    auxiliary: u64,
+    auxiliary_size: u32,
+    /// Not a descriptor: as it is.
+    executable: i32,
+}
+
+/// Shows this environment from now on, and these arguments if they are others than now. What is left alone can still be
+/// overwritten by programs that change their title.
+///
+/// # Errors
+/// The kernel has no checkpoint and restore, or `/proc` is not there.
+pub fn show(argv: &[OsString], env: &[OsString]) -> nix::Result<()> {
+    let (arguments, environment) = (block(argv), block(env));
+    let mut map = current()?;
+    if read("cmdline")? != arguments {
+        map.arguments = place(&arguments)?;
+    }
+    map.environment = place(&environment)?;
+    let (option, size) = (libc::PR_SET_MM, size_of::<Map>());
+    // SAFETY: the kernel reads a structure of this size and checks all that is in it.
+    let set = unsafe { libc::prctl(option, libc::PR_SET_MM_MAP, &raw const map, size, 0) };
+    Errno::result(set).map(drop)
+}
+
+fn block(strings: &[OsString]) -> Vec<u8> {
+    strings.iter().flat_map(|string| [string.as_bytes(), b"\0"].concat()).collect()
+}
+
+/// Puts it where it stays for as long as this process; returns its bounds.
+fn place(block: &[u8]) -> nix::Result<[u64; 2]> {
+    let length = NonZeroUsize::new(block.len()).ok_or(Errno::EINVAL)?;
+    let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    // SAFETY: new memory, which nobody else knows, of the length that is written.
+    let start = unsafe {
+        let memory = mmap_anonymous(None, length, access, MapFlags::MAP_PRIVATE)?;
+        memory.as_ptr().cast::<u8>().copy_from_nonoverlapping(block.as_ptr(), block.len());
+        memory.as_ptr() as u64
+    };
+    Ok([start, start + block.len() as u64])
+}
+
+/// Where everything is now.
+fn current() -> nix::Result<Map> {
+    let stat = read("stat")?;
+    // The name in parentheses may hold anything, and is followed by the third field.
+    let after = stat.iter().rposition(|&byte| byte == b')').ok_or(Errno::EINVAL)? + 1;
+    let text = str::from_utf8(&stat[after..]).map_err(|_| Errno::EINVAL)?;
+    let fields: Vec<u64> = text.split_ascii_whitespace().map(|field| field.parse().unwrap_or(0)).collect();
+    let field = |number: usize| fields.get(number - 3).copied().ok_or(Errno::EINVAL);
+    // SAFETY: it moves nothing where it is given null, and returns the end of the heap.
+    let end_of_heap = unsafe { libc::syscall(libc::SYS_brk, 0) };
+    Ok(Map {
+        code: [field(26)?, field(27)?],
+        data: [field(45)?, field(46)?],
+        heap: [field(47)?, u64::try_from(end_of_heap).map_err(|_| Errno::EINVAL)?],
+        stack: field(28)?,
+        arguments: [field(48)?, field(49)?],
+        environment: [field(50)?, field(51)?],
+        auxiliary: 0,
+        auxiliary_size: 0,
+        executable: -1,
+    })
+}
+
+fn read(file: &str) -> nix::Result<Vec<u8>> {
+    let read = std::fs::read(format!("/proc/self/{file}"));
+    read.map_err(|error| error.raw_os_error().map_or(Errno::EINVAL, Errno::from_raw))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn strings(texts: &[&str]) -> Vec<OsString> {
+        texts.iter().map(OsString::from).collect()
+    }
+
+    #[test]
+    fn what_is_shown_is_read() {
+        for (argv, env) in [(["a", ""], ["NAME=value", "EMPTY="]), (["another", "argument"], ["ONE=1", "TWO=2"])] {
+            match show(&strings(&argv), &strings(&env)) {
+                // This kernel cannot.
+                Err(Errno::EINVAL) => return,
+                shown => shown.unwrap(),
+            }
+            assert_eq!(read("cmdline").unwrap(), block(&strings(&argv)));
+            assert_eq!(read("environ").unwrap(), block(&strings(&env)));
+        }
+    }
+}
