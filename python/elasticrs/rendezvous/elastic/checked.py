@@ -81,21 +81,14 @@ def _is_address(value: Any) -> bool:
     return _is_name(value) and value.isprintable()
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_there(_: Any) -> bool:
-    return True
-
-
 WHOLE = _is_whole(-MOST, MOST)
 INT = _is_whole(None, None)
 COUNT = _is_whole(0, MOST)
 POSITIVE = _is_whole(1, MOST)
 PORT = _is_whole(0, 65535)
 TIME = _is_whole(0, LATEST)
-TEXT, NAME, ADDRESS, FLAG, ANY = _is_text, _is_name, _is_address, _is_flag, _is_there
+TEXT, NAME, ADDRESS = _is_text, _is_name, _is_address
+FLAG, ANY = (lambda value: isinstance(value, bool)), (lambda _: True)
 
 
 def _is_span(value: Any) -> bool:

@@ -349,47 +349,34 @@ def check_done(value: bytes) -> None:
         raise DamagedError("not the summary of a node")
 
 
-_COUNT, _TEXT, _PORT, _FLAG = checked.COUNT, checked.TEXT, checked.PORT, checked.FLAG
+_COUNT, _TEXT, _PORT = checked.COUNT, checked.TEXT, checked.PORT
 _NAME, _ADDRESS = checked.NAME, checked.ADDRESS
 _NODE_REQUIRED = ("name", "host", "address", "role", "nproc", "port", "idle")
 _NODE = {
-    "name": _NAME,
-    "host": _NAME,
-    "address": _ADDRESS,
+    **dict.fromkeys(("name", "host"), _NAME),
+    **dict.fromkeys(("address", "local_addr", "fallback_addr"), _ADDRESS),
     "role": _TEXT,
     "nproc": checked.POSITIVE,
     "port": _PORT,
     "idle": _COUNT,
-    "local_addr": _ADDRESS,
-    "fallback_addr": _ADDRESS,
     "hint": checked.INT,
     "cause": checked.ANY,
 }
 _HEAD = {
+    **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), _COUNT),
+    **dict.fromkeys(("end", "cause"), checked.ANY),
     "state": checked.one_of("RUNNING", "ENDED", "CLOSED"),
-    "round": _COUNT,
     "form": _NAME,
-    "used": _COUNT,
-    "size": _COUNT,
-    "world_size": _COUNT,
     "master": checked.row_of(_ADDRESS, _PORT),
-    "end": checked.ANY,
-    "cause": checked.ANY,
-    "losses": _COUNT,
-    "short_losses": _COUNT,
-    "setups": _COUNT,
     "outcome": checked.one_of("succeeded", "failed", "timeout", "aborted"),
     "reason": _TEXT,
     "time_ns": checked.TIME,
 }
 _END = {
+    **dict.fromkeys(("node", "message", "member"), _TEXT),
+    **dict.fromkeys(("fatal", "charged"), checked.FLAG),
     "kind": checked.one_of("failure", "lost", "left", "scale", "setup"),
-    "node": _TEXT,
-    "message": _TEXT,
     "group_rank": checked.WHOLE,
-    "member": _TEXT,
-    "fatal": _FLAG,
-    "charged": _FLAG,
 }
 _SLOT = (_COUNT, _NAME, _COUNT, _COUNT, _COUNT, _COUNT)
 _SEAT = (_NAME, _NAME, _ADDRESS)
