@@ -3,6 +3,7 @@
 //! Everything `unsafe` of the project is in this module. Each wrapper names the kernel that it needs; the floor of the
 //! project is Linux 5.4, what is newer is probed by [`features`].
 
+pub mod collapse;
 #[cfg(feature = "agent")]
 pub mod command;
 #[cfg(feature = "agent")]

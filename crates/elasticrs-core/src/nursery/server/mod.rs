@@ -2,6 +2,7 @@
 //!
 //! One loop over the agent's socket, the agent's pidfd and SIGCHLD; see the invariants in [`super`].
 
+mod compact;
 mod groups;
 mod guard;
 mod spawn;
@@ -21,6 +22,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::time::TimeSpec;
 use nix::unistd::{getpid, getsid, setsid};
 
+use self::compact::Compaction;
 use self::spawn::Begun;
 pub use self::spawn::Worker;
 #[cfg(feature = "agent")]
@@ -67,6 +69,7 @@ struct Nursery {
     child_signals: SignalFd,
     stack: Stack,
     forker: Option<Forker>,
+    compaction: Compaction,
     /// Of the program, before it was ours.
     name: CString,
     /// This process carries a token, so that the lack of one means something.
@@ -133,6 +136,7 @@ impl Nursery {
             child_signals,
             stack: Stack::new()?,
             forker,
+            compaction: Compaction::Later,
             name,
             marked: start.is_some_and(|start| start.token.apply().is_ok()),
             oom_score_adj: lower_oom_score(),
@@ -158,6 +162,9 @@ impl Nursery {
     fn serve(mut self) -> io::Result<Option<Begun>> {
         loop {
             let ready = self.wait()?;
+            if self.sweep.is_none() && !ready.any() {
+                self.step_compaction();
+            }
             if ready.child {
                 while self.child_signals.read_signal()?.is_some() {}
                 self.reap();
@@ -184,7 +191,7 @@ impl Nursery {
     fn wait(&self) -> io::Result<Ready> {
         let timeout = match &self.sweep {
             Some(sweep) => Some(sweep.wait(Instant::now())),
-            None => self.postponed.as_ref().map(|_| Duration::ZERO),
+            None => self.postponed.as_ref().map(|_| Duration::ZERO).or(self.pause_of_compaction()),
         };
         let timeout = timeout.map(TimeSpec::from);
         let mut wanted = PollFlags::empty();
@@ -361,6 +368,12 @@ struct Ready {
     agent_gone: bool,
     socket: bool,
     fence: bool,
+}
+
+impl Ready {
+    fn any(&self) -> bool {
+        self.child || self.agent_gone || self.socket || self.fence
+    }
 }
 
 /// SIGKILL now.

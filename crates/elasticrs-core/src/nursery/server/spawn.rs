@@ -46,6 +46,9 @@ impl Nursery {
                 return Served::Become(Box::new(Begun { process, fds, outlet, stages, name, oom_score_adj, parent }));
             }
             Ok(Forked::Parent(child)) => {
+                if process.warm && self.forker.is_some() {
+                    self.begin_compaction();
+                }
                 self.workers.insert(child.pid);
                 self.sessions.insert(child.pid);
                 self.tell(&Reply::Spawned { local_rank, pid: child.pid }, vec![child.pidfd]);
