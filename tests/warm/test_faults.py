@@ -13,7 +13,7 @@ pytestmark = pytest.mark.beyond_torchrun
 SLOW = """
 import os
 open("importing", "w").close()
-os.open("go-on", os.O_RDONLY)
+os.close(os.open("go-on", os.O_RDONLY))
 """
 """Its import says that it runs, and waits until the FIFO is opened for writing."""
 

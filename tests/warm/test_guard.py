@@ -13,6 +13,9 @@ LEAVES = {
     "a_thread": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
     "a_socket": "import socket; kept = socket.socket()",
     "a_pair": "import socket; kept = socket.socketpair()",
+    "a_file": "kept = open(__file__)",
+    "a_pipe": "import os; kept = os.pipe()",
+    "a_poll": "import select; kept = select.epoll()",
     "a_child": "import subprocess; kept = subprocess.Popen(['sleep', '1000'])",
     "a_zombie": "import os; kept = os.fork() or os._exit(0)",
     "an_error": "raise ValueError('broken at import')",
@@ -31,6 +34,8 @@ ENDS = {
 }
 CLEAN = {
     "a_device": "kept = open('/dev/null')",
+    "a_log": "kept = open('log', 'a')",
+    "a_folder_descriptor": "import os; kept = os.open('.', os.O_RDONLY)",
     "a_thread_that_ended": "import threading; t = threading.Thread(target=int); t.start(); t.join()",
     "a_child_that_ended": "import subprocess; subprocess.run(['true'])",
     "a_socket_that_is_closed": "import socket; socket.socket().close()",

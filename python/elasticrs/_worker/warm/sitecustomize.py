@@ -5,8 +5,8 @@ this before the interpreter looks at the script, and a worker is a fork that ret
 interpreter itself runs the script, with nothing below it on the stack. The file stands alone: elasticrs need
 not be importable. What it promises:
 
-- **WARM-1** only a clean process forks: one thread, no GPU driver, no socket, no child. A module that leaves
-  one is named, and the program executes itself again without it.
+- **WARM-1** only a clean process forks: one thread, no GPU driver, no child, nothing open that forks would
+  share. A module that leaves such a thing is named, and the program executes itself again without it.
 - **WARM-2** what differs by process is made anew in each worker: environment, standard streams, seeds, keys.
 - **WARM-3** what the imports print is kept, and printed by each worker, as if it had imported itself.
 - **WARM-4** anything unexpected ends the process before it is ready; workers then start cold.
@@ -153,17 +153,34 @@ class _Surroundings:
         return found[0] if found else None
 
 
+def _kept(fd: int) -> str | None:
+    """What forks share of an open descriptor, other than processes that have opened it themselves."""
+    import fcntl
+    import stat
+
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(mode):
+        return "a socket"
+    if stat.S_ISFIFO(mode):
+        return "a pipe"
+    if stat.S_ISREG(mode):
+        return None if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND else "a file"
+    # Epoll and its kind are of no type.
+    return None if stat.S_IFMT(mode) else "a descriptor"
+
+
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
     """What has been left that must not be forked, or is lost by a fork."""
-    opened = [link for fd, link in _open_files().items() if before.get(fd) != link]
+    opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
         return "it starts a thread at import"
     if _children():
         return "it starts a process at import"
-    if any(link.startswith("socket:") for link in opened):
-        return "it opens a socket at import"
-    if any(link.startswith(_DEVICES) for link in opened) or _uses_cuda():
+    if any(link.startswith(_DEVICES) for link in opened.values()) or _uses_cuda():
         return "it initialises a GPU driver at import"
+    for kept in map(_kept, opened):
+        if kept is not None:
+            return f"it keeps {kept} open at import"
     if changed := surroundings.restore():
         return f"it changes {changed} at import"
     hidden = surroundings.hidden()
