@@ -1,5 +1,6 @@
 """Only a clean process forks: a module that leaves something behind at import is named and left out."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -25,6 +26,8 @@ LEAVES = {
     "a_folder": "import os; os.chdir('/')",
     "a_umask": "import os; os.umask(0o77)",
     "a_mask": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})",
+    "a_program": "import os, sys; os.execv(sys.executable, sys.orig_argv)",
+    "a_second_nursery": "import os, select; os.fork() and select.select([], [], [], 0.3)",
 }
 ENDS = {
     "an_end": "import os; os._exit(3)",
@@ -91,6 +94,30 @@ def test_what_is_missing_may_have_a_parent_that_leaves_something(launch, tmp_pat
     started = launch("--warm=auto", script, env={"PYTHONPATH": str(package.parent)}).exits(0)
     assert started.stdout == "THREADS 2\n"
     assert started.stderr.count("warm: a_package.missing was left out: it starts a thread at import") == 1
+
+
+def test_shared_memory_of_what_is_left_out_is_gone(preload):
+    name = f"elasticrs-test-{os.getpid()}"
+    module = f"from multiprocessing import shared_memory as m; kept = m.SharedMemory({name!r}, True, 8)"
+    assert list(preload({"shared": module})[1]) == ["shared"]
+    assert name not in os.listdir("/dev/shm")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os; del os._exit, os.listdir",
+        "import os, sys; sys.modules['traceback'] = None; del os.listdir",
+        "import io, sys; sys.stdout = io.TextIOWrapper(sys.stdout.detach())",
+    ],
+)
+def test_the_script_runs_in_workers_alone_and_cold(launch, tmp_path, worker_script, text):
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "breaks.py").write_text(text)
+    script = worker_script("import os; open('ran', 'a').write(os.environ.get('RANK', 'nobody') + ' ')")
+    launch("--warm=breaks", script, env={"PYTHONPATH": str(folder)}, cwd=tmp_path).exits(0)
+    assert (tmp_path / "ran").read_text() == "0 "
 
 
 @pytest.mark.parametrize("name", ENDS)

@@ -50,8 +50,14 @@ _SET_BLAS_THREADS = [
     f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")
 ]
 
+_PATIENCE = 0.5
+"""Seconds that processes started by a module that is left out have to end by themselves."""
+
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+_exit, _execve = os._exit, os.execve
+"""Whatever modules do to ``os``."""
 
 
 def _report(**line: object) -> None:
@@ -61,6 +67,32 @@ def _report(**line: object) -> None:
 
 
 # --- the guard ---
+
+
+class _ProgramError(BaseException):
+    """A module wants to execute a program in place of this one: that would run the script."""
+
+
+class _NoPrograms:
+    """While it is entered, this process, but no child of it, cannot execute another program."""
+
+    def __enter__(self) -> None:
+        self._pid = os.getpid()
+        self._real = {name: getattr(os, name) for name in ("execv", "execve")}
+        for name, real in self._real.items():
+            setattr(os, name, self._refusing(real))
+
+    def __exit__(self, *_: object) -> None:
+        for name, real in self._real.items():
+            setattr(os, name, real)
+
+    def _refusing(self, real: Any) -> Any:
+        def execute(*args: object, **named: object) -> None:
+            if os.getpid() == self._pid:
+                raise _ProgramError
+            real(*args, **named)
+
+        return execute
 
 
 def _open_files() -> dict[int, str]:
@@ -106,6 +138,7 @@ def _standard_streams() -> list[Any]:
 
 
 def _settings(stream: Any) -> dict[str, object]:
+    stream.buffer.fileno()  # Raises if it is closed or detached.
     return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
 
 
@@ -198,9 +231,12 @@ def _import(
 
     name, _, attribute = written.partition(":")
     _report(importing=name)
-    begun, is_there = time.monotonic(), True
+    begun, is_there, pid = time.monotonic(), True, os.getpid()
     try:
-        __import__(name, fromlist=[attribute] if attribute else ())
+        with _NoPrograms():
+            __import__(name, fromlist=[attribute] if attribute else ())
+    except _ProgramError:
+        return "it executes another program at import", None
     except BaseException as error:
         is_there = not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}.")
         if is_there:
@@ -208,6 +244,9 @@ def _import(
 
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             return f"it raises {type(error).__name__} at import", text
+    finally:
+        if os.getpid() != pid:
+            _exit(0)  # A fork that the module has let out: there is one nursery.
     # Of what is missing, parents may be there.
     why = _why_unclean(before, surroundings)
     if why is not None:
@@ -222,11 +261,18 @@ def _import(
 def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoReturn:
     import json
     import signal
+    import time
 
-    for pid in _children():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    os.execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
+    # What lives as long as a pipe of ours, and then cleans up: the resource tracker of multiprocessing.
+    os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
+    end = time.monotonic() + _PATIENCE
+    while pids := _children():
+        for pid in pids:
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.005)
+    _execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
 
 
 class _Captured:
@@ -470,11 +516,13 @@ def _start() -> None:
         _serve()
     except BaseException:
         # `site` would go on, and the script would run in a process that is no worker, or half of one.
-        import traceback
+        try:
+            import traceback
 
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            _exit(1)
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 
 
