@@ -1,6 +1,10 @@
 """Attempts whose workers are forks of a nursery that has imported."""
 
+import ast
 import sys
+from pathlib import Path
+
+from elasticrs import _worker
 
 EDITS = """
     import os, sys
@@ -50,3 +54,9 @@ def test_an_interpreter_that_is_a_script_gets_no_nursery(launch, worker_script, 
     launched = launch("--standalone", "--nproc-per-node=2", "--warm=json", script, env=env).exits(0)
     assert sorted(launched.stdout.splitlines()) == ["rank 0", "rank 1"]
     assert "wrapper is a script" in launched.stderr
+
+
+def test_an_old_python_can_read_our_part_which_then_says_that_it_is_old():
+    """With a syntax error there, Python would go on to the user's script."""
+    source = Path(_worker.__file__).parent / "warm/sitecustomize.py"
+    assert ast.parse(source.read_text(), feature_version=(3, 7))

@@ -214,7 +214,8 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
     for kept in map(_kept, opened):
         if kept is not None:
             return f"it keeps {kept} open at import"
-    if changed := surroundings.restore():
+    changed = surroundings.restore()
+    if changed:
         return f"it changes {changed} at import"
     hidden = surroundings.hidden()
     return hidden and f"it imports {hidden}, which also lies beside the script"
@@ -357,8 +358,10 @@ def _tell_ready(begun: float) -> None:
 
 def _open_standard_descriptors() -> None:
     """As Rust's runtime does: a worker has all of them in any case."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+    fd = os.open(os.devnull, os.O_RDWR)
+    while fd <= 2:
         os.set_inheritable(fd, True)
+        fd = os.open(os.devnull, os.O_RDWR)
     os.close(fd)
 
 
@@ -412,18 +415,18 @@ def _renew_seeds() -> None:
     import time
 
     loaded: dict[str, Any] = dict(sys.modules)
-    if numpy := loaded.get("numpy.random"):
-        numpy.seed()
-    if torch := loaded.get("torch"):
-        torch.default_generator.seed()
-    if process := loaded.get("multiprocessing.process"):
-        process.current_process().authkey = os.urandom(32)
-    if logging := loaded.get("logging"):
-        logging._startTime = time.time()
-    if tempfile := loaded.get("tempfile"):
-        tempfile.tempdir = None
-    if threading := loaded.get("threading"):
-        threading.main_thread()._set_native_id()
+    if "numpy.random" in loaded:
+        loaded["numpy.random"].seed()
+    if "torch" in loaded:
+        loaded["torch"].default_generator.seed()
+    if "multiprocessing.process" in loaded:
+        loaded["multiprocessing.process"].current_process().authkey = os.urandom(32)
+    if "logging" in loaded:
+        loaded["logging"]._startTime = time.time()
+    if "tempfile" in loaded:
+        loaded["tempfile"].tempdir = None
+    if "threading" in loaded:
+        loaded["threading"].main_thread()._set_native_id()
     time.tzset()
 
 
