@@ -267,12 +267,14 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoRetu
     # What lives as long as a pipe of ours, and then cleans up: the resource tracker of multiprocessing.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     end = time.monotonic() + _PATIENCE
-    while pids := _children():
+    pids = _children()
+    while pids:
         for pid in pids:
             if time.monotonic() > end:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
         time.sleep(0.005)
+        pids = _children()
     _execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
 
 
