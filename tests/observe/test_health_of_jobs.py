@@ -125,6 +125,18 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     release(job, {int(line[1]): int(line[2]) for line in again})
 
 
+@pytest.mark.parametrize(
+    ("modules", "is_warm"), [("off", None), ("colorsys", True), ("ends_at_import", False)]
+)
+def test_whether_workers_started_warm(launch, worker_script, tmp_path, modules, is_warm):
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library/ends_at_import.py").write_text("import os; os.kill(os.getpid(), 9)")
+    env = {"PYTHONPATH": str(tmp_path / "library")}
+    job, port, pids = start(launch, worker_script(WAITS), f"--warm={modules}", env=env)
+    assert status_of(port)["warm"] is is_warm
+    release(job, pids)
+
+
 def test_a_worker_that_is_paused(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS))
     os.kill(pids[0], signal.SIGSTOP)

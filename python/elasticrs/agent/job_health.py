@@ -194,6 +194,7 @@ class HealthObserver(Observer):
             "state": self._state,
             "round": None if attempt is None else attempt.round,
             "attempt": None if attempt is None else attempt.name,
+            "warm": None if attempt is None else attempt.warm,
             "restarts": restarts,
             "restarts_left": job.max_restarts - restarts,
             "group": None if attempt is None else _group(attempt),
