@@ -1180,6 +1180,9 @@ def nursery_main(start: str) -> int:
         The exit code: 0, or an error number.
     """
 
+def warm_nursery_begin(start: str) -> None:
+    """Mark this process, and all that it starts, as a nursery's, before it imports."""
+
 def warm_nursery_main(start: str) -> tuple[list[bytes], list[bytes]]:
     """Be a nursery whose workers are forks of it. The process must have one thread.
 

@@ -26,11 +26,11 @@ os.write(1, f"RUNS {os.environ['RANK']} {'slow' in sys.modules}\\n".encode())
 class Importing:
     """A job whose nursery is in the middle of an import."""
 
-    def __init__(self, launch, folder, script, *options):
+    def __init__(self, launch, folder, script, text):
         self._folder = folder
-        (folder / "slow.py").write_text(SLOW)
+        (folder / "slow.py").write_text(text)
         os.mkfifo(folder / "go-on")
-        options = ("--nproc-per-node=2", "--warm", "json,slow", *options)
+        options = ("--nproc-per-node=2", "--warm", "json,slow")
         self.launched = launch(*options, script, env={"PYTHONPATH": str(folder)})
         procs.wait_until((folder / "importing").exists)
         (self.nursery,) = [child.pid for child in procs.children(self.launched.pid)]
@@ -52,7 +52,7 @@ def importing(launch, tmp_path, worker_script):
     script = tmp_path / "script" / "worker.py"
     script.parent.mkdir()
     script.write_text(SHOW)
-    return lambda *options: Importing(launch, tmp_path, script, *options)
+    return lambda text=SLOW: Importing(launch, tmp_path, script, text)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
@@ -70,6 +70,22 @@ def test_stopped_and_continued_while_it_imports(importing):
     job.go_on()
     os.kill(job.nursery, signal.SIGCONT)
     assert job.runs() == [("0", "True"), ("1", "True")]
+
+
+@pytest.mark.parametrize("whose", ["nursery", "agent"])
+def test_what_an_import_has_started_ends_with_it(importing, whose):
+    job = importing(text=f"import subprocess; kept = subprocess.Popen(['sleep', '1000'])\n{SLOW}")
+    started = [child.pid for child in procs.children(job.nursery)]
+    if whose == "nursery":
+        os.kill(job.nursery, signal.SIGKILL)
+        job.go_on()
+        job.runs()
+    else:
+        job.launched.signal(signal.SIGTERM)
+        assert job.launched.wait(20) == 1
+    assert len(started) == 1
+    procs.assert_gone(started, 5)
+    procs.reap_adopted()
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["imports", "is stopped"])

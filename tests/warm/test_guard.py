@@ -18,6 +18,7 @@ LEAVES = {
     "a_pipe": "import os; kept = os.pipe()",
     "a_poll": "import select; kept = select.epoll()",
     "a_child": "import subprocess; kept = subprocess.Popen(['sleep', '1000'])",
+    "a_daemon": "import os; os.fork() or os.execvp('sh', ['sh', '-c', 'sleep 1000 &'])",
     "a_zombie": "import os; kept = os.fork() or os._exit(0)",
     "an_error": "raise ValueError('broken at import')",
     "a_missing_part": "import no_such_part",
@@ -118,6 +119,14 @@ def test_the_script_runs_in_workers_alone_and_cold(launch, tmp_path, worker_scri
     script = worker_script("import os; open('ran', 'a').write(os.environ.get('RANK', 'nobody') + ' ')")
     launch("--warm=breaks", script, env={"PYTHONPATH": str(folder)}, cwd=tmp_path).exits(0)
     assert (tmp_path / "ran").read_text() == "0 "
+
+
+def test_a_fork_that_ends_at_once_is_no_success(launch, tmp_path, worker_script):
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "ends.py").write_text("import os; os.register_at_fork(after_in_child=lambda: os._exit(0))")
+    started = launch("--warm=ends", worker_script(""), env={"PYTHONPATH": str(folder)}).exits(1)
+    assert "could not create the process for local rank 0: it ended when it was forked" in started.stderr
 
 
 @pytest.mark.parametrize("name", ENDS)

@@ -45,7 +45,7 @@ mod _core {
         raise_descriptor_limit, stop_unless_continued,
     };
     #[pymodule_export]
-    use crate::nursery::{WarmNursery, nursery_main, warm_nursery_main};
+    use crate::nursery::{WarmNursery, nursery_main, warm_nursery_begin, warm_nursery_main};
     #[pymodule_export]
     use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy};
     #[pymodule_export]

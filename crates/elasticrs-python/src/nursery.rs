@@ -76,6 +76,12 @@ pub fn nursery_main(py: Python<'_>, start: &str) -> u8 {
     py.detach(|| server::run(Some(start)))
 }
 
+/// To be called before it imports.
+#[pyfunction]
+pub fn warm_nursery_begin(start: &str) {
+    server::begin_warm(start);
+}
+
 type Strings = Vec<Py<PyBytes>>;
 
 /// The same in an interpreter that has imported what its workers need. Returns in its workers only, which are forks of it:

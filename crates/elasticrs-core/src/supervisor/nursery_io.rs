@@ -14,6 +14,7 @@ use crate::nursery::launch::{LaunchError, Launched, NurseryImage, Warm, launch, 
 use crate::nursery::link::AgentLink;
 use crate::nursery::protocol::{Reply, Request};
 use crate::nursery::token::Token;
+use crate::supervisor::watch;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
 use crate::sys::stage::Stage;
@@ -147,7 +148,7 @@ impl Nursery {
             // It does not listen yet, and has nobody.
             self.kill();
         }
-        let Self { link, pidfd, .. } = self;
+        let Self { link, pidfd, warming, token, .. } = self;
         // A request to leave that is still unsent is one that nobody reads: the nursery hangs, or is dead.
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
@@ -157,6 +158,9 @@ impl Nursery {
             }
         }
         exit_of(pidfd.get_ref());
+        if warming.is_some() {
+            watch::sweep_after_import(token).await;
+        }
         true
     }
 

@@ -12,6 +12,7 @@ use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 
 use super::event::Swept;
+use super::state::GIVE_UP_AFTER;
 use crate::exit::WorkerExit;
 use crate::nursery::sweep;
 use crate::nursery::token::Token;
@@ -104,6 +105,12 @@ pub(super) fn wait_channel_of_child(pid: i32) -> String {
     let children = procfs::read(pid, &format!("task/{pid}/children")).unwrap_or_default();
     let mut children = children.split_whitespace().filter_map(|child| child.parse().ok());
     children.find(|child| program(*child) == own).map(wait_channel).unwrap_or_default()
+}
+
+/// Ends what the modules of a nursery have started that was lost while it imported.
+pub(super) async fn sweep_after_import(token: Token) {
+    // What does not end in time has its SIGKILL pending.
+    let _ = tokio::task::spawn_blocking(move || sweep::kill_by_token(token, GIVE_UP_AFTER)).await;
 }
 
 /// Ends what a lost nursery has left; blocks for at most about `give_up`.

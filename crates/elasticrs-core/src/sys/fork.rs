@@ -34,12 +34,15 @@ pub enum Forked {
     Child(Outlet),
 }
 
-/// Where the child tells that it cannot begin. Until it is closed the parent stands still.
+/// Where the child tells that it has settled, or that it cannot begin. Until then the parent stands still.
 #[derive(Debug)]
 pub struct Outlet(OwnedFd);
 
 /// What goes through it: the stage, the descriptor, and the error's number.
 const TOLD: usize = 6;
+
+/// The same from one that has settled.
+const SETTLED: [u8; 1] = [0];
 
 impl Outlet {
     /// Out of the way of descriptors with these numbers.
@@ -50,7 +53,10 @@ impl Outlet {
     }
 
     /// It runs.
-    pub fn close(self) {}
+    pub fn close(self) {
+        // A parent that is gone does not ask.
+        let _ = File::from(self.0).write_all(&SETTLED);
+    }
 
     /// It does not, and ends.
     pub fn fail(self, failure: Failure) -> ! {
@@ -81,7 +87,6 @@ pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
         failed(errno)
     })?;
     let mut bytes = Vec::with_capacity(TOLD);
-    // Nothing but the end when it has settled, or was killed: its exit is told then.
     let _ = File::from(told).take(TOLD as u64).read_to_end(&mut bytes);
     match *bytes.as_slice() {
         [stage, descriptor, ref errno @ ..] if errno.len() == 4 => {
@@ -90,6 +95,11 @@ pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
             let stage = Stage::from_byte(stage).unwrap_or(Stage::Clone);
             Err(Failure { stage, errno, descriptor: descriptor.into() })
         }
-        _ => Ok(Forked::Parent(Child { pid, pidfd })),
+        _ if *bytes == SETTLED => Ok(Forked::Parent(Child { pid, pidfd })),
+        _ => {
+            // It has ended in what a library does at a fork. Its exit code may be that of a worker that succeeds.
+            wait::reap(pid);
+            Err(failed(Errno::ECHILD))
+        }
     }
 }

@@ -35,6 +35,8 @@ impl Stage {
         match (self, errno) {
             // The kernel's own words are "Try again".
             (Self::Clone, Errno::EAGAIN) => "the limit on processes is reached (RLIMIT_NPROC or a pids.max)",
+            // The kernel's own words are "No child processes".
+            (Self::Clone, Errno::ECHILD) => "it ended when it was forked",
             // The kernel's own words are "Invalid argument".
             (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed here",
             (Self::Fence, _) => "the lease of the connection to the store has run out",

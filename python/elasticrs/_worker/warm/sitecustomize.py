@@ -496,6 +496,7 @@ def _serve() -> None:
         del os.environ["PYTHONPATH"]
     try:
         core = _core()
+        core.warm_nursery_begin(start)
         del os.environ[_CORE]
         printed, done = _import_all(environ)
         import gc

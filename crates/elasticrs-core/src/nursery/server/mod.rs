@@ -53,7 +53,14 @@ pub fn run(start: Option<&str>) -> u8 {
     run_warm(start, None).err().unwrap_or_default()
 }
 
-/// The same for a process that has imported what its workers need: those are forks of it, in which this returns.
+/// Makes what a process starts, while it imports what its workers need, part of the job. Until [`run_warm`].
+pub fn begin_warm(start: &str) {
+    // They were permitted where the agent was; a nursery does without.
+    let _ = prctl::set_child_subreaper(true);
+    let _ = Start::parse(start).map(|start| start.token.apply());
+}
+
+/// The same as [`run`] for a process that has imported what its workers need: those are forks of it, in which this returns.
 pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
     let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
     let nursery = Nursery::new(start.and_then(Start::parse), forker).map_err(code)?;

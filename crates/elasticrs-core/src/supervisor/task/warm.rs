@@ -8,6 +8,7 @@ use crate::nursery::launch::NurseryImage;
 use crate::spec::GroupSpec;
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, NurseryEnd, StartFailure};
+use crate::supervisor::watch;
 use crate::sys::stage::Stage;
 
 impl Task {
@@ -62,6 +63,7 @@ impl Task {
     /// lost with it.
     pub(super) fn go_on_cold(&mut self, end: NurseryEnd) -> bool {
         self.deadlines.disarm(Timer::Warm);
+        self.tasks.spawn_local(watch::sweep_after_import(self.token));
         self.config.nursery.retain(|image| !matches!(image, NurseryImage::Warm(_)));
         self.shared.queue.push(Event::Warmed { failure: Some(end) });
         if let Ok(nursery) = Nursery::launch(&self.config.nursery) {
