@@ -59,6 +59,9 @@ _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _exit, _execve = os._exit, os.execve
 """Whatever modules do to ``os``."""
 
+_AT_FIRST = frozenset(sys.modules)
+"""What the interpreter itself has imported."""
+
 
 def _report(**line: object) -> None:
     import json
@@ -174,12 +177,20 @@ class _Surroundings:
 
     def hidden(self) -> str | None:
         """What has come in place of a module beside the script, which the script and all others must get."""
+        new = [name for name in sys.modules if name not in self._known]
+        self._known.update(new)
+        return self._beside_script(new)
+
+    def hidden_by_us(self) -> str | None:
+        """The same of what is needed here: from then on workers cannot be warm."""
+        return self._beside_script([name for name in sys.modules if name not in _AT_FIRST])
+
+    def _beside_script(self, names: list[str]) -> str | None:
         from _frozen_importlib_external import PathFinder
 
-        new = [name for name in sys.modules if "." not in name and name not in self._known]
-        self._known.update(new)
+        tops = [name for name in names if "." not in name]
         found = [
-            name for name in new if getattr(PathFinder.find_spec(name, self._folders), "has_location", False)
+            name for name in tops if getattr(PathFinder.find_spec(name, self._folders), "has_location", False)
         ]
         for folder in self._folders:
             sys.path_importer_cache.pop(folder, None)
@@ -337,15 +348,19 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
     for fd in reserved:
         os.close(fd)
     both = {name: (untouched.get(name), os.environ.get(name)) for name in {*untouched, *os.environ}}
-    _tell_ready(begun)
+    _tell_ready(begun, surroundings)
     return printed, {name: change for name, change in both.items() if change[0] != change[1]}
 
 
-def _tell_ready(begun: float) -> None:
+def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
     import site
     import sysconfig
     import time
 
+    hidden = surroundings.hidden_by_us()
+    if hidden:
+        _report(failed=f"{hidden} lies beside the script and has the name of a module that --warm needs")
+        _exit(1)
     paths = sysconfig.get_paths()
     # Not `data`, below which an application may lie: `/usr` and `/usr/src`.
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
