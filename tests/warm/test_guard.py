@@ -28,6 +28,9 @@ LEAVES = {
     "a_umask": "import os; os.umask(0o77)",
     "a_mask": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})",
     "a_program": "import os, sys; os.execv(sys.executable, sys.orig_argv)",
+    "a_rank": "import os; rank = int(os.environ.get('RANK', 0))",
+    "a_rank_that_must_be": "import os; rank = os.environ['LOCAL_RANK']",
+    "a_size": "import os; is_distributed = 'WORLD_SIZE' in os.environ",
     "a_second_nursery": "import os, select; os.fork() and select.select([], [], [], 0.3)",
 }
 ENDS = {
@@ -37,6 +40,7 @@ ENDS = {
     "a_death": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
 }
 CLEAN = {
+    "an_environment": "import os; kept = os.environ.copy()",
     "a_device": "kept = open('/dev/null')",
     "a_log": "kept = open('log', 'a')",
     "a_folder_descriptor": "import os; kept = os.open('.', os.O_RDONLY)",
@@ -119,6 +123,28 @@ def test_the_script_runs_in_workers_alone_and_cold(launch, tmp_path, worker_scri
     script = worker_script("import os; open('ran', 'a').write(os.environ.get('RANK', 'nobody') + ' ')")
     launch("--warm=breaks", script, env={"PYTHONPATH": str(folder)}, cwd=tmp_path).exits(0)
     assert (tmp_path / "ran").read_text() == "0 "
+
+
+def test_rank_zero_of_known_libraries_is_that_of_the_worker(launch, tmp_path, worker_script):
+    folder = tmp_path / "modules"
+    modules = {"torchmetrics.utilities.prints": "LOCAL_RANK", "lightning_fabric.utilities.rank_zero": "RANK"}
+    for name, variable in modules.items():
+        path = folder / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"""if True:
+            import os
+            def rank_zero_only(): pass
+            rank_zero_only.rank = getattr(rank_zero_only, "rank", int(os.environ.get({variable!r}, 0)))
+        """)
+    script = worker_script(f"""
+        import os, sys
+        os.write(1, f"RUNS {{len({{*sys.modules}} & {set(modules)})}} ".encode())
+        import torchmetrics.utilities.prints as t, lightning_fabric.utilities.rank_zero as l
+        print(*(module.rank_zero_only.rank == int(os.environ["RANK"]) for module in (t, l)))
+    """)
+    options = ("--nproc-per-node=2", "--warm", ",".join(modules), "--tee=3")
+    started = launch(*options, script, env={"PYTHONPATH": str(folder), "RANK": "7"}).exits(0)
+    assert started.stdout.count("RUNS 2 True True") == 2, started.stderr
 
 
 def test_a_fork_that_ends_at_once_is_no_success(launch, tmp_path, worker_script):

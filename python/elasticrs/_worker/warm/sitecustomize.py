@@ -50,13 +50,29 @@ _SET_BLAS_THREADS = [
     f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")
 ]
 
-_PATIENCE = 0.5
-"""Seconds that processes started by a module that is left out have to end by themselves."""
-
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
-_exit, _execve = os._exit, os.execve
+_OF_ATTEMPTS = {
+    *(b"RANK", b"LOCAL_RANK", b"GROUP_RANK", b"ROLE_RANK", b"MASTER_ADDR", b"MASTER_PORT"),
+    *(
+        b"WORLD_SIZE",
+        b"LOCAL_WORLD_SIZE",
+        b"GROUP_WORLD_SIZE",
+        b"ROLE_WORLD_SIZE",
+        b"TORCHELASTIC_RESTART_COUNT",
+    ),
+}
+"""What no import may ask for: workers have it, and attempts differ in it."""
+
+_RANK_ZERO = {
+    "lightning.fabric.utilities.rank_zero": "RANK",
+    "lightning_fabric.utilities.rank_zero": "RANK",
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+}
+"""Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
+
+_exit, _execv, _execve = os._exit, os.execv, os.execve
 """Whatever modules do to ``os``."""
 
 _AT_FIRST = frozenset(sys.modules)
@@ -76,26 +92,16 @@ class _ProgramError(BaseException):
     """A module wants to execute a program in place of this one: that would run the script."""
 
 
-class _NoPrograms:
-    """While it is entered, this process, but no child of it, cannot execute another program."""
+def _refusing(real: Any) -> Any:
+    """In this process, but in no child of it."""
+    pid = os.getpid()
 
-    def __enter__(self) -> None:
-        self._pid = os.getpid()
-        self._real = {name: getattr(os, name) for name in ("execv", "execve")}
-        for name, real in self._real.items():
-            setattr(os, name, self._refusing(real))
+    def execute(*args: object, **named: object) -> None:
+        if os.getpid() == pid:
+            raise _ProgramError
+        real(*args, **named)
 
-    def __exit__(self, *_: object) -> None:
-        for name, real in self._real.items():
-            setattr(os, name, real)
-
-    def _refusing(self, real: Any) -> Any:
-        def execute(*args: object, **named: object) -> None:
-            if os.getpid() == self._pid:
-                raise _ProgramError
-            real(*args, **named)
-
-        return execute
+    return execute
 
 
 def _open_files() -> dict[int, str]:
@@ -145,6 +151,38 @@ def _settings(stream: Any) -> dict[str, object]:
     return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
 
 
+class _Variables(dict):  # type: ignore[type-arg]
+    """The environment while modules are imported: notes what they ask for too early."""
+
+    def __init__(self) -> None:
+        environ: Any = os.environ
+        for name in _OF_ATTEMPTS:
+            os.environb.pop(name, None)
+        self._real = environ._data
+        super().__init__(self._real)
+        self.asked: list[str] = []
+        self._use(self)
+
+    def __missing__(self, name: bytes) -> NoReturn:
+        if name in _OF_ATTEMPTS:
+            frame: Any = sys._getframe(1)
+            while frame is not None and frame.f_code.co_name != "<module>":
+                frame = frame.f_back
+            if frame is None or frame.f_globals.get("__name__") not in _RANK_ZERO:
+                self.asked.append(name.decode())
+        raise KeyError(name)
+
+    def end(self) -> None:
+        self._real.clear()
+        self._real.update(self)
+        self._use(self._real)
+
+    def _use(self, data: dict[bytes, bytes]) -> None:
+        environments: list[Any] = [os.environ, os.environb]
+        for environ in environments:
+            environ._data = data
+
+
 class _Surroundings:
     """What a worker must have as it was before the imports, until its script imports."""
 
@@ -156,6 +194,7 @@ class _Surroundings:
         self._umask = os.umask(0)
         os.umask(self._umask)
         self._streams = [_settings(stream) for stream in _standard_streams()]
+        self.variables = _Variables()
 
     def restore(self) -> str | None:
         """Restore what has changed, and name it."""
@@ -225,6 +264,8 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
     for kept in map(_kept, opened):
         if kept is not None:
             return f"it keeps {kept} open at import"
+    if surroundings.variables.asked:
+        return f"it reads {surroundings.variables.asked[0]} at import"
     changed = surroundings.restore()
     if changed:
         return f"it changes {changed} at import"
@@ -245,13 +286,12 @@ def _import(
     _report(importing=name)
     begun, is_there, pid = time.monotonic(), True, os.getpid()
     try:
-        with _NoPrograms():
-            __import__(name, fromlist=[attribute] if attribute else ())
+        __import__(name, fromlist=[attribute] if attribute else ())
     except _ProgramError:
         return "it executes another program at import", None
     except BaseException as error:
         is_there = not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}.")
-        if is_there:
+        if is_there and not surroundings.variables.asked:
             import traceback
 
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -275,9 +315,9 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoRetu
     import signal
     import time
 
-    # What lives as long as a pipe of ours, and then cleans up: the resource tracker of multiprocessing.
+    # The resource tracker of multiprocessing ends with its pipe, and cleans up.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + 0.5
     pids = _children()
     while pids:
         for pid in pids:
@@ -330,6 +370,8 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
     surroundings, reserved, captured = _Surroundings(settings["folders"]), _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
     os.environ.update(_QUIET)
+    python: Any = os
+    python.execv, python.execve = _refusing(_execv), _refusing(_execve)
     for name in names:
         found = _import(name, is_explicit, before, surroundings)
         if found is not None:
@@ -345,6 +387,8 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
             del os.environ[name]
             os.environ.update({name: untouched[name]} if name in untouched else {})
     printed = captured.end()
+    python.execv, python.execve = _execv, _execve
+    surroundings.variables.end()
     for fd in reserved:
         os.close(fd)
     both = {name: (untouched.get(name), os.environ.get(name)) for name in {*untouched, *os.environ}}
@@ -445,6 +489,9 @@ def _renew_seeds() -> None:
     if "threading" in loaded:
         loaded["threading"].main_thread()._set_native_id()
     time.tzset()
+    for name, variable in _RANK_ZERO.items():
+        if name in loaded:
+            loaded[name].rank_zero_only.rank = int(os.environ[variable])
 
 
 def _renew_blas() -> None:
