@@ -31,6 +31,7 @@ LEAVES = {
     "a_rank": "import os; rank = int(os.environ.get('RANK', 0))",
     "a_rank_that_must_be": "import os; rank = os.environ['LOCAL_RANK']",
     "a_size": "import os; is_distributed = 'WORLD_SIZE' in os.environ",
+    "a_temporary_folder": "import tempfile; kept = tempfile.TemporaryDirectory()",
     "a_second_nursery": "import os, select; os.fork() and select.select([], [], [], 0.3)",
 }
 ENDS = {
@@ -78,8 +79,11 @@ def preload(launch, tmp_path, worker_script):
     return run
 
 
-def test_what_leaves_something_is_left_out_and_the_rest_is_preloaded(preload):
-    preloaded, left_out, stderr = preload(LEAVES)
+def test_what_leaves_something_is_left_out_and_the_rest_is_preloaded(preload, tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    preloaded, left_out, stderr = preload(LEAVES, env={"TMPDIR": str(temporary)})
+    assert not list(temporary.iterdir())
     assert preloaded == ["colorsys", "json"], stderr
     assert list(left_out) == list(LEAVES), stderr
     assert stderr.count("was left out") == len(LEAVES), stderr

@@ -53,16 +53,10 @@ _SET_BLAS_THREADS = [
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
-_OF_ATTEMPTS = {
-    *(b"RANK", b"LOCAL_RANK", b"GROUP_RANK", b"ROLE_RANK", b"MASTER_ADDR", b"MASTER_PORT"),
-    *(
-        b"WORLD_SIZE",
-        b"LOCAL_WORLD_SIZE",
-        b"GROUP_WORLD_SIZE",
-        b"ROLE_WORLD_SIZE",
-        b"TORCHELASTIC_RESTART_COUNT",
-    ),
-}
+_OF_ATTEMPTS = frozenset(
+    b"RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
+    b"MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
+)
 """What no import may ask for: workers have it, and attempts differ in it."""
 
 _RANK_ZERO = {
@@ -72,8 +66,7 @@ _RANK_ZERO = {
 }
 """Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
 
-_exit, _execv, _execve = os._exit, os.execv, os.execve
-"""Whatever modules do to ``os``."""
+_exit, _execv, _execve = os._exit, os.execv, os.execve  # Whatever modules do to `os`.
 
 _AT_FIRST = frozenset(sys.modules)
 """What the interpreter itself has imported."""
@@ -130,6 +123,12 @@ def _children() -> list[int]:
         return [int(pid) for pid in file.read().split()]
 
 
+def _temporary_folders() -> list[Any]:
+    """Functions that remove them; the first worker that ends would."""
+    registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
+    return [end for end in list(registry) if "TemporaryDirectory._cleanup" in str(end.peek())]
+
+
 def _uses_cuda() -> bool:
     with open("/proc/self/maps") as maps:
         found = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "/libcuda.so" in line}
@@ -155,10 +154,10 @@ class _Variables(dict):  # type: ignore[type-arg]
     """The environment while modules are imported: notes what they ask for too early."""
 
     def __init__(self) -> None:
-        environ: Any = os.environ
+        self._environments: list[Any] = [os.environ, os.environb]
         for name in _OF_ATTEMPTS:
             os.environb.pop(name, None)
-        self._real = environ._data
+        self._real = self._environments[0]._data
         super().__init__(self._real)
         self.asked: list[str] = []
         self._use(self)
@@ -178,8 +177,7 @@ class _Variables(dict):  # type: ignore[type-arg]
         self._use(self._real)
 
     def _use(self, data: dict[bytes, bytes]) -> None:
-        environments: list[Any] = [os.environ, os.environb]
-        for environ in environments:
+        for environ in self._environments:
             environ._data = data
 
 
@@ -264,6 +262,8 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
     for kept in map(_kept, opened):
         if kept is not None:
             return f"it keeps {kept} open at import"
+    if _temporary_folders():
+        return "it makes a temporary folder at import"
     if surroundings.variables.asked:
         return f"it reads {surroundings.variables.asked[0]} at import"
     changed = surroundings.restore()
@@ -315,6 +315,8 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoRetu
     import signal
     import time
 
+    for remove in _temporary_folders():
+        remove()
     # The resource tracker of multiprocessing ends with its pipe, and cleans up.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     end = time.monotonic() + 0.5
