@@ -21,7 +21,7 @@ def failed_and_restarted() -> list[Attempt]:
 
 def test_events_come_in_the_order_of_their_times() -> None:
     assert records(failed_and_restarted()) == [
-        {"event": "started", "ns": 10, "attempt": 0, "restart_count": 0, "pids": [11, 12]},
+        {"event": "started", "ns": 10, "attempt": 0, "restart_count": 0, "pids": [11, 12], "warm": None},
         {
             "event": "failure_seen",
             "ns": 20,
@@ -33,7 +33,7 @@ def test_events_come_in_the_order_of_their_times() -> None:
         },
         {"event": "siblings_signalled", "ns": 30, "attempt": 0, "restart_count": 0, "siblings": 1},
         {"event": "group_ended", "ns": 40, "attempt": 0, "restart_count": 0},
-        {"event": "started", "ns": 50, "attempt": 1, "restart_count": 1, "pids": [21, 22]},
+        {"event": "started", "ns": 50, "attempt": 1, "restart_count": 1, "pids": [21, 22], "warm": None},
     ]
 
 

@@ -45,10 +45,12 @@ _RESERVED = 256
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Keeps libraries from starting threads when they are imported."""
 
-_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-_SET_BLAS_THREADS = [
-    f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")
-]
+_RANK_ZERO = {
+    "lightning.fabric.utilities.rank_zero": "RANK",
+    "lightning_fabric.utilities.rank_zero": "RANK",
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+}
+"""Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -59,12 +61,6 @@ _OF_ATTEMPTS = frozenset(
 )
 """What no import may ask for: workers have it, and attempts differ in it."""
 
-_RANK_ZERO = {
-    "lightning.fabric.utilities.rank_zero": "RANK",
-    "lightning_fabric.utilities.rank_zero": "RANK",
-    "torchmetrics.utilities.prints": "LOCAL_RANK",
-}
-"""Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
 
 _exit, _execv, _execve = os._exit, os.execv, os.execve  # Whatever modules do to `os`.
 
@@ -454,67 +450,6 @@ def _renew_environment(entries: list[bytes], done: _Done) -> None:
             os.environ[variable] = after
 
 
-def _renew_streams() -> None:
-    """The same objects, since libraries have kept them, as if they had been made now."""
-    import io
-
-    unbuffered = os.environ.get("PYTHONUNBUFFERED", "") != "" or "-u" in sys.orig_argv[1:2]
-    for fd, stream in enumerate(_standard_streams()):
-        name, mode, encoding, errors = stream.name, stream.mode, stream.encoding, stream.errors
-        # A new one: the old one has kept whether it is seekable.
-        raw: Any = io.FileIO(fd, "rb" if fd == 0 else "wb", closefd=False)
-        raw.name = name
-        stream.__init__(
-            raw if isinstance(stream.buffer, io.FileIO) else type(stream.buffer)(raw),
-            *(encoding, errors, None if fd == 0 else "\n"),
-            line_buffering=not unbuffered and (fd == 2 or raw.isatty()),
-            write_through=unbuffered,
-        )
-        stream.mode = mode
-
-
-def _renew_seeds() -> None:
-    """What a process draws or looks up once; only of modules that are there."""
-    import time
-
-    loaded: dict[str, Any] = dict(sys.modules)
-    if "numpy.random" in loaded:
-        loaded["numpy.random"].seed()
-    if "torch" in loaded:
-        loaded["torch"].default_generator.seed()
-    if "multiprocessing.process" in loaded:
-        loaded["multiprocessing.process"].current_process().authkey = os.urandom(32)
-    if "logging" in loaded:
-        loaded["logging"]._startTime = time.time()
-    if "tempfile" in loaded:
-        loaded["tempfile"].tempdir = None
-    if "threading" in loaded:
-        loaded["threading"].main_thread()._set_native_id()
-    time.tzset()
-    for name, variable in _RANK_ZERO.items():
-        if name in loaded:
-            loaded[name].rank_zero_only.rank = int(os.environ[variable])
-
-
-def _renew_blas() -> None:
-    """OpenBLAS, which was kept from starting threads, gets the number that it would have read."""
-    given = [os.environ.get(name, "") for name in _BLAS_THREADS]
-    counts = [int(text) for text in given if text.isdecimal() and text != "0"]
-    count = counts[0] if counts else len(os.sched_getaffinity(0))
-    if count == 1:
-        return
-    with open("/proc/self/maps") as maps:
-        found = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "openblas" in line}
-    if found:
-        import ctypes
-
-        for path in found:
-            library = ctypes.CDLL(path)
-            for name in _SET_BLAS_THREADS:
-                if hasattr(library, name):
-                    getattr(library, name)(count)
-
-
 def _renew_arguments(argv: list[bytes], before: list[str]) -> None:
     arguments = [os.fsdecode(argument) for argument in argv]
     sys.orig_argv[:] = arguments
@@ -523,23 +458,55 @@ def _renew_arguments(argv: list[bytes], before: list[str]) -> None:
         sys.argv[1:] = arguments[1 - len(before) :]
 
 
+def _unfreeze_if_needed(known: set[int]) -> None:
+    """A file that nobody has closed is written by the last collection, if that sees all."""
+    import fcntl
+    import gc
+    import stat
+
+    for fd, link in _open_files().items():
+        if fd in known or link.endswith(
+            ".fault"
+        ):  # The hook's own, which nothing is written to through Python.
+            continue
+        mode, flags = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
+        if flags & os.O_ACCMODE != os.O_RDONLY and (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            return gc.unfreeze()
+    return None
+
+
+def _renewal() -> types.ModuleType:
+    from importlib.machinery import SourceFileLoader
+
+    renewal = type(sys)("renewal")
+    SourceFileLoader("renewal", os.path.join(_HERE, "renewal.py")).exec_module(renewal)
+    return renewal
+
+
 def _become_worker(
-    argv: list[bytes], env: list[bytes], arguments: list[str], printed: dict[int, bytes], done: _Done
+    renewal: types.ModuleType,
+    argv: list[bytes],
+    env: list[bytes],
+    arguments: list[str],
+    printed: dict[int, bytes],
+    done: _Done,
 ) -> None:
     import atexit
-    import gc
 
-    # The last collection must see all: a file that nobody has closed is written then.
-    atexit.register(gc.unfreeze)
+    atexit.register(_unfreeze_if_needed, set(_open_files()))
+    # What the script makes is not to hang on something frozen.
+    main = type(sys)("__main__")
+    main.__dict__.update(sys.modules["__main__"].__dict__)
+    sys.modules["__main__"] = main
     _renew_environment(env, done)
     _renew_arguments(argv, arguments)
-    _renew_streams()
-    _renew_seeds()
-    _renew_blas()
+    renewal.streams(_standard_streams())
+    renewal.seeds(_RANK_ZERO)
+    renewal.blas()
     for fd, output in printed.items():
-        if output:
-            (sys.stdout if fd == 1 else sys.stderr).buffer.write(output)
-            (sys.stdout if fd == 1 else sys.stderr).flush()
+        stream = sys.stdout if fd == 1 else sys.stderr
+        stream.buffer.write(output)
+        stream.flush()
 
 
 def _serve() -> None:
@@ -559,7 +526,7 @@ def _serve() -> None:
     else:
         del os.environ["PYTHONPATH"]
     try:
-        core = _core()
+        core, renewal = _core(), _renewal()
         core.warm_nursery_begin(start)
         del os.environ[_CORE]
         printed, done = _import_all(environ)
@@ -571,7 +538,7 @@ def _serve() -> None:
         _report(failed=f"{type(error).__name__}: {error}")
         raise
     argv, env = core.warm_nursery_main(start)
-    _become_worker(argv, env, arguments, printed, done)
+    _become_worker(renewal, argv, env, arguments, printed, done)
     hooked = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
     if hooked == _HOOK:
         sys.path.insert(0, hooked)
