@@ -25,6 +25,9 @@ pub enum Timer {
     Paused(u32),
 }
 
+/// What SIGKILL has not ended by then (state D) is given up.
+pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
+
 /// At most one deadline for each [`Timer`].
 #[derive(Debug, Default)]
 pub(super) struct Deadlines {

@@ -7,6 +7,7 @@ use elasticrs_runtime::clock::Stamp;
 pub use self::hangs::Sight;
 use self::hangs::Then;
 use self::member::{Member, Pause, to_group};
+use super::deadlines::GIVE_UP_AFTER;
 pub use super::deadlines::Timer;
 use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired, WorkerRaised};
 use super::evidence::Found;
@@ -17,8 +18,6 @@ use crate::timer::hang::{Elsewhere, Limits, Watch};
 
 /// A worker that is stopped for this long is told of.
 pub const PAUSE_IS_TOLD_AFTER: Duration = Duration::from_secs(1);
-/// What SIGKILL has not ended by then (state D) is given up.
-pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
 /// From SIGTERM to SIGKILL for descendants that outstayed `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
 /// The sweep's own limit when workers were given up already: their descendants will not end either.

@@ -359,7 +359,7 @@ impl Task {
         self.deadlines.disarm(Timer::Start);
         if starting.has_failed() {
             // SUP-1: the others go as well.
-            return self.sweep(Duration::ZERO, Duration::ZERO, super::state::GIVE_UP_AFTER);
+            return self.sweep(Duration::ZERO, Duration::ZERO, super::deadlines::GIVE_UP_AFTER);
         }
         let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
         let (group, workers, early) = starting.into_group();

@@ -11,8 +11,8 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 
+use super::deadlines::GIVE_UP_AFTER;
 use super::event::Swept;
-use super::state::GIVE_UP_AFTER;
 use crate::exit::WorkerExit;
 use crate::nursery::sweep;
 use crate::nursery::token::Token;

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use super::{Current, Task};
 use crate::exit::WorkerExit;
-use crate::supervisor::deadlines::Timer;
+use crate::supervisor::deadlines::{GIVE_UP_AFTER, Timer};
 use crate::supervisor::event::{Event, NurseryEnd, Swept};
-use crate::supervisor::state::{GIVE_UP_AFTER, HOPELESS_SWEEP, Input};
+use crate::supervisor::state::{HOPELESS_SWEEP, Input};
 use crate::supervisor::watch;
 
 impl Task {
