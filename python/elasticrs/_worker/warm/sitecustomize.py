@@ -464,6 +464,8 @@ def _unfreeze_if_needed(known: set[int]) -> None:
     import gc
     import stat
 
+    if "triton._C.libtriton" in sys.modules:  # It complains at length of what nobody has collected.
+        return gc.unfreeze()
     for fd, link in _open_files().items():
         if fd in known or link.endswith(
             ".fault"
