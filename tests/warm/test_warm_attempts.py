@@ -60,3 +60,10 @@ def test_an_old_python_can_read_our_part_which_then_says_that_it_is_old():
     """With a syntax error there, Python would go on to the user's script."""
     source = Path(_worker.__file__).parent / "warm/sitecustomize.py"
     assert ast.parse(source.read_text(), feature_version=(3, 7))
+
+
+def test_an_empty_pythonpath_is_none(launch, worker_script):
+    script = worker_script("import os, sys\nos.write(1, f'{sys.path[1:]}\\n'.encode())")
+    env = {"PYTHONPATH": "", "ELASTICRS_TRACEBACKS": "0"}
+    cold, warm = (launch("--standalone", f"--warm={it}", script, env=env).exits(0) for it in ("off", "json"))
+    assert warm.stdout == cold.stdout
