@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elasticrs.agent.attempt import Attempt
     from elasticrs.config import JobConfig
     from elasticrs.plan import Plan
+    from elasticrs.warm import Preload
 
 
 SupervisorError = _core.SupervisorError
@@ -92,6 +93,12 @@ class WorkerSetup(Value):
     keep_ignored: Sequence[int] = ()
     filters: tuple[Sequence[str], Sequence[str]] = ((), ())
     consoles: Collection[int] = (1, 2)
+
+    @property
+    def preload(self) -> Preload | None:
+        """What is imported before workers are forked, if anything is."""
+        preload = self.job.preload
+        return preload if preload is not None and preload.modules else None
 
 
 class Leftovers(Value):
@@ -314,11 +321,9 @@ def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
         report: a file in memory for what it tells.
     """
     setup, command = workers.setup, workers.warm_command
-    preload = setup.job.preload
-    if preload is None or command is None:
+    if setup.preload is None or command is None:
         return None
-    core = os.path.abspath(_core.__file__)
-    env = warm_environment(dict(setup.environ), preload, core)
+    env = warm_environment(dict(setup.environ), setup.preload, os.path.abspath(_core.__file__))
     process = _core.ProcessSpec(0, command, env=env)
     return _core.WarmNursery(process, report_fd=report, limit=IMPORT_LIMIT, ignored=setup.keep_ignored)
 
@@ -387,7 +392,7 @@ class CommandWorkers(Workers):
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
         super().__init__(setup)
         self._command = command
-        if setup.job.preload is not None and setup.job.preload.modules:
+        if setup.preload is not None:
             self.warm_command = command
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:

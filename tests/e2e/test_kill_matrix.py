@@ -99,8 +99,9 @@ def test_a_nursery_that_somebody_stopped_goes_on_and_loses_no_exit_code(launch, 
     job.check_logs()
 
 
-def test_a_killed_nursery_is_charged_to_the_budget_once(launch, tmp_path):
-    job = SteadyJob(launch, tmp_path, N, "--max-restarts", "1")
+@pytest.mark.parametrize("warm", [(), ("--warm", "json,colorsys")])
+def test_a_killed_nursery_is_charged_to_the_budget_once(launch, tmp_path, warm):
+    job = SteadyJob(launch, tmp_path, N, "--max-restarts", "1", *warm)
     first = job.ready()
     send(job.nursery(), signal.SIGKILL)
     second = job.ready(attempt=1)

@@ -104,18 +104,6 @@ def test_the_agent_ends_while_it_imports(importing, signum, is_stopped):
 WARM = ("--warm", "json,colorsys")
 
 
-def test_a_killed_nursery_is_charged_once(launch, tmp_path):
-    job = SteadyJob(launch, tmp_path, 3, "--max-restarts", "1", *WARM)
-    first = job.ready()
-    send(job.nursery(), signal.SIGKILL)
-    second = job.ready(attempt=1)
-    procs.assert_gone(first.values())
-    for pid in second.values():
-        send(pid, EXIT_0)
-    job.launched.exits(0)
-    job.check_logs()
-
-
 def test_killed_at_each_restart(launch, tmp_path):
     """A worker and its nursery at once: that is one failure, or two, never more."""
     restarts = 6

@@ -79,8 +79,7 @@ class FunctionWorkers(Workers):
         self._arguments = list(arguments)
         self._start_method = start_method
         self._is_script = is_script
-        preload = setup.job.preload
-        if start_method == "spawn" and preload is not None and preload.modules:
+        if start_method == "spawn" and setup.preload is not None:
             self.warm_command = command_line(0, 0)
         self._start: FunctionStart | None = None
         # By local rank.

@@ -45,13 +45,6 @@ _RESERVED = 256
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Keeps libraries from starting threads when they are imported."""
 
-_RANK_ZERO = {
-    "lightning.fabric.utilities.rank_zero": "RANK",
-    "lightning_fabric.utilities.rank_zero": "RANK",
-    "torchmetrics.utilities.prints": "LOCAL_RANK",
-}
-"""Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
-
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
@@ -61,6 +54,12 @@ _OF_ATTEMPTS = frozenset(
 )
 """What no import may ask for: workers have it, and attempts differ in it."""
 
+_RANK_ZERO = {
+    "lightning.fabric.utilities.rank_zero": "RANK",
+    "lightning_fabric.utilities.rank_zero": "RANK",
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+}
+"""Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
 
 _exit, _execv, _execve = os._exit, os.execv, os.execve  # Whatever modules do to `os`.
 
@@ -467,9 +466,8 @@ def _unfreeze_if_needed(known: set[int]) -> None:
     if "triton._C.libtriton" in sys.modules:  # It complains at length of what nobody has collected.
         return gc.unfreeze()
     for fd, link in _open_files().items():
-        if fd in known or link.endswith(
-            ".fault"
-        ):  # The hook's own, which nothing is written to through Python.
+        # The second is the hook's: nothing is written to it through Python.
+        if fd in known or link.endswith(".fault"):
             continue
         mode, flags = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
         if flags & os.O_ACCMODE != os.O_RDONLY and (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
@@ -524,7 +522,7 @@ def _serve() -> None:
         del os.environ[name]
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
     if entries:
-        os.environ["PYTHONPATH"] = os.pathsep.join("" if entry == _HERE else entry for entry in entries)
+        os.environ["PYTHONPATH"] = os.pathsep.join(entries)
     else:
         del os.environ["PYTHONPATH"]
     try:

@@ -68,6 +68,14 @@ pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u
     nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
 }
 
+/// What a process has as the program that it was until now ends; returns the name that its workers get back.
+fn leave_program() -> io::Result<CString> {
+    // It had the signal while it imported, when it could not look for the agent.
+    prctl::set_pdeathsig(None)?;
+    let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+    Ok(CString::new(name.trim_end()).unwrap_or_default())
+}
+
 struct Nursery {
     pid: i32,
     link: NurseryLink,
@@ -120,10 +128,7 @@ impl Nursery {
             start.limit_descriptors()?;
         }
         prctl::set_child_subreaper(true)?;
-        // A warm one had it while it imported, when it could not look.
-        prctl::set_pdeathsig(None)?;
-        let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
-        let name = CString::new(name.trim_end()).unwrap_or_default();
+        let name = if forker.is_some() { leave_program()? } else { CString::default() };
         prctl::set_name(NAME)?;
         // Where the scheduler shares by sessions first, the nice value counts within one only. Ours has nobody else in
         // it. Without permission a fair share has to do.
