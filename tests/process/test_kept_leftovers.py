@@ -103,6 +103,7 @@ UNENDABLE = """
     child = subprocess.Popen(["sleep", "1000"])
     keeper._end_all()
     child.kill()
+    child.wait()
     print(child.pid)
 """
 
