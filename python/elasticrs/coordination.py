@@ -75,27 +75,27 @@ class Compare(Value):
     key: str
 
 
-class Exists(Compare, is_hot=True):
+class Exists(Compare):
     """The key is there."""
 
 
-class Missing(Compare, is_hot=True):
+class Missing(Compare):
     """The key is not there."""
 
 
-class CreatedAt(Compare, is_hot=True):
+class CreatedAt(Compare):
     """The key came into being at this revision; 0: it is not there."""
 
     revision: int
 
 
-class ModifiedAt(Compare, is_hot=True):
+class ModifiedAt(Compare):
     """The last put of the key was this revision; 0: it is not there."""
 
     revision: int
 
 
-class HasValue(Compare, is_hot=True):
+class HasValue(Compare):
     """The key is there with this value."""
 
     value: bytes
@@ -105,7 +105,7 @@ class Operation(Value):
     """A step of a transaction; its result is in the :class:`Reply`."""
 
 
-class Put(Operation, is_hot=True):
+class Put(Operation):
     """Set a key; the result is 1.
 
     With ``leased`` the key ends with this session. A put without a lease leaves the lease of a key alone.
@@ -116,25 +116,25 @@ class Put(Operation, is_hot=True):
     leased: bool
 
 
-class Delete(Operation, is_hot=True):
+class Delete(Operation):
     """Delete a key; the result is 1, or 0 when it was not there."""
 
     key: str
 
 
-class DeletePrefix(Operation, is_hot=True):
+class DeletePrefix(Operation):
     """Delete all keys that begin like this; the result is how many they were."""
 
     prefix: str
 
 
-class Get(Operation, is_hot=True):
+class Get(Operation):
     """Read a key; the result is an entry, or ``None``."""
 
     key: str
 
 
-class Range(Operation, is_hot=True):
+class Range(Operation):
     """Read the first keys that begin like this, at most ``limit`` (0: all); the result is a list of
     entries.
     """
@@ -143,7 +143,7 @@ class Range(Operation, is_hot=True):
     limit: int
 
 
-class Predecessor(Operation, is_hot=True):
+class Predecessor(Operation):
     """Read the youngest of the keys that begin like this and are older than ``key``; as :class:`Get`."""
 
     prefix: str
@@ -153,7 +153,7 @@ class Predecessor(Operation, is_hot=True):
 # --- requests ---
 
 
-class Txn(Value, is_hot=True):
+class Txn(Value):
     """A transaction; answered by a :class:`Reply` with the same tag.
 
     ``then`` is carried out when all of the compares hold, ``otherwise`` when one does not.
@@ -165,7 +165,7 @@ class Txn(Value, is_hot=True):
     otherwise: Sequence[Operation] = ()
 
 
-class Watch(Value, is_hot=True):
+class Watch(Value):
     """Be told of every change: a :class:`Reply`, then :class:`Changes`.
 
     Args:
@@ -181,7 +181,7 @@ class Watch(Value, is_hot=True):
     snapshot: bool = True
 
 
-class Unwatch(Value, is_hot=True):
+class Unwatch(Value):
     """End a watch."""
 
     prefix: str
@@ -191,7 +191,7 @@ class Unwatch(Value, is_hot=True):
 # --- events ---
 
 
-class Connected(Value, is_hot=True):
+class Connected(Value):
     """The session has begun, at this revision of the store; ``local_address`` is our end of the
     connection.
     """
@@ -200,7 +200,7 @@ class Connected(Value, is_hot=True):
     local_address: str
 
 
-class Reply(Value, is_hot=True):
+class Reply(Value):
     """The answer to a request.
 
     Args:
@@ -226,7 +226,7 @@ class Reply(Value, is_hot=True):
         return [entry for index in range(len(self.results)) if (entry := self.entry(index)) is not None]
 
 
-class Changes(Value, is_hot=True):
+class Changes(Value):
     """One revision of the store, as far as the watches of this session cover it, in the order of the
     transaction.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class NodeShare(Value, is_hot=True):
+class NodeShare(Value):
     """What one node brings into a round: the role of its workers, and how many they are."""
 
     role: str
@@ -44,7 +44,7 @@ def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
     return node_ranks(nodes)[group_rank].workers(nodes[group_rank])
 
 
-class NodeRanks(Value, is_hot=True):
+class NodeRanks(Value):
     """Where the ranks of one node's workers begin, and the sizes they are counted in.
 
     Args:

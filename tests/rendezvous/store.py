@@ -24,7 +24,7 @@ from elasticrs.coordination import (
 )
 
 
-class Entry(Value, is_hot=True):
+class Entry(Value):
     """One key of the store, or what became of it."""
 
     key: str

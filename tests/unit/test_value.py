@@ -25,7 +25,7 @@ class Above(Point):
     z: int = 7
 
 
-class Hot(Value, is_hot=True):
+class Hot(Value):
     x: int
     y: int = 0
     names: list[str] = fresh(factory=list)
@@ -49,7 +49,27 @@ def test_fields_come_by_position_by_name_and_by_default():
     assert (Above(1, 2, 3).z, Above(1).z, Above(1, names=["a"]).names) == (3, 7, ["a"])
 
 
+class Hotter(Hot):
+    z: int = 9
+
+
+class Named(Value):
+    x: int
+    _: KW_ONLY
+    size: int
+    colour: str | None = None
+    names: list[str] = fresh(factory=list)
+
+
 def test_a_compiled_record_is_like_the_others():
+    for number in range(100):
+        assert Hot(number).x == number
+    assert Hot.__init__ is not Hotter.__init__
+    assert Hotter(1, z=2).values() == (1, 0, [], 2)
+    for _ in range(100):
+        assert Named(1, colour="red", size=2).values() == (1, 2, "red", [])
+    with pytest.raises(TypeError, match="positional"):
+        Named(1, 2, "red", [])
     assert Hot(1, names=["a"]) == Hot(1, 0, ["a"]) != Hot(1)
     assert Hot(1).values() == (1, 0, [])
     assert Hot(1).replaced(y=2) == Hot(1, 2)

@@ -39,7 +39,7 @@ class StartFailed(Value):
     transient: bool = False
 
 
-class WorkerFailed(Value, is_hot=True):
+class WorkerFailed(Value):
     """A worker of this node has failed; others may still run. In the cause, ``time_ns`` is on the store's
     wall clock.
     """
@@ -51,7 +51,7 @@ class WorkersDone(Value):
     """All workers of this node have exited with 0, and nothing of them is left."""
 
 
-class GroupEnded(Value, is_hot=True):
+class GroupEnded(Value):
     """Nothing of this node's workers is left, apart from what is stuck.
 
     Without an earlier :class:`Stop` or :class:`WorkerFailed` it counts as a failure.
@@ -65,7 +65,7 @@ class GroupEnded(Value, is_hot=True):
     stuck: str | None = None
 
 
-class TimerFired(Value, is_hot=True):
+class TimerFired(Value):
     """The time of :class:`Arm` has passed."""
 
     name: str
@@ -86,7 +86,7 @@ class StoreHosted(Value):
     fallback_addr: str | None = None
 
 
-class StorePort(Value, is_hot=True):
+class StorePort(Value):
     """A fresh listener for a round's worker store is bound."""
 
     port: int
@@ -101,7 +101,7 @@ class StorePortFailed(Value):
 # --- actions ---
 
 
-class Connect(Value, is_hot=True):
+class Connect(Value):
     """Begin a new session for this incarnation of the agent, from 1; answered by ``Connected`` or
     ``ConnectionLost``.
     """
@@ -113,7 +113,7 @@ class Disconnect(Value):
     """Close the connection and drop what it still has to say."""
 
 
-class Start(Value, is_hot=True):
+class Start(Value):
     """Start the workers of a round.
 
     Args:
@@ -136,7 +136,7 @@ class Start(Value, is_hot=True):
     serves_store: bool
 
 
-class Stop(Value, is_hot=True):
+class Stop(Value):
     """Stop the workers; answered by :class:`GroupEnded` (or by :class:`WorkersDone` when that came first).
 
     Args:
@@ -162,14 +162,14 @@ class CloseStore(Value):
     """Close this node's worker store or listener, if there is one."""
 
 
-class Arm(Value, is_hot=True):
+class Arm(Value):
     """Set a timer, or set it anew; :class:`TimerFired` follows once."""
 
     name: str
     seconds: float
 
 
-class Disarm(Value, is_hot=True):
+class Disarm(Value):
     """Forget a timer; one that is not set is no error."""
 
     name: str

@@ -132,7 +132,7 @@ def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> 
     return other_time is None or (time is not None and time <= other_time)
 
 
-class Node(Value, is_hot=True):
+class Node(Value):
     """One registration.
 
     Args:
@@ -181,7 +181,7 @@ class Node(Value, is_hot=True):
         return f"{self.name} ({self.local_addr or seen})"
 
 
-class Head(Value, is_hot=True):
+class Head(Value):
     """The state of the job; changed only by compare on its own revision.
 
     Args:
@@ -254,7 +254,7 @@ class Head(Value, is_hot=True):
             return Head("CLOSED", 0, outcome="failed", reason=damage(entry.key, error))
 
 
-class Seat(Value, is_hot=True):
+class Seat(Value):
     """One line of a round's table.
 
     Args:
@@ -267,7 +267,7 @@ class Seat(Value, is_hot=True):
     address: str
 
 
-class Slot(Value, is_hot=True):
+class Slot(Value):
     """What the leader tells one member for a round.
 
     Args:

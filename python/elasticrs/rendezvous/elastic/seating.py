@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-class Candidate(Value, is_hot=True):
+class Candidate(Value):
     """An agent that can take part.
 
     Args:

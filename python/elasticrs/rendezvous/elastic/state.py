@@ -68,7 +68,7 @@ class Purpose(Enum):
     ABORT = "T10"
 
 
-class Registration(Record, is_hot=True):
+class Registration(Record):
     """A registration of this agent, and what the leader tells it.
 
     Args:
@@ -89,7 +89,7 @@ class Registration(Record, is_hot=True):
     leader: Leader | None = None
 
 
-class Link(Record, is_hot=True):
+class Link(Record):
     """A connection to the store, and what was heard on it.
 
     Args:
@@ -106,7 +106,7 @@ class Link(Record, is_hot=True):
     registration: Registration | None = None
 
 
-class Joining(Record, is_hot=True):
+class Joining(Record):
     """How this agent gets to the store.
 
     Args:
@@ -136,7 +136,7 @@ class Joining(Record, is_hot=True):
     told_of_port: bool = False
 
 
-class Listener(Record, is_hot=True):
+class Listener(Record):
     """The listener for the next round's worker store.
 
     Args:
@@ -150,14 +150,14 @@ class Listener(Record, is_hot=True):
     idle_after: int | None = None
 
 
-class Workers(Record, is_hot=True):
+class Workers(Record):
     """Workers of a round that may be here; ``is_stopping``: they have been told to stop."""
 
     round: int
     is_stopping: bool = False
 
 
-class Done(Record, is_hot=True):
+class Done(Record):
     """The workers here have finished, the round has not. The store has the record of that if it ``is_known``;
     when it ``is_over``, this node does not wait for the others any longer.
     """
@@ -166,7 +166,7 @@ class Done(Record, is_hot=True):
     is_over: bool = False
 
 
-class RoundAge(Record, is_hot=True):
+class RoundAge(Record):
     """How long rounds take.
 
     Args:
@@ -180,7 +180,7 @@ class RoundAge(Record, is_hot=True):
     was_short: bool | None = None
 
 
-class OwnFailure(Value, is_hot=True):
+class OwnFailure(Value):
     """The last failure on this node: in which round, and what is known of it."""
 
     round: int
