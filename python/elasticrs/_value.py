@@ -74,7 +74,7 @@ def _compile(kind: type[_Made]) -> None:
     arguments = ", ".join(f"{name}=defaults[{name!r}]" if name in defaults else name for name in order)
     is_fresh = {name for name in names if type(defaults.get(name)) is _Fresh}
     values = {name: f"{name}.factory() if type({name}) is _Fresh else {name}" for name in is_fresh}
-    lines = [f"    self.{name} = {values.get(name, name)}\n" for name in names]
+    lines = ["    pass\n", *(f"    self.{name} = {values.get(name, name)}\n" for name in names)]
     exec(
         f"def __init__(self, {arguments}):\n"
         + "".join(lines)

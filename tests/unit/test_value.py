@@ -53,6 +53,10 @@ class Hotter(Hot):
     z: int = 9
 
 
+class Empty(Value):
+    pass
+
+
 class Named(Value):
     x: int
     _: KW_ONLY
@@ -68,6 +72,7 @@ def test_a_compiled_record_is_like_the_others():
     assert Hotter(1, z=2).values() == (1, 0, [], 2)
     for _ in range(100):
         assert Named(1, colour="red", size=2).values() == (1, 2, "red", [])
+        assert Empty() == Empty()
     with pytest.raises(TypeError, match="positional"):
         Named(1, 2, "red", [])
     assert Hot(1, names=["a"]) == Hot(1, 0, ["a"]) != Hot(1)
