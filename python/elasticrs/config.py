@@ -310,6 +310,16 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
 
 
+def check_start_method(name: str) -> None:
+    """Check the name of a start method that a program has given.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if name not in START_METHODS:
+        raise ValueError(f"start_method: got {name!r}, expected one of {', '.join(START_METHODS)}")
+
+
 def default_stop_scope(entrypoint: object) -> str:
     """Say whom the first signal of a stop reaches if nobody has said so.
 

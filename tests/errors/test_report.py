@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.report import failures
+from elasticrs.agent.failed_attempt import failures
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.plan import Plan

@@ -15,6 +15,7 @@ import pytest
 from helpers import functions, held, procs
 
 from elasticrs import _core
+from elasticrs.config import START_METHODS
 from elasticrs.multiprocessing import (
     DefaultLogsSpecs,
     LogsDest,
@@ -24,11 +25,10 @@ from elasticrs.multiprocessing import (
     start_processes,
 )
 from elasticrs.multiprocessing.api import MultiprocessContext, SubprocessContext
+from elasticrs.multiprocessing.start_methods import BY_METHOD
 from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 
-METHODS = ("spawn", "fork", "forkserver")
-
-methods = pytest.mark.parametrize("method", METHODS)
+methods = pytest.mark.parametrize("method", START_METHODS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,6 +44,10 @@ def start(tmp_path, entrypoint, *args, n=2, tee=Std.NONE, redirects=Std.NONE, **
     of_rank = how.pop("args_by_rank", None) or dict.fromkeys(range(n), args)
     envs = {rank: {"NAME": f"n{rank}"} for rank in range(len(of_rank))}
     return start_processes("echo", entrypoint, of_rank, envs, specs, **how)
+
+
+def test_the_names_of_the_start_methods_are_those_that_there_are():
+    assert tuple(BY_METHOD) == START_METHODS
 
 
 # --- programs ---
@@ -315,7 +319,7 @@ def test_nothing_outlives_a_killed_program(tmp_path, method):
 
 @pytest.mark.slow
 def test_a_program_killed_while_it_starts_leaves_nothing(tmp_path):
-    for method in METHODS:
+    for method in START_METHODS:
         host, pids = _host(tmp_path, method, 32)
         with pids, host.stdout:
             before = procs.descendants(host.pid)

@@ -8,6 +8,7 @@ import pytest
 
 from elasticrs.agent.attempt import Attempt, JobResult, Overdue
 from elasticrs.agent.cause import Cause, remote_failure
+from elasticrs.agent.failed_attempt import all_failures
 from elasticrs.agent.own_cause import (
     MAX_LINE,
     MAX_LINES,
@@ -17,7 +18,6 @@ from elasticrs.agent.own_cause import (
     not_started,
     own_cause,
 )
-from elasticrs.agent.report import all_failures
 from elasticrs.clock import Clock
 from elasticrs.logs import LogPaths
 from elasticrs.multiprocessing.errors import ChildFailedError

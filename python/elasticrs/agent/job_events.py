@@ -279,7 +279,7 @@ def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, s
     if succeeded:
         yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)
         return
-    from elasticrs.agent.report import failures
+    from elasticrs.agent.failed_attempt import failures
 
     failed = failures(attempt)
     for ranks in attempt.plan.ranks:

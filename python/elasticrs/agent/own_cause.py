@@ -9,7 +9,7 @@ import time
 
 from elasticrs._value import Value
 from elasticrs.agent.cause import Cause
-from elasticrs.agent.report import failures
+from elasticrs.agent.failed_attempt import failures
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
 from elasticrs.texts import how_the_nursery_ended

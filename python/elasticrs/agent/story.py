@@ -136,7 +136,7 @@ class Story(Observer):
                 how = texts.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
                 return f"the nursery {how}"
             return self._result.message or "the workers could not be started"
-        from elasticrs.agent.report import first_of
+        from elasticrs.agent.failed_attempt import first_of
 
         return first_of(attempt)
 

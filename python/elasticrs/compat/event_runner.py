@@ -93,7 +93,7 @@ class EventRunner(Record):
             group.state = WorkerState.STOPPED
             sigval = signal.Signals(result.signum)
             raise SignalException(f"stopped by {sigval.name}", sigval)
-        from elasticrs.agent.report import all_failures
+        from elasticrs.agent.failed_attempt import all_failures
 
         group.state = WorkerState.FAILED
         failed = all_failures(result)

@@ -237,7 +237,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         result: RunResult = super()._invoke_run(role)
         attempt = self._pcontext.attempt if self._pcontext is not None else None
         if result.is_failed() and not result.failures and attempt is not None:
-            from elasticrs.agent.report import failures
+            from elasticrs.agent.failed_attempt import failures
 
             # It was not a worker that failed first; what there is to know of them is told all the same.
             result.failures = failures(attempt)

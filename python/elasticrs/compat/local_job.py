@@ -50,10 +50,7 @@ class LocalJob:
         signals_to_forward: str | None,
         stop_scope: str | None,
     ) -> None:
-        if start_method not in defaults.START_METHODS:
-            raise ValueError(
-                f"start_method: got {start_method!r}, expected one of {', '.join(defaults.START_METHODS)}"
-            )
+        defaults.check_start_method(start_method)
         names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
         self._signal_names = names or defaults.DEFAULT_SIGNALS
         try:

@@ -224,7 +224,7 @@ class PolledWorkers:
             values = self._workers.return_values(attempt)
             result.return_values = {local_ranks[rank]: value for rank, value in values.items()}
             return result
-        from elasticrs.agent.report import failures
+        from elasticrs.agent.failed_attempt import failures
 
         self._tracker.count_oom_kills()
         result.failures = {local_ranks[rank]: failure for rank, failure in failures(attempt).items()}

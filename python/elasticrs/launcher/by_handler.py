@@ -199,7 +199,7 @@ def _report(result: RunResult, name: str, write: Callable[[str], None]) -> None:
     if not result.failures:
         write(f"{texts.PREFIX}the job has failed{os.linesep}")
         return
-    from elasticrs.agent.report import hand_on
+    from elasticrs.agent.failed_attempt import hand_on
 
     error = ChildFailedError(name, result.failures)
     write(error.format_msg() + os.linesep)

@@ -150,7 +150,7 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     except (SupervisorError, OSError) as error:
         return _fail(f"the job was stopped: {error}", 1)
     if result.exit_code != 0 and (result.signum is None or _has_raised(result)):
-        from elasticrs.agent.report import print_report
+        from elasticrs.agent.failed_attempt import print_report
 
         print_report(launch.job, result, lambda text: _write(console, text, signals, launch.job.forwarded))
     return result.exit_code

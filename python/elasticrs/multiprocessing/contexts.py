@@ -9,7 +9,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._worker import hook_environment, inherited_environment
-from elasticrs.config import START_METHODS, default_stop_scope
+from elasticrs.config import check_start_method, default_stop_scope
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
@@ -256,10 +256,7 @@ class MultiprocessContext(_SupervisedContext):
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
-        if start_method not in START_METHODS:
-            raise ValueError(
-                f"start_method: got {start_method!r}, expected one of {', '.join(START_METHODS)}"
-            )
+        check_start_method(start_method)
         super().__init__(
             *(name, entrypoint, args, envs, logs_specs, log_line_prefixes),
             *(duplicate_stdout_filters, duplicate_stderr_filters),
@@ -285,9 +282,9 @@ class MultiprocessContext(_SupervisedContext):
         return ended.sent_signal is None
 
     def _unknown_end(self) -> str:
-        if self.start_method == "spawn":
-            return super()._unknown_end()
-        return "the parent of the functions (their keeper) was killed, and the process with it"
+        if self._functions is not None and self._functions.has_keeper:
+            return "the parent of the functions (their keeper) was killed, and the process with it"
+        return super()._unknown_end()
 
     def _make_result(self, processes: SupervisedGroup) -> RunProcsResult:
         result = super()._make_result(processes)

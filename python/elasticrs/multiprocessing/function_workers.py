@@ -51,7 +51,7 @@ def function_workers(
         start_method: ``spawn``, ``fork`` or ``forkserver``.
         is_script: see :func:`script_workers`.
     """
-    kind = FunctionWorkers if start_method == "spawn" else KeptWorkers
+    kind = KeptWorkers if BY_METHOD[start_method].has_keeper else FunctionWorkers
     return kind(setup, function, arguments, start_method, is_script=is_script)
 
 
@@ -79,7 +79,7 @@ class FunctionWorkers(Workers):
         self._arguments = list(arguments)
         self._start_method = start_method
         self._is_script = is_script
-        if start_method == "spawn" and setup.preload is not None:
+        if setup.preload is not None and not BY_METHOD[start_method].has_keeper:
             self.warm_command = command_line(0, 0)
         self._start: FunctionStart | None = None
         # By local rank.

@@ -17,7 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from multiprocessing import forkserver, spawn, util
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from elasticrs._value import Value, fresh
 from elasticrs._worker import TOKEN_VARIABLE
@@ -88,7 +88,10 @@ class FunctionStart(ABC):
     Attributes:
         watcher: tells when a return value can be read; ``None`` before they run and after.
         statuses: by local rank, the pipe into which their keeper, if they have one, writes the exit status.
+        has_keeper: their parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`, not the core.
     """
+
+    has_keeper: ClassVar[bool] = False
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
@@ -202,6 +205,8 @@ class Kept(FunctionStart):
         ended: pid and name of what outstayed its time at the end, the first few; after :meth:`finish`.
         more_ended: how many more.
     """
+
+    has_keeper = True
 
     def __init__(self, functions: Functions) -> None:
         super().__init__(functions)
