@@ -57,6 +57,31 @@ def pytest_configure() -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
+def may_take(item: pytest.Item) -> float:
+    """Seconds that a test may take, as far as it says so."""
+    timeout = item.get_closest_marker("timeout")
+    return float(timeout.args[0]) if timeout else 10.0 * (item.get_closest_marker("slow") is not None)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What may take long comes first in each of several processes, which begin with an equal share: at the
+    end nobody is left alone with it.
+    """
+    processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    if processes == 1:
+        return
+    long = sorted(filter(may_take, items), key=may_take, reverse=True)
+    others = [item for item in items if not may_take(item)]
+    ordered: list[pytest.Item] = []
+    for number in range(processes):
+        share = (len(items) - len(ordered)) // (processes - number)
+        ordered += (mine := long[number::processes])
+        room = max(0, share - len(mine))
+        ordered += others[:room]
+        others = others[room:]
+    items[:] = ordered
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("beyond_torchrun") and item.config.getoption("launcher") == "torchrun":
         pytest.skip("torchrun behaves otherwise")

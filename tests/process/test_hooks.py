@@ -475,7 +475,7 @@ class Looking(LocalElasticAgent):
         return super()._monitor_workers(group)
 """
     main = """
-result = agent(spec(handler(), "sleep", "1000", nproc=1), Looking).run()
+result = agent(spec(handler(), "sleep", "1000", nproc=1, interval=0.05), Looking).run()
 tell(result.failures[0].exitcode, *CALLS)
 """
     assert told(host(functions, main)) == [-9, None, "heard", None]

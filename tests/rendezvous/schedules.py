@@ -19,7 +19,7 @@ def play(seed, **how):
     rng = random.Random(seed)
 
     def pick(weights):
-        return rng.choices(range(len(weights)), weights)[0]
+        return choice(weights, rng.random())
 
     world = None
     try:
@@ -28,6 +28,12 @@ def play(seed, **how):
     except ViolationError as violation:
         raise ScheduleError(f"seed {seed}: {violation.args}\n{tail(world)}") from violation
     return world
+
+
+def choice(weights, number):
+    """The index that a number below 1 chooses."""
+    ends = list(itertools.accumulate(weights))
+    return bisect.bisect(ends, number * ends[-1], 0, len(ends) - 1)
 
 
 def play_choices(numbers):
@@ -41,8 +47,7 @@ def play_choices(numbers):
         return rest.randrange(limit) if chosen is None else chosen % limit
 
     def pick(weights):
-        point = number(1 << 16) / (1 << 16) * sum(weights)
-        return min(bisect.bisect(list(itertools.accumulate(weights)), point), len(weights) - 1)
+        return choice(weights, number(1 << 16) / (1 << 16))
 
     world = World(pick, lambda: number(1000) / 1000)
     world.run(len(numbers))

@@ -4,10 +4,21 @@ Ends with 1 at the first schedule that breaks a rule, and prints its seed.
 """
 
 import argparse
+import itertools
 import sys
 import time
+from collections import Counter
 
 from . import schedules
+
+
+def play(seeds):
+    """Play these schedules; how often what happened."""
+    totals = Counter()
+    for seed in seeds:
+        totals.update(schedules.play(seed).stats)
+        totals["schedules"] += 1
+    return totals
 
 
 def main() -> int:
@@ -18,23 +29,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first schedule")
     arguments = parser.parse_args()
     end = time.monotonic() + arguments.seconds
-    seed, totals = arguments.seed, {}
-
-    def goes_on():
-        if arguments.schedules is not None:
-            return seed < arguments.seed + arguments.schedules
-        return time.monotonic() < end
-
-    while goes_on():
-        try:
-            world = schedules.play(seed)
-        except schedules.ScheduleError as failed:
-            print(failed)
-            return 1
-        for what, times in world.stats.items():
-            totals[what] = totals.get(what, 0) + times
-        seed += 1
-    print(f"{seed - arguments.seed} schedules from seed {arguments.seed}, no violation")
+    seeds = itertools.count(arguments.seed)
+    if arguments.schedules is None:
+        chosen = itertools.takewhile(lambda _: time.monotonic() < end, seeds)
+    else:
+        chosen = itertools.islice(seeds, arguments.schedules)
+    try:
+        totals = play(chosen)
+    except schedules.ScheduleError as failed:
+        print(failed)
+        return 1
+    print(f"{totals.pop('schedules')} schedules from seed {arguments.seed}, no violation")
     for what in sorted(totals):
         print(f"  {what}: {totals[what]}")
     return 0

@@ -10,7 +10,6 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.xdist_group("torch"),
 ]
 
 TIMEOUT = 180.0
