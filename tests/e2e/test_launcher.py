@@ -255,9 +255,9 @@ def test_sigkill_of_the_launcher_leaves_nothing(launch, worker_script):
     job = launch(script)
     processes = ready(job, 2)
     job.signal(signal.SIGKILL)
-    assert_gone(processes)
-    reap_adopted(keep=[job.pid])
     assert job.wait() == -signal.SIGKILL
+    assert_gone(processes)
+    reap_adopted()
 
 
 def test_what_successful_workers_leave_is_ended_and_named(launch, worker_script):

@@ -92,7 +92,7 @@ SAVES = """
     signal.signal(signal.SIGTERM, save)
     os.write(1, f"READY {os.getpid()}\\n".encode())
     while True:
-        signal.pause()
+        signal.sigtimedwait([], 0.05)
 """
 
 

@@ -317,7 +317,7 @@ def test_rank_0_is_not_where_the_others_look_for_it(launch):
 
 @pytest.mark.beyond_torchrun
 def test_missing_ranks_are_named(launch):
-    nodes = Nodes(launch, 4, conf={"join_timeout": 2})
+    nodes = Nodes(launch, 4, conf={"join_timeout": 5})
     agents = [nodes.start(rank) for rank in (0, 2)]
     for agent in agents:
         line_of(agent, "node rank 0 is ", "node rank 2 is ", "no node has node rank 1, 3")

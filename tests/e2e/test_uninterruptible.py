@@ -49,7 +49,8 @@ def test_the_job_fails_without_a_restart(launch, worker_script, fifo):
     said = "in uninterruptible sleep (state D), longer than the 0.4 s allowed; "
     assert f"{said}stopping the workers" in launched.stderr
     assert f"{said}this node cannot be used for a restart" in launched.stderr
-    assert sorted(launched.stdout.splitlines()) == ["ATTEMPT 0 0", "ATTEMPT 1 0"]
+    # Rank 0 may be stopped before it says anything.
+    assert {*launched.stdout.splitlines()} | {"ATTEMPT 0 0"} == {"ATTEMPT 0 0", "ATTEMPT 1 0"}
 
 
 def test_it_is_not_looked_at_unless_asked_for(launch, worker_script, fifo):

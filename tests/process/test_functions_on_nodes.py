@@ -190,7 +190,7 @@ def work():
 """
     main = """
 try:
-    launch(work, conf={"join_timeout": 1})
+    launch(work, conf={"join_timeout": 4})
 except SignalException as error:
     tell(signal=error.sigval.name)
 except RendezvousError as error:

@@ -45,6 +45,8 @@ def test_it_may_go_on_for_ever(leave):
     launched, _, left = leave("--keep-descendants")
     launched.exits(0)
     assert "sleep 300" not in launched.stderr
+    # Helpers of multiprocessing end after their program.
+    procs.reap_adopted(keep=[left])
     (child,) = procs.adopted()
     assert (child.pid, child.state) == (left, "S")
     procs.kill_and_reap(child)

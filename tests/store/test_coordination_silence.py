@@ -19,7 +19,8 @@ from elasticrs import _core
 MEMBER = """
 import sys
 from elasticrs import _core
-client = _core.CoordinationClient("127.0.0.1", int(sys.argv[1]), run_id=sys.argv[2], interval=0.1, attempts=5)
+port, run_id = int(sys.argv[1]), sys.argv[2]
+client = _core.CoordinationClient("127.0.0.1", port, run_id=run_id, interval=0.1, attempts=15)
 client.txn(1, [], [("put", "member", b"", True)])
 client.watch(2, "news")
 seen = 0
@@ -34,7 +35,7 @@ print(*[type(event).__name__ + getattr(event, "kind", "") for event in client.ta
 
 @pytest.fixture
 def member() -> Iterator[subprocess.Popen[str]]:
-    """A process that holds a session of 0.1 s x 5, and tells what it takes when it is asked to."""
+    """A process that holds a session of 0.1 s x 15, and tells what it takes when it is asked to."""
     started: list[subprocess.Popen[str]] = []
 
     def start(port: int) -> subprocess.Popen[str]:
@@ -63,13 +64,13 @@ def test_a_stopped_process_is_gone_after_its_time_to_live_and_knows_it_first(mem
         watcher = store.client()
         process = member(store.port)
         watcher.watch("member")
+        running = time.monotonic()
         process.send_signal(signal.SIGSTOP)
         procs.wait_state(process.pid, "T")
-        stopped = time.monotonic()
         watcher.put("news", b"not for the dead")
         assert watcher.changes() == [("member", None)]
-        # The last keep-alive was sent up to one interval before the stop.
-        assert time.monotonic() - stopped > 0.5 - 0.1 - 0.05
+        # The last keep-alive was sent an interval before the stop, or more on a machine with much to do.
+        assert time.monotonic() - running > 1.5 / 2
         process.send_signal(signal.SIGCONT)
         process.stdin.write("\n")
         process.stdin.flush()
@@ -154,8 +155,8 @@ def test_who_asks_for_no_events_for_too_long_is_given_up():
 
 def test_who_waits_is_not_stalled():
     with serving() as store:
-        waiting = store.client(interval=0.05, attempts=4, stall_timeout=0.2)
-        assert not waiting.inner.wait(0.6)
+        waiting = store.client(interval=0.1, attempts=10, stall_timeout=0.2)
+        assert not waiting.inner.wait(1.5)
         assert waiting.put("k") == 1
 
 

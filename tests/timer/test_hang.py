@@ -15,10 +15,20 @@ from helpers.procs import reap_adopted, wait_gone, wait_readable
 
 import elasticrs
 
-TRAINING = """
-    import ctypes, os, signal, sys, time
+MEET = """
+    import os, select
     from elasticrs.timer import heartbeat
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    # Who begins well before the others would wait for them for longer than the limit.
+    here = [f"here.{attempt}.{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
+    open(here[rank], "w").close()
+    while not all(map(os.path.exists, here)):
+        select.select([], [], [], 0.01)
+"""
+"""Nobody is watched before it gives its first heartbeat: all do that when all are there."""
+
+TRAINING = f"""{MEET}
+    import ctypes, signal, sys, time
     reader, writer = os.pipe()
     def wait_for_peers():
         os.read(reader, 1)
@@ -44,7 +54,7 @@ HANGS = {
 
 def training(hang):
     body = textwrap.indent(textwrap.dedent(hang).strip(), " " * 8)
-    return f"{TRAINING}    if attempt == 0 and rank == 1:\n{body}\n    os.write(1, b'DONE\\n')\n"
+    return f"{TRAINING}    if attempt == 0 and rank == 1:\n{body}\n    os.write(1, b'DONE\\n'), os._exit(0)\n"
 
 
 def evidence(logs, attempt, local_rank):
@@ -120,6 +130,7 @@ def test_a_worker_that_goes_on_while_it_is_looked_at_has_not_hung(launch, worker
         with heartbeat.section("the rest", limit=None):
             os.write(1, b"WENT ON\\n")
             os.read(0, 1)
+            os._exit(0)
     """)
     reader, writer = os.pipe()
     launched = launch("--nproc-per-node=1", "--hang-timeout=0.5", script, stdin=reader)
@@ -269,9 +280,7 @@ def test_a_limit_of_nearly_nothing_does_not_occupy_the_agent(launch, worker_scri
 
 @pytest.mark.parametrize("what", ["error.json.fault", "hang.txt"])
 def test_a_fifo_in_the_place_of_a_file_costs_that_file_only(launch, worker_script, tmp_path, what):
-    script = worker_script(f"""
-        import os
-        from elasticrs.timer import heartbeat
+    script = worker_script(f"""{textwrap.indent(MEET, "    ")}
         pipe = os.pipe()
         folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
         heartbeat(0)
@@ -333,6 +342,7 @@ def test_a_section_without_a_limit_and_a_worker_without_heartbeats_are_left_alon
         if os.environ["RANK"] == "0":
             with heartbeat.section("evaluation", limit=None):
                 os.read(0, 1)
+                os._exit(0)
         else:
             os.read(0, 1)
     """)
@@ -354,9 +364,9 @@ def test_a_start_has_a_limit_when_it_is_given_one(launch, worker_script):
         with heartbeat.section("all of it", limit=None) if os.environ["RANK"] == "0" else open(os.devnull):
             os.read(pipe[0], 1)
     """)
-    launched = launch("--nproc-per-node=2", "--hang-timeout=60", "--hang-startup-timeout=1", script).exits(1)
+    launched = launch("--nproc-per-node=2", "--hang-timeout=60", "--hang-startup-timeout=3", script).exits(1)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
-    assert re.search(r"hung: no sign of life since its start for [\d.]+ s \(limit 1 s\)", launched.stderr)
+    assert re.search(r"hung: no sign of life since its start for [\d.]+ s \(limit 3 s\)", launched.stderr)
 
 
 WITHOUT_AN_END = {"a line": "one line\\n", "a bar": "\\r 20%|###", "a prompt": "step 2 ..."}
@@ -423,19 +433,16 @@ def test_a_suspended_job_has_nobody_who_hangs(launch, worker_script):
 
 
 def test_a_limit_is_learned_from_the_steps(launch, worker_script):
-    script = worker_script("""
-        import os
-        from elasticrs.timer import heartbeat
-        pipe = os.pipe()
-        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-        for step in range(20):
-            heartbeat(step)
-        if os.environ["RANK"] == "1" and not again:
-            os.read(pipe[0], 1)
-        if not again:
+    script = worker_script(f"""{MEET}
+    pipe = os.pipe()
+    for step in range(20):
+        heartbeat(step)
+    if attempt == 0:
+        if rank != 1:
             heartbeat(20)
-            os.read(pipe[0], 1)
-        os.write(1, b"DONE\\n")
+        os.read(pipe[0], 1)
+    os.write(1, b"DONE\\n")
+    os._exit(0)
     """)
     options = ("--nproc-per-node=2", "--hang-timeout=auto:0.5", "--max-restarts=1")
     launched = launch(*options, script).exits(0)

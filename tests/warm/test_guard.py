@@ -135,6 +135,9 @@ def test_rank_zero_of_known_libraries_is_that_of_the_worker(launch, tmp_path, wo
     for name, variable in modules.items():
         path = folder / f"{name.replace('.', '/')}.py"
         path.parent.mkdir(parents=True)
+        # Installed ones would come first.
+        for package in (path.parent, path.parent.parent):
+            (package / "__init__.py").touch()
         path.write_text(f"""if True:
             import os
             def rank_zero_only(): pass
