@@ -114,6 +114,12 @@ def milliseconds(span_ns: int) -> str:
     return f"{span_ns / 1e6:.1f} ms"
 
 
+def phases(phases_ms: Mapping[str, float]) -> str:
+    """Write how long each phase of a restart took, to follow the time of all; empty if nothing is known."""
+    shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
 def duration(seconds: float) -> str:
     """Write a long span for people: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
     if seconds < 60:

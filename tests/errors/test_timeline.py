@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from elasticrs.agent.attempt import Attempt
+from elasticrs.agent.attempt import Attempt, phases
 from elasticrs.agent.timeline import records, write
 from elasticrs.plan import Plan
 
@@ -15,13 +15,24 @@ def failed_and_restarted() -> list[Attempt]:
     first.stamps = {"ended": 40, "started": 10, "failure_seen": 20, "siblings_signalled": 30}
     first.first_failure, first.signalled = 1, 1
     first.exits = {1: SimpleNamespace(pid=12, exitcode=-9)}  # type: ignore[dict-item]
-    second.stamps = {"started": 50}
+    second.stamps = {"planned": 42, "started": 50}
+    second.warm, second.why_cold = False, "the import of numpy died by SIGSEGV"
+    second.phases = phases(first, second)
     return [second, first]
 
 
 def test_events_come_in_the_order_of_their_times() -> None:
     assert records(failed_and_restarted()) == [
-        {"event": "started", "ns": 10, "attempt": 0, "restart_count": 0, "pids": [11, 12], "warm": None},
+        {
+            "event": "started",
+            "ns": 10,
+            "attempt": 0,
+            "restart_count": 0,
+            "pids": [11, 12],
+            "warm": None,
+            "why_cold": None,
+            "phases_ms": {},
+        },
         {
             "event": "failure_seen",
             "ns": 20,
@@ -33,8 +44,35 @@ def test_events_come_in_the_order_of_their_times() -> None:
         },
         {"event": "siblings_signalled", "ns": 30, "attempt": 0, "restart_count": 0, "siblings": 1},
         {"event": "group_ended", "ns": 40, "attempt": 0, "restart_count": 0},
-        {"event": "started", "ns": 50, "attempt": 1, "restart_count": 1, "pids": [21, 22], "warm": None},
+        {"event": "planned", "ns": 42, "attempt": 1, "restart_count": 1},
+        {
+            "event": "started",
+            "ns": 50,
+            "attempt": 1,
+            "restart_count": 1,
+            "pids": [21, 22],
+            "warm": False,
+            "why_cold": "the import of numpy died by SIGSEGV",
+            "phases_ms": {"signalling": 1e-5, "stopping": 1e-5, "rendezvous": 2e-6, "starting": 8e-6},
+        },
     ]
+
+
+def test_the_phases_of_a_restart_are_all_of_it() -> None:
+    second, first = failed_and_restarted()
+    second.stamps |= {"planned": 1_000_040, "imported": 7_000_040, "started": 9_000_020}
+    assert phases(first, second) == {
+        "signalling": 1e-5,
+        "stopping": 1e-5,
+        "rendezvous": 1.0,
+        "importing": 6.0,
+        "starting": 1.99998,
+    }
+    # Another node has failed, and the workers' start was not seen.
+    first.stamps, second.stamps = {"ended": 40}, {"planned": 1_000_040}
+    assert phases(first, second) == {"rendezvous": 1.0}
+    first.stamps = {}
+    assert phases(first, second) == {}
 
 
 def test_the_file_has_a_line_for_each(tmp_path: Path) -> None:

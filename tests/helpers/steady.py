@@ -4,8 +4,9 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from helpers import procs
 from helpers.launcher import Launched
@@ -23,17 +24,24 @@ class SteadyJob:
         folder: for logs and counts.
         n: number of workers.
         stubborn: workers go on when told to stop.
+        env: more variables of the launcher.
     """
 
     def __init__(
-        self, launch: Callable[..., Launched], folder: Path, n: int, *args: str, stubborn: bool = False
+        self,
+        launch: Callable[..., Launched],
+        folder: Path,
+        n: int,
+        *args: str,
+        stubborn: bool = False,
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.n = n
         self._logs, self._counts = folder / "logs", folder / "counts"
         self._counts.mkdir()
-        env = {"COUNTS": str(self._counts)} | ({"STUBBORN": "1"} if stubborn else {})
+        own = {"COUNTS": str(self._counts)} | ({"STUBBORN": "1"} if stubborn else {})
         arguments = ("--nproc-per-node", str(n), "--log-dir", self._logs, "--tee", "3", *args, SCRIPT)
-        self.launched = launch(*arguments, env=env)
+        self.launched = launch(*arguments, env={**own, **env})
 
     def ready(self, attempt: int = 0, count: int | None = None) -> dict[int, int]:
         """Wait until that many workers of an attempt (all, by default) run; returns pids by rank."""

@@ -10,6 +10,7 @@ from helpers.launcher import LAUNCHERS, Launched, clean_environment
 from helpers.schema import schemas
 
 EVENT, INNER = schemas("events.md")
+RUNNING = "attempt running"
 
 FAILS_ONCE = """
     import os, sys
@@ -36,10 +37,12 @@ def names(events):
     return [f"{event['source']} {event['name'].removeprefix(prefix)}" for event in events]
 
 
-def made_good(event):
-    """The end of a worker in an attempt that a restart has followed, of which torch tells nothing."""
+def is_ours(event):
+    """True for the end of a worker in an attempt that a restart has followed, and for that restart: torch
+    tells nothing of them.
+    """
     has_ended = event["metadata"]["state"] in ("FAILED", "TERMINATED") and event["source"] == "WORKER"
-    return has_ended and event["metadata"]["agent_restarts"] == 0
+    return event["name"] == RUNNING or (has_ended and event["metadata"]["agent_restarts"] == 0)
 
 
 def of_console(text):
@@ -54,6 +57,12 @@ def test_a_job_that_restarts_and_succeeds(launch, worker_script, tmp_path):
         worker_script(FAILS_ONCE),
     ).exits(0)
     events = read(path.read_text().splitlines())
+    (restart,) = (event for event in events if event["name"] == RUNNING)
+    phases = json.loads(restart["metadata"]["metadata"])["phases_ms"]
+    assert {"stopping", "starting"} <= phases.keys()
+    assert restart["metadata"]["duration_ms"] == pytest.approx(sum(phases.values()))
+    assert events[events.index(restart) - 1]["name"].endswith(".START")
+    events.remove(restart)
     attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", "WORKER START", "WORKER START"]
     ends = ["WORKER SUCCEEDED", "WORKER SUCCEEDED", "AGENT SUCCEEDED"]
     failed = events[4:6]
@@ -145,7 +154,7 @@ def test_a_worker_that_hangs(launch, worker_script):
             signal.sigwait([signal.SIGUSR2])
         """),
     ).exits(1)
-    events = read(of_console(job.stderr))
+    events = [event for event in read(of_console(job.stderr)) if event["name"] != RUNNING]
     hang = ["WORKER START", "AGENT worker hung", "AGENT kill worker process"]
     attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", *hang]
     assert names(events) == [*attempt, "WORKER FAILED", *attempt, "WORKER FAILED", "AGENT SUCCEEDED"]
@@ -307,7 +316,7 @@ def test_keys_order_and_types_are_those_of_torchrun(worker_script, tmp_path, bod
         assert job.wait() == (body is FAILS_AND_HANGS)
         told[name] = [json.loads(line) for line in of_console(job.stderr)]
         job.close()
-    ours, torchs = [event for event in told["elasticrs"] if not made_good(event)], told["torchrun"]
+    ours, torchs = [event for event in told["elasticrs"] if not is_ours(event)], told["torchrun"]
     assert names(ours) == names(torchs)
     for mine, reference in zip(ours, torchs, strict=True):
         read([json.dumps(mine)])

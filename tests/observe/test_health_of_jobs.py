@@ -112,6 +112,7 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     again = job.wait_for_lines(r"here (\d+) (\d+) 1\.", 2)
     status = status_of(port)
     assert (status["restarts"], status["restarts_left"], status["attempt"]) == (1, 0, "1")
+    assert {"stopping", "starting"} <= status["restart_phases_ms"].keys()
     failure = status["last_failure"]
     assert (failure["rank"], failure["pid"], failure["exitcode"]) == (1, pids[1], -signal.SIGKILL)
     assert failure["what"] == "died by SIGKILL"
@@ -126,14 +127,24 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
 
 
 @pytest.mark.parametrize(
-    ("modules", "is_warm"), [("off", None), ("colorsys", True), ("ends_at_import", False)]
+    ("modules", "is_warm", "why"),
+    [
+        ("off", None, None),
+        ("colorsys", True, None),
+        ("ends_at_import", False, "the import of ends_at_import died by SIGKILL"),
+        ("auto", False, "nothing is preloaded: .*worker.py imports nothing but its own modules"),
+    ],
 )
-def test_whether_workers_started_warm(launch, worker_script, tmp_path, modules, is_warm):
+def test_whether_workers_start_warm_and_why_not(launch, worker_script, tmp_path, modules, is_warm, why):
     (tmp_path / "library").mkdir()
     (tmp_path / "library/ends_at_import.py").write_text("import os; os.kill(os.getpid(), 9)")
     env = {"PYTHONPATH": str(tmp_path / "library")}
-    job, port, pids = start(launch, worker_script(WAITS), f"--warm={modules}", env=env)
-    assert status_of(port)["warm"] is is_warm
+    script = worker_script(WAITS if modules != "auto" else f"def main():\n{WAITS}\nmain()")
+    job, port, pids = start(launch, script, f"--warm={modules}", env=env)
+    status = status_of(port)
+    assert status["warm"] is is_warm
+    assert re.fullmatch(why or "None", str(status["why_cold"]))
+    assert status["restart_phases_ms"] == {}
     release(job, pids)
 
 

@@ -9,6 +9,7 @@ from elasticrs.texts import (
     how_it_ended,
     how_the_nursery_ended,
     milliseconds,
+    phases,
     restart_line,
     signal_name,
     stop_line,
@@ -31,6 +32,13 @@ def test_an_end_has_a_name(exitcode, text):
 def test_a_nursery_that_the_agent_killed_did_not_just_die():
     assert how_the_nursery_ended(-9, hung=True) == "hung and was killed by the agent"
     assert how_the_nursery_ended(-9, hung=False) == "died by SIGKILL"
+
+
+def test_the_phases_of_a_restart_that_are_worth_a_word():
+    assert (
+        phases({"signalling": 0.04, "stopping": 12.34, "starting": 0.05}) == " (stopping 12.3, starting 0.1)"
+    )
+    assert phases({"signalling": 0.01}) == phases({}) == ""
 
 
 def test_a_restart_says_what_it_costs():

@@ -52,7 +52,10 @@ class Attempt(Record):
         signalled: siblings that were signalled for it.
         silent: the workers that exited with 0 before their function returned, when no other one failed.
         warm: its workers were forked from a process that had imported; ``None`` without ``--warm``.
-        stamps: ``started``, ``failure_seen``, ``siblings_signalled``, ``ended``: monotonic nanoseconds.
+        why_cold: why they were not, where ``--warm`` was given.
+        phases: milliseconds of each phase of the restart that it began with, in order; see :func:`phases`.
+        stamps: ``planned``, ``imported``, ``started``, ``failure_seen``, ``siblings_signalled``, ``ended``:
+            monotonic nanoseconds. ``imported`` is there if its start had to wait for that.
     """
 
     round: int
@@ -73,6 +76,8 @@ class Attempt(Record):
     nursery_exitcode: int | None = None
     nursery_hung: bool = False
     warm: bool | None = None
+    why_cold: str | None = None
+    phases: dict[str, float] = fresh(factory=dict)
     stamps: dict[str, int] = fresh(factory=dict)
 
     def running(self) -> dict[int, int]:
@@ -117,6 +122,34 @@ class Attempt(Record):
             if worker.exitcode != 0 or worker.local_rank in self.expired or worker.local_rank in self.silent
         ]
         return sorted(failed, key=lambda worker: (worker.local_rank != self.first_failure, worker.seen_ns))
+
+
+def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
+    """Return the milliseconds of each phase of a restart, in order; together they are all of it.
+
+    ``signalling``: until the other workers have been signalled. ``stopping``: until nothing is left.
+    ``rendezvous``: until ranks and addresses are known. ``importing``: until the warm nursery is ready, if
+    the start had to wait for it. ``starting``: until all workers run. A phase whose end nobody has seen
+    belongs to the next one.
+
+    Args:
+        failed: the attempt that has ended.
+        running: the one that runs in its place.
+    """
+    ends = {
+        "signalling": failed.stamps.get("siblings_signalled"),
+        "stopping": failed.stamps.get("ended"),
+        "rendezvous": running.stamps.get("planned"),
+        "importing": running.stamps.get("imported"),
+        "starting": running.stamps.get("started"),
+    }
+    found: dict[str, float] = {}
+    last = failed.stamps.get("failure_seen", failed.stamps.get("ended"))
+    for name, end in ends.items():
+        if last is not None and end is not None and end > last:
+            found[name] = (end - last) / 1e6
+            last = end
+    return found
 
 
 class JobResult(Record):

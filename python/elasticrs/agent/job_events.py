@@ -75,10 +75,19 @@ class EventRecorder(Observer):
             self._record_watching(True)
 
     def running(self, result: JobResult) -> None:
-        """Of the start of each worker."""
+        """Of the start of each worker, and of the restart as a whole."""
         attempt = result.attempts[-1]
         for ranks in attempt.plan.ranks:
             self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
+        if attempt.phases or attempt.warm is not None:
+            about: dict[str, object] = {
+                "warm": attempt.warm,
+                "why_cold": attempt.why_cold,
+                "phases_ms": attempt.phases,
+            }
+            span = sum(attempt.phases.values()) if attempt.phases else None
+            metadata = self._metadata("RUNNING", about, duration_ms=span)
+            self._pass_on(Event("attempt running", EventSource.AGENT, _milliseconds(), metadata))
 
     def over(self, attempt: Attempt, outcome: str) -> None:
         """A failure is recorded when nothing is delayed by it."""

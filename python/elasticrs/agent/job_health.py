@@ -195,6 +195,8 @@ class HealthObserver(Observer):
             "round": None if attempt is None else attempt.round,
             "attempt": None if attempt is None else attempt.name,
             "warm": None if attempt is None else attempt.warm,
+            "why_cold": None if attempt is None else attempt.why_cold,
+            "restart_phases_ms": {} if attempt is None else attempt.phases,
             "restarts": restarts,
             "restarts_left": job.max_restarts - restarts,
             "group": None if attempt is None else _group(attempt),

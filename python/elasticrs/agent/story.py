@@ -100,8 +100,9 @@ class Story(Observer):
             attempt = result.attempts[-1]
             span = texts.milliseconds(attempt.stamps["started"] - self._failed_ns)
             self._failed_ns = None
-            how = {None: "", True: ", warm", False: ", cold"}[attempt.warm]
-            self._say(f"attempt {attempt.name} is running, {span} after the failure was seen{how}")
+            how = {None: "", True: ", warm", False: f", cold: {attempt.why_cold}"}[attempt.warm]
+            parts = texts.phases(attempt.phases)
+            self._say(f"attempt {attempt.name} is running, {span} after the failure was seen{parts}{how}")
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """How long it took, what it cost, and where the logs are."""

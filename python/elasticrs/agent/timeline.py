@@ -3,8 +3,11 @@
 ``ns`` is on the clock of :func:`time.monotonic_ns`, ``attempt`` the number of the attempt, ``restart_count``
 what its workers see as ``TORCHELASTIC_RESTART_COUNT``. The events:
 
+- ``planned``: the rendezvous is over, and the workers are started next.
+- ``imported``: their start has waited for a warm nursery, which is ready, or has failed.
 - ``started``: all workers of the attempt run; ``pids`` by local rank; ``warm``: they were forked from a
-  process that had imported (``null`` without ``--warm``).
+  process that had imported (``null`` without ``--warm``); ``why_cold``: why not; ``phases_ms``: of the
+  restart that led to it, see :func:`elasticrs.agent.attempt.phases`.
 - ``failure_seen``: the first worker failed; ``local_rank``, ``pid``, ``exitcode`` (``None`` when nobody can
   tell).
 - ``siblings_signalled``: the last of the others has been signalled; ``siblings`` is how many.
@@ -27,7 +30,14 @@ def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
     for attempt in attempts:
         first = attempt.exits.get(attempt.first_failure) if attempt.first_failure is not None else None
         details: dict[str, dict[str, Any]] = {
-            "started": {"pids": list(attempt.pids), "warm": attempt.warm},
+            "planned": {},
+            "imported": {},
+            "started": {
+                "pids": list(attempt.pids),
+                "warm": attempt.warm,
+                "why_cold": attempt.why_cold,
+                "phases_ms": attempt.phases,
+            },
             "failure_seen": {
                 "local_rank": attempt.first_failure,
                 "pid": first.pid if first else None,

@@ -12,7 +12,7 @@ from collections import deque
 
 from elasticrs import _core, texts
 from elasticrs.agent import state as machine
-from elasticrs.agent.attempt import Attempt, JobResult, Overdue
+from elasticrs.agent.attempt import Attempt, JobResult, Overdue, phases
 from elasticrs.agent.evidence import oom_kills, read_counters
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
@@ -152,6 +152,7 @@ class AttemptTracker:
         is_again = any(earlier.restarts == action.restarts for earlier in self.result.attempts)
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
         attempt = Attempt(action.round, action.restarts, plan, name)
+        attempt.stamps["planned"] = time.monotonic_ns()
         self.result.attempts.append(attempt)
         self.result.start_errno = None
         self._begun = self._over = None
@@ -283,9 +284,19 @@ class AttemptTracker:
         # A group that begins empty gets its workers later.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         attempt.oom_kills = oom_kills(attempt.pids)
-        attempt.warm = None if self._warming is None else self._warming.is_warm
+        attempt.warm, attempt.why_cold = self._warmth()
+        failed = next((each for each in reversed(self.result.attempts[:-1]) if "ended" in each.stamps), None)
+        if failed is not None:
+            attempt.phases = phases(failed, attempt)
         self.events.append(machine.Started())
         self.observers.running(self.result)
+
+    def _warmth(self) -> tuple[bool | None, str | None]:
+        """Say if workers that start now are warm, and if not, why."""
+        if self._warming is not None:
+            return self._warming.is_warm, self._warming.why_cold
+        preload = self._job.preload
+        return (None, None) if preload is None else (False, "; ".join(preload.remarks))
 
     def _on_start_failed(self, event: _core.StartFailed) -> None:
         self._workers.ended(self.supervisor)
@@ -392,6 +403,8 @@ class AttemptTracker:
     def _on_warmed(self, event: _core.Warmed) -> None:
         if self._warming is not None:
             self._warming.ended(event, IMPORT_LIMIT)
+            if (attempt := self.attempt) is not None and not {"started", "ended"} & attempt.stamps.keys():
+                attempt.stamps["imported"] = time.monotonic_ns()
 
     def _on_degraded(self, event: _core.Degraded) -> None:
         self._console.say(event.message)

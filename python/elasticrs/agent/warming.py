@@ -25,6 +25,7 @@ class Warming:
     Attributes:
         report: the descriptor into which nurseries write, one after another.
         is_warm: workers that start now are forks of the nursery.
+        why_cold: why they are not; ``None`` if they are.
         found: what the last nursery has told.
     """
 
@@ -33,6 +34,7 @@ class Warming:
         self._read = 0
         self.report = os.memfd_create("warm-report", os.MFD_CLOEXEC)
         self.is_warm = False
+        self.why_cold: str | None = None
         self.found = Report()
         self._sources: Sources | None = None
 
@@ -52,8 +54,9 @@ class Warming:
             self._say_all(one.traceback)
         if found.ready is not None:
             self._sources = sources.remember(found.ready.files, found.ready.prefixes, found.imported)
-        if not event.is_ready:
-            self._say(f"warm: workers start cold: {_why_cold(found, event, limit)}")
+        self.why_cold = None if event.is_ready else _why_cold(found, event, limit)
+        if self.why_cold is not None:
+            self._say(f"warm: workers start cold: {self.why_cold}")
             if found.failed is not None:
                 self._say_all(found.failed[1])
 

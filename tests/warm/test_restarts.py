@@ -1,0 +1,52 @@
+"""Restarts of jobs with ``--warm``: what is told of the time that they took, and of those that were cold."""
+
+import json
+import re
+import signal
+import sys
+
+import pytest
+from helpers.steady import EXIT_0, SteadyJob, send
+
+pytestmark = pytest.mark.beyond_torchrun
+
+
+def restarted(launch, folder, modules, *, loses_nursery=False, env=None):
+    """A job whose first attempt fails, and with it its nursery if so wished; and its timeline."""
+    env = {"ELASTICRS_TIMELINE": str(folder / "timeline"), **(env or {})}
+    job = SteadyJob(launch, folder, 2, "--max-restarts=1", f"--warm={modules}", env=env)
+    pids = job.ready()
+    send(job.nursery() if loses_nursery else pids[1], signal.SIGKILL)
+    for pid in job.ready(1).values():
+        send(pid, EXIT_0)
+    job.launched.exits(0)
+    events = [json.loads(line) for line in (folder / "timeline").read_text().splitlines()]
+    return job.launched, [event for event in events if event["attempt"] == 1]
+
+
+def test_a_warm_restart(launch, tmp_path):
+    launched, events = restarted(launch, tmp_path, "colorsys")
+    assert [event["event"] for event in events][:2] == ["planned", "started"]
+    started = events[1]
+    assert (started["warm"], started["why_cold"]) == (True, None)
+    assert {"stopping", "starting"} <= started["phases_ms"].keys()
+    line = r"attempt 1 is running, ([\d.]+) ms after the failure was seen \(.*starting [\d.]+\), warm$"
+    (span,) = re.findall(line, launched.stderr, re.MULTILINE)
+    assert float(span) == pytest.approx(sum(started["phases_ms"].values()), abs=0.06)
+
+
+def test_a_restart_that_waits_for_an_import(launch, tmp_path):
+    _, events = restarted(launch, tmp_path, "colorsys", loses_nursery=True)
+    assert [event["event"] for event in events][:3] == ["planned", "imported", "started"]
+    assert events[2]["warm"] is True
+    assert events[2]["phases_ms"]["importing"] > 0
+
+
+def test_a_cold_restart_says_why(launch, tmp_path):
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    launched, events = restarted(launch, tmp_path, "colorsys", env={"PYTHON_EXEC": str(wrapper)})
+    why = "no effect: wrapper is a script, which may start Python in another way"
+    assert (events[1]["warm"], events[1]["why_cold"]) == (False, why)
+    assert re.search(rf"attempt 1 is running, .*\), cold: {why}$", launched.stderr, re.MULTILINE)
