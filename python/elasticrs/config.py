@@ -24,6 +24,7 @@ DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
 DEFAULT_LINGER = 5.0
 DEFAULT_EXIT_TIMEOUT = 10.0
+DEFAULT_WARM_TIMEOUT = 120.0
 DEFAULT_MONITOR_INTERVAL = 0.1
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORT = 29400
@@ -73,6 +74,7 @@ class JobConfig(Record):
         hang_startup_timeout: the same from the start to the first sign of life; ``None``: any time.
         exit_timeout: seconds in which a worker must end after an exception that nobody caught; 0: any time.
         preload: what is imported before the workers are forked; ``None``, or no modules: they start cold.
+        warm_timeout: seconds that this may take; then they start cold.
     """
 
     nproc: int
@@ -97,6 +99,7 @@ class JobConfig(Record):
     hang_startup_timeout: float | None = None
     exit_timeout: float = DEFAULT_EXIT_TIMEOUT
     preload: Preload | None = None
+    warm_timeout: float = DEFAULT_WARM_TIMEOUT
 
 
 class LogSettings(Value):

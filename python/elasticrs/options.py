@@ -237,6 +237,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                "forkserver", "spawn", START_METHOD),
         Option("warm", "import modules once and fork the workers from there: auto (those that the script "
                "imports), or names (default off)", "off", WARM, group=OURS),
+        Option("warm-timeout", "seconds that these imports may take before the workers start without them "
+               "(default 120)", config.DEFAULT_WARM_TIMEOUT, INTERVAL, group=OURS),
         Option("role", 'role of the workers, in their environment and in log lines (default "default")',
                "default", NAME),
         Option("numa-binding", "bind workers to CPUs near their GPUs: node, socket, exclusive or "

@@ -51,9 +51,6 @@ def raise_descriptor_limit() -> None:
     _core.raise_descriptor_limit()
 
 
-IMPORT_LIMIT = 120.0
-"""Seconds after which workers start cold."""
-
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
@@ -325,7 +322,9 @@ def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
         return None
     env = warm_environment(dict(setup.environ), setup.preload, os.path.abspath(_core.__file__))
     process = _core.ProcessSpec(0, command, env=env)
-    return _core.WarmNursery(process, report_fd=report, limit=IMPORT_LIMIT, ignored=setup.keep_ignored)
+    return _core.WarmNursery(
+        process, report_fd=report, limit=setup.job.warm_timeout, ignored=setup.keep_ignored
+    )
 
 
 def console_stream(local_rank: int, path: str, to: int, prefix: str) -> _core.LogStream:

@@ -86,10 +86,12 @@ def test_the_timeline_is_written(launch: Launch, worker_script: Callable[..., Pa
     assert job.wait(HANG) == 0
     events = [json.loads(line) for line in timeline.read_text().splitlines()]
     assert [event["event"] for event in events] == [
+        "planned",
         "started",
         "failure_seen",
         "siblings_signalled",
         "group_ended",
+        "planned",
         "started",
         "group_ended",
     ]

@@ -131,16 +131,12 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     [
         ("off", None, None),
         ("colorsys", True, None),
-        ("ends_at_import", False, "the import of ends_at_import died by SIGKILL"),
         ("auto", False, "nothing is preloaded: .*worker.py imports nothing but its own modules"),
     ],
 )
-def test_whether_workers_start_warm_and_why_not(launch, worker_script, tmp_path, modules, is_warm, why):
-    (tmp_path / "library").mkdir()
-    (tmp_path / "library/ends_at_import.py").write_text("import os; os.kill(os.getpid(), 9)")
-    env = {"PYTHONPATH": str(tmp_path / "library")}
+def test_whether_workers_start_warm_and_why_not(launch, worker_script, modules, is_warm, why):
     script = worker_script(WAITS if modules != "auto" else f"def main():\n{WAITS}\nmain()")
-    job, port, pids = start(launch, script, f"--warm={modules}", env=env)
+    job, port, pids = start(launch, script, f"--warm={modules}")
     status = status_of(port)
     assert status["warm"] is is_warm
     assert re.fullmatch(why or "None", str(status["why_cold"]))

@@ -35,7 +35,7 @@ DIFFERENT = {
     "LocalElasticAgent.__init__": {"exit_barrier_timeout": "None", "shutdown_timeout": "None"},
 }
 MORE = {
-    "WorkerSpec.__init__": {"exit_timeout", "hang_timeout", "hang_startup_timeout", "warm"},
+    "WorkerSpec.__init__": {"exit_timeout", "hang_timeout", "hang_startup_timeout", "warm", "warm_timeout"},
     "LocalElasticAgent.__init__": {"signals_to_handle", "signals_to_forward", "stop_scope"},
     "LaunchConfig.__init__": {
         "exit_barrier_timeout",
@@ -45,6 +45,7 @@ MORE = {
         "hang_timeout",
         "hang_startup_timeout",
         "warm",
+        "warm_timeout",
     },
 }
 
@@ -128,4 +129,5 @@ def test_a_launch_configuration_has_torchs_fields_in_order(torchs):
         "hang_startup_timeout",
         "exit_timeout",
         "warm",
+        "warm_timeout",
     ]

@@ -87,3 +87,14 @@ def test_a_program_is_told_too(tmp_path, capfd):
     )
     elastic_launch(config, "true")()
     assert "elasticrs: warm: no effect: true is not a Python interpreter\n" in capfd.readouterr().err
+
+
+def test_how_long_the_imports_may_take(script):
+    job = resolve(parse(["--warm=json", script], {}), {"PATH": "/usr/bin:/bin"}).job
+    assert job.warm_timeout == 120.0
+    job = resolve(parse([script], {"PET_WARM_TIMEOUT": "2.5"}), {"PATH": "/usr/bin:/bin"}).job
+    assert job.warm_timeout == 2.5
+    with pytest.raises(UsageError, match="--warm-timeout: got '0', expected seconds, more than 0"):
+        parse(["--warm-timeout=0", script], {})
+    with pytest.raises(ValueError, match="warm_timeout must be seconds above 0"):
+        LaunchConfig(1, 1, 1, warm_timeout=0)

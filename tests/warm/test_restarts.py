@@ -21,7 +21,7 @@ def restarted(launch, folder, modules, *, loses_nursery=False, env=None):
         send(pid, EXIT_0)
     job.launched.exits(0)
     events = [json.loads(line) for line in (folder / "timeline").read_text().splitlines()]
-    return job.launched, [event for event in events if event["attempt"] == 1]
+    return job.launched, [event for event in events if event["restart_count"] == 1]
 
 
 def test_a_warm_restart(launch, tmp_path):

@@ -18,7 +18,7 @@ from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
 from elasticrs.logs import discard_empty_fault_file
-from elasticrs.workers import IMPORT_LIMIT, prepare_group, warm_nursery, watch_timers
+from elasticrs.workers import prepare_group, warm_nursery, watch_timers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -402,7 +402,7 @@ class AttemptTracker:
 
     def _on_warmed(self, event: _core.Warmed) -> None:
         if self._warming is not None:
-            self._warming.ended(event, IMPORT_LIMIT)
+            self._warming.ended(event, self._job.warm_timeout)
             if (attempt := self.attempt) is not None and not {"started", "ended"} & attempt.stamps.keys():
                 attempt.stamps["imported"] = time.monotonic_ns()
 

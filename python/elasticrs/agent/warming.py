@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import os
+import signal
 
 from elasticrs import texts
 from elasticrs.warm import report, sources
@@ -11,9 +13,15 @@ from elasticrs.warm.report import Report
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeVar
 
     from elasticrs._core import Warmed
     from elasticrs.warm.sources import Sources
+
+    _T = TypeVar("_T")
+
+_PATIENCE = 0.5
+"""Seconds that a look at the files of modules holds up a start: a network file system may be gone."""
 
 
 class Warming:
@@ -37,6 +45,7 @@ class Warming:
         self.why_cold: str | None = None
         self.found = Report()
         self._sources: Sources | None = None
+        self._looking = _thread.allocate_lock()
 
     def ended(self, event: Warmed, limit: float) -> None:
         """The nursery is ready, or has ended before it was.
@@ -53,7 +62,8 @@ class Warming:
             self._say(f"warm: {one.name} was left out: {one.why}")
             self._say_all(one.traceback)
         if found.ready is not None:
-            self._sources = sources.remember(found.ready.files, found.ready.prefixes, found.imported)
+            ready, imported = found.ready, found.imported
+            self._sources = self._look(lambda: sources.remember(ready.files, ready.prefixes, imported))
         self.why_cold = None if event.is_ready else _why_cold(found, event, limit)
         if self.why_cold is not None:
             self._say(f"warm: workers start cold: {self.why_cold}")
@@ -61,12 +71,42 @@ class Warming:
                 self._say_all(found.failed[1])
 
     def is_outdated(self) -> bool:
-        """True if a file has changed that the nursery has imported: there must be another nursery then."""
-        changed = None if self._sources is None else self._sources.changed()
+        """True if a file has changed that the nursery has imported: there must be another nursery then.
+        False if that cannot be told in time.
+        """
+        changed = None if self._sources is None else self._look(self._sources.changed)
         if changed is not None:
             self._sources = None
             self._say(f"warm: {changed} has changed: importing again")
         return changed is not None
+
+    def _look(self, look: Callable[[], _T]) -> _T | None:
+        """Return what a look at files finds, or ``None`` if it takes too long."""
+        if self._looking.locked():
+            return None
+        found: list[_T] = []
+
+        def work() -> None:
+            try:
+                found.append(look())
+            finally:
+                self._looking.release()
+
+        self._looking.acquire()
+        # Signals are the main thread's. This one does not keep the process from ending.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            _thread.start_new_thread(work, ())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if not self._looking.acquire(timeout=_PATIENCE):
+            self._say(
+                f"warm: the files of imported modules cannot be looked at within {_PATIENCE:g} s: "
+                "an edited one goes unnoticed"
+            )
+            return None
+        self._looking.release()
+        return found[0] if found else None
 
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:

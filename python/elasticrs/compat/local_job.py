@@ -109,6 +109,7 @@ class LocalJob:
             hang_startup_timeout=spec.hang_startup_timeout,
             exit_timeout=spec.exit_timeout,
             preload=self._preload,
+            warm_timeout=spec.warm_timeout,
         )
 
     def workers(self, job: JobConfig) -> Workers:

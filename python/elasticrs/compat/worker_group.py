@@ -48,6 +48,7 @@ class WorkerSpec:
         hang_startup_timeout: see there.
         exit_timeout: see there.
         warm: see there.
+        warm_timeout: see there.
 
     Raises:
         AssertionError: no workers, no interval or no entrypoint (as in torch).
@@ -74,6 +75,7 @@ class WorkerSpec:
     hang_startup_timeout: float | None = None
     exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
     warm: str = "off"
+    warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
 
     def __post_init__(self) -> None:
         if self.local_world_size <= 0:
@@ -85,6 +87,7 @@ class WorkerSpec:
             hang_startup_timeout=self.hang_startup_timeout,
             exit_timeout=self.exit_timeout,
             warm=self.warm,
+            warm_timeout=self.warm_timeout,
         )
         if self.fn:
             warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)

@@ -81,6 +81,7 @@ class LaunchConfig:
             failed; 0: any time.
         warm: what is imported once, before the workers are forked: ``"auto"``, or names of modules separated
             by commas. Not in torch.
+        warm_timeout: seconds that this may take before the workers start without it.
 
     Raises:
         ValueError: a negative time, or a limit that is none.
@@ -116,6 +117,7 @@ class LaunchConfig:
     hang_startup_timeout: float | None = None
     exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
     warm: str = "off"
+    warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -138,6 +140,7 @@ class LaunchConfig:
             hang_startup_timeout=self.hang_startup_timeout,
             exit_timeout=self.exit_timeout,
             warm=self.warm,
+            warm_timeout=self.warm_timeout,
         )
 
 

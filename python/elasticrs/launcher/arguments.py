@@ -33,7 +33,7 @@ _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 JOB_OPTIONS = (
     *("role", "max_restarts", "virtual_local_rank"),
-    *("hang_timeout", "hang_startup_timeout", "exit_timeout"),
+    *("hang_timeout", "hang_startup_timeout", "exit_timeout", "warm_timeout"),
 )
 """Options that are settings of :class:`~elasticrs.config.JobConfig` as they are."""
 LOG_OPTIONS = ("log_dir", "redirects", "tee", "local_ranks_filter", "capture_stderr")

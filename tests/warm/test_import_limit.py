@@ -1,0 +1,36 @@
+"""Imports that do not end within ``--warm-timeout``: the workers start without them."""
+
+import os
+import signal
+
+import pytest
+from helpers import procs
+
+pytestmark = pytest.mark.beyond_torchrun
+
+SLOW = """
+import os
+open("importing", "w").close()
+os.close(os.open("never", os.O_RDONLY))
+"""
+"""Its import says that it runs, and hangs: nobody opens the FIFO for writing."""
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["hangs", "is stopped"])
+def test_the_module_and_the_limit_are_named(launch, tmp_path, is_stopped):
+    (tmp_path / "slow.py").write_text(SLOW)
+    os.mkfifo(tmp_path / "never")
+    script = tmp_path / "script" / "worker.py"
+    script.parent.mkdir()
+    script.write_text("import os\nos.write(1, b'RUNS\\n')")
+    options = ("--nproc-per-node=2", "--warm=colorsys,slow", "--warm-timeout=5")
+    job = launch(*options, script, env={"PYTHONPATH": str(tmp_path)})
+    if is_stopped:
+        procs.wait_until((tmp_path / "importing").exists)
+        nursery = next(child for child in procs.children(job.pid) if str(script) in child.command)
+        os.kill(nursery.pid, signal.SIGSTOP)
+    job.exits(0)
+    assert job.stdout.count("RUNS") == 2
+    cold = "elasticrs: warm: workers start cold: the import of slow did not end within 5 s\n"
+    assert job.stderr.count(cold) == 1
+    assert "; 0 restarts" in job.stderr

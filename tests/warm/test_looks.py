@@ -1,0 +1,76 @@
+"""Files of imported modules lie on a file system that does not answer: nobody waits for it for long."""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+from helpers import procs
+
+from elasticrs.agent.warming import Warming
+from elasticrs.warm import sources
+
+SAID = "warm: the files of imported modules cannot be looked at within 0.5 s: an edited one goes unnoticed"
+
+
+@pytest.fixture
+def nursery(tmp_path):
+    """What the agent knows of a nursery that has imported a file, and what it has said."""
+    said = []
+    warming = Warming(said.append)
+    own = tmp_path / "own.py"
+    own.write_text("VALUE = 1")
+    ready = f'{{"ready": {{"seconds": 1, "threads": 1, "files": ["{own}"], "prefixes": []}}}}\n'
+
+    def is_ready():
+        os.write(warming.report, ready.encode())
+        warming.ended(SimpleNamespace(is_ready=True, hung=False, exitcode=None), 120.0)
+
+    yield warming, is_ready, own, said
+    warming.close()
+
+
+@pytest.fixture
+def dead_disk(monkeypatch):
+    """Looks hang from the call on, until the event that it returns is set."""
+    answers = threading.Event()
+    look = sources.stamp
+
+    def hang():
+        monkeypatch.setattr(sources, "stamp", lambda path: answers.wait() and look(path))
+        return answers
+
+    yield hang
+    answers.set()
+
+
+def test_an_edited_file_is_noticed(nursery):
+    warming, is_ready, own, said = nursery
+    is_ready()
+    assert not warming.is_outdated()
+    own.write_text("VALUE = 'edited'")
+    assert warming.is_outdated()
+    assert said == [f"warm: {own} has changed: importing again"]
+
+
+def test_a_look_that_hangs_keeps_the_nursery(nursery, dead_disk):
+    warming, is_ready, own, said = nursery
+    is_ready()
+    answers = dead_disk()
+    own.write_text("VALUE = 'edited'")
+    # The second time it hangs still: that is not waited for, nor said again.
+    assert not warming.is_outdated()
+    assert not warming.is_outdated()
+    assert said == [SAID]
+    answers.set()
+    # Until that look has ended, no other is made.
+    procs.wait_until(warming.is_outdated)
+
+
+def test_a_first_look_that_hangs(nursery, dead_disk):
+    warming, is_ready, _, said = nursery
+    dead_disk()
+    is_ready()
+    assert warming.is_warm
+    assert not warming.is_outdated()
+    assert said == [SAID]
