@@ -95,8 +95,8 @@ def test_the_timeline_is_written(launch: Launch, worker_script: Callable[..., Pa
         "started",
         "group_ended",
     ]
-    assert events[1]["exitcode"] == 3
-    assert events[4]["restart_count"] == 1
+    assert events[2]["exitcode"] == 3
+    assert events[6]["restart_count"] == 1
 
 
 def test_an_error_file_that_could_not_be_written_is_no_missing_one(
