@@ -172,11 +172,20 @@ def discard_empty_fault_file(error_file: str) -> None:
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """Return how many log files the agent keeps open for the console and for copies while workers run."""
-    paths = layout(settings, "" if settings.log_dir == os.devnull else os.curdir, nproc)
-    files = len(paths.tee_stdouts) * (3 if settings.stdout_filters else 1)
+    """Return how many log files the agent keeps open for the console and for copies while workers run. Quick
+    however absurd ``nproc`` is.
+    """
+    if settings.log_dir == os.devnull:
+        return 0
     # A copy of lines has a file of its own to read and one to write.
-    return files + len(paths.tee_stderrs) * (3 if settings.stderr_filters else 1)
+    out, err = 3 if settings.stdout_filters else 1, 3 if settings.stderr_filters else 1
+    files = (0, out, err, out + err)
+    more = STDERR if settings.capture_stderr else 0
+    chosen = settings.local_ranks_filter
+    shown = range(nproc) if chosen is None else {rank for rank in chosen if rank < nproc}
+    named, rest = ({}, settings.tee) if isinstance(settings.tee, int) else (settings.tee, 0)
+    of_named = [files[bits | more] for rank, bits in named.items() if rank in shown]
+    return sum(of_named) + files[rest | more] * (len(shown) - len(of_named))
 
 
 def parse_streams(text: str) -> int | dict[int, int]:

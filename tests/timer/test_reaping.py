@@ -188,8 +188,9 @@ def test_a_path_where_no_fifo_can_be_is_a_mistake(launch, worker_script, tmp_pat
     assert "No such file or directory; choose a path where this user can create a FIFO, or unset it" in line
 
 
+@pytest.mark.parametrize("module", ["debug_info_logging", "file_based_local_timer"])
 @pytest.mark.parametrize("body", ["said.append((run_id, timers))", "raise ValueError('no')"])
-def test_what_expired_is_told_to_the_function_that_programs_replace(tmp_path, worker_script, body):
+def test_what_expired_is_told_to_the_function_that_programs_replace(tmp_path, worker_script, body, module):
     script = worker_script(BY_HAND + """
     acquire(os.getpid(), "step 7", -1)
     signal.pause()
@@ -200,12 +201,12 @@ import json, os, sys
 from elasticrs import LaunchConfig, elastic_launch
 from elasticrs.multiprocessing import DefaultLogsSpecs
 from elasticrs.multiprocessing.errors import ChildFailedError
-from elasticrs.timer import debug_info_logging
+from elasticrs.timer import {module}
 said = []
 def told(run_id, timers):
     said.append(sorted(timers))
     {body}
-debug_info_logging.log_debug_info_for_expired_timers = told
+{module}.log_debug_info_for_expired_timers = told
 config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", run_id="job", max_restarts=0,
                       logs_specs=DefaultLogsSpecs(os.getcwd()))
 try:

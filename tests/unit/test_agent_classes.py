@@ -1,12 +1,14 @@
 """Torch's agent classes, and the configuration of a launch."""
 
 import json
+import os
 import signal
 import sys
 import time
 
 import pytest
 
+from elasticrs import events as job_events
 from elasticrs.agent.server import (
     LocalElasticAgent,
     RunResult,
@@ -365,6 +367,18 @@ def test_events_and_metrics_are_torchs(handler, recorded):
         "workers.trainer.run_failed_with_retries": [0],
         "workers.trainer.run_failed_no_retries": [0],
     }
+
+
+@pytest.mark.parametrize("destination", ["null", "console"])
+def test_the_resolver_is_asked_only_where_somebody_hears_of_it(handler, recorded, monkeypatch, destination):
+    asked = []
+    monkeypatch.setattr(job_events, "fq_hostname", lambda: asked.append(1) or "by.the.resolver")
+    agent = Scripted(spec(handler, event_log_handler=destination), [WorkerState.SUCCEEDED])
+    agent.run()
+    name = agent.get_event_succeeded().metadata["hostname"]
+    assert (bool(asked), name) == {
+        "null": (False, os.uname().nodename), "console": (True, "by.the.resolver")
+    }[destination]  # fmt: skip
 
 
 def test_a_worker_that_was_stopped_for_another_is_told_so(handler, recorded):

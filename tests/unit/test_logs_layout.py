@@ -203,3 +203,15 @@ def test_files_that_are_followed_are_counted():
     assert followed_files(LogSettings(redirects=3), 4) == 0
     assert followed_files(LogSettings(tee=1, local_ranks_filter=frozenset({1})), 4) == 1
     assert followed_files(LogSettings(tee=3, log_dir=os.devnull), 4) == 0
+
+
+@pytest.mark.parametrize("tee", [0, 1, 2, 3, {0: 1, 2: 3, 9: 3}, {1: 0}])
+@pytest.mark.parametrize("chosen", [None, {0, 1, 9}, set()])
+@pytest.mark.parametrize("capture", [False, True])
+def test_files_that_are_followed_are_those_that_are_laid_out(tee, chosen, capture):
+    ranks = None if chosen is None else frozenset(chosen)
+    settings = LogSettings(tee=tee, capture_stderr=capture, local_ranks_filter=ranks)
+    paths = layout(settings, "logs", 4)
+    assert followed_files(settings, 4) == len(paths.tee_stdouts) + len(paths.tee_stderrs)
+    settings = settings.replaced(stdout_filters=["a"], stderr_filters=["b"])
+    assert followed_files(settings, 4) == 3 * (len(paths.tee_stdouts) + len(paths.tee_stderrs))

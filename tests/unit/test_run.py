@@ -11,7 +11,9 @@ import pytest
 from helpers import http_client
 
 import elasticrs.launch as distrib_launch
+from elasticrs import logs
 from elasticrs.config import DEFAULT_SIGNALS
+from elasticrs.launcher import command_line
 from elasticrs.launcher.arguments import parse
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std
 from elasticrs.options import OPTIONS, OURS
@@ -203,6 +205,16 @@ def test_programs_run_jobs_as_with_torchrun(launch, worker_script):
     assert lines[6:] == ["RANK 0 OF 1", "FAILED 0 3"] * 2
 
 
+@pytest.mark.parametrize("more", [[], ["--tee=3"], ["--capture-stderr"]])
+def test_more_workers_than_any_machine_allows_are_refused_before_files_are_laid_out(
+    worker_script, monkeypatch, capfd, more
+):
+    monkeypatch.setattr(logs, "layout", lambda *_: pytest.fail("laid out"))
+    arguments = ["--nproc-per-node=100000000", *more, str(worker_script(""))]
+    assert command_line.main(arguments) == 2
+    assert "100000000 processes are more than" in capfd.readouterr().err
+
+
 def test_as_a_program_it_is_the_command_line(launch, worker_script):
     script = worker_script("import sys; sys.exit(4)")
     code = "import elasticrs.run as run; run.main(); print('no failure')"
@@ -215,6 +227,7 @@ def test_as_a_program_it_is_the_command_line(launch, worker_script):
 OLD_PROGRAM = """
 import sys
 import elasticrs.launch as distrib_launch
+from elasticrs import logs
 
 script, *options = sys.argv[1:]
 distrib_launch.launch(distrib_launch.parse_args(["--nproc-per-node=2", *options, script, "own"]))

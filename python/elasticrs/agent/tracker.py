@@ -422,12 +422,11 @@ class AttemptTracker:
 
 def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
     """As torch's server does: programs put a function of their own there."""
-    from elasticrs.timer import debug_info_logging
-    from elasticrs.timer.file_based_local_timer import FileTimerRequest
+    from elasticrs.timer import file_based_local_timer as timers
 
-    request = FileTimerRequest(event.pid, event.scope, event.deadline, event.signal or 0)
+    request = timers.FileTimerRequest(event.pid, event.scope, event.deadline, event.signal or 0)
     try:
-        debug_info_logging.log_debug_info_for_expired_timers(run_id, {event.pid: [request.to_json()]})
+        timers.log_debug_info_for_expired_timers(run_id, {event.pid: [request.to_json()]})
     except Exception:
         import logging
 

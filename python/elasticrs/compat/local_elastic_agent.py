@@ -243,6 +243,12 @@ class LocalElasticAgent(SimpleElasticAgent):
             result.failures = failures(attempt)
         return result
 
+    def _tell_restart(self, state: WorkerState) -> None:
+        """See the base class; which rank failed, and why, is told by those who saw it."""
+        left, workers = self._remaining_restarts, self._pcontext
+        if not (isinstance(workers, PolledWorkers) and workers.announce(left)):
+            super()._tell_restart(state)
+
     @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec, local = worker_group.spec, self._local

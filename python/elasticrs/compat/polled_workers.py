@@ -100,6 +100,12 @@ class PolledWorkers:
             self._pump(None)
         return self.pids()
 
+    def announce(self, restarts_left: int) -> bool:
+        """A restart is told when the workers have been started; ``False`` if none of them is its reason."""
+        if self.has_failed:
+            self._tracker.observers.acting(machine.AnnounceRestart(restarts_left), None)
+        return self.has_failed
+
     def _release_plan(self) -> None:
         if self.attempt is not None:
             self.attempt.plan.close()

@@ -288,14 +288,8 @@ class SimpleElasticAgent(ElasticAgent):
                     group.state = WorkerState.FAILED
                     # In torch UNHEALTHY stands, which is no failure to its launcher.
                     return RunResult(WorkerState.FAILED, result.return_values, result.failures)
-                _log.warning(
-                    "[%s] workers are %s; restarting (%d of %d restarts left)",
-                    group.spec.role,
-                    result.state.name,
-                    self._remaining_restarts - 1,
-                    group.spec.max_restarts,
-                )
                 self._remaining_restarts -= 1
+                self._tell_restart(result.state)
                 self._restart_workers(group)
             elif result.state == WorkerState.HEALTHY:
                 # A node that waits is let in; that costs no restart.
@@ -305,6 +299,11 @@ class SimpleElasticAgent(ElasticAgent):
                     self._restart_workers(group)
             else:
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
+
+    def _tell_restart(self, state: WorkerState) -> None:
+        """A restart has been charged, as the workers are in this state. Not in torch."""
+        left, most = self._remaining_restarts, self._worker_group.spec.max_restarts
+        _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
 
     def _get_alive_time(self) -> float:
         """When there was progress last, in seconds since 1970; from any thread.
@@ -427,6 +426,8 @@ class SimpleElasticAgent(ElasticAgent):
         metadata = status_metadata(
             state,
             inner,
+            # Where nobody hears of it the resolver, which may take long, is not asked.
+            hostname=os.uname().nodename if spec.event_log_handler == "null" else None,
             run_id=spec.rdzv_handler.get_run_id(),
             group_rank=group.group_rank,
             role=spec.role,

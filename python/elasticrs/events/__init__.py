@@ -82,10 +82,16 @@ def record(event: Event, destination: str = "null") -> None:
 
 
 def status_metadata(
-    state: str, inner: Mapping[str, object], **known: EventMetadataValue
+    state: str,
+    inner: Mapping[str, object],
+    *,
+    hostname: EventMetadataValue = None,
+    **known: EventMetadataValue,
 ) -> dict[str, EventMetadataValue]:
-    """Return the metadata of an event of a job, in torch's order; what is not known is ``None``."""
-    known |= {"state": state, "hostname": fq_hostname(), "metadata": json.dumps(inner)}
+    """Return the metadata of an event of a job, in torch's order; what is not known is ``None``, but for the
+    name of this host, which the resolver is asked for.
+    """
+    known |= {"state": state, "hostname": hostname or fq_hostname(), "metadata": json.dumps(inner)}
     return {**{name: known.get(name) for name in _ORDER}, **known}
 
 

@@ -37,8 +37,14 @@ _FAR = 1e11
 """Seconds since 1970: no timer is due later, however infinite."""
 
 
-def __getattr__(name: str) -> object:
-    return lazy(__name__, name, {"elasticrs.timer.file_server": ("FileTimerServer",)})
+_HOMES = {
+    "elasticrs.timer.file_server": ("FileTimerServer",),
+    "elasticrs.timer.debug_info_logging": ("log_debug_info_for_expired_timers",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return lazy(__name__, name, _HOMES)
 
 
 class FileTimerRequest(TimerRequest):

@@ -9,8 +9,8 @@ import time
 from threading import Thread
 
 from elasticrs._core import TimerFifo
+from elasticrs.timer import file_based_local_timer
 from elasticrs.timer.api import _logger
-from elasticrs.timer.debug_info_logging import log_debug_info_for_expired_timers
 from elasticrs.timer.descendants import DescendantTimers
 from elasticrs.timer.file_based_local_timer import FileTimerRequest
 
@@ -142,7 +142,7 @@ class FileTimerServer(DescendantTimers):
         # All that was written before a deadline counts before it.
         self.register_timers(self._get_requests())
         all_expired = self.get_expired_timers(self._clock.now())
-        log_debug_info_for_expired_timers(
+        file_based_local_timer.log_debug_info_for_expired_timers(
             self._run_id, {pid: [timer.to_json() for timer in timers] for pid, timers in all_expired.items()}
         )
         for pid, timers in all_expired.items():
