@@ -116,7 +116,8 @@ def test_failures_and_restarts_of_such_workers(agent, wrapped):
     assert len(wrapped) == 2
     assert result.state is WorkerState.FAILED
     assert made._remaining_restarts == 0
-    assert result.failures[0].exitcode == 1
+    # One of the two came first, and the other one may be told to stop before it has ended.
+    assert {0: 1, 1: 2}.items() & {rank: found.exitcode for rank, found in result.failures.items()}.items()
 
 
 def test_a_signal_ends_such_workers(agent, wrapped, tmp_path):

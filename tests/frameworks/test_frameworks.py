@@ -1,7 +1,8 @@
 """Lightning (Fabric and Trainer), Accelerate and the Trainer of Hugging Face, in ordinary scripts of theirs.
 
 Each script beside this trains a small model on two ranks, as it is, and once more with a rank that fails in
-the middle: the second attempt goes on from the checkpoint, and must end with the same weights.
+the middle: the second attempt goes on from the checkpoint, and must end with the same weights. That job's
+workers start warm.
 """
 
 from pathlib import Path
@@ -31,9 +32,9 @@ class Run(NamedTuple):
     endings: list[dict[str, str]]
 
 
-def train(launch, directory: Path, script: str, *arguments: str) -> Run:
+def train(launch, directory: Path, script: str, *arguments: str, warm: str = "off") -> Run:
     directory.mkdir()
-    options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--warm", warm)
     # Nothing may be looked up or fetched: what is missing is an error.
     environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HOME": str(directory)}
     launched = launch(
@@ -69,7 +70,7 @@ def test_a_framework_trains_and_recovers(launch, tmp_path, script):
     assert calm.accidents == []
     assert without_weights(calm.endings) == expected(script, 0, STEPS)
 
-    hurt = train(launch, tmp_path / "hurt", script, "--fail")
+    hurt = train(launch, tmp_path / "hurt", script, "--fail", warm="auto")
     assert [(each["rank"], each["attempt"]) for each in hurt.accidents] == [("1", "0")]
     # One epoch was saved.
     assert without_weights(hurt.endings) == expected(script, 1, STEPS - STEPS_PER_EPOCH)

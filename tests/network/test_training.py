@@ -21,8 +21,8 @@ LONG = 3 * HANG
 class Training:
     """A job of `tests/workers/steps.py`."""
 
-    def __init__(self, multinode, machines, nnodes):
-        self.job = multinode(machines[0], nnodes, script=STEPS, conf=QUICK)
+    def __init__(self, multinode, machines, nnodes, *options):
+        self.job = multinode(machines[0], nnodes, *options, script=STEPS, conf=QUICK)
         self.agents = self.job.start(*machines)
 
     def steps(self, world):
@@ -76,7 +76,7 @@ def test_an_agent_is_killed_and_replaced(network, multinode):
 
 
 def test_a_host_is_cut_off_and_comes_back(hosts, multinode):
-    training = Training(multinode, hosts(3), "2:3")
+    training = Training(multinode, hosts(3), "2:3", "--warm=auto")
     host = training.agents[2].host
     step = training.goes_on(3)
     host.link_down()
@@ -88,7 +88,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, multinode):
 
 def test_up_and_down_again(hosts, multinode):
     first, second, third = hosts(3)
-    training = Training(multinode, (first, second), "2:3")
+    training = Training(multinode, (first, second), "2:3", "--warm=auto")
     step = training.goes_on(2)
     (added,) = training.job.start(third)
     step = training.goes_on(3, beyond=step)

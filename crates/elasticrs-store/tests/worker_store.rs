@@ -121,13 +121,13 @@ fn bad_input_ends_its_connection_alone_with_one_line() {
 
 #[test]
 fn a_connection_that_says_nothing_is_closed() {
-    let served = served(Limits { greeting: Duration::from_millis(50), ..Limits::default() });
+    let served = served(Limits { greeting: Duration::from_millis(300), ..Limits::default() });
     let mut silent = served.connect();
     let mut half = served.connect();
     half.write_all(&GREETING[..3]).unwrap();
     read_to_the_end(&mut silent);
     read_to_the_end(&mut half);
-    assert!(served.line().contains("within 0.05 s"));
+    assert!(served.line().contains("within 0.3 s"));
     // One that has greeted may be silent for ever: it has no deadline that could pass.
     let mut greeted = served.greeted();
     assert_eq!(get(&mut greeted, b"none"), b"");
@@ -136,18 +136,17 @@ fn a_connection_that_says_nothing_is_closed() {
 /// WS-3, WS-4
 #[test]
 fn a_reader_that_stops_is_closed_and_holds_little() {
-    let limits = Limits { bytes: 20 << 20, stall: Duration::from_millis(200), ..Limits::default() };
+    let limits = Limits { bytes: 20 << 20, stall: Duration::from_secs(2), ..Limits::default() };
     let served = served(limits);
     let mut other = served.greeted();
     let value = vec![7; 4 << 20];
     other.write_all(&request(1, &[b"large", &value])).unwrap();
+    assert_eq!(get(&mut other, b"large"), value, "it is there before anybody else asks for it");
     let mut stopped = served.greeted();
     // More than the limit many times over, if all of it were answered at once.
-    for _ in 0..100 {
-        stopped.write_all(&request(3, &[b"large"])).unwrap();
-    }
+    stopped.write_all(&request(3, &[b"large"]).repeat(100)).unwrap();
     assert_eq!(get(&mut other, b"large"), value);
-    assert!(served.line().contains("it did not take its replies for 0.2 s"));
+    assert!(served.line().contains("it did not take its replies for 2 s"));
     read_to_the_end(&mut stopped);
     assert_eq!(get(&mut other, b"large"), value);
 }

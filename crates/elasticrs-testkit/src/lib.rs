@@ -15,7 +15,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 pub mod hung_file;
 
 /// No test waits longer than this for anything.
-pub const HANG_GUARD: Duration = Duration::from_secs(10);
+pub const HANG_GUARD: Duration = Duration::from_secs(40);
 
 /// The program `testkit-worker`, built beside the running test.
 pub fn worker_program() -> PathBuf {
@@ -27,7 +27,7 @@ pub fn worker_program() -> PathBuf {
 /// Waits until a descriptor is readable; for a pidfd, until the process has ended.
 pub fn wait_readable(fd: impl AsFd, what: &str) {
     let mut polled = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
-    let timeout = PollTimeout::try_from(HANG_GUARD).expect("ten seconds fit");
+    let timeout = PollTimeout::try_from(HANG_GUARD).expect("seconds fit");
     loop {
         match poll(&mut polled, timeout) {
             Ok(0) => panic!("waited {HANG_GUARD:?} for {what}"),

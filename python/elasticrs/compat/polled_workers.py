@@ -141,7 +141,7 @@ class PolledWorkers:
         while self.is_running:
             left = None if deadline is None else deadline - time.monotonic()
             was_something = self._pump(None if left is None else max(0.0, left))
-            if left is not None and left <= (-LATE if was_something else 0):
+            if self.is_running and left is not None and left <= (-LATE if was_something else 0):
                 return None
         if self._found is None and self.attempt is not None and self._ended is not None:
             self._found = self._make_result(self.attempt, self._ended)
