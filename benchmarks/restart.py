@@ -11,24 +11,24 @@ from benchmarks.siblings import kill_one
 N = 4
 
 
-def measure_plain(options: Options) -> list[Row]:
+def measure_plain(options: Options, ranks: int = N) -> list[Row]:
     first, last = Samples(options), Samples(options)
     rng = random.Random(2)
     kills = options.repeats(20, 5)
 
     def one(launcher: Launcher) -> None:
-        arguments = ("--nproc-per-node", str(N), "--max-restarts", str(kills), worker("first_line.py"))
+        arguments = ("--nproc-per-node", str(ranks), "--max-restarts", str(kills), worker("first_line.py"))
         with run(launcher, *arguments) as running:
             for attempt in range(kills):
-                killed_ns = kill_one(running, rng, attempt, N)
+                killed_ns = kill_one(running, rng, attempt, ranks)
                 # Left in place: the next round waits for the same reports.
-                reports = running.reports.peek("first-line", N, attempt + 1)
+                reports = running.reports.peek("first-line", ranks, attempt + 1)
                 stamps = [report.at_ns for report in reports]
                 first.add(launcher, (min(stamps) - killed_ns) / 1e6)
                 last.add(launcher, (max(stamps) - killed_ns) / 1e6)
 
     take_turns(options, options.repeats(3, 1), one)
-    conditions = f"N = {N}, plain Python worker, idle machine"
+    conditions = f"N = {ranks}, plain Python worker, idle machine"
     return [
         *first.rows("restart: first worker's first line", "ms", conditions),
         *last.rows("restart: last worker's first line", "ms", conditions),

@@ -1,8 +1,10 @@
 """Workers that import torch, under torchrun, elasticrs cold and ``--warm``: ``python -m benchmarks.warm``.
 
 ``launch``: launcher started → torch has computed in all ranks. ``restart``: SIGKILL of one rank → the same in
-all of the next attempt. ``step``: … → first step of DDP over gloo done in all. ``memory``: per worker and of
-the nursery, after a step. ``opens``: calls that open a file, of the whole launch, counted by strace.
+all of the next attempt. ``step``: … → first step of DDP over gloo done in all. ``plain``: SIGKILL of a worker
+that imports little → first lines of the next. ``idle``: what the nursery does while all wait. ``memory``: per
+worker and of the nursery, after a step. ``opens``: calls that open a file, of the whole launch, counted by
+strace.
 ``slow-opens``: launch with each of them delayed by a millisecond, as on a network file system.
 """
 
@@ -19,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import report
+from benchmarks import idle, report, restart
 from benchmarks.harness import LAUNCHERS, Launcher, Options, Row, Run, Samples, run, take_turns, worker
 
 PATIENCE = 300.0
@@ -107,6 +109,47 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
 
 
+def measure_plain(options: Options, ranks: int) -> list[Row]:
+    return restart.measure_plain(options, ranks)
+
+
+def measure_idle(options: Options, ranks: int) -> list[Row]:
+    """Of the nursery alone, which torchrun has not."""
+    seconds = options.repeats(20, 3)
+    wakeups, cpu = Samples(options), Samples(options)
+
+    def one(launcher: Launcher) -> None:
+        with start(launcher, ranks, "import") as running:
+            last(running, "torch", ranks)
+            nursery = parent_of(running.reports.peek("torch", 1)[0].pid)
+            if nursery == running.process.pid:
+                return
+            before = _settled(nursery)
+            time.sleep(seconds)
+            after = idle.use([nursery])
+            wakeups.add(launcher, after.wakeups - before.wakeups)
+            cpu.add(launcher, (after.cpu_ns - before.cpu_ns) / 1e6)
+
+    take_turns(options, 1, one)
+    conditions = f"{ranks} workers that wait, {seconds} s, after it has asked for huge pages"
+    return [
+        *wakeups.rows(f"idle nursery of {ranks}: wake-ups", "", conditions),
+        *cpu.rows(f"idle nursery of {ranks}: CPU", "ms", conditions),
+    ]
+
+
+def _settled(pid: int) -> idle.Use:
+    """Wait until it has not been awake for two seconds, a minute at most."""
+    now = idle.use([pid])
+    for _ in range(30):
+        before = now
+        time.sleep(2.0)
+        now = idle.use([pid])
+        if now.wakeups == before.wakeups:
+            break
+    return now
+
+
 STRACE = ("strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,openat2")
 
 
@@ -148,6 +191,8 @@ MEASURES: dict[str, Callable[[Options, int], list[Row]]] = {
     "launch": measure_launch,
     "restart": measure_restart,
     "step": measure_step,
+    "plain": measure_plain,
+    "idle": measure_idle,
     "memory": measure_memory,
     "opens": measure_opens,
     "slow-opens": measure_slow_opens,

@@ -127,13 +127,25 @@ def test_a_module_beside_the_script_comes_first(same, tmp_path):
     assert "of the user" in outcome.workers["0.0"].stdout
 
 
-@pytest.mark.parametrize("name", ["json", "contextlib", "sysconfig"])
-def test_what_the_nursery_needs_hides_no_module_of_the_users(launch, tmp_path, name):
+ELASTICRUN = [os.path.join(os.path.dirname(sys.executable), "elasticrun")]
+MODULE = [sys.executable, "-m", "elasticrs.launch"]
+"""Started in the folder of the script, where ``python -m`` looks first for modules."""
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("json", ELASTICRUN),
+        ("contextlib", ELASTICRUN),
+        ("sysconfig", ELASTICRUN),
+        ("json", MODULE),
+        ("sysconfig", MODULE),
+    ],
+)
+def test_what_the_nursery_needs_hides_no_module_of_the_users(launch, tmp_path, name, launcher):
     write(tmp_path, f"{name}.py", "mine = 'of the user'\n")
-    # By its full name; nothing is imported from the folder of the script that runs it.
     script = write(tmp_path, "plain.py", f"import {name}, os\nos.write(1, {name}.mine.encode())\n")
-    elasticrun = os.path.join(os.path.dirname(sys.executable), "elasticrun")
-    launched = launch("--warm", "colorsys", script, argv=(elasticrun,)).exits(0)
+    launched = launch("--warm", "colorsys", script, argv=launcher).exits(0)
     assert launched.stdout == "of the user"
     assert f"warm: workers start cold: {name} lies beside the script" in launched.stderr
 

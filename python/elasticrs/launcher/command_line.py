@@ -77,12 +77,25 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
             from elasticrs.workers import raise_descriptor_limit
 
             raise_descriptor_limit()
+            _look_here_last()
         _check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:
         return _print_help(request.what)
     except UsageError as error:
         return _fail(str(error), 2)
+
+
+def _look_here_last() -> None:
+    """``python -m`` has put the working directory first on the path. What this process itself still imports
+    is not to come from there: ``json.py`` beside the script is the workers'.
+    """
+    try:
+        here = os.getcwd()
+    except OSError:
+        return
+    if sys.path[:1] == [here]:
+        sys.path.append(sys.path.pop(0))
 
 
 def _run(launch: Launch, signals: SignalPipe | None) -> int:

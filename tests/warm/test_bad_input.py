@@ -1,0 +1,60 @@
+"""What cannot be preloaded, and machines that are in a bad state: one line, and the workers start."""
+
+import re
+import venv
+
+import pytest
+from helpers.broken_logs import namespace, why_not
+
+pytestmark = pytest.mark.beyond_torchrun
+
+RUNS = "import os, sys\nos.write(1, f\"RUNS {'colorsys' in sys.modules}\\n\".encode())\n"
+
+
+def remarks(launched):
+    return re.findall(r"^elasticrs: warm: (.*)$", launched.stderr, re.MULTILINE)
+
+
+def test_a_script_that_cannot_be_parsed(launch, worker_script):
+    launched = launch("--warm=auto", worker_script("import colorsys\ndef (:")).exits(1)
+    (remark,) = remarks(launched)
+    assert re.fullmatch(
+        r"nothing is preloaded: .*worker\.py cannot be parsed: line 2: invalid syntax", remark
+    )
+    assert "SyntaxError: invalid syntax" in launched.stderr
+
+
+def test_a_module_beside_the_script_is_read_by_each_worker(launch, worker_script, tmp_path):
+    (tmp_path / "mine.py").write_text("import os\nos.write(1, b'READ\\n')\n")
+    script = worker_script(f"import mine\n{RUNS}")
+    launched = launch("--nproc-per-node=2", "--warm=mine,colorsys", script).exits(0)
+    (remark,) = remarks(launched)
+    assert re.fullmatch(r"mine was left out: it lies beside .*worker\.py, and is always read anew", remark)
+    assert sorted(launched.stdout.split("\n")) == ["", "READ", "READ", "RUNS True", "RUNS True"]
+
+
+def test_an_interpreter_without_the_module(launch, worker_script, tmp_path):
+    venv.create(tmp_path / "bare", symlinks=True)
+    env = {"PYTHON_EXEC": str(tmp_path / "bare/bin/python")}
+    launched = launch("--warm=torch,colorsys", worker_script(RUNS), env=env).exits(0)
+    assert remarks(launched) == ["torch was left out: it was not found"]
+    assert launched.stdout == "RUNS True\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setup",
+    ["mount -t tmpfs -o ro none $0", "mount -t tmpfs -o size=4k none $0 && head -c 4096 /dev/zero > $0/full"],
+    ids=["read-only", "full"],
+)
+def test_a_disk_for_temporary_files_that_takes_nothing(launch, worker_script, tmp_path, setup):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    prefix = namespace(setup, disk)
+    if (reason := why_not(prefix)) is not None:
+        pytest.skip(reason)
+    launched = launch("--warm=colorsys", worker_script(RUNS), prefix=prefix, env={"TMPDIR": str(disk)}).exits(
+        0
+    )
+    assert remarks(launched) == []
+    assert launched.stdout == "RUNS True\n"
