@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "ddp_digits" / "train.py"
 sys.path.insert(0, str(ROOT / "tests"))
 
-from helpers import hosts, procs  # noqa: E402 -- the namespaces of the tests
+from helpers import hosts, ports, procs  # noqa: E402 -- the namespaces of the tests
 
 AGENT = "elasticrs.launch"
 PORT = 29400
@@ -93,8 +93,7 @@ class Loopback:
     """Where the three agents run when there may be no namespaces."""
 
     def __init__(self, why: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{ports.free()}"
         self.about = f"three agents on the loopback interface ({why})"
 
     def name(self, node: int) -> str:

@@ -58,5 +58,6 @@ def test_ctrl_c_ends_the_job_on_both(foreground):
     foreground.until("READY ", 4)
     foreground.press(b"\x03")
     foreground.until("CODES 1 1")
-    assert foreground.shown.count("SIGINT received: ") == 2, foreground.shown
+    # Who hears of the end from the other one first need not tell of its own signal.
+    assert foreground.shown.count("SIGINT received: ") in (1, 2), foreground.shown
     assert foreground.shown.count("hosts the rendezvous store, so the job ends") == 1, foreground.shown

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.held import held, thread_of
 from helpers.http_client import get, get_json, port_of
+from helpers.ports import free
 from helpers.schema import schemas
 
 (STATUS,) = schemas("metrics.md")
@@ -343,8 +344,7 @@ def test_without_it_nothing_listens_and_nothing_is_loaded(launch, worker_script)
 
 def test_two_agents_of_a_job_each_have_their_own(launch, worker_script, samples_of):
     script = worker_script(WAITS)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free()}"
     nodes = [
         launch(
             *("--health-check-port=0", "--nnodes=2", f"--rdzv-endpoint={endpoint}", "--rdzv-backend=c10d"),

@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from helpers import ports
 
 from elasticrs.rendezvous.elastic import lent_port, messages
 from elasticrs.rendezvous.elastic.driver import Driver
@@ -83,9 +84,7 @@ def test_a_port_that_is_kept_is_asked_for_ever_more_rarely(clock):
 @pytest.fixture
 def driver():
     """Of node rank 0 of two, hosting on loopback, and its port."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = ports.free()
     rendezvous = Rendezvous(
         "static",
         "127.0.0.1",
