@@ -33,7 +33,10 @@ class Importing:
         options = ("--nproc-per-node=2", "--warm", "json,slow")
         self.launched = launch(*options, script, env={"PYTHONPATH": str(folder)})
         procs.wait_until((folder / "importing").exists)
-        (self.nursery,) = [child.pid for child in procs.children(self.launched.pid)]
+        # The other one is the sentinel.
+        (self.nursery,) = [
+            child.pid for child in procs.children(self.launched.pid) if "worker-nursery" not in child.command
+        ]
 
     def go_on(self):
         """Every import from now on goes on at once."""
@@ -72,18 +75,28 @@ def test_stopped_and_continued_while_it_imports(importing):
     assert job.runs() == [("0", "True"), ("1", "True")]
 
 
-@pytest.mark.parametrize("whose", ["nursery", "agent"])
+STARTS = """
+import os, subprocess
+kept = subprocess.Popen(["sleep", "1000"])
+if os.fork() == 0:
+    os.setsid()
+    os.execvp("sleep", ["sleep", "1000"])
+"""
+
+
+@pytest.mark.parametrize("whose", ["nursery", "agent", "killed agent"])
 def test_what_an_import_has_started_ends_with_it(importing, whose):
-    job = importing(text=f"import subprocess; kept = subprocess.Popen(['sleep', '1000'])\n{SLOW}")
+    job = importing(text=f"{STARTS}{SLOW}")
     started = [child.pid for child in procs.children(job.nursery)]
     if whose == "nursery":
         os.kill(job.nursery, signal.SIGKILL)
         job.go_on()
         job.runs()
     else:
-        job.launched.signal(signal.SIGTERM)
-        assert job.launched.wait(20) == 1
-    assert len(started) == 1
+        signum = signal.SIGTERM if whose == "agent" else signal.SIGKILL
+        job.launched.signal(signum)
+        assert job.launched.wait(20) == (1 if whose == "agent" else -signum)
+    assert len(started) == 2
     procs.assert_gone(started, 5)
     procs.reap_adopted()
 

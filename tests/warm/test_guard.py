@@ -27,6 +27,7 @@ LEAVES = {
     "a_folder": "import os; os.chdir('/')",
     "a_umask": "import os; os.umask(0o77)",
     "a_mask": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})",
+    "a_timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 1000)",
     "a_program": "import os, sys; os.execv(sys.executable, sys.orig_argv)",
     "a_rank": "import os; rank = int(os.environ.get('RANK', 0))",
     "a_rank_that_must_be": "import os; rank = os.environ['LOCAL_RANK']",
@@ -34,11 +35,21 @@ LEAVES = {
     "a_temporary_folder": "import tempfile; kept = tempfile.TemporaryDirectory()",
     "a_second_nursery": "import os, select; os.fork() and select.select([], [], [], 0.3)",
 }
+EXECUTES = """
+import ctypes, os, sys
+arguments = [*map(os.fsencode, sys.orig_argv), None]
+ctypes.CDLL(None).execv(os.fsencode(sys.executable), (ctypes.c_char_p * len(arguments))(*arguments))
+"""
 ENDS = {
-    "an_end": "import os; os._exit(3)",
-    "a_success": "import os; os._exit(0)",
-    "a_crash": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-    "a_death": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "an_end": ("import os; os._exit(3)", "ends the process at import (exit code 3)"),
+    "a_success": ("import os; os._exit(0)", "ends the process at import (exit code 0)"),
+    "a_crash": ("import ctypes; ctypes.string_at(0)", "ends the process at import (SIGSEGV)"),
+    "a_death": ("import os, signal; os.kill(os.getpid(), 9)", "ends the process at import (SIGKILL)"),
+    "a_c_program": (EXECUTES, "executes another program at import"),
+    "a_close": (
+        "import os, signal; os.closerange(3, 256); signal.pause()",
+        "closes descriptors of others at import",
+    ),
 }
 CLEAN = {
     "an_environment": "import os; kept = os.environ.copy()",
@@ -118,9 +129,10 @@ def test_shared_memory_of_what_is_left_out_is_gone(preload):
         "import os; del os._exit, os.listdir",
         "import os, sys; sys.modules['traceback'] = None; del os.listdir",
         "import io, sys; sys.stdout = io.TextIOWrapper(sys.stdout.detach())",
+        EXECUTES,
     ],
 )
-def test_the_script_runs_in_workers_alone_and_cold(launch, tmp_path, worker_script, text):
+def test_the_script_runs_in_workers_alone(launch, tmp_path, worker_script, text):
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "breaks.py").write_text(text)
@@ -162,11 +174,34 @@ def test_a_fork_that_ends_at_once_is_no_success(launch, tmp_path, worker_script)
     assert "could not create the process for local rank 0: it ended when it was forked" in started.stderr
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_what_ends_the_process_is_named_and_workers_start_cold(preload, name):
-    preloaded, left_out, stderr = preload({name: ENDS[name]})
-    assert (preloaded, left_out) == ([], {}), stderr
-    assert re.search(rf"warm: workers start cold: the import of {name} (exited|died)", stderr), stderr
+def test_what_ends_the_process_is_left_out_and_the_rest_is_preloaded(preload):
+    modules = {"a_thread": LEAVES["a_thread"], **{name: text for name, (text, _) in ENDS.items()}}
+    preloaded, left_out, stderr = preload(modules)
+    assert preloaded == ["colorsys", "json"], stderr
+    expected = {"a_thread": "starts a thread at import", **{name: why for name, (_, why) in ENDS.items()}}
+    assert left_out == {name: f"it {why}" for name, why in expected.items()}, stderr
+    assert stderr.count("was left out") == len(modules), stderr
+
+
+def test_a_nice_value_that_an_import_has_raised_is_raised_once(launch, tmp_path, worker_script):
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "nicer.py").write_text("import os; os.nice(1)")
+    script = worker_script("import os; import nicer; print('NICE', os.nice(0))")
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    launched = launch("--warm=nicer", script, env={"PYTHONPATH": str(folder)}).exits(0)
+    assert launched.stdout == f"NICE {before + 1}\n"
+
+
+def test_an_audit_hook_that_refuses_forks_is_told(launch, tmp_path, worker_script):
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "refuses.py").write_text(
+        "import sys; sys.addaudithook(lambda name, _: name == 'os.fork' and 1 / 0)"
+    )
+    started = launch("--warm=refuses", worker_script(""), env={"PYTHONPATH": str(folder)}).exits(1)
+    said = "could not create the process for local rank 0: what was imported has refused it (os.fork raised"
+    assert said in started.stderr
 
 
 def test_what_leaves_nothing_is_preloaded(preload):

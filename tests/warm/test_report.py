@@ -25,6 +25,8 @@ TOLD = [
         "why": "it raises KeyError at import",
         "traceback": "Trace:\n  File\nKeyError: 'X'\n",
     },
+    {"importing": "ends"},
+    {"ended": 3},
     {"importing": "json"},
     {"imported": "json", "seconds": 1},
     {"importing": "torch:nn"},
@@ -41,6 +43,7 @@ def test_all_that_was_told():
     left_out = (
         LeftOut("deep_speedup", "it starts a thread at import", []),
         LeftOut("broken", "it raises KeyError at import", ["Trace:", "  File", "KeyError: 'X'"]),
+        LeftOut("ends", "it ends the process at import (exit code 3)"),
     )
     ready = Ready(4.25, ("/a.py",), ("/lib",), 1)
     assert report.read(lines(TOLD)) == Report({"json": 1.0, "torch.nn": 3.21}, left_out, None, ready)
@@ -92,12 +95,13 @@ def test_what_the_user_is_told(warming):
         "warm: deep_speedup was left out: it starts a thread at import",
         "warm: broken was left out: it raises KeyError at import",
         *("  Trace:", "    File", "  KeyError: 'X'"),
+        "warm: ends was left out: it ends the process at import (exit code 3)",
     ]
     assert reader.is_warm
     assert reader.found.ready == Ready(4.25, ("/a.py",), ("/lib",), 1)
     # Each process has told its own.
     cold = "warm: workers start cold: "
-    assert told(TOLD[6:9], hung=True) == [f"{cold}the import of torch.nn did not end within 120 s"]
+    assert told(TOLD[8:11], hung=True) == [f"{cold}the import of torch.nn did not end within 120 s"]
     assert not reader.is_warm
     assert told(TOLD[:1], exitcode=-9) == [f"{cold}the import of json died by SIGKILL"]
     assert told([], exitcode=3) == [f"{cold}its start exited with code 3"]

@@ -9,6 +9,10 @@ use crate::procfs;
 /// The field that tells a process from a later one with the same pid: when it began, in ticks after the machine's start.
 pub const START_TIME: usize = 22;
 
+/// Bits of the kernel, of which one means that the process is about to be a zombie.
+const FLAGS: usize = 9;
+const PF_EXITING: u32 = 4;
+
 /// What was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stat {
@@ -36,6 +40,11 @@ impl Stat {
         let end = stat.iter().rposition(|&byte| byte == b')')?;
         let name = String::from_utf8_lossy(stat.get(name..end)?).into_owned();
         Some(Self { name, fields: str::from_utf8(stat.get(end + 2..)?).ok()?.to_owned() })
+    }
+
+    /// True if it has ended, or is about to: none of its program runs any more.
+    pub fn is_ending(&self) -> bool {
+        self.field::<u32>(FLAGS).is_none_or(|flags| flags & PF_EXITING != 0)
     }
 
     /// A field by its number in proc(5): 3, the state, is the first.

@@ -82,6 +82,17 @@ fn a_fork_that_cannot_settle_is_a_failed_start() {
 }
 
 #[test]
+fn a_fork_that_hangs_in_what_libraries_want_done_is_named() {
+    let supervisor = supervisor("hangs at forks", HANG);
+    let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"])]));
+    spec.start_deadline = Duration::from_millis(200);
+    supervisor.start(spec).unwrap();
+    let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
+    let StartFailure::Hung { local_rank: 0, stage: Some(Stage::Fork), .. } = failure else { panic!("{failure:?}") };
+    close(supervisor);
+}
+
+#[test]
 fn output_goes_to_the_log_and_one_attempt_follows_another() {
     let folder = tempfile::tempdir().unwrap();
     let supervisor = supervisor("", HANG);

@@ -96,7 +96,8 @@ pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Stri
             let forked = fork.call0(py).and_then(|pid| pid.extract::<i32>(py));
             forked.map_err(|error| {
                 let errno = error.value(py).getattr("errno").and_then(|errno| errno.extract());
-                Errno::from_raw(errno.unwrap_or(Errno::EAGAIN as i32))
+                // No error of the kernel's: an audit hook has raised.
+                Errno::from_raw(errno.unwrap_or(Errno::ECANCELED as i32))
             })
         })
     });

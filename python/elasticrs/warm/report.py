@@ -7,8 +7,11 @@
     {"left_out": name, "why": text, "traceback": text}      in place of that; the traceback may be null
     {"ready": {"seconds": s, "files": [...], "prefixes": [...], "threads": 1}}      at the end
     {"failed": text, "traceback": text}                     when it cannot go on
+    {"ended": how}                                          it has ended, and is started again
 
-After a module that is left out it may begin again, so that a name comes twice. A line that is torn, because
+The agent's core writes the last one: an exit code, the negative number of a signal, ``null``, ``"executes"``
+(another program in its place), or ``"closes"`` (descriptors that it needs). The module that it was at is left
+out. After each that is left out it may begin again, so that a name comes twice. A line that is torn, because
 its writer was killed, and one that is none of these says nothing.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import json
 
 from elasticrs._value import Value, fresh
-from elasticrs.texts import printable
+from elasticrs.texts import describe_exit, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,12 +96,23 @@ def read(data: bytes) -> Report:
             case {"left_out": str(name), "why": str(why)}:
                 importing = None
                 left_out.append(LeftOut(_shown(name), printable(why), _lines(record)))
+            case {"ended": how} if importing is not None:
+                left_out.append(LeftOut(importing, _why_ended(how)))
+                importing = None
             case {"ready": {"seconds": float(seconds) | int(seconds), "threads": int(threads), **more}}:
                 importing = None
                 ready = Ready(float(seconds), _texts(more, "files"), _texts(more, "prefixes"), threads)
             case {"failed": str(why)}:
                 failed = printable(why), _lines(record)
     return Report(imported, tuple(left_out), importing, ready, failed)
+
+
+def _why_ended(how: object) -> str:
+    if how == "executes":
+        return "it executes another program at import"
+    if how == "closes":
+        return "it closes descriptors of others at import"
+    return f"it ends the process at import ({describe_exit(how if isinstance(how, int) else None)})"
 
 
 def _records(data: bytes) -> Iterator[dict[str, Any]]:

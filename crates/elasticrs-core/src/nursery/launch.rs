@@ -15,6 +15,7 @@ use nix::fcntl::OFlag;
 use super::NAME;
 use super::link::AgentLink;
 use super::protocol::FIXED_FDS;
+use super::report;
 use super::server::command;
 use super::start::Start;
 use super::token::Token;
@@ -24,7 +25,7 @@ use crate::spec::ProcessSpec;
 use crate::sys::features::{UnsupportedKernel, check_floor};
 use crate::sys::spawn::{self, Child, Command, Failure, Program, Stack, Standard};
 use crate::sys::stage::Stage;
-use crate::sys::{fds, pidfd};
+use crate::sys::{fds, pidfd, wait};
 
 /// Where the nursery's program is.
 #[derive(Debug, Clone)]
@@ -58,9 +59,11 @@ pub struct Warm {
 
 /// The variable of a warm nursery.
 const START_VARIABLE: &str = "ELASTICRS_NURSERY_START";
+/// The variable of one that follows another, which has ended while it imported.
+const SINCE_VARIABLE: &str = "ELASTICRS_WARM_SINCE";
 
 /// The first one that is free.
-const REPORT_FD: i32 = 6;
+pub const REPORT_FD: i32 = 6;
 
 /// A nursery that executes its program; its first reply is `Ready`.
 #[derive(Debug)]
@@ -74,8 +77,19 @@ pub struct Launched {
     pub stages: OwnedFd,
     /// What its descendants carry.
     pub token: Token,
-    /// It imports before it is ready.
-    pub warm: Option<Arc<Warm>>,
+    /// What goes on until it is ready, if it imports before.
+    pub warming: Option<Warming>,
+}
+
+/// An import.
+#[derive(Debug)]
+pub struct Warming {
+    pub warm: Arc<Warm>,
+    /// Where the report begins of this process, and of those before it that have ended by a module.
+    pub since: u64,
+    /// A small nursery without workers, which ends what the import has started if the agent dies: the process that imports
+    /// dies with it, and nobody else is there. To be ended by the owner of this value, as every nursery.
+    pub sentinel: Box<Launched>,
 }
 
 /// The stage that the start of the latest worker has reached since the last call, for a start that hangs: it is the
@@ -115,24 +129,45 @@ impl From<Errno> for LaunchError {
 /// them from it; but for a soft limit of descriptors that was raised for this process alone. Images are tried in order, since an embedded one cannot be executed everywhere (`vm.memfd_noexec`,
 /// security modules).
 pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
+    launch_again(images, None)
+}
+
+/// The same as [`launch`], in place of a nursery that a module has ended while it imported: see [`Warming::since`].
+pub fn launch_again(images: &[NurseryImage], since: Option<u64>) -> Result<Launched, LaunchError> {
     check_floor()?;
-    let token = Token::random()?;
+    launch_as(images, since, Start { token: Token::random()?, descriptors: given_descriptors(), is_sentinel: false })
+}
+
+fn launch_as(images: &[NurseryImage], since: Option<u64>, start: Start) -> Result<Launched, LaunchError> {
+    let token = start.token;
     let (ours, theirs) = UnixStream::pair()?;
     let (stages, stages_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
     let agent = pidfd::open(nix::unistd::getpid().as_raw())?;
     let [socket_number, agent_number, stages_number] = FIXED_FDS;
     let passed = [(theirs.as_fd(), socket_number), (agent.as_fd(), agent_number), (stages_end.as_fd(), stages_number)];
-    let start = Start { token, descriptors: given_descriptors() }.to_string();
+    let text = start.to_string();
     let mut stack = Stack::new()?;
     let mut failure = Failure { stage: Stage::Exec, errno: Errno::ENOENT, descriptor: 0 };
     for image in images {
         let memory_file;
         let (program, argv, env) = match image {
+            NurseryImage::Warm(_) if start.is_sentinel => continue,
             NurseryImage::Warm(warm) => {
-                match warm_command(warm, &start, &passed).and_then(|command| spawn::spawn(&command, &mut stack)) {
-                    Ok(child) => return launched(child, ours, stages, token, Some(Arc::clone(warm))),
+                let sentinel = Box::new(launch_as(images, None, Start { is_sentinel: true, ..start })?);
+                let variables =
+                    [Some((START_VARIABLE, text.clone())), since.map(|since| (SINCE_VARIABLE, since.to_string()))];
+                let since = since.unwrap_or_else(|| report::length(&warm.report));
+                let command = warm_command(warm, variables.into_iter().flatten(), &passed);
+                match command.and_then(|command| spawn::spawn(&command, &mut stack)) {
+                    Ok(child) => {
+                        let warming = Some(Warming { warm: Arc::clone(warm), since, sentinel });
+                        return launched(child, ours, stages, token, warming);
+                    }
                     Err(error) => failure = error,
                 }
+                // The only error is ESRCH, of one that has ended.
+                let _ = pidfd::send_signal(&sentinel.pidfd, libc::SIGKILL);
+                wait::reap(sentinel.pid);
                 continue;
             }
             NurseryImage::Embedded(content) => {
@@ -150,7 +185,7 @@ pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
                 (Program::Paths(vec![path]), args.clone(), environment())
             }
         };
-        let argv = argv.into_iter().chain([start.clone().into()]);
+        let argv = argv.into_iter().chain([text.clone().into()]);
         let command = Command {
             program,
             argv: argv.map(|arg| c_string(arg.into_vec())).collect::<Result<_, _>>()?,
@@ -177,17 +212,23 @@ fn launched(
     socket: UnixStream,
     stages: OwnedFd,
     token: Token,
-    warm: Option<Arc<Warm>>,
+    warming: Option<Warming>,
 ) -> Result<Launched, LaunchError> {
     let link = AgentLink::new(socket)?;
-    Ok(Launched { pid: child.pid, pidfd: child.pidfd, link, stages, token, warm })
+    Ok(Launched { pid: child.pid, pidfd: child.pidfd, link, stages, token, warming })
 }
 
-fn warm_command<'fd>(warm: &'fd Warm, start: &str, passed: &[(BorrowedFd<'fd>, i32)]) -> Result<Command<'fd>, Failure> {
+fn warm_command<'fd>(
+    warm: &'fd Warm,
+    variables: impl Iterator<Item = (&'static str, String)>,
+    passed: &[(BorrowedFd<'fd>, i32)],
+) -> Result<Command<'fd>, Failure> {
     let ignored: Vec<i32> = warm.ignored.iter().map(|signal| signal.number()).collect();
     let mut command = command(&warm.process, &ignored, &[])?;
     let exec = |errno| Failure { stage: Stage::Exec, errno, descriptor: 0 };
-    command.env.push(c_string(format!("{START_VARIABLE}={start}").into_bytes()).map_err(exec)?);
+    for (name, value) in variables {
+        command.env.push(c_string(format!("{name}={value}").into_bytes()).map_err(exec)?);
+    }
     command.fds = passed.to_vec();
     command.fds.push((warm.report.as_fd(), REPORT_FD));
     Ok(command)

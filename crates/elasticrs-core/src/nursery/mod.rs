@@ -22,7 +22,8 @@
 //! | [`protocol`], [`link`] | both: messages, frames, descriptors |
 //! | [`server`] | the nursery's program |
 //! | [`launch`] | the agent: starting a nursery |
-//! | [`sweep`] | the agent: what to do when the nursery itself was lost |
+//! | [`report`] | the agent: which module has ended a nursery that imports |
+//! | [`sweep`] | both: what to do when the nursery itself was lost, and what a sentinel does |
 //! | [`held`] | both: who has ended and is held by a tracer |
 //! | [`fence`] | both: the deadline that they share |
 //! | [`start`] | both: what the nursery is told at its start |
@@ -36,9 +37,10 @@ pub mod held;
 pub mod launch;
 pub mod link;
 pub mod protocol;
+#[cfg(feature = "agent")]
+pub mod report;
 pub mod server;
 pub mod start;
-#[cfg(feature = "agent")]
 pub mod sweep;
 pub mod token;
 pub mod tree;

@@ -1,4 +1,4 @@
-//! Ending what a lost nursery has left behind, from the agent.
+//! Ending what a lost nursery has left behind, from the agent or a sentinel.
 //!
 //! Workers die with their nursery, but what they had started goes to the next subreaper (the agent, where the process
 //! is its own) or to init. Both functions block for as long as the processes take to end, at most `give_up`.

@@ -10,11 +10,15 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::exit::WorkerExit;
-use crate::nursery::launch::{LaunchError, Launched, NurseryImage, Warm, launch, stage_reached};
+use crate::nursery::launch::{
+    LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again, stage_reached,
+};
 use crate::nursery::link::AgentLink;
 use crate::nursery::protocol::{Reply, Request};
+use crate::nursery::report::End;
 use crate::nursery::token::Token;
-use crate::supervisor::watch;
+use crate::procfs;
+use crate::stat::Stat;
 use crate::sys::pidfd;
 use crate::sys::readiness::register;
 use crate::sys::stage::Stage;
@@ -39,7 +43,7 @@ pub(super) struct Nursery {
     pub(super) pid: i32,
     pub(super) token: Token,
     /// It imports, and does nothing else yet.
-    pub(super) warming: Option<Arc<Warm>>,
+    pub(super) import: Option<Import>,
     link: AsyncFd<AgentLink>,
     pidfd: AsyncFd<OwnedFd>,
     stages: OwnedFd,
@@ -51,13 +55,38 @@ pub(super) struct Nursery {
     pub(super) hung: bool,
 }
 
+/// See [`Warming`].
+#[derive(Debug)]
+pub(super) struct Import {
+    pub(super) warm: Arc<Warm>,
+    pub(super) since: u64,
+    /// How it ended, where its exit does not say.
+    pub(super) end: Option<End>,
+    pub(super) sentinel: Box<Nursery>,
+}
+
 impl Nursery {
     pub(super) fn launch(images: &[NurseryImage]) -> Result<Self, LaunchError> {
-        let Launched { pid, pidfd, link, stages, token, warm } = launch(images)?;
+        Self::of(launch(images)?)
+    }
+
+    /// See [`launch_again`].
+    pub(super) fn launch_again(images: &[NurseryImage], since: u64) -> Result<Self, LaunchError> {
+        Self::of(launch_again(images, Some(since))?)
+    }
+
+    fn of(launched: Launched) -> Result<Self, LaunchError> {
+        let Launched { pid, pidfd, link, stages, token, warming } = launched;
+        let import = match warming {
+            Some(Warming { warm, since, sentinel }) => {
+                Some(Import { warm, since, end: None, sentinel: Box::new(Self::of(*sentinel)?) })
+            }
+            None => None,
+        };
         Ok(Self {
             pid,
             token,
-            warming: warm,
+            import,
             link: register(link, Interest::READABLE | Interest::WRITABLE)?,
             pidfd: register(pidfd, Interest::READABLE)?,
             stages,
@@ -104,6 +133,19 @@ impl Nursery {
         stage_reached(&self.stages)
     }
 
+    /// A nursery that imports holds its end of the link until it ends. Otherwise an import has put another program in its
+    /// place, which would run the script as nobody's worker; or has closed what was not its own.
+    fn end_what_it_executes(&mut self) {
+        let Some(import) = &mut self.import else { return };
+        let Some(folder) = procfs::folder(self.pid) else { return };
+        if Stat::in_folder(&folder).is_none_or(|stat| stat.is_ending()) {
+            return;
+        }
+        let has_report = folder.join(format!("fd/{REPORT_FD}")).exists();
+        import.end = Some(if has_report { End::Executes } else { End::Closes });
+        self.kill();
+    }
+
     /// The next thing from the nursery. Cancel-safe: nothing is held across an await.
     pub(super) async fn next(&mut self) -> FromNursery {
         loop {
@@ -113,6 +155,7 @@ impl Nursery {
                 Ok(None) if self.link_is_open && !self.has_died => {}
                 end @ (Ok(None) | Err(_)) => {
                     self.link_is_open = false;
+                    self.end_what_it_executes();
                     if end.is_err_and(|error| error.kind() != ErrorKind::UnexpectedEof) {
                         self.give_up();
                     }
@@ -144,11 +187,11 @@ impl Nursery {
         if leave {
             self.send(&Request::Leave, Vec::new());
         }
-        if self.warming.is_some() {
+        if self.import.is_some() {
             // It does not listen yet, and has nobody.
             self.kill();
         }
-        let Self { link, pidfd, warming, token, .. } = self;
+        let Self { link, pidfd, import, .. } = self;
         // A request to leave that is still unsent is one that nobody reads: the nursery hangs, or is dead.
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
@@ -158,8 +201,9 @@ impl Nursery {
             }
         }
         exit_of(pidfd.get_ref());
-        if warming.is_some() {
-            watch::sweep_after_import(token).await;
+        if let Some(Import { sentinel, .. }) = import {
+            // It ends what the import has started.
+            Box::pin(sentinel.end(false, limit)).await;
         }
         true
     }

@@ -16,7 +16,7 @@ use super::command::{Command, Config, Reply, Shared, SupervisorError};
 use super::deadlines::{Deadlines, Timer, after};
 use super::event::{Event, StartFailure, Swept};
 use super::evidence::Found;
-use super::nursery_io::{FromNursery, Nursery};
+use super::nursery_io::{FromNursery, Import, Nursery};
 use super::start::{Starting, spawn_requests};
 use super::state::{Effect, End, Group, Input};
 use super::watch::{self, Watched};
@@ -100,6 +100,8 @@ struct Task {
     watched: JoinSet<Watched>,
     /// Futures of others, see [`super::Supervisor::spawn`]. Declared behind the nursery: they end after it.
     tasks: JoinSet<()>,
+    /// Nurseries that are ending.
+    retired: JoinSet<bool>,
     /// What the nursery holds for us; kept for the next one.
     guard: Option<OwnedFd>,
     /// The number of the last request for a sweep.
@@ -149,6 +151,7 @@ impl Task {
             deadlines: Deadlines::default(),
             watched: JoinSet::new(),
             tasks: JoinSet::new(),
+            retired: JoinSet::new(),
             guard: None,
             sweeps: 0,
             swept: Swept::default(),
@@ -503,6 +506,11 @@ impl Task {
 
     /// Ends the nursery, and with it whatever is left.
     async fn close(mut self, keep_descendants: bool) {
+        self.close_nursery(keep_descendants).await;
+        while self.retired.join_next().await.is_some() {}
+    }
+
+    async fn close_nursery(&mut self, keep_descendants: bool) {
         let Some(nursery) = self.nursery.take() else {
             // The nursery was lost, and what it left may still be being ended. What does not end in time has its
             // SIGKILL pending.

@@ -11,7 +11,6 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 
-use super::deadlines::GIVE_UP_AFTER;
 use super::event::Swept;
 use crate::exit::WorkerExit;
 use crate::nursery::sweep;
@@ -105,12 +104,6 @@ pub(super) fn wait_channel_of_child(pid: i32) -> String {
     let children = procfs::read(pid, &format!("task/{pid}/children")).unwrap_or_default();
     let mut children = children.split_whitespace().filter_map(|child| child.parse().ok());
     children.find(|child| program(*child) == own).map(wait_channel).unwrap_or_default()
-}
-
-/// Ends what the modules of a nursery have started that was lost while it imported.
-pub(super) async fn sweep_after_import(token: Token) {
-    // What does not end in time has its SIGKILL pending.
-    let _ = tokio::task::spawn_blocking(move || sweep::kill_by_token(token, GIVE_UP_AFTER)).await;
 }
 
 /// Ends what a lost nursery has left; blocks for at most about `give_up`.

@@ -27,6 +27,8 @@ pub enum Stage {
     Fence = 9,
     /// `sched_setaffinity`.
     Affinity = 10,
+    /// `fork`, with what libraries have registered for it.
+    Fork = 11,
 }
 
 impl Stage {
@@ -37,6 +39,8 @@ impl Stage {
             (Self::Clone, Errno::EAGAIN) => "the limit on processes is reached (RLIMIT_NPROC or a pids.max)",
             // The kernel's own words are "No child processes".
             (Self::Clone, Errno::ECHILD) => "it ended when it was forked",
+            // Not an error of the kernel's.
+            (Self::Clone, Errno::ECANCELED) => "what was imported has refused it (os.fork raised an exception)",
             // The kernel's own words are "Invalid argument".
             (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed here",
             (Self::Fence, _) => "the lease of the connection to the store has run out",
@@ -46,7 +50,7 @@ impl Stage {
 
     /// The stage with this number, as the stage pipe carries it.
     pub fn from_byte(byte: u8) -> Option<Self> {
-        const ALL: [Stage; 10] = [
+        const ALL: [Stage; 11] = [
             Stage::Clone,
             Stage::NewSession,
             Stage::ParentDeathSignal,
@@ -57,6 +61,7 @@ impl Stage {
             Stage::Receive,
             Stage::Fence,
             Stage::Affinity,
+            Stage::Fork,
         ];
         ALL.into_iter().find(|&stage| stage as u8 == byte)
     }
@@ -75,6 +80,7 @@ impl std::fmt::Display for Stage {
             Self::Receive => "receive the process descriptor",
             Self::Fence => "start a worker",
             Self::Affinity => "bind the worker to its CPUs",
+            Self::Fork => "run what was registered for a fork (os.register_at_fork, pthread_atfork)",
         })
     }
 }

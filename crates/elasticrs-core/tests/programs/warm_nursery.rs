@@ -19,9 +19,17 @@ fn main() -> ExitCode {
         Ok("dies") => return ExitCode::from(3),
         _ => {}
     }
+    let hangs_at_forks = env::var("WARM_NURSERY").is_ok_and(|what| what == "hangs at forks");
     // The report, of which there is nothing.
     let _ = nix::unistd::close(6);
-    match run_warm(start.as_deref(), Some(Box::new(plain))) {
+    let forker = move || {
+        let forked = plain();
+        if forked == Ok(0) && hangs_at_forks {
+            pause();
+        }
+        forked
+    };
+    match run_warm(start.as_deref(), Some(Box::new(forker))) {
         Err(code) => ExitCode::from(code),
         Ok(worker) => {
             let mut command = Command::new(&worker.argv[0]);

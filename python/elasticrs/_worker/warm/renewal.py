@@ -7,13 +7,66 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from typing import Any
 
 _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _SET_BLAS_THREADS = [
     f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")
 ]
+
+
+def last_collection(open_files: Callable[[], dict[int, str]]) -> None:
+    """A file that nobody has closed is written by the last collection, if that sees all."""
+    import atexit
+
+    atexit.register(_unfreeze_if_needed, open_files, set(open_files()))
+
+
+def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int]) -> None:
+    import fcntl
+    import gc
+    import stat
+
+    if "triton._C.libtriton" in sys.modules:  # It complains at length of what nobody has collected.
+        return gc.unfreeze()
+    for fd, link in open_files().items():
+        # The second is the hook's: nothing is written to it through Python.
+        if fd in known or link.endswith(".fault"):
+            continue
+        mode, flags = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
+        if flags & os.O_ACCMODE != os.O_RDONLY and (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            return gc.unfreeze()
+    return None
+
+
+def main_module() -> None:
+    """What the script makes is not to hang on something frozen."""
+    main = type(sys)("__main__")
+    main.__dict__.update(sys.modules["__main__"].__dict__)
+    sys.modules["__main__"] = main
+
+
+def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | None]]) -> None:
+    """The environment, and what imports have done to it: the values before and after, by variable."""
+    os.environ.clear()
+    for entry in entries:
+        name, _, value = entry.partition(b"=")
+        os.environb[name] = value
+    for variable, (before, after) in done.items():
+        if after is None:
+            os.environ.pop(variable, None)
+        # What the import found missing it has perhaps only set for that reason.
+        elif before is not None or variable not in os.environ:
+            os.environ[variable] = after
+
+
+def arguments(argv: list[bytes], before: list[str]) -> None:
+    told = [os.fsdecode(argument) for argument in argv]
+    sys.orig_argv[:] = told
+    # An import may have changed them, as it would in the worker.
+    if sys.argv == before and len(before) > 1:
+        sys.argv[1:] = told[1 - len(before) :]
 
 
 def streams(standard: Iterable[Any]) -> None:
@@ -39,7 +92,8 @@ def seeds(rank_zero: dict[str, str]) -> None:
     """What a process draws or looks up once; only of modules that are there."""
     import time
 
-    loaded: dict[str, Any] = dict(sys.modules)
+    # Not a copy: that would touch, and so copy from the nursery, every module.
+    loaded: Any = sys.modules
     if "numpy.random" in loaded:
         loaded["numpy.random"].seed()
     if "torch" in loaded:
@@ -75,3 +129,11 @@ def blas() -> None:
             for name in _SET_BLAS_THREADS:
                 if hasattr(library, name):
                     getattr(library, name)(count)
+
+
+def output(printed: dict[int, bytes]) -> None:
+    """What the imports have printed, as if this process had imported."""
+    for fd, said in printed.items():
+        stream = sys.stdout if fd == 1 else sys.stderr
+        stream.buffer.write(said)
+        stream.flush()

@@ -36,8 +36,10 @@ _CORE = "ELASTICRS_WARM_CORE"
 """The file of ``elasticrs._core``."""
 _START = "ELASTICRS_NURSERY_START"
 """What the nursery is told; see ``nursery/launch.rs``, which has it as well."""
-_REPORT = 6
-"""The descriptor of the report; the same."""
+_LINK, _REPORT = 3, 6
+"""The descriptors of the socket to the agent, and of the report; the same."""
+_SINCE = "ELASTICRS_WARM_SINCE"
+"""Where the report begins of those that have ended while they imported, before this one."""
 
 _RESERVED = 256
 """Workers are given descriptors below this: none that a module opens is among them."""
@@ -184,7 +186,7 @@ class _Surroundings:
 
         self._folders, self._known = folders, set(sys.modules)
         self._place, self._mask = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        self._umask = os.umask(0)
+        self._umask, self._nice = os.umask(0), os.getpriority(os.PRIO_PROCESS, 0)
         os.umask(self._umask)
         self._streams = [_settings(stream) for stream in _standard_streams()]
         self.variables = _Variables()
@@ -198,6 +200,16 @@ class _Surroundings:
             changed = "the umask"
         if signal.pthread_sigmask(signal.SIG_SETMASK, self._mask) != self._mask:
             changed = "the signal mask"
+        # The kernel keeps them over an exec, and gives a fork none.
+        timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+        if [timer for timer in timers if signal.setitimer(timer, 0) != (0.0, 0.0)]:
+            changed = "the interval timers"
+        if os.getpriority(os.PRIO_PROCESS, 0) != self._nice:
+            try:
+                os.setpriority(os.PRIO_PROCESS, 0, self._nice)
+                changed = "the nice value"
+            except PermissionError:  # Workers have it as well, and must not add to it.
+                self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
             changed = "the working directory"
@@ -323,6 +335,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoRetu
             os.waitpid(pid, os.WNOHANG)
         time.sleep(0.005)
         pids = _children()
+    os.set_inheritable(_LINK, True)
     _execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
 
 
@@ -356,6 +369,20 @@ def _reserve() -> list[int]:
     return [null, *free]
 
 
+def _left_out_before(environ: dict[str, str]) -> set[str]:
+    """The modules that a process before this one has left out, and those by which it has ended."""
+    import json
+    from itertools import pairwise
+
+    since = environ.get(_SINCE)
+    if since is None:
+        return set()
+    told = os.pread(_REPORT, os.fstat(_REPORT).st_size - int(since), int(since))
+    records = [json.loads(line) for line in told.splitlines()]
+    ended = {last["importing"] for last, record in pairwise(records) if "ended" in record}
+    return ended | {record["left_out"] for record in records if "left_out" in record}
+
+
 def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
     """Import everything; what was printed, and what was done to the environment."""
     import json
@@ -363,7 +390,9 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
 
     begun = time.monotonic()
     settings = json.loads(environ[_SETTINGS])
-    names, is_explicit = settings["modules"], settings["is_explicit"]
+    gone = _left_out_before(environ)
+    names = [name for name in settings["modules"] if name.partition(":")[0] not in gone]
+    is_explicit = settings["is_explicit"]
     surroundings, reserved, captured = _Surroundings(settings["folders"]), _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
     os.environ.update(_QUIET)
@@ -433,48 +462,6 @@ def _core() -> types.ModuleType:
     return core
 
 
-# --- the worker ---
-
-
-def _renew_environment(entries: list[bytes], done: _Done) -> None:
-    os.environ.clear()
-    for entry in entries:
-        name, _, value = entry.partition(b"=")
-        os.environb[name] = value
-    for variable, (before, after) in done.items():
-        if after is None:
-            os.environ.pop(variable, None)
-        # What the import found missing it has perhaps only set for that reason.
-        elif before is not None or variable not in os.environ:
-            os.environ[variable] = after
-
-
-def _renew_arguments(argv: list[bytes], before: list[str]) -> None:
-    arguments = [os.fsdecode(argument) for argument in argv]
-    sys.orig_argv[:] = arguments
-    # An import may have changed them, as it would in the worker.
-    if sys.argv == before and len(before) > 1:
-        sys.argv[1:] = arguments[1 - len(before) :]
-
-
-def _unfreeze_if_needed(known: set[int]) -> None:
-    """A file that nobody has closed is written by the last collection, if that sees all."""
-    import fcntl
-    import gc
-    import stat
-
-    if "triton._C.libtriton" in sys.modules:  # It complains at length of what nobody has collected.
-        return gc.unfreeze()
-    for fd, link in _open_files().items():
-        # The second is the hook's: nothing is written to it through Python.
-        if fd in known or link.endswith(".fault"):
-            continue
-        mode, flags = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
-        if flags & os.O_ACCMODE != os.O_RDONLY and (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            return gc.unfreeze()
-    return None
-
-
 def _renewal() -> types.ModuleType:
     from importlib.machinery import SourceFileLoader
 
@@ -491,22 +478,14 @@ def _become_worker(
     printed: dict[int, bytes],
     done: _Done,
 ) -> None:
-    import atexit
-
-    atexit.register(_unfreeze_if_needed, set(_open_files()))
-    # What the script makes is not to hang on something frozen.
-    main = type(sys)("__main__")
-    main.__dict__.update(sys.modules["__main__"].__dict__)
-    sys.modules["__main__"] = main
-    _renew_environment(env, done)
-    _renew_arguments(argv, arguments)
+    renewal.last_collection(_open_files)
+    renewal.main_module()
+    renewal.environment(env, done)
+    renewal.arguments(argv, arguments)
     renewal.streams(_standard_streams())
     renewal.seeds(_RANK_ZERO)
     renewal.blas()
-    for fd, output in printed.items():
-        stream = sys.stdout if fd == 1 else sys.stderr
-        stream.buffer.write(output)
-        stream.flush()
+    renewal.output(printed)
 
 
 def _serve() -> None:
@@ -518,8 +497,10 @@ def _serve() -> None:
     sys.path[:] = [entry for entry in sys.path if entry != _HERE]
     sys.path_importer_cache.pop(_HERE, None)
     start = environ[_START]
-    for name in (_SETTINGS, _START):
-        del os.environ[name]
+    for name in (_SETTINGS, _START, _SINCE):
+        os.environ.pop(name, None)
+    # By its end the agent sees that an import has put another program in place of this one.
+    os.set_inheritable(_LINK, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
     if entries:
         os.environ["PYTHONPATH"] = os.pathsep.join(entries)

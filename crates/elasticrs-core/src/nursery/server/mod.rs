@@ -33,6 +33,8 @@ use super::fence::Fence;
 use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::start::Start;
+use super::sweep::kill_by_token;
+use super::token::Token;
 use super::tree::Ended;
 use crate::exit::WorkerExit;
 use crate::sys::fork::Forker;
@@ -89,6 +91,8 @@ struct Nursery {
     name: CString,
     /// This process carries a token, so that the lack of one means something.
     marked: bool,
+    /// What carries this is to end if the agent is gone: this is a sentinel.
+    watched: Option<Token>,
     /// The value that workers get back, when ours was lowered.
     oom_score_adj: Option<CString>,
     /// Workers that have not been reaped.
@@ -151,6 +155,7 @@ impl Nursery {
             compaction: Compaction::Later,
             name,
             marked: start.is_some_and(|start| start.token.apply().is_ok()),
+            watched: start.filter(|start| start.is_sentinel).map(|start| start.token),
             oom_score_adj: lower_oom_score(),
             workers: BTreeSet::new(),
             sessions: BTreeSet::new(),
@@ -328,6 +333,9 @@ impl Nursery {
             }
             Verdict::Over { stuck, spared, held } => {
                 if self.orphaned {
+                    if let Some(token) = self.watched {
+                        kill_by_token(token, LAST_SWEEP);
+                    }
                     return Served::Leave;
                 }
                 // The agent knows that these have ended, whenever their tracers let them go.

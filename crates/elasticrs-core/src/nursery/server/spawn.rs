@@ -33,7 +33,8 @@ impl Nursery {
             return Served::GoOn;
         }
         // Marks the start of this worker's stages in the pipe. A full pipe is nobody's harm.
-        let _ = nix::unistd::write(&self.stages, &[Stage::Clone as u8]);
+        let first = if process.warm && self.forker.is_some() { Stage::Fork } else { Stage::Clone };
+        let _ = nix::unistd::write(&self.stages, &[first as u8]);
         let started = match &mut self.forker {
             Some(forker) if process.warm => fork(forker),
             _ => self.execute(&process, keep_ignored, &fds).map(Forked::Parent),
@@ -215,7 +216,8 @@ fn subject(process: &ProcessSpec, failure: Failure) -> String {
         | Stage::Descriptors
         | Stage::Receive
         | Stage::Fence
-        | Stage::Affinity => String::new(),
+        | Stage::Affinity
+        | Stage::Fork => String::new(),
     }
 }
 

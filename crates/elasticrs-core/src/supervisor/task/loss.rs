@@ -37,7 +37,9 @@ impl Task {
         let lost = self.nursery.take();
         let end = NurseryEnd { exit, hung: lost.as_ref().is_some_and(|nursery| nursery.hung) };
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
-        if lost.is_some_and(|nursery| nursery.warming.is_some()) && self.go_on_cold(end) {
+        if let Some(import) = lost.and_then(|nursery| nursery.import)
+            && self.on_lost_import(import, end)
+        {
             return;
         }
         match &mut self.current {

@@ -3,17 +3,17 @@
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::{CLOSE_LIMIT, Current, Nursery, Task};
+use super::{CLOSE_LIMIT, Current, Import, Nursery, Task};
 use crate::nursery::launch::NurseryImage;
+use crate::nursery::report::{self, End};
 use crate::spec::GroupSpec;
 use crate::supervisor::deadlines::Timer;
 use crate::supervisor::event::{Event, NurseryEnd, StartFailure};
-use crate::supervisor::watch;
 use crate::sys::stage::Stage;
 
 impl Task {
     pub(super) fn is_warming(&self) -> bool {
-        self.nursery.as_ref().is_some_and(|nursery| nursery.warming.is_some())
+        self.nursery.as_ref().is_some_and(|nursery| nursery.import.is_some())
     }
 
     pub(super) fn renew_nursery(&mut self) {
@@ -22,9 +22,8 @@ impl Task {
             return;
         }
         if let Some(old) = self.nursery.take() {
-            self.tasks.spawn_local(async move {
-                old.end(false, CLOSE_LIMIT).await;
-            });
+            self.retire(old);
+            self.deadlines.disarm(Timer::Warm);
         }
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
         // An error is that of the next start, which tries again.
@@ -33,20 +32,31 @@ impl Task {
         }
     }
 
+    /// Ends a nursery that is needed no more, and waits for that when this supervisor is closed.
+    fn retire(&mut self, nursery: Nursery) {
+        while self.retired.try_join_next().is_some() {}
+        self.retired.spawn_local(nursery.end(false, CLOSE_LIMIT));
+    }
+
     /// At the end of a group all deadlines go: this one begins anew with what waits for it.
     pub(super) fn arm_import(&mut self) {
-        if let Some(warm) = self.nursery.as_ref().and_then(|nursery| nursery.warming.as_ref()) {
-            self.deadlines.arm(Timer::Warm, warm.limit, Instant::now());
+        if let Some(import) = self.nursery.as_ref().and_then(|nursery| nursery.import.as_ref()) {
+            // Those that follow each other, since a module has ended the first one, have the time of one.
+            self.deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
         }
     }
 
     pub(super) fn await_import(&mut self, spec: GroupSpec) {
         self.waits_for_import = Some(spec);
+        self.deadlines.disarm(Timer::Warm);
         self.arm_import();
     }
 
     pub(super) fn on_ready(&mut self) {
-        if self.nursery.as_mut().and_then(|nursery| nursery.warming.take()).is_some() {
+        if let Some(Import { mut sentinel, .. }) = self.nursery.as_mut().and_then(|nursery| nursery.import.take()) {
+            // Before its link is closed: that would be our end to it.
+            sentinel.kill();
+            self.retire(*sentinel);
             self.deadlines.disarm(Timer::Warm);
             self.shared.queue.push(Event::Warmed { failure: None });
             self.start_what_waits();
@@ -54,16 +64,32 @@ impl Task {
     }
 
     pub(super) fn on_hung_import(&mut self) {
-        if let Some(nursery) = self.nursery.as_mut().filter(|nursery| nursery.warming.is_some()) {
+        if let Some(nursery) = self.nursery.as_mut().filter(|nursery| nursery.import.is_some()) {
             nursery.kill_hung();
         }
     }
 
-    /// The nursery has ended while it imported: from now on workers start cold. Says whether this was all: no worker was
-    /// lost with it.
-    pub(super) fn go_on_cold(&mut self, end: NurseryEnd) -> bool {
+    /// The nursery has ended while it imported. Says whether this was all: no worker was lost with it.
+    pub(super) fn on_lost_import(&mut self, import: Import, end: NurseryEnd) -> bool {
+        let Import { warm, since, end: how, sentinel } = import;
+        // It ends what the import has started.
+        self.retire(*sentinel);
+        if !end.hung
+            && report::blame(&warm.report, since, how.unwrap_or(End::Exit(end.exit)))
+            && let Ok(nursery) = Nursery::launch_again(&self.config.nursery, since)
+        {
+            if nursery.import.is_some() {
+                self.use_nursery(nursery);
+                return true;
+            }
+            self.retire(nursery);
+        }
+        self.go_on_cold(end)
+    }
+
+    /// From now on workers start cold.
+    fn go_on_cold(&mut self, end: NurseryEnd) -> bool {
         self.deadlines.disarm(Timer::Warm);
-        self.tasks.spawn_local(watch::sweep_after_import(self.token));
         self.config.nursery.retain(|image| !matches!(image, NurseryImage::Warm(_)));
         self.shared.queue.push(Event::Warmed { failure: Some(end) });
         if let Ok(nursery) = Nursery::launch(&self.config.nursery) {

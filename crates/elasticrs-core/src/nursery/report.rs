@@ -1,0 +1,103 @@
+//! The report of a nursery that imports, as far as the agent's core has to know it: one JSON record a line.
+//!
+//! Each import begins with `{"importing": NAME}`. If that stays the last record, the module has ended the process. Another
+//! process then imports the rest.
+
+use std::os::fd::AsFd;
+
+use nix::sys::stat::fstat;
+use nix::sys::uio::pread;
+use nix::unistd::write;
+
+use crate::exit::WorkerExit;
+
+const IMPORTING: &[u8] = b"{\"importing\":";
+const ENDED: &[u8] = b"{\"ended\":";
+
+/// How a process has ended while it imported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    Exit(WorkerExit),
+    /// Another program took its place.
+    Executes,
+    /// It closed the socket, and more.
+    Closes,
+}
+
+/// How long the report is: where the one of the next process begins.
+pub fn length(report: impl AsFd) -> u64 {
+    fstat(report.as_fd()).map_or(0, |found| u64::try_from(found.st_size).unwrap_or(0))
+}
+
+/// Adds how the process has ended. Does nothing, and returns false, if no module was being imported, or one that has
+/// ended a process since then already.
+pub fn blame(report: impl AsFd, since: u64, end: End) -> bool {
+    let report = report.as_fd();
+    let mut told = vec![0; usize::try_from(length(report).saturating_sub(since)).unwrap_or(0)];
+    let count = i64::try_from(since).ok().and_then(|since| pread(report, &mut told, since).ok());
+    let lines: Vec<&[u8]> = told[..count.unwrap_or(0)].split_inclusive(|&byte| byte == b'\n').collect();
+    let Some(last) = lines.last().filter(|line| line.starts_with(IMPORTING) && line.ends_with(b"\n")) else {
+        return false;
+    };
+    if lines.windows(2).any(|two| two[0] == *last && two[1].starts_with(ENDED)) {
+        return false;
+    }
+    let end = match end {
+        End::Exit(WorkerExit::Exited { code }) => code.to_string(),
+        End::Exit(WorkerExit::Signaled { signal, .. }) => (-signal).to_string(),
+        End::Exit(WorkerExit::Unknown) => "null".to_owned(),
+        End::Executes => "\"executes\"".to_owned(),
+        End::Closes => "\"closes\"".to_owned(),
+    };
+    let record = format!("{}{end}}}\n", String::from_utf8_lossy(ENDED));
+    write(report, record.as_bytes()) == Ok(record.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{Read, Seek, Write};
+
+    use super::*;
+
+    const IMPORTS_A: &str = "{\"importing\": \"a\"}\n";
+    const IMPORTS_B: &str = "{\"importing\": \"b\"}\n";
+
+    fn blamed(file: &mut File, since: u64, end: End) -> Option<String> {
+        let before = length(&*file);
+        let blamed = blame(&*file, since, end);
+        let mut added = String::new();
+        file.seek(std::io::SeekFrom::Start(before)).unwrap();
+        file.read_to_string(&mut added).unwrap();
+        assert_eq!(blamed, !added.is_empty());
+        blamed.then_some(added)
+    }
+
+    fn report(text: &str) -> File {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        file
+    }
+
+    #[test]
+    fn the_module_at_which_it_was_is_blamed_once() {
+        let mut file = report(&format!("{IMPORTS_A}{{\"imported\": \"a\"}}\n{IMPORTS_B}"));
+        let killed = End::Exit(WorkerExit::Signaled { signal: 9, core_dumped: false });
+        assert_eq!(blamed(&mut file, 0, killed).as_deref(), Some("{\"ended\":-9}\n"));
+        assert_eq!(blamed(&mut file, 0, killed), None, "nothing is imported");
+        file.write_all(IMPORTS_A.as_bytes()).unwrap();
+        assert_eq!(blamed(&mut file, 0, End::Executes).as_deref(), Some("{\"ended\":\"executes\"}\n"));
+        let since = length(&file);
+        file.write_all(IMPORTS_B.as_bytes()).unwrap();
+        assert_eq!(blamed(&mut file, 0, killed), None, "a second time");
+        let exited = End::Exit(WorkerExit::Exited { code: 3 });
+        assert_eq!(blamed(&mut file, since, exited).as_deref(), Some("{\"ended\":3}\n"), "of another import");
+    }
+
+    #[test]
+    fn nobody_is_blamed_where_nothing_was_imported() {
+        for text in ["", "{\"failed\": \"x\"}\n", "{\"importing\": \"a", "{\"imported\": \"a\"}\n"] {
+            assert_eq!(blamed(&mut report(text), 0, End::Closes), None, "{text}");
+        }
+    }
+}
