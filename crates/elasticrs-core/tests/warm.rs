@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::groups::{HANG, KILL, TERM, close, event, group, telling_group, warm_image};
 use common::{image, worker};
 use elasticrs_core::exit::WorkerExit;
-use elasticrs_core::spec::{GroupSpec, Stdio};
+use elasticrs_core::spec::{GroupSpec, PassedFd, Stdio};
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor};
 use elasticrs_core::sys::stage::Stage;
 use elasticrs_testkit::wait_for_end;
@@ -38,6 +38,13 @@ fn outcome(supervisor: &Supervisor) -> Outcome {
     }
 }
 
+fn descriptors(pid: i32) -> Vec<i32> {
+    let numbers = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let mut numbers: Vec<i32> = numbers.map(|e| e.unwrap().file_name().to_str().unwrap().parse().unwrap()).collect();
+    numbers.sort_unstable();
+    numbers
+}
+
 /// The process that it is a child of.
 fn parent(pid: i32) -> i32 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -57,15 +64,44 @@ fn workers_are_forks_that_have_their_descriptors_and_begin_with_no_other() {
     lines.until_ready();
     for &pid in &pids {
         assert_eq!(parent(pid), nursery);
-        let numbers = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
-        let mut numbers: Vec<i32> =
-            numbers.map(|e| e.unwrap().file_name().to_str().unwrap().parse().unwrap()).collect();
-        numbers.sort_unstable();
-        assert_eq!(numbers, [0, 1, 2], "nothing of the nursery's is open in it");
+        assert_eq!(descriptors(pid), [0, 1, 2], "nothing of the nursery's is open in it");
     }
     supervisor.stop(TERM).unwrap();
     assert_eq!(outcome(&supervisor), Outcome::Stopped);
     close(supervisor);
+}
+
+#[test]
+fn what_a_worker_is_passed_may_have_a_number_that_the_nursery_uses() {
+    let supervisor = supervisor("", HANG);
+    let (mut spec, mut lines) = telling_group(&[&["sleep"]]);
+    spec = warm(spec);
+    spec.processes[0].pass_fds.extend((3..40).map(|target| PassedFd { source: 0, target }));
+    supervisor.start(spec).unwrap();
+    let pids = started(&supervisor);
+    lines.until_ready();
+    assert_eq!(descriptors(pids[0]), (0..40).collect::<Vec<_>>());
+    supervisor.stop(TERM).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_start_that_hangs_names_the_worker_and_its_stage() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("nobody reads it");
+    nix::unistd::mkfifo(&log, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for hangs in [0, 2] {
+        let supervisor = supervisor("", HANG);
+        let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"]), worker(&["sleep"])]));
+        spec.processes[hangs].stdio[1] = Stdio::File(log.clone());
+        spec.start_deadline = Duration::from_secs(3);
+        supervisor.start(spec).unwrap();
+        let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
+        let StartFailure::Hung { local_rank, stage, .. } = failure else { panic!("{failure:?}") };
+        assert_eq!((local_rank as usize, stage), (hangs, Some(Stage::OpenLog)));
+        close(supervisor);
+    }
 }
 
 #[test]
@@ -85,7 +121,7 @@ fn a_fork_that_cannot_settle_is_a_failed_start() {
 fn a_fork_that_hangs_in_what_libraries_want_done_is_named() {
     let supervisor = supervisor("hangs at forks", HANG);
     let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"])]));
-    spec.start_deadline = Duration::from_millis(200);
+    spec.start_deadline = Duration::from_secs(3);
     supervisor.start(spec).unwrap();
     let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
     let StartFailure::Hung { local_rank: 0, stage: Some(Stage::Fork), .. } = failure else { panic!("{failure:?}") };

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -28,41 +28,41 @@ pub fn plain() -> nix::Result<i32> {
 
 /// Who returns.
 pub enum Forked {
-    /// The parent, when the child runs: see [`Outlet::close`].
-    Parent(Child),
+    /// The parent, when the child runs.
+    Parent(Settling),
     /// The child.
     Child(Outlet),
 }
 
-/// Where the child tells that it has settled, or that it cannot begin. Until then the parent stands still.
+/// Where the child tells the stages that can block for ever, and that it has settled, or that it cannot begin.
 #[derive(Debug)]
 pub struct Outlet(OwnedFd);
 
-/// What goes through it: the stage, the descriptor, and the error's number.
-const TOLD: usize = 6;
-
-/// The same from one that has settled.
-const SETTLED: [u8; 1] = [0];
+/// What goes through it is the number of a stage, or one of these. Behind the second follow the stage, the descriptor, and the
+/// error's number.
+const SETTLED: u8 = 0;
+const FAILED: u8 = u8::MAX;
 
 impl Outlet {
-    /// Out of the way of descriptors with these numbers.
-    pub fn above(&self, floor: RawFd) -> nix::Result<Self> {
+    /// Moves it out of the way of descriptors with lower numbers.
+    pub fn move_above(&mut self, floor: RawFd) -> nix::Result<()> {
         let moved = fcntl(&self.0, FcntlArg::F_DUPFD_CLOEXEC(floor))?;
         // SAFETY: just made, and nobody else knows it.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(moved) }))
+        self.0 = unsafe { OwnedFd::from_raw_fd(moved) };
+        Ok(())
     }
 
     /// It runs.
     pub fn close(self) {
         // A parent that is gone does not ask.
-        let _ = File::from(self.0).write_all(&SETTLED);
+        let _ = File::from(self.0).write_all(&[SETTLED]);
     }
 
     /// It does not, and ends.
     pub fn fail(self, failure: Failure) -> ! {
         let Failure { stage, errno, descriptor } = failure;
-        let mut told = [stage as u8, u8::try_from(descriptor).unwrap_or(0), 0, 0, 0, 0];
-        told[2..].copy_from_slice(&(errno as i32).to_ne_bytes());
+        let mut told = [FAILED, stage as u8, u8::try_from(descriptor).unwrap_or(0), 0, 0, 0, 0];
+        told[3..].copy_from_slice(&(errno as i32).to_ne_bytes());
         // A parent that is gone does not ask.
         let _ = File::from(self.0).write_all(&told);
         // SAFETY: nothing of the parent's is to run here: no handlers of its end, no destructors.
@@ -70,36 +70,60 @@ impl Outlet {
     }
 }
 
-/// Forks. The parent returns when the child has settled or ended; both have the mask of signals of before.
+impl AsFd for Outlet {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// A child that runs and has not settled yet.
+#[derive(Debug)]
+pub struct Settling {
+    child: Child,
+    told: File,
+}
+
+impl Settling {
+    /// Waits until it has settled or ended; `announce` gets the number of each stage that can block for ever, before.
+    pub fn wait(mut self, mut announce: impl FnMut(u8)) -> Result<Child, Failure> {
+        loop {
+            let mut kind = [SETTLED];
+            match self.told.read_exact(&mut kind) {
+                Ok(()) if kind == [SETTLED] => return Ok(self.child),
+                Ok(()) if kind == [FAILED] => break,
+                Ok(()) => announce(kind[0]),
+                Err(_) => break,
+            }
+        }
+        let mut failure = [0; 6];
+        let failure = self.told.read_exact(&mut failure).map(|()| failure);
+        wait::reap(self.child.pid);
+        let Ok([stage, descriptor, errno @ ..]) = failure else {
+            // It has ended in what a library does at a fork. Its exit code may be that of a worker that succeeds.
+            return Err(failed(Errno::ECHILD));
+        };
+        let stage = Stage::from_byte(stage).unwrap_or(Stage::Clone);
+        Err(Failure { stage, errno: Errno::from_raw(i32::from_ne_bytes(errno)), descriptor: descriptor.into() })
+    }
+}
+
+fn failed(errno: Errno) -> Failure {
+    Failure { stage: Stage::Clone, errno, descriptor: 0 }
+}
+
+/// Forks. Both have the mask of signals of before.
 pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
-    let failed = |errno| Failure { stage: Stage::Clone, errno, descriptor: 0 };
     let (told, outlet) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(failed)?;
     let pid = forker().map_err(failed)?;
     if pid == 0 {
         drop(told);
         return Ok(Forked::Child(Outlet(outlet)));
     }
-    drop(outlet);
     let pidfd = pidfd::open(pid).map_err(|errno| {
         // It cannot have gone: only we reap it.
         let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         wait::reap(pid);
         failed(errno)
     })?;
-    let mut bytes = Vec::with_capacity(TOLD);
-    let _ = File::from(told).take(TOLD as u64).read_to_end(&mut bytes);
-    match *bytes.as_slice() {
-        [stage, descriptor, ref errno @ ..] if errno.len() == 4 => {
-            wait::reap(pid);
-            let errno = Errno::from_raw(i32::from_ne_bytes([errno[0], errno[1], errno[2], errno[3]]));
-            let stage = Stage::from_byte(stage).unwrap_or(Stage::Clone);
-            Err(Failure { stage, errno, descriptor: descriptor.into() })
-        }
-        _ if *bytes == SETTLED => Ok(Forked::Parent(Child { pid, pidfd })),
-        _ => {
-            // It has ended in what a library does at a fork. Its exit code may be that of a worker that succeeds.
-            wait::reap(pid);
-            Err(failed(Errno::ECHILD))
-        }
-    }
+    Ok(Forked::Parent(Settling { child: Child { pid, pidfd }, told: File::from(told) }))
 }

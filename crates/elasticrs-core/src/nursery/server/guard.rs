@@ -46,6 +46,7 @@ impl Nursery {
     }
 
     fn end_lease(&mut self) {
+        self.settle();
         // Who has ended by itself so far is told as such.
         self.reap();
         self.tell(&Reply::Fenced { seen: Stamp::now() }, Vec::new());

@@ -23,10 +23,10 @@ use nix::sys::time::TimeSpec;
 use nix::unistd::{getpid, getsid, setsid};
 
 use self::compact::Compaction;
-use self::spawn::Begun;
 pub use self::spawn::Worker;
 #[cfg(feature = "agent")]
 pub(super) use self::spawn::command;
+use self::spawn::{Begun, Unsettled};
 use self::sweep::{Deadlines, Sweep, Verdict};
 use super::NAME;
 use super::fence::Fence;
@@ -99,6 +99,8 @@ struct Nursery {
     workers: BTreeSet<i32>,
     /// The sessions of all workers since the last sweep, those that have ended included.
     sessions: BTreeSet<i32>,
+    /// The last fork, while requests are served: it settles while the next one is made.
+    unsettled: Option<Unsettled>,
     /// What is still to be sent to groups, to each process by itself.
     left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
@@ -159,6 +161,7 @@ impl Nursery {
             oom_score_adj: lower_oom_score(),
             workers: BTreeSet::new(),
             sessions: BTreeSet::new(),
+            unsettled: None,
             left_groups: BTreeMap::new(),
             sweep: None,
             postponed: None,
@@ -282,10 +285,11 @@ impl Nursery {
                 Ok(None) => break,
                 Err(_) => {
                     self.lose_agent();
-                    return Served::GoOn;
+                    break;
                 }
             }
         }
+        self.settle();
         self.signal_left_groups();
         if self.link.flush().is_err() {
             self.lose_agent();
@@ -294,6 +298,9 @@ impl Nursery {
     }
 
     fn serve_request(&mut self, request: Request, fds: Vec<OwnedFd>) -> Served {
+        if !matches!(request, Request::Spawn { .. }) {
+            self.settle();
+        }
         match request {
             Request::Spawn { process, keep_ignored } => return self.spawn(process, &keep_ignored, fds),
             Request::SignalGroup { pid, signal } => self.signal_group(pid, signal),

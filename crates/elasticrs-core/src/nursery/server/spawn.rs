@@ -11,7 +11,7 @@ use nix::sys::prctl;
 use super::{Nursery, Served};
 use crate::nursery::protocol::Reply;
 use crate::spec::{CpuSet, ProcessSpec, Stdio};
-use crate::sys::fork::{Forked, Outlet, fork};
+use crate::sys::fork::{Forked, Outlet, Settling, fork};
 use crate::sys::shown;
 use crate::sys::spawn::{self, Child, Command, Failure, Program, Standard};
 use crate::sys::stage::Stage;
@@ -28,39 +28,61 @@ impl Nursery {
             return Served::GoOn;
         }
         if self.check_fence() {
+            self.settle();
             let (stage, errno, subject) = (Stage::Fence, libc::ECANCELED, String::new());
             self.tell(&Reply::SpawnFailed { local_rank, stage, errno, subject }, Vec::new());
             return Served::GoOn;
         }
-        // Marks the start of this worker's stages in the pipe. A full pipe is nobody's harm.
-        let first = if process.warm && self.forker.is_some() { Stage::Fork } else { Stage::Clone };
-        let _ = nix::unistd::write(&self.stages, &[first as u8]);
-        let started = match &mut self.forker {
-            Some(forker) if process.warm => fork(forker),
-            _ => self.execute(&process, keep_ignored, &fds).map(Forked::Parent),
+        let Some(forker) = self.forker.as_mut().filter(|_| process.warm) else {
+            self.settle();
+            announce(&self.stages, Stage::Clone as u8);
+            let started = self.execute(&process, keep_ignored, &fds);
+            self.answer(&process, started);
+            return Served::GoOn;
         };
-        match started {
+        announce(&self.stages, Stage::Fork as u8);
+        let started = match fork(forker) {
             Ok(Forked::Child(outlet)) => {
-                let stages = self.stages.try_clone().ok();
                 let (name, oom_score_adj) = (self.name.clone(), self.oom_score_adj.clone());
                 let parent = self.pid;
-                return Served::Become(Box::new(Begun { process, fds, outlet, stages, name, oom_score_adj, parent }));
+                return Served::Become(Box::new(Begun { process, fds, outlet, name, oom_score_adj, parent }));
             }
-            Ok(Forked::Parent(child)) => {
-                if process.warm && self.forker.is_some() {
-                    self.begin_compaction();
-                }
+            Ok(Forked::Parent(settling)) => Ok(settling),
+            Err(failure) => Err(failure),
+        };
+        self.settle();
+        match started {
+            Ok(settling) => {
+                self.begin_compaction();
+                self.unsettled = Some(Unsettled { process, settling });
+            }
+            Err(failure) => self.answer(&process, Err(failure)),
+        }
+        Served::GoOn
+    }
+
+    /// Waits until the last fork has settled, and answers the request for it.
+    pub(super) fn settle(&mut self) {
+        if let Some(Unsettled { process, settling }) = self.unsettled.take() {
+            let settled = settling.wait(|stage| announce(&self.stages, stage));
+            self.answer(&process, settled);
+        }
+    }
+
+    fn answer(&mut self, process: &ProcessSpec, started: Result<Child, Failure>) {
+        let local_rank = process.local_rank;
+        match started {
+            Ok(child) => {
                 self.workers.insert(child.pid);
                 self.sessions.insert(child.pid);
                 self.tell(&Reply::Spawned { local_rank, pid: child.pid }, vec![child.pidfd]);
             }
             Err(failure) => {
                 let Failure { stage, errno, .. } = failure;
-                let subject = subject(&process, failure);
+                let subject = subject(process, failure);
                 self.tell(&Reply::SpawnFailed { local_rank, stage, errno: errno as i32, subject }, Vec::new());
             }
         }
-        Served::GoOn
     }
 
     fn execute(&mut self, process: &ProcessSpec, keep_ignored: &[i32], fds: &[OwnedFd]) -> Result<Child, Failure> {
@@ -71,12 +93,22 @@ impl Nursery {
     }
 }
 
+/// The stages of a worker's start begin with [`Stage::Clone`] or [`Stage::Fork`]. A full pipe is nobody's harm.
+fn announce(stages: &OwnedFd, stage: u8) {
+    let _ = nix::unistd::write(stages, &[stage]);
+}
+
+/// A fork that is about to settle, for the request of this process.
+pub(super) struct Unsettled {
+    process: ProcessSpec,
+    settling: Settling,
+}
+
 /// A fork that is to become a worker.
 pub(super) struct Begun {
     process: ProcessSpec,
     fds: Vec<OwnedFd>,
     outlet: Outlet,
-    stages: Option<OwnedFd>,
     name: CString,
     oom_score_adj: Option<CString>,
     parent: i32,
@@ -93,19 +125,18 @@ pub struct Worker {
 impl Begun {
     /// Becomes what an executed worker is before its program begins. Does not return when that fails.
     pub(super) fn settle(self) -> Worker {
-        let Self { process, fds, outlet, stages, name, oom_score_adj, parent } = self;
+        let Self { process, fds, mut outlet, name, oom_score_adj, parent } = self;
         let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();
         let floor = targets.iter().fold(2, |floor, &target| floor.max(target)).saturating_add(1);
-        let outlet = match outlet.above(floor) {
-            Ok(moved) => moved,
-            Err(errno) => outlet.fail(Failure { stage: Stage::Descriptors, errno, descriptor: 0 }),
-        };
+        if let Err(errno) = outlet.move_above(floor) {
+            outlet.fail(Failure { stage: Stage::Descriptors, errno, descriptor: 0 });
+        }
         let settled = command(&process, &[], &fds).and_then(|mut command| {
-            command.stages = stages.as_ref().map(AsFd::as_fd);
+            command.stages = Some(outlet.as_fd());
             command.oom_score_adj = oom_score_adj;
             spawn::settle(&command, parent)
         });
-        for fd in fds.into_iter().chain(stages) {
+        for fd in fds {
             if targets.contains(&fd.as_raw_fd()) {
                 // The number is that of a descriptor of the worker now.
                 let _ = fd.into_raw_fd();
