@@ -34,16 +34,6 @@ def test_workers_have_what_was_imported_and_nothing_that_is_missing_keeps_them(l
     assert launched.stdout.splitlines() == ["1", "1"]
 
 
-def test_a_nursery_that_dies_at_an_import_leaves_the_workers_cold(launch, worker_script, tmp_path):
-    folder = tmp_path / "library"
-    folder.mkdir()
-    (folder / "deadly.py").write_text("import os; os._exit(5)")
-    options = ("--standalone", "--warm=json,deadly")
-    launched = launch(*options, worker_script("print('HERE')"), env={"PYTHONPATH": str(folder)}).exits(0)
-    assert launched.stdout.splitlines() == ["HERE"]
-    assert "workers start cold" in launched.stderr
-
-
 def test_an_interpreter_that_is_a_script_gets_no_nursery(launch, worker_script, tmp_path):
     """It may keep our part from running: then the user's script would run in the nursery, without a rank."""
     wrapper = tmp_path / "wrapper"
