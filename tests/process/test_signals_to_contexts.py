@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 from helpers import functions, procs
 
-from elasticrs import multiprocessing
+from elasticrs import multiprocessing, stop_requests
 from elasticrs.config import START_METHODS
 from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
@@ -149,6 +149,36 @@ def test_a_signal_at_any_line_of_waiting_and_closing_is_told_once(caught: PConte
         assert known() <= before, f"step {step}"
         step += 29
     assert caught.wait(0) is None
+
+
+def stop_and_close(context: PContext) -> None:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        context.close(timeout=procs.HANG)
+
+
+@pytest.mark.parametrize(
+    ("echo", "answer", "exitcode"), [(0, "", -signal.SIGKILL), (1e9, "exit 7", 7)], ids=["again", "echo"]
+)
+def test_a_second_signal_raises_nothing_in_the_clean_up_after_the_first(
+    monkeypatch: pytest.MonkeyPatch, echo: float, answer: str, exitcode: int
+) -> None:
+    monkeypatch.setattr(stop_requests, "ECHO", echo)
+    reader, writer = os.pipe()
+    # When it is told to end, it sends us the second signal, and ends by itself or not at all.
+    code = f"trap 'kill -TERM $0; {answer}' TERM; echo > $1; while :; do sleep 1000 & wait; done"
+    context = start(1, "sh", "-c", code, os.getpid(), f"/proc/{os.getpid()}/fd/{writer}")
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    with pytest.raises(SignalException) as raised:
+        stop_and_close(context)
+    assert raised.value.__context__ is None
+    assert context._group.exits[0].exitcode == exitcode
+    # The next request is told again.
+    with pytest.raises(SignalException):
+        multiprocessing.api._terminate_process_handler(signal.SIGTERM, None)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])

@@ -10,7 +10,8 @@ from helpers import procs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.signals import ECHO, StopRequests, without_what_was_taken_back
+from elasticrs.agent.signals import without_what_was_taken_back
+from elasticrs.stop_requests import ECHO, StopRequests
 
 PRELUDE = """
 import ctypes, os, select, signal, sys, threading

@@ -13,9 +13,10 @@ from collections import deque
 
 from elasticrs import texts
 from elasticrs.agent import state as machine
-from elasticrs.agent.signals import StopRequests, suspend
+from elasticrs.agent.signals import suspend
 from elasticrs.agent.tracker import AttemptTracker
 from elasticrs.console import Console
+from elasticrs.stop_requests import StopRequests
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

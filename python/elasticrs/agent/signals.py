@@ -34,13 +34,6 @@ if TYPE_CHECKING:
 
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
-ECHO = 0.1
-"""Seconds from the first stop signal within which any other is the same request: wrappers pass on what the
-whole group was sent, and systemd, schedulers and closing terminals send several kinds at once."""
-
-KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
-"""Stop signals that a person sends from a terminal."""
-
 IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
 """The interpreter itself ignores these, so nobody can tell whether they had been ignored; workers get the
 defaults."""
@@ -53,29 +46,6 @@ def ignored_signals() -> tuple[int, ...]:
         for signum in signal.valid_signals()
         if signum not in IGNORED_BY_PYTHON and signal.getsignal(signum) == signal.SIG_IGN
     )
-
-
-class StopRequests:
-    """Tells whether a stop signal asks for something that was not asked for before."""
-
-    __slots__ = ("_came", "_first")
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-        self._came: set[int] = set()
-
-    def is_new(self, signum: int, now: float) -> bool:
-        """Take in a stop signal, seen at ``now`` on a clock that never goes back.
-
-        True for the first one, and for each later than :data:`ECHO` after it with which a person asks again:
-        one of :data:`KEYBOARD`, or a SIGTERM that is not the first.
-        """
-        first, came = self._first, signum in self._came
-        self._came.add(signum)
-        if first is None:
-            self._first = now
-            return True
-        return now - first >= ECHO and (signum in KEYBOARD or (came and signum == signal.SIGTERM))
 
 
 def catch_signals(signums: Iterable[int]) -> SignalPipe | None:

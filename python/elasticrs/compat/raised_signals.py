@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elasticrs.agent.signals import StopRequests
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.interrupts import CaughtSignals, raise_when_safe, when_safe
+from elasticrs.stop_requests import StopRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator

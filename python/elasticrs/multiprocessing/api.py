@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, TextIO
@@ -24,9 +24,10 @@ from elasticrs import lazy, logs
 from elasticrs.config import DEFAULT_SIGNALS, LogSettings
 from elasticrs.multiprocessing import interrupts
 from elasticrs.multiprocessing.tail_log import TailLog
+from elasticrs.stop_requests import StopRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
     from elasticrs.multiprocessing.contexts import MultiprocessContext, SubprocessContext
@@ -271,7 +272,14 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- a signal handler
-    """Raise :class:`SignalException`, at once or as soon as nothing is lost by it."""
+    """Raise :class:`SignalException`, at once or as soon as nothing is lost by it. While a program cleans up
+    after one, a further request hurries that.
+    """
+    if _clean_ups:
+        hurry, requests = _clean_ups[-1]
+        if requests.is_new(signum, time.monotonic()):
+            interrupts.when_safe(hurry)
+        return
     sigval = signal.Signals(signum)
     interrupts.raise_when_safe(
         SignalException(f"Process {os.getpid()} got signal: {sigval.value}", sigval=sigval)
@@ -301,6 +309,30 @@ def get_std_cm(
 
 caught_signals = interrupts.CaughtSignals()
 """For all contexts."""
+
+
+_clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
+"""What hurries those that are going on, innermost last."""
+
+
+@contextmanager
+def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
+    """Close a context in this block. If that is because of a :class:`SignalException`, no second stop signal
+    raises another one: ``hurry`` is called.
+    """
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, SignalException):
+        error = error.__context__
+    if error is None:
+        yield
+        return
+    requests = StopRequests()
+    requests.is_new(error.sigval, time.monotonic())
+    _clean_ups.append((hurry, requests))
+    try:
+        yield
+    finally:
+        _clean_ups.pop()
 
 
 def _catch(names: str) -> list[int]:

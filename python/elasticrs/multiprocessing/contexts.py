@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs._worker import hook_environment, inherited_environment
 from elasticrs.config import check_start_method, default_stop_scope
-from elasticrs.multiprocessing.api import PContext, RunProcsResult, get_std_cm, logger
+from elasticrs.multiprocessing.api import PContext, RunProcsResult, clean_up, get_std_cm, logger
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.failed_process import failure_of
@@ -120,6 +120,17 @@ class _SupervisedContext(PContext):
     def pids(self) -> dict[int, int]:
         return dict(self._processes().pids)
 
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """See the base class. A second stop signal, while a :class:`SignalException` is handled, raises none:
+        it ends the wait for ``timeout``.
+        """
+        with clean_up(self._hurry):
+            super().close(death_sig, timeout)
+
+    def _hurry(self) -> None:
+        if self._group is not None:
+            self._group.hurry()
+
     def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
         if self._group is None:
             return
@@ -223,6 +234,11 @@ class SubprocessContext(_SupervisedContext):
         if self._foreign is None:
             return super().pids()
         return {rank: handler.proc.pid for rank, handler in self._foreign.handlers.items()}
+
+    def _hurry(self) -> None:
+        super()._hurry()
+        if self._foreign is not None:
+            self._foreign.kill()
 
     def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
         if self._foreign is None:

@@ -76,10 +76,14 @@ class ForeignPrograms(Record):
         for handler in self.handlers.values():
             with suppress(subprocess.TimeoutExpired):
                 handler.proc.wait(max(0.0, deadline - time.monotonic()))
-        self._send(signal.SIGKILL)
+        self.kill()
         for handler in self.handlers.values():
             handler.proc.wait()
         self.has_ended()
+
+    def kill(self) -> None:
+        """SIGKILL to those that run."""
+        self._send(signal.SIGKILL)
 
     def _send(self, signum: signal.Signals) -> None:
         self.has_ended()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from elasticrs import _core
 from elasticrs.multiprocessing.interrupts import waiting
 from elasticrs.multiprocessing.not_started import not_started
-from elasticrs.workers import adopt
+from elasticrs.workers import adopt, end_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -207,6 +207,11 @@ class SupervisedGroup:
         self._supervisor.stop(_core.StopPolicy(death_sig, max(0.0, timeout)))
         if self._is_started:
             self.wait_until(lambda: self.end is not None, max(0.0, timeout) + _END_SLACK)
+
+    def hurry(self) -> None:
+        """Kill all now that :meth:`stop` waits for."""
+        if self._supervisor is not None:
+            end_at_once(self._supervisor)
 
     def close(self) -> None:
         """Kill what is left, show what is not on the console yet, and give everything back. Idempotent."""
