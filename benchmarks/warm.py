@@ -22,7 +22,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks import idle, report, restart
-from benchmarks.harness import LAUNCHERS, Launcher, Options, Row, Run, Samples, run, take_turns, worker
+from benchmarks.harness import (
+    LAUNCHERS,
+    Launcher,
+    Options,
+    Row,
+    Run,
+    Samples,
+    run,
+    take_turns,
+    wait_readable,
+    worker,
+)
 
 PATIENCE = 300.0
 """Eight ranks that import torch on two cores take long."""
@@ -34,9 +45,27 @@ def start(launcher: Launcher, ranks: int, mode: str, restarts: int = 0) -> Abstr
     return run(launcher, *arguments)
 
 
+class LauncherEndedError(Exception):
+    """The launcher has ended, and not all ranks have reported."""
+
+
 def last(running: Run, event: str, ranks: int, attempt: int = 0) -> int:
-    """The moment at which the last rank has reported."""
-    return max(each.at_ns for each in running.reports.peek(event, ranks, attempt, timeout=PATIENCE))
+    """The moment at which the last rank has reported.
+
+    Raises:
+        LauncherEndedError: it will not.
+        TimeoutError: it takes too long.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        has_ended = wait_readable(running.pidfd, 0.0)
+        try:
+            return max(each.at_ns for each in running.reports.peek(event, ranks, attempt, timeout=1.0))
+        except TimeoutError:
+            if has_ended:
+                raise LauncherEndedError from None
+            if time.monotonic() > deadline:
+                raise
 
 
 def measure_launch(options: Options, ranks: int) -> list[Row]:
@@ -71,7 +100,12 @@ def _restarts(options: Options, ranks: int, mode: str, event: str, what: str) ->
                 victim = rng.choice(running.reports.peek(event, ranks, attempt)).pid
                 killed_ns = time.monotonic_ns()
                 os.kill(victim, signal.SIGKILL)
-                samples.add(launcher, (last(running, event, ranks, attempt + 1) - killed_ns) / 1e6)
+                try:
+                    samples.add(launcher, (last(running, event, ranks, attempt + 1) - killed_ns) / 1e6)
+                except LauncherEndedError:
+                    # torchrun 2.15: gloo finds the addresses of the attempt before.
+                    print(f"{launcher.name}: the restarted workers failed", file=sys.stderr)
+                    return
 
     take_turns(options, options.repeats(3, 1), one)
     return samples.rows(f"SIGKILL of one of {ranks}: {what}", "ms", "idle machine")
