@@ -123,7 +123,13 @@ def _children() -> list[int]:
 def _temporary_folders() -> list[Any]:
     """Functions that remove them; the first worker that ends would."""
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
-    return [end for end in list(registry) if "TemporaryDirectory._cleanup" in str(end.peek())]
+    # Only the name of a function: what it is called with may take long to be shown.
+    return [end for end in list(registry) if _name_of_function(end) == "TemporaryDirectory._cleanup"]
+
+
+def _name_of_function(finalizer: Any) -> object:
+    found = finalizer.peek()
+    return getattr(found[1], "__qualname__", None) if found else None
 
 
 def _uses_cuda() -> bool:
