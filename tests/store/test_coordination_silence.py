@@ -99,7 +99,7 @@ def test_a_store_that_was_stopped_ends_nobody_too_early(server_process):
         patient.watch("")
         # Silent for good, but for the keep-alive of below: it does not end itself.
         silent = opened(RawClient(port)).connected(interval_ms=400, attempts=5)
-        fenced = opened(Client(port, interval=0.1, attempts=5)).connected()
+        fenced = opened(Client(port, interval=0.1, attempts=10)).connected()
         fenced.txn(then=[("put", "fenced", b"", True)])
         assert patient.changes() == [("fenced", b"")]
         clock = opened(Client(port, interval=0.25, attempts=12)).connected()
@@ -143,7 +143,7 @@ def test_a_slow_watcher_is_dropped_and_the_others_hear_everything():
 
 def test_who_asks_for_no_events_for_too_long_is_given_up():
     with serving() as store:
-        stalled = store.client(interval=0.05, attempts=4, stall_timeout=0.2)
+        stalled = store.client(interval=0.1, attempts=15, stall_timeout=0.2)
         assert procs.wait_readable(stalled.inner.fd)
         found = stalled.lost()
         assert (found.kind, found.message) == (
