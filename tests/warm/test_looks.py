@@ -53,6 +53,15 @@ def test_an_edited_file_is_noticed(nursery):
     assert said == [f"warm: {own} has changed: importing again"]
 
 
+def test_a_nursery_that_has_imported_nothing_is_never_outdated(nursery):
+    warming, is_ready, own, said = nursery
+    is_ready()
+    warming.ended(SimpleNamespace(is_ready=False, hung=True, exitcode=-9), 120.0)
+    own.write_text("VALUE = 'edited'")
+    assert not warming.is_outdated()
+    assert len(said) == 1
+
+
 def test_a_look_that_hangs_keeps_the_nursery(nursery, dead_disk):
     warming, is_ready, own, said = nursery
     is_ready()

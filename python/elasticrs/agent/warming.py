@@ -61,6 +61,7 @@ class Warming:
         for one in found.left_out:
             self._say(f"warm: {one.name} was left out: {one.why}")
             self._say_all(one.traceback)
+        self._sources = None
         if found.ready is not None:
             ready, imported = found.ready, found.imported
             self._sources = self._look(lambda: sources.remember(ready.files, ready.prefixes, imported))
