@@ -52,12 +52,19 @@ def samples_of():
     return read
 
 
+def wait_ready(port):
+    """Workers run before the agent is told so."""
+    while get_json(port, "/readyz")[0] != 200:
+        pass
+
+
 def start(launch, script, *args, nproc=2, restart=0, **how):
     job = launch("--health-check-port=0", f"--nproc-per-node={nproc}", *args, script, **how)
     port = port_of(job)
     pids = {
         int(line[1]): int(line[2]) for line in job.wait_for_lines(rf"here (\d+) (\d+) {restart}\.", nproc)
     }
+    wait_ready(port)
     return job, port, pids
 
 
@@ -111,6 +118,7 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     job, port, pids = start(launch, worker_script(WAITS), "--tee=1", "--max-restarts=1")
     os.kill(pids[1], signal.SIGKILL)
     again = job.wait_for_lines(r"here (\d+) (\d+) 1\.", 2)
+    wait_ready(port)
     status = status_of(port)
     assert (status["restarts"], status["restarts_left"], status["attempt"]) == (1, 0, "1")
     assert {"stopping", "starting"} <= status["restart_phases_ms"].keys()
@@ -247,7 +255,7 @@ def test_clients_that_hang_hold_up_nothing(launch, worker_script):
     os.kill(pids[0], signal.SIGKILL)
     again = job.wait_for_lines(r"here (\d+) (\d+) 1\.", 2)
     assert get_json(port, "/healthz")[0] == 200
-    assert get_json(port, "/readyz")[0] == 200
+    wait_ready(port)
     below = len(os.listdir(f"/proc/{job.pid}/fd"))
     assert below < 64 + 64
     release(job, {int(line[1]): int(line[2]) for line in again})
