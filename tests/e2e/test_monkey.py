@@ -92,7 +92,7 @@ class Game:
         return procs.children(nursery.pid) if nursery is not None else []
 
     def nursery(self):
-        return next(iter(procs.children(self.job.launched.pid)), None)
+        return next(iter(procs.nurseries(self.job.launched.pid)), None)
 
     def may_have_succeeded(self):
         """Whether all workers of the last attempt were told to leave with 0."""

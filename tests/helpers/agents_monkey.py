@@ -80,7 +80,7 @@ class Agent:
 
     def nursery(self) -> int | None:
         # The nursery's name for itself is what its command line says.
-        return next((each.pid for each in procs.children(self.pid) if each.state != "Z"), None)
+        return next((each.pid for each in procs.nurseries(self.pid)), None)
 
     def text(self) -> str:
         return self.out.read_text(encoding="utf-8", errors="replace")

@@ -102,6 +102,15 @@ def children(pid: int | None = None) -> list[Process]:
     return [each for each in processes() if each.ppid == parent]
 
 
+def nurseries(agent: int) -> list[Process]:
+    """The children of a launcher that are, or will be, parents of workers.
+
+    Not one that has ended: it has no command line any more. Nor the sentinel of an import: its argument says so.
+    """
+    found = [child for child in children(agent) if not child.command.startswith("[")]
+    return [child for child in found if not child.command.rpartition(" ")[2].startswith("!")]
+
+
 def wait_readable(fd: int, timeout: float = HANG) -> bool:
     """Wait until ``fd`` is readable (a pidfd: its process has ended); false after ``timeout`` seconds."""
     poll = select.poll()

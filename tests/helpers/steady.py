@@ -51,8 +51,8 @@ class SteadyJob:
 
     def nursery(self) -> int:
         """The pid of the process between launcher and workers."""
-        (found,) = {child.pid for child in procs.children(self.launched.pid)}
-        return found
+        (found,) = procs.nurseries(self.launched.pid)
+        return found.pid
 
     def check_logs(self, *, is_console_complete: bool = True) -> None:
         """Every line that the kernel accepted is in its file, in order.

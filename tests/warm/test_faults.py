@@ -33,10 +33,7 @@ class Importing:
         options = ("--nproc-per-node=2", "--warm", "json,slow")
         self.launched = launch(*options, script, env={"PYTHONPATH": str(folder)})
         procs.wait_until((folder / "importing").exists)
-        # The other one is the sentinel.
-        (self.nursery,) = [
-            child.pid for child in procs.children(self.launched.pid) if "worker-nursery" not in child.command
-        ]
+        (self.nursery,) = [child.pid for child in procs.nurseries(self.launched.pid)]
 
     def go_on(self):
         """Every import from now on goes on at once."""
