@@ -105,7 +105,8 @@ def children(pid: int | None = None) -> list[Process]:
 def nurseries(agent: int) -> list[Process]:
     """The children of a launcher that are, or will be, parents of workers.
 
-    Not one that has ended: it has no command line any more. Nor the sentinel of an import: its argument says so.
+    Not those that have ended, which have no command line any more; nor the sentinel of an import, which is
+    known by its argument.
     """
     found = [child for child in children(agent) if not child.command.startswith("[")]
     return [child for child in found if not child.command.rpartition(" ")[2].startswith("!")]
