@@ -13,7 +13,7 @@ from helpers.procs import reap_adopted
 
 pytestmark = pytest.mark.timeout(180)
 
-QUICK = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 5, "connect_timeout": 1}
+QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "connect_timeout": 1}
 
 # Rank 0 serves at the given port, as torch's store does; the last rank fails until the tenth restart.
 MEET = """
@@ -250,7 +250,7 @@ def test_a_killed_agent_comes_back(launch, lost):
 
 @pytest.mark.beyond_torchrun
 def test_the_job_ends_with_the_agent_of_rank_0(launch):
-    nodes = Nodes(launch, 2, conf={**QUICK, "settle": 2, "store_lost_timeout": 1})
+    nodes = Nodes(launch, 2, conf={**QUICK, "settle": 4, "store_lost_timeout": 1})
     first, second = nodes.start(0), nodes.start(1)
     ready(first)
     ready(second)
