@@ -13,7 +13,13 @@ from elasticrs.warm import report
 from elasticrs.warm.report import LeftOut, Ready, Report
 from elasticrs.warm.sources import remember
 
-READY = {"seconds": 4.25, "files": ["/a.py"], "prefixes": ["/lib"], "threads": 1}
+READY = {
+    "seconds": 4.25,
+    "files": ["/a.py"],
+    "prefixes": ["/lib"],
+    "threads": 1,
+    "stamps": {"/a.py": [7, 8], "/b.py": []},
+}
 TOLD = [
     {"importing": "json"},
     {"imported": "json", "seconds": 0.02},
@@ -45,7 +51,7 @@ def test_all_that_was_told():
         LeftOut("broken", "it raises KeyError at import", ["Trace:", "  File", "KeyError: 'X'"]),
         LeftOut("ends", "it ends the process at import (exit code 3)"),
     )
-    ready = Ready(4.25, ("/a.py",), ("/lib",), 1)
+    ready = Ready(4.25, ("/a.py",), ("/lib",), 1, {"/a.py": (7, 8)})
     assert report.read(lines(TOLD)) == Report({"json": 1.0, "torch.nn": 3.21}, left_out, None, ready)
 
 
@@ -82,6 +88,19 @@ def warming():
     made.close()
 
 
+def test_what_a_worker_edits_before_the_agent_looks_is_noticed(warming, tmp_path):
+    reader, _ = warming
+    own = tmp_path / "own.py"
+    own.write_text("VALUE = 1")
+    stamps = {str(own): [own.stat().st_mtime_ns, own.stat().st_size]}
+    own.write_text("VALUE = 'edited'")
+    os.write(
+        reader.report, lines([{"ready": {**READY, "files": [str(own)], "prefixes": [], "stamps": stamps}}])
+    )
+    reader.ended(SimpleNamespace(is_ready=True, hung=False, exitcode=None), 120.0)
+    assert reader.is_outdated()
+
+
 def test_what_the_user_is_told(warming):
     reader, said = warming
 
@@ -98,7 +117,7 @@ def test_what_the_user_is_told(warming):
         "warm: ends was left out: it ends the process at import (exit code 3)",
     ]
     assert reader.is_warm
-    assert reader.found.ready == Ready(4.25, ("/a.py",), ("/lib",), 1)
+    assert reader.found.ready == Ready(4.25, ("/a.py",), ("/lib",), 1, {"/a.py": (7, 8)})
     # Each process has told its own.
     cold = "warm: workers start cold: "
     assert told(TOLD[8:11], hung=True) == [f"{cold}the import of torch.nn did not end within 120 s"]

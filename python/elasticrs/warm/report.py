@@ -5,7 +5,8 @@
     {"importing": name}                                     before each module
     {"imported": name, "seconds": s}                        after it
     {"left_out": name, "why": text, "traceback": text}      in place of that; the traceback may be null
-    {"ready": {"seconds": s, "files": [...], "prefixes": [...], "threads": 1}}      at the end
+    {"ready": {"seconds": s, "files": [...], "prefixes": [...], "stamps": {file: [time, size]}, "threads": 1}}
+                                                            at the end
     {"failed": text, "traceback": text}                     when it cannot go on
     {"ended": how}                                          it has ended, and is started again
 
@@ -51,12 +52,15 @@ class Ready(Value):
         prefixes: folders of the interpreter's library and of installed packages, and no others: an
             application may lie below the folder that the interpreter is installed in, as in ``/usr/src``.
         threads: of the process.
+        stamps: of files outside of ``prefixes``, before any worker could have changed them; see
+            :mod:`elasticrs.warm.sources`.
     """
 
     seconds: float
     files: tuple[str, ...]
     prefixes: tuple[str, ...]
     threads: int
+    stamps: Mapping[str, tuple[int, int]] = fresh(factory=dict)
 
 
 class Report(Value):
@@ -101,7 +105,8 @@ def read(data: bytes) -> Report:
                 importing = None
             case {"ready": {"seconds": float(seconds) | int(seconds), "threads": int(threads), **more}}:
                 importing = None
-                ready = Ready(float(seconds), _texts(more, "files"), _texts(more, "prefixes"), threads)
+                files, prefixes = _texts(more, "files"), _texts(more, "prefixes")
+                ready = Ready(float(seconds), files, prefixes, threads, _stamps(more))
             case {"failed": str(why)}:
                 failed = printable(why), _lines(record)
     return Report(imported, tuple(left_out), importing, ready, failed)
@@ -128,6 +133,16 @@ def _records(data: bytes) -> Iterator[dict[str, Any]]:
 def _texts(values: Mapping[Any, Any], name: str) -> tuple[str, ...]:
     found = values.get(name)
     return tuple(value for value in found if isinstance(value, str)) if isinstance(found, list) else ()
+
+
+def _stamps(values: Mapping[Any, Any]) -> dict[str, tuple[int, int]]:
+    found = values.get("stamps")
+    stamps = {}
+    for path, stamp in found.items() if isinstance(found, dict) else ():
+        match stamp:
+            case [int(time), int(size)]:
+                stamps[path] = time, size
+    return stamps
 
 
 def _lines(record: Mapping[str, Any]) -> list[str]:

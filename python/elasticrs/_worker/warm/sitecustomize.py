@@ -444,9 +444,24 @@ def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     told = sorted(file for file in files if isinstance(file, str) and os.path.isabs(file))
+    installed = tuple(prefix.rstrip(os.sep) + os.sep for prefix in prefixes)
     _report(
-        ready={"seconds": time.monotonic() - begun, "files": told, "prefixes": sorted(prefixes), "threads": 1}
+        ready={
+            "seconds": time.monotonic() - begun,
+            "files": told,
+            "prefixes": sorted(prefixes),
+            "stamps": {file: _stamp(file) for file in told if not file.startswith(installed)},
+            "threads": 1,
+        }
     )
+
+
+def _stamp(file: str) -> list[int]:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return []
+    return [found.st_mtime_ns, found.st_size]
 
 
 def _open_standard_descriptors() -> None:
