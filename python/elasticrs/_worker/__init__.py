@@ -48,7 +48,7 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
-    """The environment of a nursery that imports, and then forks workers; see ``warm/sitecustomize.py``.
+    """The environment of a nursery that imports, and then forks workers; see ``warm/nursery.py``.
 
     Args:
         env: what all workers have in common, from :func:`hook_environment`.

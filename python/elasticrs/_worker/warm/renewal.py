@@ -1,4 +1,4 @@
-"""What a worker makes anew that was forked instead of executed; see ``sitecustomize.py``, which loads it."""
+"""What a worker makes anew that was forked instead of executed; see ``nursery.py``, which loads it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,566 @@
+"""Runs at the start of a warm nursery: imports, then forks workers, which go on as if they had been executed.
+
+The nursery is the workers' own command line with this directory in front of ``PYTHONPATH``. ``site`` imports
+the ``sitecustomize`` there, which becomes this, before the interpreter looks at the script, and a worker is a
+fork that returns from here. So the interpreter itself runs the script, with nothing below it on the stack.
+The file stands alone: elasticrs need not be importable. What it promises:
+
+- **WARM-1** only a clean process forks: one thread, no GPU driver, no child, nothing open that forks would
+  share. A module that leaves such a thing is named, and the program executes itself again without it.
+- **WARM-2** what differs by process is made anew in each worker: environment, standard streams, seeds, keys.
+- **WARM-3** what the imports print is kept, and printed by each worker, as if it had imported itself.
+- **WARM-4** anything unexpected ends the process before it is ready; workers then start cold.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import types
+    from typing import Any, NoReturn
+
+    _Done = dict[str, tuple["str | None", "str | None"]]
+    """What imports have done to the environment: the values before and after, by variable."""
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_HOOK = os.path.join(os.path.dirname(_HERE), "hook")
+
+_SETTINGS = "ELASTICRS_WARM"
+"""JSON: ``modules`` (``a.b`` is imported as by ``import a.b``, ``a.b:c`` as by ``from a.b import c``), and
+``is_explicit``: the user has named them; ``folders``: of modules that must win over others of their name.
+"""
+_CORE = "ELASTICRS_WARM_CORE"
+"""The file of ``elasticrs._core``."""
+_START = "ELASTICRS_NURSERY_START"
+"""What the nursery is told; see ``nursery/launch.rs``, which has it as well."""
+_LINK, _REPORT = 3, 6
+"""The descriptors of the socket to the agent, and of the report; the same."""
+_SINCE = "ELASTICRS_WARM_SINCE"
+"""Where the report begins of those that have ended while they imported, before this one."""
+
+_RESERVED = 256
+"""Workers are given descriptors below this: none that a module opens is among them."""
+
+_QUIET = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Keeps libraries from starting threads when they are imported."""
+
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+_OF_ATTEMPTS = frozenset(
+    b"RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
+    b"MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
+)
+"""What no import may ask for: workers have it, and attempts differ in it."""
+
+_RANK_ZERO = {
+    "lightning.fabric.utilities.rank_zero": "RANK",
+    "lightning_fabric.utilities.rank_zero": "RANK",
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+}
+"""Modules that may, since workers renew what they keep: ``rank_zero_only.rank``."""
+
+_exit, _execv, _execve = os._exit, os.execv, os.execve  # Whatever modules do to `os`.
+
+_AT_FIRST = frozenset(sys.modules)
+"""What the interpreter itself has imported."""
+
+
+def _report(**line: object) -> None:
+    import json
+
+    os.write(_REPORT, json.dumps(line).encode() + b"\n")
+
+
+# --- the guard ---
+
+
+class _ProgramError(BaseException):
+    """A module wants to execute a program in place of this one: that would run the script."""
+
+
+def _refusing(real: Any) -> Any:
+    """In this process, but in no child of it."""
+    pid = os.getpid()
+
+    def execute(*args: object, **named: object) -> None:
+        if os.getpid() == pid:
+            raise _ProgramError
+        real(*args, **named)
+
+    return execute
+
+
+def _open_files() -> dict[int, str]:
+    from contextlib import suppress
+
+    links = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # The listing's own.
+            links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return links
+
+
+def _has_threads() -> bool:
+    import time
+
+    # One that was joined a moment ago may still be listed.
+    for _ in range(20):
+        if len(os.listdir("/proc/self/task")) == 1:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def _temporary_folders() -> list[Any]:
+    """Functions that remove them; the first worker that ends would."""
+    registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
+    # Only the name of a function: what it is called with may take long to be shown.
+    return [end for end in list(registry) if _name_of_function(end) == "TemporaryDirectory._cleanup"]
+
+
+def _name_of_function(finalizer: Any) -> object:
+    found = finalizer.peek()
+    return getattr(found[1], "__qualname__", None) if found else None
+
+
+def _uses_cuda() -> bool:
+    with open("/proc/self/maps") as maps:
+        found = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "/libcuda.so" in line}
+    if not found:
+        return False
+    import ctypes
+
+    count = ctypes.c_int()
+    codes = [ctypes.CDLL(path).cuDeviceGetCount(ctypes.byref(count)) for path in found]
+    return any(code != _NOT_INITIALIZED for code in codes)
+
+
+def _standard_streams() -> list[Any]:
+    return [sys.__stdin__, sys.__stdout__, sys.__stderr__]
+
+
+def _settings(stream: Any) -> dict[str, object]:
+    stream.buffer.fileno()  # Raises if it is closed or detached.
+    return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+
+
+class _Variables(dict):  # type: ignore[type-arg]
+    """The environment while modules are imported: notes what they ask for too early."""
+
+    def __init__(self) -> None:
+        self._environments: list[Any] = [os.environ, os.environb]
+        for name in _OF_ATTEMPTS:
+            os.environb.pop(name, None)
+        self._real = self._environments[0]._data
+        super().__init__(self._real)
+        self.asked: list[str] = []
+        self._use(self)
+
+    def __missing__(self, name: bytes) -> NoReturn:
+        if name in _OF_ATTEMPTS:
+            frame: Any = sys._getframe(1)
+            while frame is not None and frame.f_code.co_name != "<module>":
+                frame = frame.f_back
+            if frame is None or frame.f_globals.get("__name__") not in _RANK_ZERO:
+                self.asked.append(name.decode())
+        raise KeyError(name)
+
+    def end(self) -> None:
+        self._real.clear()
+        self._real.update(self)
+        self._use(self._real)
+
+    def _use(self, data: dict[bytes, bytes]) -> None:
+        for environ in self._environments:
+            environ._data = data
+
+
+class _Surroundings:
+    """What a worker must have as it was before the imports, until its script imports."""
+
+    def __init__(self, folders: list[str]) -> None:
+        import signal
+
+        self._folders, self._known = folders, set(sys.modules)
+        self._place, self._mask = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._umask, self._nice = os.umask(0), os.getpriority(os.PRIO_PROCESS, 0)
+        os.umask(self._umask)
+        self._streams = [_settings(stream) for stream in _standard_streams()]
+        self.variables = _Variables()
+
+    def restore(self) -> str | None:
+        """Restore what has changed, and name it."""
+        import signal
+
+        changed = None
+        if os.umask(self._umask) != self._umask:
+            changed = "the umask"
+        if signal.pthread_sigmask(signal.SIG_SETMASK, self._mask) != self._mask:
+            changed = "the signal mask"
+        # The kernel keeps them over an exec, and gives a fork none.
+        timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+        if [timer for timer in timers if signal.setitimer(timer, 0) != (0.0, 0.0)]:
+            changed = "the interval timers"
+        if os.getpriority(os.PRIO_PROCESS, 0) != self._nice:
+            try:
+                os.setpriority(os.PRIO_PROCESS, 0, self._nice)
+                changed = "the nice value"
+            except PermissionError:  # Workers have it as well, and must not add to it.
+                self._nice = os.getpriority(os.PRIO_PROCESS, 0)
+        if os.getcwd() != self._place:
+            os.chdir(self._place)
+            changed = "the working directory"
+        for stream, settings in zip(_standard_streams(), self._streams, strict=True):
+            if _settings(stream) != settings:
+                stream.reconfigure(**settings)
+                changed = "the standard streams"
+        return changed
+
+    def hidden(self) -> str | None:
+        """What has come in place of a module beside the script, which the script and all others must get."""
+        new = [name for name in sys.modules if name not in self._known]
+        self._known.update(new)
+        return self._beside_script(new)
+
+    def hidden_by_us(self) -> str | None:
+        """The same of what is needed here: from then on workers cannot be warm."""
+        return self._beside_script([name for name in sys.modules if name not in _AT_FIRST])
+
+    def _beside_script(self, names: list[str]) -> str | None:
+        from _frozen_importlib_external import PathFinder
+
+        tops = [name for name in names if "." not in name]
+        found = [
+            name for name in tops if getattr(PathFinder.find_spec(name, self._folders), "has_location", False)
+        ]
+        for folder in self._folders:
+            sys.path_importer_cache.pop(folder, None)
+        return found[0] if found else None
+
+
+def _kept(fd: int) -> str | None:
+    """What forks share of an open descriptor, other than processes that have opened it themselves."""
+    import fcntl
+    import stat
+
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(mode):
+        return "a socket"
+    if stat.S_ISFIFO(mode):
+        return "a pipe"
+    if stat.S_ISREG(mode):
+        return None if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND else "a file"
+    # Epoll and its kind are of no type.
+    return None if stat.S_IFMT(mode) else "a descriptor"
+
+
+def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
+    """What has been left that must not be forked, or is lost by a fork."""
+    opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
+    if _has_threads():
+        return "it starts a thread at import"
+    if _children():
+        return "it starts a process at import"
+    if any(link.startswith(_DEVICES) for link in opened.values()) or _uses_cuda():
+        return "it initialises a GPU driver at import"
+    for kept in map(_kept, opened):
+        if kept is not None:
+            return f"it keeps {kept} open at import"
+    if _temporary_folders():
+        return "it makes a temporary folder at import"
+    if surroundings.variables.asked:
+        return f"it reads {surroundings.variables.asked[0]} at import"
+    changed = surroundings.restore()
+    if changed:
+        return f"it changes {changed} at import"
+    hidden = surroundings.hidden()
+    return hidden and f"it imports {hidden}, which also lies beside the script"
+
+
+# --- the nursery ---
+
+
+def _import(
+    written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
+) -> tuple[str, str | None] | None:
+    """Why the module must be left out, and its traceback if it has raised."""
+    import time
+
+    name, _, attribute = written.partition(":")
+    _report(importing=name)
+    begun, is_there, pid = time.monotonic(), True, os.getpid()
+    try:
+        __import__(name, fromlist=[attribute] if attribute else ())
+    except _ProgramError:
+        return "it executes another program at import", None
+    except BaseException as error:
+        is_there = not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}.")
+        if is_there and not surroundings.variables.asked:
+            import traceback
+
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            return f"it raises {type(error).__name__} at import", text
+    finally:
+        if os.getpid() != pid:
+            _exit(0)  # A fork that the module has let out: there is one nursery.
+    # Of what is missing, parents may be there.
+    why = _why_unclean(before, surroundings)
+    if why is not None:
+        return why, None
+    if is_there:
+        _report(imported=name, seconds=time.monotonic() - begun)
+    elif is_explicit:
+        _report(left_out=name, why="it was not found", traceback=None)
+    return None
+
+
+def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoReturn:
+    import json
+    import signal
+    import time
+
+    for remove in _temporary_folders():
+        remove()
+    # The resource tracker of multiprocessing ends with its pipe, and cleans up.
+    os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
+    end = time.monotonic() + 0.5
+    pids = _children()
+    while pids:
+        for pid in pids:
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.005)
+        pids = _children()
+    os.set_inheritable(_LINK, True)
+    _execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
+
+
+class _Captured:
+    """What is printed on the standard streams meanwhile."""
+
+    def __init__(self) -> None:
+        import fcntl
+
+        self._kept = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _RESERVED) for fd in (1, 2)}
+        for fd in self._kept:
+            memory = os.memfd_create("imports")
+            os.dup2(memory, fd)
+            os.close(memory)
+
+    def end(self) -> dict[int, bytes]:
+        printed = {}
+        for fd, kept in self._kept.items():
+            (sys.stdout if fd == 1 else sys.stderr).flush()
+            printed[fd] = os.pread(fd, os.fstat(fd).st_size, 0)
+            os.dup2(kept, fd)
+            os.close(kept)
+        return printed
+
+
+def _reserve() -> list[int]:
+    null = os.open(os.devnull, os.O_RDONLY)
+    free = [fd for fd in range(3, _RESERVED) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
+    for fd in free:
+        os.dup2(null, fd, inheritable=False)
+    return [null, *free]
+
+
+def _left_out_before(environ: dict[str, str]) -> set[str]:
+    """The modules that a process before this one has left out, and those by which it has ended."""
+    import json
+    from itertools import pairwise
+
+    since = environ.get(_SINCE)
+    if since is None:
+        return set()
+    told = os.pread(_REPORT, os.fstat(_REPORT).st_size - int(since), int(since))
+    records = [json.loads(line) for line in told.splitlines()]
+    ended = {last["importing"] for last, record in pairwise(records) if "ended" in record}
+    return ended | {record["left_out"] for record in records if "left_out" in record}
+
+
+def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
+    """Import everything; what was printed, and what was done to the environment."""
+    import json
+    import time
+
+    begun = time.monotonic()
+    settings = json.loads(environ[_SETTINGS])
+    gone = _left_out_before(environ)
+    names = [name for name in settings["modules"] if name.partition(":")[0] not in gone]
+    is_explicit = settings["is_explicit"]
+    surroundings, reserved, captured = _Surroundings(settings["folders"]), _reserve(), _Captured()
+    before, untouched = _open_files(), dict(os.environ)
+    os.environ.update(_QUIET)
+    python: Any = os
+    python.execv, python.execve = _refusing(_execv), _refusing(_execve)
+    for name in names:
+        found = _import(name, is_explicit, before, surroundings)
+        if found is not None:
+            why, text = found
+            module = name.partition(":")[0]
+            _report(left_out=module, why=why, traceback=text)
+            rest = [other for other in names if other.partition(":")[0] != module]
+            surroundings.restore()
+            captured.end()
+            _begin_again(environ, {**settings, "modules": rest})
+    for name, value in _QUIET.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+            os.environ.update({name: untouched[name]} if name in untouched else {})
+    printed = captured.end()
+    python.execv, python.execve = _execv, _execve
+    surroundings.variables.end()
+    for fd in reserved:
+        os.close(fd)
+    both = {name: (untouched.get(name), os.environ.get(name)) for name in {*untouched, *os.environ}}
+    _tell_ready(begun, surroundings)
+    return printed, {name: change for name, change in both.items() if change[0] != change[1]}
+
+
+def _tell_ready(begun: float, surroundings: _Surroundings) -> None:
+    import site
+    import sysconfig
+    import time
+
+    hidden = surroundings.hidden_by_us()
+    if hidden:
+        _report(failed=f"{hidden} lies beside the script and has the name of a module that --warm needs")
+        _exit(1)
+    paths = sysconfig.get_paths()
+    # Not `data`, below which an application may lie: `/usr` and `/usr/src`.
+    library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
+    prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    told = sorted(file for file in files if isinstance(file, str) and os.path.isabs(file))
+    installed = tuple(prefix.rstrip(os.sep) + os.sep for prefix in prefixes)
+    _report(
+        ready={
+            "seconds": time.monotonic() - begun,
+            "files": told,
+            "prefixes": sorted(prefixes),
+            "stamps": {file: _stamp(file) for file in told if not file.startswith(installed)},
+            "threads": 1,
+        }
+    )
+
+
+def _stamp(file: str) -> list[int]:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return []
+    return [found.st_mtime_ns, found.st_size]
+
+
+def _open_standard_descriptors() -> None:
+    """As Rust's runtime does: a worker has all of them in any case."""
+    fd = os.open(os.devnull, os.O_RDWR)
+    while fd <= 2:
+        os.set_inheritable(fd, True)
+        fd = os.open(os.devnull, os.O_RDWR)
+    os.close(fd)
+
+
+def _core() -> types.ModuleType:
+    from importlib.machinery import ExtensionFileLoader, ModuleSpec
+
+    path = os.environ[_CORE]
+    loader = ExtensionFileLoader("elasticrs._core", path)
+    core = loader.create_module(ModuleSpec("elasticrs._core", loader, origin=path))
+    loader.exec_module(core)
+    return core
+
+
+def _renewal() -> types.ModuleType:
+    from importlib.machinery import SourceFileLoader
+
+    renewal = type(sys)("renewal")
+    SourceFileLoader("renewal", os.path.join(_HERE, "renewal.py")).exec_module(renewal)
+    return renewal
+
+
+def _become_worker(
+    renewal: types.ModuleType,
+    argv: list[bytes],
+    env: list[bytes],
+    arguments: list[str],
+    printed: dict[int, bytes],
+    done: _Done,
+) -> None:
+    renewal.last_collection(_open_files)
+    renewal.main_module()
+    renewal.environment(env, done)
+    renewal.arguments(argv, arguments)
+    renewal.streams(_standard_streams())
+    renewal.seeds(_RANK_ZERO)
+    renewal.blas()
+    renewal.output(printed)
+
+
+def _serve() -> None:
+    """Import, and be the nursery; returns in workers."""
+    environ, arguments = dict(os.environ), list(sys.argv)
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        _open_standard_descriptors()
+        os.execve(sys.executable, sys.orig_argv, environ)
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
+    sys.path_importer_cache.pop(_HERE, None)
+    start = environ[_START]
+    for name in (_SETTINGS, _START, _SINCE):
+        os.environ.pop(name, None)
+    # By its end the agent sees that an import has put another program in place of this one.
+    os.set_inheritable(_LINK, False)
+    entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
+    if entries:
+        os.environ["PYTHONPATH"] = os.pathsep.join(entries)
+    else:
+        del os.environ["PYTHONPATH"]
+    try:
+        core, renewal = _core(), _renewal()
+        core.warm_nursery_begin(start)
+        del os.environ[_CORE]
+        printed, done = _import_all(environ)
+        import gc
+
+        gc.freeze()
+        os.close(_REPORT)
+    except BaseException as error:
+        _report(failed=f"{type(error).__name__}: {error}")
+        raise
+    argv, env = core.warm_nursery_main(start)
+    _become_worker(renewal, argv, env, arguments, printed, done)
+    hooked = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
+    if hooked == _HOOK:
+        sys.path.insert(0, hooked)
+    del sys.modules["sitecustomize"]
+
+
+def _start() -> None:
+    try:
+        _serve()
+    except BaseException:
+        # `site` would go on, and the script would run in a process that is no worker, or half of one.
+        try:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            _exit(1)
+    import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+
+
+if __name__ == "sitecustomize":
+    _start()
