@@ -111,6 +111,53 @@ def test_the_agent_ends_while_it_imports(importing, signum, is_stopped):
     procs.reap_adopted()
 
 
+STUBBORN = """
+import subprocess, sys
+wait = "import signal; signal.signal(2, 1); signal.signal(15, 1); print(flush=True); signal.pause()"
+subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE).stdout.readline()
+"""
+
+# Pid 1 stays when the launcher is gone: its end would be that of all others.
+NAMESPACE = (
+    "unshare",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+    "--",
+    "sh",
+    "-c",
+    '"$@"; read line',
+    "sh",
+)
+
+
+@pytest.mark.privileged
+def test_what_an_import_has_started_ends_with_the_agent_where_its_guard_is_the_newest_process(
+    launch, tmp_path, worker_script
+):
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "slow.py").write_text(STUBBORN + SLOW)
+    os.mkfifo(tmp_path / "go-on")
+    reader, writer = os.pipe()
+    options = ("--warm=slow", worker_script(SHOW))
+    launched = launch(*options, env={"PYTHONPATH": str(library)}, prefix=NAMESPACE, stdin=reader)
+    try:
+        procs.wait_until((tmp_path / "importing").exists)
+        running = {each.command: each.pid for each in launched.descendants()}
+        (child,) = [pid for command, pid in running.items() if "signal.pause" in command]
+        (agent,) = [
+            pid for command, pid in running.items() if re.match(r"\S*python\S* (-\S+ )*-m elasticrs", command)
+        ]
+        send(agent, signal.SIGKILL)
+        procs.assert_gone([child], 20)
+    finally:
+        os.close(writer)
+        os.close(reader)
+        launched.wait()
+
+
 WARM = ("--warm", "json,colorsys")
 
 

@@ -50,3 +50,44 @@ def test_a_cold_restart_says_why(launch, tmp_path):
     why = "no effect: wrapper is a script, which may start Python in another way"
     assert (events[1]["warm"], events[1]["why_cold"]) == (False, why)
     assert re.search(rf"attempt 1 is running, .*\), cold: {why}$", launched.stderr, re.MULTILINE)
+
+
+def library(folder, name, text):
+    """A module that is not beside the script."""
+    (folder / "library").mkdir()
+    (folder / "library" / f"{name}.py").write_text(text)
+    return {"PYTHONPATH": str(folder / "library")}
+
+
+KILLER = """
+import os, signal
+os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_a_nursery_that_dies_before_the_workers_run_is_named(launch, tmp_path, worker_script):
+    env = library(tmp_path, "killer", KILLER)
+    launched = launch("--max-restarts=1", "--warm=killer", worker_script("pass"), env=env).exits(1)
+    assert launched.stderr.count("the nursery died by SIGKILL") == 2, launched.stderr
+
+
+SCARCE = """
+import errno, sys
+forks = []
+def refuse(event, _):
+    if event == "os.fork":
+        forks.append(event)
+        if len(forks) == 4:
+            raise OSError(errno.EAGAIN, "no process is left")
+sys.addaudithook(refuse)
+"""
+
+
+def test_what_failed_before_the_workers_ran_again_is_part_of_their_restart(launch, tmp_path, worker_script):
+    script = worker_script("import os\nos._exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)")
+    options = ("--nproc-per-node=2", "--max-restarts=2", "--warm=scarce", script)
+    launched = launch(*options, env=library(tmp_path, "scarce", SCARCE)).exits(0)
+    told = re.findall(r"attempt (\d) is running, ([\d.]+) ms after .* \((.*)\), warm", launched.stderr)
+    assert [attempt for attempt, _, _ in told] == ["2"], launched.stderr
+    spans = [float(part.split()[1]) for part in told[0][2].split(", ")]
+    assert sum(spans) == pytest.approx(float(told[0][1]), abs=0.5)

@@ -54,7 +54,7 @@ class Story(Observer):
         self._tells_all = owns_process and is_talkative(os.environ.get("LOGLEVEL", ""))
         self._begun_ns = time.monotonic_ns()
         self._failed: tuple[Attempt, AnnounceRestart] | None = None
-        self._failed_ns: int | None = None
+        self._is_restart = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the attempt has it
         """A restart is told when its workers have been started."""
@@ -75,8 +75,7 @@ class Story(Observer):
         if not action.charged:
             self._say(f"port {attempt.plan.master_port} was taken; trying another one (no restart charged)")
             return
-        seen_ns = attempt.stamps.get("failure_seen", attempt.stamps.get("ended"))
-        self._failed_ns = seen_ns
+        self._is_restart = True
         self._say(
             texts.restart_line(
                 self._cause(attempt),
@@ -96,10 +95,10 @@ class Story(Observer):
 
     def running(self, result: JobResult) -> None:
         """The workers run again."""
-        if self._failed_ns is not None:
-            attempt = result.attempts[-1]
-            span = texts.milliseconds(attempt.stamps["started"] - self._failed_ns)
-            self._failed_ns = None
+        attempt = result.attempts[-1]
+        if self._is_restart and attempt.phases:
+            self._is_restart = False
+            span = f"{sum(attempt.phases.values()):.1f} ms"
             how = {None: "", True: ", warm", False: f", cold: {attempt.why_cold}"}[attempt.warm]
             parts = texts.phases(attempt.phases)
             self._say(f"attempt {attempt.name} is running, {span} after the failure was seen{parts}{how}")

@@ -285,8 +285,10 @@ class AttemptTracker:
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
-        failed = next((each for each in reversed(self.result.attempts[:-1]) if "ended" in each.stamps), None)
-        if failed is not None:
+        earlier = [each for each in self.result.attempts[:-1] if "ended" in each.stamps]
+        if earlier:
+            # What has failed since the last one that ran is part of its restart.
+            failed = next((each for each in reversed(earlier) if "started" in each.stamps), earlier[0])
             attempt.phases = phases(failed, attempt)
         self.events.append(machine.Started())
         self.observers.running(self.result)
@@ -375,7 +377,11 @@ class AttemptTracker:
                 outcome = "failed"
         conflict = outcome == "failed" and is_port_conflict(attempt)
         stuck = tuple(event.stuck_ranks)
-        self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
+        if outcome == "lost" and not stuck and "started" not in attempt.stamps:
+            how = texts.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
+            self.not_started(f"the nursery {how}", is_transient=True)
+        else:
+            self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
 
     def _has_silent(self, attempt: Attempt, event: _core.GroupEnded, leftovers: Leftovers) -> bool:
         """Workers that only seemed to succeed have failed: an end in the middle is no result."""
@@ -402,9 +408,9 @@ class AttemptTracker:
 
     def _on_warmed(self, event: _core.Warmed) -> None:
         if self._warming is not None:
-            self._warming.ended(event, self._job.warm_timeout)
             if (attempt := self.attempt) is not None and not {"started", "ended"} & attempt.stamps.keys():
                 attempt.stamps["imported"] = time.monotonic_ns()
+            self._warming.ended(event, self._job.warm_timeout)
 
     def _on_degraded(self, event: _core.Degraded) -> None:
         self._console.say(event.message)

@@ -47,7 +47,7 @@ struct Look {
     unsure: bool,
 }
 
-/// Kills every process that carries the token, wherever it is in the tree: the nursery too, if it lives.
+/// Kills every other process that carries the token, wherever it is in the tree: the nursery too, if it lives.
 ///
 /// For host applications, whose children may not be reaped by anybody else. Two looks in a row that find nobody count
 /// as the end; that is no proof: a process that forks and exits faster than a look can slip through. A look costs
@@ -58,7 +58,7 @@ pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
         let mut look = Look::default();
         for _ in 0..NEWEST_ROUNDS {
             let newest = tree::newest_pid();
-            for pid in (newest - NEWEST..=newest + 1).rev() {
+            for pid in (newest - NEWEST..=newest + 1).rev().filter(|&pid| pid != me) {
                 look.kill_by_token(token, pid, ended);
             }
         }
