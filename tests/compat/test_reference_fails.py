@@ -55,8 +55,8 @@ def agent(start, worker_script):
     endpoint = f"127.0.0.1:{ports.free()}"
     script = worker_script(RANKS)
 
-    def agent(launcher, address, nodes="1:2"):
-        conf = "last_call_timeout=1,read_timeout=3,keep_alive_interval=1"
+    def agent(launcher, address, nodes="1:2", last_call=1, keep_alive=5):
+        conf = f"last_call_timeout={last_call},read_timeout=30,keep_alive_interval={keep_alive}"
         return start(
             launcher,
             f"--nnodes={nodes}",
@@ -111,7 +111,9 @@ def test_under_torchrun_a_newcomer_that_sorts_first_splits_the_job(agent):
 
 @pytest.mark.parametrize("launcher", BOTH)
 def test_a_lost_node_is_noticed(agent, launcher):
-    agents = [agent(launcher, address) for address in ("127.0.0.1", "127.0.0.2")]
+    # Two torchruns may take long until both are there; nobody waits when they are.
+    pace = {"last_call": 1 if launcher == "elasticrs" else 30, "keep_alive": 1}
+    agents = [agent(launcher, address, **pace) for address in ("127.0.0.1", "127.0.0.2")]
     # The first to come hosts the store.
     ups = [each.wait_for_line(r"UP (\d) 2 \S+ \d+ (\d+)") for each in agents]
     lost = 1 if holds_endpoint(agents[0]) else 0

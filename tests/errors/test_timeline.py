@@ -68,14 +68,6 @@ def test_the_phases_of_a_restart_are_all_of_it() -> None:
         "importing": 6.0,
         "starting": 1.99998,
     }
-    # The agent hears of the import when the workers run already.
-    second.stamps |= {"imported": 9_500_000}
-    assert phases(first, second) == {
-        "signalling": 1e-5,
-        "stopping": 1e-5,
-        "rendezvous": 1.0,
-        "importing": 7.99998,
-    }
     # Another node has failed, and the workers' start was not seen.
     first.stamps, second.stamps = {"ended": 40}, {"planned": 1_000_040}
     assert phases(first, second) == {"rendezvous": 1.0}

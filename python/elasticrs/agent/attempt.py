@@ -136,16 +136,12 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
         failed: the attempt that has ended.
         running: the one that runs in its place.
     """
-    imported, started = running.stamps.get("imported"), running.stamps.get("started")
-    if imported is not None and started is not None:
-        # The agent may hear of the import when the core has started the workers.
-        imported = min(imported, started)
     ends = {
         "signalling": failed.stamps.get("siblings_signalled"),
         "stopping": failed.stamps.get("ended"),
         "rendezvous": running.stamps.get("planned"),
-        "importing": imported,
-        "starting": started,
+        "importing": running.stamps.get("imported"),
+        "starting": running.stamps.get("started"),
     }
     found: dict[str, float] = {}
     last = failed.stamps.get("failure_seen", failed.stamps.get("ended"))

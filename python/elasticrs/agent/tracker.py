@@ -283,6 +283,9 @@ class AttemptTracker:
         attempt = self.result.attempts[-1]
         # A group that begins empty gets its workers later.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
+        if "imported" in attempt.stamps:
+            # The agent may have heard of that when the core had started the workers.
+            attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
         earlier = [each for each in self.result.attempts[:-1] if "ended" in each.stamps]
