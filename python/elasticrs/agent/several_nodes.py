@@ -14,12 +14,12 @@ from elasticrs import texts
 from elasticrs.agent import state as machine
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
+from elasticrs.asked import Asked
 from elasticrs.config import SAFETY_TICK
 from elasticrs.plan import Plan
 from elasticrs.ports import agent_hosts_store
 from elasticrs.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
-from elasticrs.rendezvous.elastic.asked import Asked
 from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
 from elasticrs.rendezvous.elastic.meeting_point import node_name

@@ -98,7 +98,7 @@ class Story(Observer):
         attempt = result.attempts[-1]
         if self._is_restart and attempt.phases:
             self._is_restart = False
-            span = f"{sum(attempt.phases.values()):.1f} ms"
+            span = texts.milliseconds(round(1e6 * sum(attempt.phases.values())))
             how = {None: "", True: ", warm", False: f", cold: {attempt.why_cold}"}[attempt.warm]
             parts = texts.phases(attempt.phases)
             self._say(f"attempt {attempt.name} is running, {span} after the failure was seen{parts}{how}")

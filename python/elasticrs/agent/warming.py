@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
 import os
-import signal
 
 from elasticrs import texts
+from elasticrs.asked import Asked
 from elasticrs.warm import report, sources
 from elasticrs.warm.report import Report
 
@@ -45,7 +44,7 @@ class Warming:
         self.why_cold: str | None = None
         self.found = Report()
         self._sources: Sources | None = None
-        self._looking = _thread.allocate_lock()
+        self._looking: Asked | None = None
 
     def ended(self, event: Warmed, limit: float) -> None:
         """The nursery is ready, or has ended before it was.
@@ -89,31 +88,24 @@ class Warming:
 
     def _look(self, look: Callable[[], _T]) -> _T | None:
         """Return what a look at files finds, or ``None`` if it takes too long."""
-        if self._looking.locked():
+        if self._looking is not None and not self._looking.wait(0):
             return None
-        found: list[_T] = []
-
-        def work() -> None:
-            try:
-                found.append(look())
-            finally:
-                self._looking.release()
-
-        self._looking.acquire()
-        # Signals are the main thread's. This one does not keep the process from ending.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            _thread.start_new_thread(work, ())
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if not self._looking.acquire(timeout=_PATIENCE):
+        self._stop_looking()
+        self._looking = asked = Asked(look)
+        if not asked.wait(_PATIENCE):
             self._say(
                 f"warm: the files of imported modules cannot be looked at within {_PATIENCE:g} s: "
                 "an edited one goes unnoticed"
             )
             return None
-        self._looking.release()
-        return found[0] if found else None
+        self._stop_looking()
+        found: _T = asked.take()
+        return found
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.close()
+            self._looking = None
 
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -121,6 +113,7 @@ class Warming:
 
     def close(self) -> None:
         """Release the file. Idempotent."""
+        self._stop_looking()
         if self.report != -1:
             os.close(self.report)
             self.report = -1

@@ -13,6 +13,8 @@ try:
 
     _path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nursery.py")
     _code = SourceFileLoader(__name__, _path).get_code(__name__)
+    if _code is None:
+        raise ImportError(_path)
 except BaseException:
     os._exit(1)
-exec(_code or "", globals())
+exec(_code, globals())

@@ -10,12 +10,12 @@ import os
 from functools import partial
 
 from elasticrs._value import Record
+from elasticrs.asked import Asked
 from elasticrs.clock import Clock
 from elasticrs.coordination import Connected, ConnectionLost
 from elasticrs.native_session import Client, NativeSession, Server
 from elasticrs.rendezvous.elastic import hosting
 from elasticrs.rendezvous.elastic.addresses import is_unspecified, packed
-from elasticrs.rendezvous.elastic.asked import Asked
 from elasticrs.rendezvous.elastic.settings import ThisAgent
 
 TYPE_CHECKING = False

@@ -1,4 +1,4 @@
-"""Questions whose answer may take long, such as those to name servers."""
+"""Questions whose answer may take long, such as those to name servers and network file systems."""
 
 from __future__ import annotations
 
