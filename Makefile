@@ -51,7 +51,7 @@ endif
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(SETUP) ## make .venv with the tools and torch (once; needs Python >= 3.10, Rust, a C linker)
+setup: $(SETUP) ## make .venv with the tools, torch and etcd (once; needs Python >= 3.10, Rust, a C linker)
 
 $(SETUP): pyproject.toml tools/setup.sh tools/install.py
 	@tools/setup.sh

@@ -22,7 +22,7 @@ from helpers.network_fixtures import formed, hosts, impair, multinode, network
 
 __all__ = ["formed", "hosts", "impair", "multinode", "network", "no_leaks"]
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "helpers.etcd_fixtures"]
 
 hypothesis.settings.register_profile("fast", max_examples=50, deadline=None)
 # What has to pass before a change is taken must not depend on luck; new examples are those of the quick runs.

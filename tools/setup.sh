@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv at the root and installs the tools of development and torch into it. Called by `make setup`, which skips it
+# Makes .venv at the root and installs the tools of development, torch and etcd into it. Called by `make setup`, which skips it
 # when nothing has changed. The environment's own settings (PIP_*, cargo's, CC) decide where things come from.
 set -eu
 cd "$(dirname "$0")/.."
@@ -62,10 +62,33 @@ has_working_venv() {
     is_suitable "$venv/bin/python" && "$venv/bin/python" -c 'import pip' 2>/dev/null
 }
 
+# Of the package only the program is taken: installed, it would start a service of the machine.
+install_etcd() {
+    if [ -x "$venv/bin/etcd" ] || command -v etcd >/dev/null 2>&1; then
+        return
+    fi
+    folder=$(mktemp -d)
+    # A package manager may drop its rights to fetch something.
+    chmod 755 "$folder"
+    if (cd "$folder" && fetch_etcd && dpkg-deb --fsys-tarfile ./*.deb | tar -x ./usr/bin/etcd) 2>/dev/null; then
+        mv "$folder/usr/bin/etcd" "$venv/bin/etcd"
+    else
+        echo "setup: no etcd on PATH, and no package etcd-server: tests that need one are skipped" >&2
+    fi
+    rm -rf "$folder"
+}
+
+fetch_etcd() {
+    try="apt-get --quiet=2 -o APT::Sandbox::User=$(id -un) download etcd-server"
+    # In a fresh container apt knows of no packages yet.
+    $try || { apt-get --quiet=2 update && $try; }
+}
+
 check_rust
 check_linker
 has_working_venv || check_python
 [ "$missing" -eq 0 ] || exit 1
 
 has_working_venv || "$python" -m venv --clear "$venv"
+install_etcd
 exec "$venv/bin/python" tools/install.py

@@ -1,0 +1,129 @@
+"""Fixtures for tests with real etcd. Without its program they skip, which fails where all is required."""
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import trustme
+
+from helpers.etcd import Etcd, Files, binary
+
+
+class Site(NamedTuple):
+    """A cluster, and a prefix of its keys that one test has for itself."""
+
+    server: Etcd
+    prefix: str
+
+    @property
+    def endpoint(self) -> str:
+        """For a command line."""
+        return self.server.endpoint
+
+    def keys(self) -> dict[str, bytes]:
+        """What is there, by names without the prefix."""
+        found = self.server.get(self.prefix)
+        return {key.removeprefix(self.prefix): value for key, value in found.items()}
+
+
+def site(server: Etcd, below: str = "/tests/") -> Site:
+    """A new prefix."""
+    return Site(server, f"{below}{uuid.uuid4().hex}")
+
+
+def serving(folder: Path, size: int = 1, files: Files | None = None, *options: str) -> Iterator[Etcd]:
+    """A cluster, while it is in use."""
+    if binary() is None:
+        pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
+    server = Etcd(folder, size, files, options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """One server without TLS, for all tests of this process."""
+    yield from serving(tmp_path_factory.mktemp("etcd"))
+
+
+@pytest.fixture
+def etcd(etcd_server: Etcd) -> Site:
+    """One server; see :class:`Site`."""
+    return site(etcd_server)
+
+
+@pytest.fixture(scope="module")
+def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    yield from serving(tmp_path_factory.mktemp("cluster"), 3)
+
+
+@pytest.fixture
+def etcd_cluster(_cluster: Etcd) -> Iterator[Site]:
+    """Three members; those that a test stops or kills are brought back for the next one."""
+    yield site(_cluster)
+    _cluster.mend()
+
+
+# --- TLS ---
+
+
+class Authority:
+    """A certificate authority of its own, which writes what it issues to files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._ca, self._folder = trustme.CA(), folder
+        self.ca = folder / "ca.pem"
+        self._ca.cert_pem.write_to_path(str(self.ca))
+
+    def issue(self, name: str, *identities: str, **how: Any) -> Files:
+        """A certificate for these addresses and names; ``how`` as in :meth:`trustme.CA.issue_cert`."""
+        issued = self._ca.issue_cert(*(identities or ("127.0.0.1", "localhost", "::1")), **how)
+        files = Files(self.ca, self._folder / f"{name}.pem", self._folder / f"{name}.key")
+        for index, blob in enumerate(issued.cert_chain_pems):
+            blob.write_to_path(str(files.cert), append=index > 0)
+        issued.private_key_pem.write_to_path(str(files.key))
+        return files
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Who has issued the certificates of :func:`etcd_tls`."""
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Another one, which no server knows."""
+    return Authority(tmp_path_factory.mktemp("other_authority"))
+
+
+@pytest.fixture(scope="session")
+def _tls_server(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Etcd]:
+    files = authority.issue("server")
+    yield from serving(tmp_path_factory.mktemp("etcd_tls"), 1, files, "--client-cert-auth")
+
+
+@pytest.fixture
+def etcd_tls(_tls_server: Etcd) -> Site:
+    """One server that wants a certificate of :func:`authority` from its clients; ``server.files`` will do."""
+    return site(_tls_server)
+
+
+# --- authentication ---
+
+
+@pytest.fixture(scope="session")
+def _auth_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    for server in serving(tmp_path_factory.mktemp("etcd_auth")):
+        server.enable_auth("/mine/")
+        yield server
+
+
+@pytest.fixture
+def etcd_auth(_auth_server: Etcd) -> Site:
+    """One server that serves only its ``user``, and that below ``/mine/``."""
+    return site(_auth_server, "/mine/")
