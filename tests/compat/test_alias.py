@@ -28,6 +28,11 @@ def test_a_mistake_is_a_line(run, args):
     assert "install, uninstall or status" in done.stderr
 
 
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_tells_the_actions(run, word):
+    assert "install|uninstall|status" in run("-m", "elasticrs.alias", word).stdout
+
+
 def test_it_costs_nothing_when_it_is_off(installed):
     shown = "import sys; print(*sorted(sys.modules))"
     off = installed("-c", shown, on=False).stdout.split()

@@ -31,6 +31,9 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     args = sys.argv[1:] if args is None else args
     actions: dict[str, Callable[[], int]] = {"install": install, "uninstall": uninstall, "status": status}
+    if list(args) in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if len(args) != 1 or args[0] not in actions:
         got = " ".join(args) or "nothing"
         print(f"elasticrs.alias: got {got}, expected install, uninstall or status", file=sys.stderr)
