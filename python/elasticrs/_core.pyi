@@ -1042,6 +1042,50 @@ class CoordinationClient:
         stall_timeout: float | None = ...,
         supervisor: Supervisor | None = None,
     ) -> CoordinationClient: ...
+    @staticmethod
+    def etcd(
+        endpoints: Sequence[tuple[str, int]],
+        *,
+        prefix: str,
+        ca_cert: str | None,
+        cert: str | None,
+        key: str | None,
+        is_tls: bool,
+        user: str | None,
+        password: str | None,
+        ttl: float,
+        job_lease: tuple[int, float] | None,
+        connect_timeout: float,
+        read_timeout: float,
+        stall_timeout: float | None,
+        supervisor: Supervisor | None,
+    ) -> CoordinationClient:
+        """A session with etcd v3 in place of our own store. It goes on over further connections while its
+        lease lasts, and each request is carried out once.
+
+        Args:
+            endpoints: hosts and ports of the cluster's members.
+            prefix: put before each key, and taken off what comes back. Keys that begin with
+                ``elasticrs-sessions/`` are not for the user.
+            ca_cert: who signs the members' certificates, a file in PEM; ``None``: whoever the system trusts.
+            cert: what this client shows, a file in PEM.
+            key: its private key, a file in PEM.
+            is_tls: speak TLS.
+            user: who this client is.
+            password: proves it.
+            ttl: seconds without a keep-alive after which etcd ends the lease; this side gives it up a fifth
+                of that earlier. At least 2; etcd may make it longer.
+            job_lease: id and seconds of the lease of keys that are put without one: made when it is not
+                there, and kept alive by every session. ``None``: such keys stay for ever.
+            connect_timeout: seconds for names, connections and the beginning of the session, on all endpoints
+                together.
+            read_timeout: seconds for a request, over all attempts.
+            stall_timeout: as of our own store.
+            supervisor: as of our own store.
+
+        Raises:
+            ValueError: no endpoint, a time that is none or too short, half of a pair.
+        """
     @property
     def fd(self) -> int:
         """Readable while :meth:`take` has something."""

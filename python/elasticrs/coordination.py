@@ -240,8 +240,8 @@ class ConnectionLost(Value):
 
     Args:
         kind: ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,
-            ``run``, ``closed``, ``silent``, ``slow``, ``protocol`` or ``limit``; of the rendezvous also
-            ``cannot_host``.
+            ``run``, ``closed``, ``silent``, ``slow``, ``protocol`` or ``limit``; of etcd also ``tls`` and
+            ``denied``, of the rendezvous ``cannot_host``.
         message: one line for the user.
     """
 

@@ -1,15 +1,17 @@
 //! `_core.CoordinationServer` and `_core.CoordinationClient`.
 
 use std::os::fd::AsRawFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::notices::List;
 use elasticrs_store::coordination::client::{Client, Options};
-use elasticrs_store::coordination::events::Event;
+use elasticrs_store::coordination::events::{Event, Events};
 use elasticrs_store::coordination::leases::Leases;
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
+use elasticrs_store::etcd::{client as etcd, tls};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -106,9 +108,31 @@ impl CoordinationServer {
     }
 }
 
+/// One of the stores in which agents may meet.
+enum Engine {
+    Own(Client),
+    Etcd(etcd::Client),
+}
+
+impl Engine {
+    fn events(&self) -> &Events {
+        match self {
+            Self::Own(client) => client.events(),
+            Self::Etcd(client) => client.events(),
+        }
+    }
+
+    fn close(&self) {
+        match self {
+            Self::Own(client) => client.close(),
+            Self::Etcd(client) => client.close(),
+        }
+    }
+}
+
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct CoordinationClient {
-    inner: Client,
+    inner: Engine,
     home: Home,
 }
 
@@ -154,7 +178,52 @@ impl CoordinationClient {
         let inner = py
             .detach(|| Client::start(&home, options, guard))
             .map_err(|error| os_error(&error, "make a client of the store"))?;
-        Ok(Self { inner, home })
+        Ok(Self { inner: Engine::Own(inner), home })
+    }
+
+    #[staticmethod]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
+    #[pyo3(signature = (
+        endpoints, *, prefix, ca_cert, cert, key, is_tls, user, password, ttl, job_lease, connect_timeout, read_timeout,
+        stall_timeout, supervisor
+    ))]
+    fn etcd(
+        py: Python<'_>,
+        endpoints: Vec<(String, u16)>,
+        prefix: String,
+        ca_cert: Option<PathBuf>,
+        cert: Option<PathBuf>,
+        key: Option<PathBuf>,
+        is_tls: bool,
+        user: Option<String>,
+        password: Option<String>,
+        ttl: f64,
+        job_lease: Option<(i64, f64)>,
+        connect_timeout: f64,
+        read_timeout: f64,
+        stall_timeout: Option<f64>,
+        supervisor: Option<Py<Supervisor>>,
+    ) -> PyResult<Self> {
+        if endpoints.is_empty() {
+            return Err(PyValueError::new_err("at least one endpoint is needed"));
+        }
+        let options = etcd::Options {
+            endpoints,
+            prefix,
+            tls: if is_tls { Some(tls::Files { ca_cert, client: both((cert, key), "cert", "key")? }) } else { None },
+            user: both((user, password), "user", "password")?,
+            ttl: at_least(ttl, 2.0, "ttl")?,
+            job_lease: job_lease.map(|(id, ttl)| Ok::<_, PyErr>((id, at_least(ttl, 2.0, "ttl")?))).transpose()?,
+            connect_timeout: duration(connect_timeout, "connect_timeout")?,
+            read_timeout: duration(read_timeout, "read_timeout")?,
+            stall_timeout: stall_timeout.map(|seconds| duration(seconds, "stall_timeout")).transpose()?,
+        };
+        let guard = lease::guard(supervisor.as_ref());
+        let home = Home::new(supervisor)?;
+        let inner = py
+            .detach(|| etcd::Client::start(&home, options, guard))
+            .map_err(|error| os_error(&error, "make a client of etcd"))?;
+        Ok(Self { inner: Engine::Etcd(inner), home })
     }
 
     #[getter]
@@ -200,19 +269,30 @@ impl CoordinationClient {
             then: then.iter().map(op).collect::<PyResult<_>>()?,
             otherwise: otherwise.iter().map(op).collect::<PyResult<_>>()?,
         };
-        self.inner.txn(tag, txn).map_err(|error| PyValueError::new_err(error.to_string()))
+        let sent = match &self.inner {
+            Engine::Own(client) => client.txn(tag, txn),
+            Engine::Etcd(client) => client.txn(tag, txn),
+        };
+        sent.map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     #[pyo3(signature = (tag, prefix, *, exact=false, snapshot=false, from_revision=None))]
     fn watch(&self, tag: u64, prefix: &str, exact: bool, snapshot: bool, from_revision: Option<u64>) -> PyResult<()> {
         let watch = Watch { prefix: key(prefix)?, exact };
-        let sent = self.inner.watch(tag, watch, snapshot, from_revision);
+        let sent = match &self.inner {
+            Engine::Own(client) => client.watch(tag, watch, snapshot, from_revision),
+            Engine::Etcd(client) => client.watch(tag, watch, snapshot, from_revision),
+        };
         sent.map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     #[pyo3(signature = (prefix, *, exact=false))]
     fn unwatch(&self, prefix: &str, exact: bool) -> PyResult<()> {
-        let sent = self.inner.unwatch(Watch { prefix: key(prefix)?, exact });
+        let watch = Watch { prefix: key(prefix)?, exact };
+        let sent = match &self.inner {
+            Engine::Own(client) => client.unwatch(watch),
+            Engine::Etcd(client) => client.unwatch(watch),
+        };
         sent.map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
@@ -223,6 +303,22 @@ impl CoordinationClient {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.home.close(py, || self.inner.close())
     }
+}
+
+/// Two values of which neither makes sense without the other.
+fn both<A, B>(values: (Option<A>, Option<B>), one: &str, other: &str) -> PyResult<Option<(A, B)>> {
+    match values {
+        (Some(a), Some(b)) => Ok(Some((a, b))),
+        (None, None) => Ok(None),
+        _ => Err(PyValueError::new_err(format!("{one} and {other} go together: one of them is missing"))),
+    }
+}
+
+fn at_least(seconds: f64, least: f64, name: &str) -> PyResult<Duration> {
+    if seconds < least {
+        return Err(PyValueError::new_err(format!("{name} must be at least {least} seconds, got {seconds}")));
+    }
+    duration(seconds, name)
 }
 
 fn server_error(error: &ServerError) -> PyErr {

@@ -97,7 +97,7 @@ impl Drop for Client {
 }
 
 /// Tells of the end even when the runtime ends, or the task panics.
-struct Ending(Arc<Events>);
+pub(crate) struct Ending(pub(crate) Arc<Events>);
 
 impl Drop for Ending {
     fn drop(&mut self) {

@@ -35,13 +35,13 @@ pub struct Options {
 
 /// Why there is no session, or no longer.
 #[derive(Debug)]
-pub(super) struct Lost {
-    pub(super) kind: LostKind,
-    pub(super) message: String,
+pub(crate) struct Lost {
+    pub(crate) kind: LostKind,
+    pub(crate) message: String,
 }
 
 impl Lost {
-    pub(super) fn new(kind: LostKind, message: impl Into<String>) -> Self {
+    pub(crate) fn new(kind: LostKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into() }
     }
 }
@@ -92,9 +92,14 @@ enum Stage {
     Handshake(SocketAddr),
 }
 
+impl Options {
+    pub(super) fn endpoint(&self) -> String {
+        endpoint(&self.host, self.port)
+    }
+}
+
 /// Host and port as users write them.
-pub(super) fn endpoint(options: &Options) -> String {
-    let Options { host, port, .. } = options;
+pub(crate) fn endpoint(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
@@ -103,7 +108,7 @@ pub(super) async fn open(options: &Options) -> Result<Opened, Lost> {
     let stage = Cell::new(Stage::Resolve);
     let opened = timeout(options.connect_timeout, open_within(options, &stage)).await;
     opened.unwrap_or_else(|_| {
-        let (at, seconds) = (endpoint(options), options.connect_timeout.as_secs_f64());
+        let (at, seconds) = (options.endpoint(), options.connect_timeout.as_secs_f64());
         Err(match stage.get() {
             Stage::Resolve => {
                 Lost::new(LostKind::Resolve, format!("the name `{}` was not resolved within {seconds} s", options.host))
@@ -125,10 +130,11 @@ pub(super) async fn open(options: &Options) -> Result<Opened, Lost> {
 }
 
 async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, Lost> {
-    let addresses = resolve(options).await?;
-    let (stream, peer) = connect(options, &addresses, stage).await?;
+    let addresses = resolve(&options.host, options.port).await?;
+    let begun = |address| stage.set(Stage::Connect(address));
+    let (stream, peer) = connect(&options.endpoint(), &addresses, options.connect_timeout, begun).await?;
     stage.set(Stage::Handshake(peer));
-    let broken = |error: &io::Error| Lost::new(LostKind::Closed, format!("lost {}: {error}", endpoint(options)));
+    let broken = |error: &io::Error| Lost::new(LostKind::Closed, format!("lost {}: {error}", options.endpoint()));
     // Without it small messages would wait; that it can fail is no reason to do without a session.
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
@@ -150,14 +156,13 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
 }
 
 /// All addresses of the host.
-async fn resolve(options: &Options) -> Result<Vec<SocketAddr>, Lost> {
-    let Options { host, port, .. } = options;
+pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Lost> {
     if let Ok(address) = host.parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(address, *port)]);
+        return Ok(vec![SocketAddr::new(address, port)]);
     }
     let unresolved = |why: String| Lost::new(LostKind::Resolve, format!("could not resolve the name `{host}`: {why}"));
     let (found, answer) = tokio::sync::oneshot::channel();
-    let name = (host.clone(), *port);
+    let name = (host.to_owned(), port);
     // A thread of its own, that nobody waits for: a resolver may hang for longer than anybody wants to.
     let started = threads::start(Builder::new().name("elasticrs-dns".into()), move || {
         // Nobody listens when the time was over.
@@ -172,19 +177,20 @@ async fn resolve(options: &Options) -> Result<Vec<SocketAddr>, Lost> {
     }
 }
 
-/// The first address that answers.
-async fn connect(
-    options: &Options,
+/// The first address that answers, within `patience` for all; `begun` hears of each.
+pub(crate) async fn connect(
+    at: &str,
     addresses: &[SocketAddr],
-    stage: &Cell<Stage>,
+    patience: Duration,
+    begun: impl Fn(SocketAddr),
 ) -> Result<(TcpStream, SocketAddr), Lost> {
     // An address that does not answer must leave time for those after it.
-    let share = options.connect_timeout / u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
+    let share = patience / u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
     let share = if addresses.len() == 1 { Duration::MAX } else { share };
     let mut kinds = Vec::new();
     let mut said = Vec::new();
     for address in addresses {
-        stage.set(Stage::Connect(*address));
+        begun(*address);
         let (kind, why) = match timeout(share, TcpStream::connect(address)).await {
             Ok(Ok(stream)) => return Ok((stream, *address)),
             Ok(Err(error)) => (kind_of(&error), plain(&error)),
@@ -195,7 +201,7 @@ async fn connect(
     }
     // A refusal comes from a living host: it says more than silence.
     let kind = kinds.iter().find(|kind| **kind == LostKind::Refused).or(kinds.first()).copied();
-    let message = format!("could not connect to {} ({})", endpoint(options), said.join("; "));
+    let message = format!("could not connect to {at} ({})", said.join("; "));
     Err(Lost::new(kind.unwrap_or(LostKind::Resolve), message))
 }
 
@@ -211,7 +217,7 @@ fn kind_of(error: &io::Error) -> LostKind {
 }
 
 /// What the kernel says, without the number.
-pub(super) fn plain(error: &io::Error) -> String {
+pub(crate) fn plain(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(errno) => nix::errno::Errno::from_raw(errno).desc().to_lowercase(),
         None => error.to_string(),
@@ -265,7 +271,7 @@ impl Greeter<'_> {
     }
 
     fn said(&self, kind: LostKind, what: &str) -> Lost {
-        Lost::new(kind, format!("the store at {} {what}", endpoint(self.options)))
+        Lost::new(kind, format!("the store at {} {what}", self.options.endpoint()))
     }
 
     async fn prove(&self, challenge: Option<&Digest>) -> Result<(), Lost> {
@@ -312,7 +318,7 @@ impl Greeter<'_> {
                     // Another program, or a proxy in front of a store that does not run yet: that one is worth waiting for.
                     let what =
                         "closed the connection during the handshake: another program, or a proxy without a store";
-                    return Err(Lost::new(LostKind::Closed, format!("{} {what}", endpoint(self.options))));
+                    return Err(Lost::new(LostKind::Closed, format!("{} {what}", self.options.endpoint())));
                 }
                 Ok(0) => return Err(self.said(LostKind::Closed, "closed the connection")),
                 Ok(length) => self.frames.feed(&chunk[..length]),
@@ -327,7 +333,7 @@ impl Greeter<'_> {
 const TCP_STORE: &str = "it is a TCPStore of torch";
 
 fn not_ours(options: &Options, why: &str) -> Lost {
-    let message = format!("port {} is used by another program, at {}: {why}", options.port, endpoint(options));
+    let message = format!("port {} is used by another program, at {}: {why}", options.port, options.endpoint());
     Lost::new(LostKind::NotOurs, message)
 }
 

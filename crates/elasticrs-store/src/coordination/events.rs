@@ -58,14 +58,14 @@ pub struct Events {
     /// Users that wait at this moment.
     waiting: AtomicUsize,
     /// Wakes the client's task: the session was ended from this side, or there is room for events again.
-    pub(super) wake_task: Notify,
+    pub(crate) wake_task: Notify,
 }
 
 /// Bytes of events that may wait for the user; one message may go beyond.
 const MAX_UNTAKEN: usize = 64 << 20;
 
 /// What the user is told when the store did not answer in time.
-pub(super) const SILENT: &str = "the store did not answer keep-alives in time: its host or the network may be down";
+pub(crate) const SILENT: &str = "the store did not answer keep-alives in time: its host or the network may be down";
 
 impl Events {
     /// An empty list.
@@ -85,7 +85,7 @@ impl Events {
     }
 
     /// Adds an event that came in so many bytes, unless the session is over.
-    pub(super) fn push(&self, event: Event, bytes: usize) {
+    pub(crate) fn push(&self, event: Event, bytes: usize) {
         let mut state = lock(&self.state);
         if state.is_over {
             return;
@@ -97,12 +97,12 @@ impl Events {
     }
 
     /// Whether the user has left so much lying that no more is read.
-    pub(super) fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         lock(&self.state).bytes > MAX_UNTAKEN
     }
 
     /// A keep-alive was answered: the session holds until `deadline`.
-    pub(super) fn renewed(&self, deadline: u64, sent: u64, received: u64, wall: Option<u64>) {
+    pub(crate) fn renewed(&self, deadline: u64, sent: u64, received: u64, wall: Option<u64>) {
         let mut state = lock(&self.state);
         state.deadline = Some(deadline);
         if let Some(wall) = wall {
@@ -111,12 +111,12 @@ impl Events {
     }
 
     /// Whether nothing more will come.
-    pub(super) fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         lock(&self.state).is_over
     }
 
     /// No more events: the user has closed the client.
-    pub(super) fn finish(&self) {
+    pub(crate) fn finish(&self) {
         lock(&self.state).is_over = true;
         // Whoever waits has nothing to wait for.
         self.wake.set();
@@ -177,7 +177,7 @@ impl Events {
     }
 
     /// Whether the user has not asked for so long, and does not wait either.
-    pub(super) fn is_stalled(&self, limit: Option<Duration>) -> bool {
+    pub(crate) fn is_stalled(&self, limit: Option<Duration>) -> bool {
         let Some(limit) = limit else { return false };
         let since = boot_now().saturating_sub(self.asked.load(Ordering::Relaxed));
         self.waiting.load(Ordering::Relaxed) == 0 && u128::from(since) > limit.as_nanos()

@@ -11,7 +11,7 @@
 
 mod auth;
 pub mod client;
-mod connect;
+pub(crate) mod connect;
 mod connection;
 pub mod events;
 pub mod guard;
@@ -20,7 +20,7 @@ pub mod leases;
 mod memory;
 mod offset;
 mod outbox;
-mod probe;
+pub(crate) mod probe;
 pub mod protocol;
 pub mod server;
 mod session;

@@ -15,7 +15,7 @@ const QUESTION: [u8; 6] = [0, 0xce, 0xf7, 0x85, 0x3c, 7];
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Whether a `TCPStore` of torch (or of an agent, for its workers) listens there.
-pub(super) async fn is_tcp_store(address: SocketAddr) -> bool {
+pub(crate) async fn is_tcp_store(address: SocketAddr) -> bool {
     matches!(timeout(PATIENCE, number_of_keys(address)).await, Ok(Ok(0..=0xffff_ffff)))
 }
 

@@ -12,7 +12,7 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::yield_now;
 
-use super::connect::{Lost, Opened, Options, deadline, endpoint, plain};
+use super::connect::{Lost, Opened, Options, deadline, plain};
 use super::events::{Event, Events, SILENT};
 use super::guard::Guard;
 use super::protocol::{Answer, Pace, Request};
@@ -154,7 +154,7 @@ impl<'a> Session<'a> {
         } else if self.events.is_full() {
             Lost::new(LostKind::Slow, "this program does not read its events")
         } else {
-            Lost::new(LostKind::Silent, format!("{SILENT} ({})", endpoint(self.options)))
+            Lost::new(LostKind::Silent, format!("{SILENT} ({})", self.options.endpoint()))
         }
         .into())
     }
@@ -223,7 +223,7 @@ impl<'a> Session<'a> {
         match self.stream.try_read(&mut self.chunk) {
             Ok(0) => Err(Lost::new(
                 LostKind::Closed,
-                format!("the store at {} closed the connection", endpoint(self.options)),
+                format!("the store at {} closed the connection", self.options.endpoint()),
             )
             .into()),
             Ok(length) => {
@@ -236,7 +236,7 @@ impl<'a> Session<'a> {
     }
 
     fn broken(&self, error: &io::Error) -> Ended {
-        let message = format!("the connection to the store at {} broke: {}", endpoint(self.options), plain(error));
+        let message = format!("the connection to the store at {} broke: {}", self.options.endpoint(), plain(error));
         Lost::new(LostKind::Closed, message).into()
     }
 
@@ -263,7 +263,7 @@ impl<'a> Session<'a> {
             Answer::Changes { revision, changes } => self.events.push(Event::Changes { revision, changes }, length),
             Answer::Alive { sent, wall_ns, pace } => self.alive(sent, wall_ns, pace)?,
             Answer::Refused { kind, message } => {
-                let at = endpoint(self.options);
+                let at = self.options.endpoint();
                 return Err(Lost::new(kind, format!("the store at {at} ended the session: {message}")).into());
             }
             Answer::Welcome { .. } | Answer::Ready { .. } => {

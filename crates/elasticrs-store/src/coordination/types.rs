@@ -130,6 +130,10 @@ named_enum! {
         Protocol = "protocol",
         /// A limit of the store was reached.
         Limit = "limit",
+        /// No encrypted connection: a certificate, or a side that speaks no TLS. Of etcd alone.
+        Tls = "tls",
+        /// The store does not let this user in, or not at these keys. Of etcd alone.
+        Denied = "denied",
     }
 }
 

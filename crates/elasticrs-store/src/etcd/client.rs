@@ -1,0 +1,215 @@
+//! The client: one session with its lease, over as many connections as it takes. After its end, make a new one.
+
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Duration;
+
+use elasticrs_runtime::runtime::Spawn;
+use elasticrs_runtime::threads::ask;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use super::dial::Credentials;
+use super::mapping::unsigned;
+use super::open::{Opened, open};
+use super::session::{Ended, Session};
+use super::tls;
+use crate::coordination::client::{Ending, TooLarge};
+use crate::coordination::connect::Lost;
+use crate::coordination::events::{Event, Events};
+use crate::coordination::guard::Guard;
+use crate::coordination::protocol::WatchFrom;
+use crate::coordination::types::{Compare, LostKind, Op, Txn, Watch};
+use crate::coordination::wire::MAX_REQUEST;
+
+/// Where a client connects, as whom, and how patient it is.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Hosts and ports of the members.
+    pub endpoints: Vec<(String, u16)>,
+    /// Put before each key.
+    pub prefix: String,
+    /// `None`: no TLS.
+    pub tls: Option<tls::Files>,
+    /// Name and password.
+    pub user: Option<(String, String)>,
+    /// How long the lease lives without a keep-alive; etcd may make it longer.
+    pub ttl: Duration,
+    /// The lease of keys that outlive the session, and how long it lives.
+    pub job_lease: Option<(i64, Duration)>,
+    /// For names, connections and the beginning of the session, on all endpoints together.
+    pub connect_timeout: Duration,
+    /// For a request, over all attempts.
+    pub read_timeout: Duration,
+    /// Keep-alives stop when the user has not asked for events for so long; `None`: never.
+    pub stall_timeout: Option<Duration>,
+}
+
+/// What the user of a client asks of its task.
+pub(super) enum Command {
+    Txn { tag: u64, txn: Txn },
+    Watch { tag: u64, watch: WatchFrom },
+    Unwatch(Watch),
+    Close(SyncSender<()>),
+}
+
+/// A session with etcd. Dropping it closes it.
+#[derive(Debug)]
+pub struct Client {
+    commands: UnboundedSender<Command>,
+    events: Arc<Events>,
+}
+
+impl Client {
+    /// Begins to connect. [`Event::Connected`] or [`Event::Lost`] follows.
+    pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
+        let events = Arc::new(Events::new()?);
+        let (commands, inbox) = unbounded_channel();
+        let told = Arc::clone(&events);
+        // Here, as reading files may take long.
+        let credentials = credentials(&options);
+        let is_running = runtime.spawn(Box::new(move || {
+            let ending = Ending(told);
+            Box::pin(async move {
+                match credentials {
+                    Ok(credentials) => run(&options, &credentials, &ending.0, guard.as_ref(), inbox).await,
+                    Err(message) => ending.0.push(Event::Lost { kind: LostKind::Tls, message }, 0),
+                }
+            })
+        }));
+        if !is_running {
+            drop(Ending(Arc::clone(&events)));
+        }
+        Ok(Self { commands, events })
+    }
+
+    /// What happens.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Sends a transaction; its reply carries the tag.
+    pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), TooLarge> {
+        self.send(Command::Txn { tag, txn })
+    }
+
+    /// Begins a watch; its reply carries the tag.
+    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), TooLarge> {
+        self.send(Command::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
+    }
+
+    /// Ends a watch; what is on its way still comes.
+    pub fn unwatch(&self, watch: Watch) -> Result<(), TooLarge> {
+        self.send(Command::Unwatch(watch))
+    }
+
+    fn send(&self, command: Command) -> Result<(), TooLarge> {
+        let size = match &command {
+            Command::Txn { txn, .. } => size(txn),
+            // A key or prefix.
+            Command::Watch { .. } | Command::Unwatch(_) | Command::Close(_) => 0,
+        };
+        if size > MAX_REQUEST {
+            return Err(TooLarge(size));
+        }
+        // A session that is over answers nothing; its end is among the events.
+        let _ = self.commands.send(command);
+        Ok(())
+    }
+
+    /// Ends the session and its lease, after what was asked before; no event follows. Blocks until that is done, or
+    /// a moment when etcd does not answer.
+    pub fn close(&self) {
+        // One that has ended has nothing left to close.
+        ask(&self.commands, Command::Close);
+        self.events.finish();
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let (reply, _) = sync_channel(1);
+        // As in `close`, without waiting.
+        let _ = self.commands.send(Command::Close(reply));
+    }
+}
+
+/// How much of a request is the user's: etcd's own limit is half as much again.
+fn size(txn: &Txn) -> usize {
+    let compares = txn.compares.iter().map(|compare| match compare {
+        Compare::Exists(key) | Compare::Missing(key) | Compare::Create(key, _) | Compare::Mod(key, _) => key.len(),
+        Compare::Value(key, value) => key.len() + value.len(),
+    });
+    let ops = txn.then.iter().chain(&txn.otherwise).map(|op| match op {
+        // Told twice, for a key that is there and for one that is not.
+        Op::Put { key, value, leased } => (key.len() + value.len()) * if *leased { 1 } else { 2 },
+        Op::Delete(key)
+        | Op::DeletePrefix(key)
+        | Op::Get(key)
+        | Op::Range { prefix: key, .. }
+        | Op::Predecessor { key, .. } => key.len(),
+    });
+    compares.chain(ops).sum()
+}
+
+fn credentials(options: &Options) -> Result<Credentials, String> {
+    let tls = options.tls.as_ref().map(tls::config).transpose()?;
+    Ok(Credentials { tls, user: options.user.clone() })
+}
+
+async fn run(
+    options: &Options,
+    credentials: &Credentials,
+    events: &Events,
+    guard: &dyn Guard,
+    mut inbox: UnboundedReceiver<Command>,
+) {
+    let mut early = Vec::new();
+    let opened = tokio::select! {
+        opened = open(options, credentials) => opened,
+        closed = until_close(&mut inbox, &mut early) => {
+            events.finish();
+            // Nobody waits when the client was dropped; nor below.
+            let _ = closed.map(|reply| reply.send(()));
+            return;
+        }
+    };
+    let ended = match opened {
+        Ok(opened) => {
+            tell_connected(events, &opened);
+            let (session, link) = Session::new(options, credentials, opened, events, guard);
+            session.run(link, early, &mut inbox).await
+        }
+        Err(lost) => Ended::Lost(lost),
+    };
+    match ended {
+        Ended::Lost(Lost { kind, message }) => events.push(Event::Lost { kind, message }, 0),
+        Ended::Closed(reply) => {
+            guard.closed();
+            events.finish();
+            let _ = reply.map(|reply| reply.send(()));
+        }
+    }
+}
+
+fn tell_connected(events: &Events, opened: &Opened) {
+    let connected = Event::Connected {
+        revision: unsigned(opened.marker),
+        session: unsigned(opened.keys.lease),
+        ttl: opened.ttl,
+        interval: opened.interval(),
+        local_address: opened.link.local.ip().to_string(),
+        peer_address: opened.link.peer.ip().to_string(),
+    };
+    events.push(connected, 0);
+}
+
+/// Keeps requests until they can be sent; returns when the user has closed the client.
+async fn until_close(inbox: &mut UnboundedReceiver<Command>, early: &mut Vec<Command>) -> Option<SyncSender<()>> {
+    loop {
+        match inbox.recv().await {
+            Some(Command::Close(reply)) => return Some(reply),
+            Some(command) => early.push(command),
+            None => return None,
+        }
+    }
+}

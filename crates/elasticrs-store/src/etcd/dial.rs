@@ -1,0 +1,317 @@
+//! From an endpoint to a connection on which calls can be made.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::client::{Builder, SendRequest};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::pki_types::ServerName;
+use tokio_rustls::rustls::{ClientConfig, Error as TlsError};
+
+use super::grpc::{CallError, Channel, code};
+use super::messages::{AuthenticateRequest, AuthenticateResponse};
+use super::tls::explain;
+use crate::coordination::connect::{Lost, connect, endpoint, plain, resolve};
+use crate::coordination::probe::is_tcp_store;
+use crate::coordination::types::LostKind;
+
+/// Who we are to the servers.
+#[derive(Debug, Clone)]
+pub(super) struct Credentials {
+    pub(super) tls: Option<Arc<ClientConfig>>,
+    /// Name and password.
+    pub(super) user: Option<(String, String)>,
+}
+
+/// A connection to one member.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) channel: Channel,
+    /// As users write it.
+    pub(super) at: String,
+    pub(super) local: SocketAddr,
+    pub(super) peer: SocketAddr,
+    /// Moves the bytes; ends with the connection, which ends with this.
+    driver: JoinSet<Result<(), h2::Error>>,
+    opening: Rc<RefCell<Vec<u8>>>,
+}
+
+impl Link {
+    /// Why the connection has ended, when it has.
+    pub(super) async fn ended(&mut self) -> Lost {
+        let why = match self.driver.join_next().await {
+            Some(Ok(Err(error))) => {
+                let inner = error.get_io().and_then(io::Error::get_ref);
+                if let Some(error) = inner.and_then(|inner| inner.downcast_ref::<TlsError>()) {
+                    return tls_lost(&self.at, error);
+                }
+                error.get_io().map_or_else(|| error.to_string(), plain)
+            }
+            Some(Ok(Ok(()))) | None => "it was closed".into(),
+            Some(Err(error)) => error.to_string(),
+        };
+        Lost::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
+    }
+
+    /// Ends the connection, and waits until it has ended.
+    pub(super) async fn close(mut self) {
+        self.driver.shutdown().await;
+    }
+
+    /// Why a first call on this connection failed: it may be a stranger.
+    pub(super) async fn judge(&mut self, error: CallError) -> Trouble {
+        let CallError::Broken(_) = error else { return Trouble::of(error, &self.at) };
+        // The connection's own words are better than those of a call on it.
+        let lost = timeout(LAST_WORDS, self.ended()).await;
+        let stranger = stranger(&self.opening.borrow());
+        match (lost, stranger) {
+            (_, Some(why)) => Trouble::Fatal(not_ours(&self.at, why)),
+            (Ok(lost), None) if lost.kind == LostKind::Tls => Trouble::Fatal(lost),
+            (Ok(lost), None) => Trouble::Again(lost),
+            (Err(_), None) => Trouble::of(error, &self.at),
+        }
+    }
+}
+
+/// How long a broken connection may take to say why.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+
+/// Why something did not succeed.
+#[derive(Debug)]
+pub(super) enum Trouble {
+    /// It may, later or elsewhere.
+    Again(Lost),
+    Fatal(Lost),
+}
+
+impl Trouble {
+    pub(super) fn lost(self) -> Lost {
+        let (Self::Again(lost) | Self::Fatal(lost)) = self;
+        lost
+    }
+
+    /// What a failed call means.
+    pub(super) fn of(error: CallError, at: &str) -> Self {
+        let (code, message) = match error {
+            CallError::Broken(why) => {
+                return Self::Again(Lost::new(
+                    LostKind::Closed,
+                    format!("the connection to etcd at {at} broke: {why}"),
+                ));
+            }
+            CallError::Foreign(why) => return Self::Fatal(not_ours(at, &why)),
+            CallError::Status { code, message } => (code, message),
+        };
+        let message = message.trim_start_matches("etcdserver: ");
+        let is_retried = message.contains("auth store is old") || message.contains("too many requests");
+        let kind = match code {
+            _ if is_retried => LostKind::Timeout,
+            code::PERMISSION_DENIED | code::UNAUTHENTICATED => LostKind::Denied,
+            code::INVALID_ARGUMENT if message.contains("user") || message.contains("authentication") => {
+                LostKind::Denied
+            }
+            code::INVALID_ARGUMENT if message.contains("too large") || message.contains("too many") => LostKind::Limit,
+            code::RESOURCE_EXHAUSTED => LostKind::Limit,
+            code::UNIMPLEMENTED => return Self::Fatal(not_ours(at, "it does not know etcd's API v3")),
+            code::INVALID_ARGUMENT | code::NOT_FOUND | code::FAILED_PRECONDITION | code::OUT_OF_RANGE => {
+                LostKind::Protocol
+            }
+            // No leader, a new leader, too slow, stopping, and what no version has said so far.
+            _ => LostKind::Timeout,
+        };
+        let lost = Lost::new(kind, format!("etcd at {at}: {message}"));
+        // A token may have run out: a new connection gets a new one.
+        if kind == LostKind::Timeout || code == code::UNAUTHENTICATED { Self::Again(lost) } else { Self::Fatal(lost) }
+    }
+}
+
+/// How far a connection has come, for the message when the time is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    Resolve,
+    Connect,
+    Tls(SocketAddr),
+    /// Calls are made.
+    Calls(SocketAddr),
+}
+
+/// Connects to an endpoint, within `patience`.
+pub(super) async fn dial(
+    (host, port): &(String, u16),
+    credentials: &Credentials,
+    patience: Duration,
+    stage: &Cell<Stage>,
+) -> Result<Link, Trouble> {
+    let at = endpoint(host, *port);
+    stage.set(Stage::Resolve);
+    let addresses = resolve(host, *port).await.map_err(Trouble::Again)?;
+    stage.set(Stage::Connect);
+    let connected = connect(&at, &addresses, patience, |_| ()).await;
+    let (stream, peer) = connected.map_err(Trouble::Again)?;
+    let broken =
+        |error: &io::Error| Trouble::Again(Lost::new(LostKind::Closed, format!("lost {at}: {}", plain(error))));
+    // Without it small messages would wait; that it can fail is no reason to do without a session.
+    let _ = stream.set_nodelay(true);
+    let local = stream.local_addr().map_err(|error| broken(&error))?;
+    let opening = Rc::<RefCell<Vec<u8>>>::default();
+    let (requests, driver) = match &credentials.tls {
+        None => start(Overheard { stream, opening: Rc::clone(&opening) }).await,
+        Some(config) => {
+            stage.set(Stage::Tls(peer));
+            let stream = encrypted(&at, host, config, stream).await?;
+            start(Overheard { stream, opening: Rc::clone(&opening) }).await
+        }
+    }
+    .map_err(|error| Trouble::Again(Lost::new(LostKind::Closed, format!("lost {at}: {error}"))))?;
+    stage.set(Stage::Calls(peer));
+    let scheme = if credentials.tls.is_some() { "https" } else { "http" };
+    let channel = Channel::new(requests, format!("{scheme}://{at}"));
+    let mut link = Link { channel, at, local, peer, driver, opening };
+    authenticate(&mut link, credentials).await?;
+    Ok(link)
+}
+
+type Started = (SendRequest<Bytes>, JoinSet<Result<(), h2::Error>>);
+
+/// What a stream of answers may have on its way unread.
+const WINDOW: u32 = 1 << 20;
+
+async fn start<S: AsyncRead + AsyncWrite + Unpin + 'static>(stream: S) -> Result<Started, h2::Error> {
+    let mut builder = Builder::new();
+    builder.enable_push(false).initial_window_size(WINDOW).initial_connection_window_size(4 * WINDOW);
+    let (requests, connection) = builder.handshake(stream).await?;
+    let mut driver = JoinSet::new();
+    driver.spawn_local(connection);
+    Ok((requests, driver))
+}
+
+async fn encrypted(
+    at: &str,
+    host: &str,
+    config: &Arc<ClientConfig>,
+    stream: TcpStream,
+) -> Result<tokio_rustls::client::TlsStream<TcpStream>, Trouble> {
+    let name = ServerName::try_from(host.to_owned());
+    let name = name.map_err(|error| Trouble::Fatal(Lost::new(LostKind::Tls, format!("`{host}`: {error}"))))?;
+    TlsConnector::from(Arc::clone(config)).connect(name, stream).await.map_err(|error| {
+        match error.get_ref().and_then(|inner| inner.downcast_ref::<TlsError>()) {
+            Some(error) => Trouble::Fatal(tls_lost(at, error)),
+            // A member that ends just now looks the same as one that knows no TLS.
+            None => Trouble::Again(Lost::new(
+                LostKind::Closed,
+                format!("etcd at {at} broke off the TLS handshake: {}", plain(&error)),
+            )),
+        }
+    })
+}
+
+fn tls_lost(at: &str, error: &TlsError) -> Lost {
+    Lost::new(LostKind::Tls, format!("no TLS connection with etcd at {at}: {}", explain(error)))
+}
+
+async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), Trouble> {
+    let Some((name, password)) = credentials.user.clone() else { return Ok(()) };
+    let asked = AuthenticateRequest { name, password };
+    match link.channel.call::<AuthenticateResponse>("/etcdserverpb.Auth/Authenticate", &asked).await {
+        Ok(answer) => link.channel.set_token(&answer.token).map_err(|error| Trouble::of(error, &link.at)),
+        // Nobody is asked who they are there.
+        Err(CallError::Status { message, .. }) if message.contains("authentication is not enabled") => Ok(()),
+        Err(error) => Err(link.judge(error).await),
+    }
+}
+
+/// What the time was spent on.
+pub(super) async fn too_late((host, port): &(String, u16), stage: Stage, patience: Duration) -> Lost {
+    let (at, seconds) = (endpoint(host, *port), patience.as_secs_f64());
+    let (kind, message) = match stage {
+        Stage::Resolve => (LostKind::Resolve, format!("the name `{host}` was not resolved within {seconds} s")),
+        Stage::Connect => {
+            (LostKind::Timeout, format!("no answer from {at} within {seconds} s: host down, or a firewall"))
+        }
+        Stage::Tls(peer) | Stage::Calls(peer) if is_tcp_store(peer).await => {
+            return not_ours(&at, "it is a TCPStore of torch");
+        }
+        Stage::Tls(_) => {
+            (LostKind::Timeout, format!("{at} accepted the connection, but there was no TLS within {seconds} s"))
+        }
+        Stage::Calls(_) => {
+            (LostKind::Timeout, format!("{at} accepted the connection, but etcd did not answer within {seconds} s"))
+        }
+    };
+    Lost::new(kind, message)
+}
+
+fn not_ours(at: &str, why: &str) -> Lost {
+    Lost::new(LostKind::NotOurs, format!("no etcd with API v3 at {at}: {why}"))
+}
+
+/// Who begins a connection like this, if it is no server of HTTP/2.
+fn stranger(opening: &[u8]) -> Option<&'static str> {
+    match opening {
+        [] => None,
+        _ if opening.starts_with(b"HTTP/") => Some("an HTTP server, or an etcd that only knows API v2"),
+        [0x15, 3, ..] => Some("it asks for TLS"),
+        // A frame of settings: length, kind 4.
+        [_, _, _, 4, ..] => None,
+        _ => Some("another program uses the port"),
+    }
+}
+
+/// A stream of which the first bytes are remembered.
+struct Overheard<S> {
+    stream: S,
+    opening: Rc<RefCell<Vec<u8>>>,
+}
+
+/// So many.
+const OPENING: usize = 9;
+
+impl<S: AsyncRead + Unpin> AsyncRead for Overheard<S> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
+        let mut opening = self.opening.borrow_mut();
+        if opening.len() < OPENING {
+            let left = OPENING - opening.len();
+            opening.extend(buffer.filled()[before..].iter().take(left));
+        }
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Overheard<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}

@@ -1,0 +1,289 @@
+//! gRPC over one HTTP/2 connection: calls with one answer, and streams.
+
+use std::marker::PhantomData;
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use h2::client::{ResponseFuture, SendRequest};
+use h2::{RecvStream, SendStream};
+use http::header::{CONTENT_TYPE, HeaderMap, HeaderValue, TE};
+use http::{Request, Response, StatusCode, Uri};
+use prost::Message;
+
+use crate::coordination::wire::MAX_ANSWER;
+
+/// Codes of gRPC.
+pub(super) mod code {
+    pub(in crate::etcd) const OK: u32 = 0;
+    pub(in crate::etcd) const INVALID_ARGUMENT: u32 = 3;
+    pub(in crate::etcd) const NOT_FOUND: u32 = 5;
+    pub(in crate::etcd) const PERMISSION_DENIED: u32 = 7;
+    pub(in crate::etcd) const RESOURCE_EXHAUSTED: u32 = 8;
+    pub(in crate::etcd) const FAILED_PRECONDITION: u32 = 9;
+    pub(in crate::etcd) const OUT_OF_RANGE: u32 = 11;
+    pub(in crate::etcd) const UNIMPLEMENTED: u32 = 12;
+    pub(in crate::etcd) const UNAUTHENTICATED: u32 = 16;
+}
+
+/// Why a call has no answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum CallError {
+    /// The server said so, by a code of gRPC.
+    Status { code: u32, message: String },
+    /// The answer is none of gRPC.
+    Foreign(String),
+    /// The connection is of no use any more.
+    Broken(String),
+}
+
+impl From<h2::Error> for CallError {
+    fn from(error: h2::Error) -> Self {
+        Self::Broken(error.to_string())
+    }
+}
+
+/// A connection on which calls are made. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(super) struct Channel {
+    requests: SendRequest<Bytes>,
+    /// Scheme and authority.
+    base: String,
+    token: Option<HeaderValue>,
+}
+
+impl Channel {
+    /// `base`: scheme and authority, as `http://host:2379`.
+    pub(super) fn new(requests: SendRequest<Bytes>, base: String) -> Self {
+        Self { requests, base, token: None }
+    }
+
+    /// From now on, calls are made as the user who got this token.
+    pub(super) fn set_token(&mut self, token: &str) -> Result<(), CallError> {
+        let token = HeaderValue::from_str(token);
+        self.token = Some(token.map_err(|_| CallError::Foreign("a token that is no text".into()))?);
+        Ok(())
+    }
+
+    /// Sends one message, and waits for the one that answers it.
+    pub(super) async fn call<A: Message + Default>(&self, path: &str, question: &impl Message) -> Result<A, CallError> {
+        let (response, mut body) = self.begin(path).await?;
+        body.send_data(framed(question), true)?;
+        let mut answers = Answers::new(response);
+        let answer = answers.next().await?;
+        // What comes after it says whether it counts.
+        answers.end().await?;
+        answer.ok_or_else(|| CallError::Foreign("a call without an answer".into()))
+    }
+
+    /// Begins a stream of messages in both directions.
+    pub(super) async fn stream<Q: Message, A: Message + Default>(&self, path: &str) -> Result<Duplex<Q, A>, CallError> {
+        let (response, body) = self.begin(path).await?;
+        Ok(Duplex { body, answers: Answers::new(response), questions: PhantomData })
+    }
+
+    async fn begin(&self, path: &str) -> Result<(ResponseFuture, SendStream<Bytes>), CallError> {
+        let mut requests = self.requests.clone().ready().await?;
+        let uri: Uri = format!("{}{path}", self.base).parse().map_err(|error| CallError::Broken(format!("{error}")))?;
+        let mut request = Request::post(uri).body(()).map_err(|error| CallError::Broken(error.to_string()))?;
+        let headers = request.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        headers.insert(TE, HeaderValue::from_static("trailers"));
+        // A member that has lost the others says so, instead of letting us wait.
+        headers.insert("hasleader", HeaderValue::from_static("true"));
+        if let Some(token) = &self.token {
+            headers.insert("token", token.clone());
+        }
+        Ok(requests.send_request(request, false)?)
+    }
+}
+
+/// Messages in both directions, until either side ends the stream. Dropping it ends it.
+#[derive(Debug)]
+pub(super) struct Duplex<Q, A> {
+    body: SendStream<Bytes>,
+    answers: Answers<A>,
+    questions: PhantomData<Q>,
+}
+
+impl<Q: Message, A: Message + Default> Duplex<Q, A> {
+    pub(super) fn send(&mut self, question: &Q) -> Result<(), CallError> {
+        Ok(self.body.send_data(framed(question), false)?)
+    }
+
+    /// The next message. May be dropped and asked again: nothing is lost.
+    pub(super) async fn next(&mut self) -> Result<A, CallError> {
+        let next = self.answers.next().await?;
+        next.ok_or_else(|| CallError::Broken("the server has ended a stream".into()))
+    }
+}
+
+impl<Q, A> Drop for Duplex<Q, A> {
+    fn drop(&mut self) {
+        self.body.send_reset(h2::Reason::CANCEL);
+    }
+}
+
+#[derive(Debug)]
+enum Body {
+    Awaited(ResponseFuture),
+    Open(RecvStream),
+}
+
+/// The messages of one direction.
+#[derive(Debug)]
+struct Answers<A> {
+    body: Body,
+    buffer: BytesMut,
+    kind: PhantomData<A>,
+}
+
+impl<A: Message + Default> Answers<A> {
+    fn new(response: ResponseFuture) -> Self {
+        Self { body: Body::Awaited(response), buffer: BytesMut::new(), kind: PhantomData }
+    }
+
+    /// The next message; `None`: the server has ended well.
+    async fn next(&mut self) -> Result<Option<A>, CallError> {
+        loop {
+            if let Some(message) = cut(&mut self.buffer)? {
+                let message = A::decode(message).map_err(|error| CallError::Foreign(error.to_string()))?;
+                return Ok(Some(message));
+            }
+            match &mut self.body {
+                Body::Awaited(response) => self.body = Body::Open(checked(response.await?)?),
+                Body::Open(stream) => match stream.data().await {
+                    Some(bytes) => {
+                        let bytes = bytes?;
+                        // It is ours to keep; the server may send as much again.
+                        stream.flow_control().release_capacity(bytes.len())?;
+                        self.buffer.extend_from_slice(&bytes);
+                    }
+                    None => return status(stream.trailers().await?.as_ref()).map(|()| None),
+                },
+            }
+        }
+    }
+
+    /// Waits for the end of the answer.
+    async fn end(&mut self) -> Result<(), CallError> {
+        match self.next().await? {
+            None => Ok(()),
+            Some(_) => Err(CallError::Foreign("a call with two answers".into())),
+        }
+    }
+}
+
+/// A message as gRPC wants it: a flag that it is not compressed, its length, itself.
+fn framed(message: &impl Message) -> Bytes {
+    let length = message.encoded_len();
+    let mut bytes = BytesMut::with_capacity(5 + length);
+    bytes.put_u8(0);
+    // Requests are bounded far below 4 GiB.
+    bytes.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
+    bytes.put_slice(&message.encode_to_vec());
+    bytes.freeze()
+}
+
+/// Cuts the first message off, if it is there as a whole.
+fn cut(buffer: &mut BytesMut) -> Result<Option<Bytes>, CallError> {
+    let Some(&[flag, a, b, c, d]) = buffer.first_chunk() else { return Ok(None) };
+    let length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
+    if flag != 0 || length > MAX_ANSWER {
+        return Err(CallError::Foreign(format!("a message of {length} bytes, flag {flag}")));
+    }
+    if buffer.len() - 5 < length {
+        return Ok(None);
+    }
+    buffer.advance(5);
+    Ok(Some(buffer.split_to(length).freeze()))
+}
+
+/// The answer's body, if it is one of gRPC.
+fn checked(response: Response<RecvStream>) -> Result<RecvStream, CallError> {
+    let (head, body) = response.into_parts();
+    let is_grpc = head.headers.get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"));
+    if head.status != StatusCode::OK || !is_grpc {
+        return Err(CallError::Foreign(format!("it answers by HTTP status {}", head.status.as_u16())));
+    }
+    // A call that fails at once has nothing but a head.
+    if head.headers.contains_key(STATUS) {
+        status(Some(&head.headers))?;
+    }
+    Ok(body)
+}
+
+const STATUS: &str = "grpc-status";
+
+fn status(headers: Option<&HeaderMap>) -> Result<(), CallError> {
+    let text = |name: &str| headers.and_then(|headers| headers.get(name)).and_then(|value| value.to_str().ok());
+    let Some(code) = text(STATUS).and_then(|code| code.parse().ok()) else {
+        return Err(CallError::Broken("an answer was cut off".into()));
+    };
+    if code == code::OK {
+        return Ok(());
+    }
+    Err(CallError::Status { code, message: unquoted(text("grpc-message").unwrap_or_default()) })
+}
+
+/// A text whose bytes beyond plain ASCII are written as `%XX`.
+fn unquoted(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&first, after)) = rest.split_first() {
+        let quoted = after.first_chunk::<2>().filter(|_| first == b'%');
+        let byte = quoted.and_then(|digits| u8::from_str_radix(str::from_utf8(digits).ok()?, 16).ok());
+        bytes.push(byte.unwrap_or(first));
+        rest = if byte.is_some() { &after[2..] } else { after };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::etcd::messages::KeyValue;
+
+    #[test]
+    fn quoted_text_is_read() {
+        assert_eq!(unquoted("a%20b%C3%A4%zz%"), "a bä%zz%");
+    }
+
+    #[test]
+    fn an_answer_without_a_status_was_cut_off() {
+        assert!(matches!(status(None), Err(CallError::Broken(_))));
+        let mut headers = HeaderMap::new();
+        headers.insert(STATUS, HeaderValue::from_static("0"));
+        assert_eq!(status(Some(&headers)), Ok(()));
+        headers.insert(STATUS, HeaderValue::from_static("14"));
+        headers.insert("grpc-message", HeaderValue::from_static("no%20leader"));
+        assert_eq!(status(Some(&headers)), Err(CallError::Status { code: 14, message: "no leader".into() }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_split_gives_the_same_messages(values in vec(vec(any::<u8>(), 0..50), 0..8), size in 1..30_usize) {
+            let sent: Vec<_> = values.into_iter().map(|value| KeyValue { value, ..KeyValue::default() }).collect();
+            let stream: Vec<u8> = sent.iter().flat_map(|message| framed(message).to_vec()).collect();
+            let mut buffer = BytesMut::new();
+            let mut read = Vec::new();
+            for chunk in stream.chunks(size) {
+                buffer.extend_from_slice(chunk);
+                while let Some(message) = cut(&mut buffer).unwrap() {
+                    read.push(KeyValue::decode(message).unwrap());
+                }
+            }
+            prop_assert_eq!(read, sent);
+            prop_assert!(buffer.is_empty());
+        }
+
+        #[test]
+        fn random_bytes_reserve_no_more_than_came(bytes in vec(any::<u8>(), 0..300)) {
+            let mut buffer = BytesMut::new();
+            buffer.extend_from_slice(&bytes);
+            while let Ok(Some(_)) = cut(&mut buffer) {}
+            prop_assert!(buffer.capacity() <= 1024);
+        }
+    }
+}

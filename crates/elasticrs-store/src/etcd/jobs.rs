@@ -1,0 +1,217 @@
+//! What the user asks for, carried out on one connection. A job that was cut off may be carried out again on the next.
+
+use std::rc::Rc;
+
+use super::dial::Trouble;
+use super::grpc::{CallError, Channel, code};
+use super::mapping::{Keys, Unexpected, Write, Written, is_write, unsigned};
+use super::messages as pb;
+use super::open::{TXN, keep};
+use super::watching::Watched;
+use crate::coordination::connect::Lost;
+use crate::coordination::protocol::WatchFrom;
+use crate::coordination::types::{Entry, LostKind, Op, OpResult, Txn};
+use std::time::Duration;
+
+/// One thing to do.
+#[derive(Debug, Clone)]
+pub(super) enum Job {
+    Txn {
+        tag: u64,
+        txn: Rc<Txn>,
+    },
+    Watch {
+        tag: u64,
+        watch: WatchFrom,
+    },
+    /// Reads what a watch covers, as its history is forgotten.
+    CatchUp {
+        number: i64,
+        watch: crate::coordination::types::Watch,
+    },
+}
+
+/// What has come of it.
+#[derive(Debug)]
+pub(super) enum Done {
+    Replied { tag: u64, ok: bool, revision: i64, results: Vec<OpResult> },
+    Watching { tag: u64, watched: Watched, revision: i64, results: Vec<OpResult> },
+    CaughtUp { number: i64, revision: i64, there: Vec<Entry> },
+}
+
+/// Where and for whom jobs are carried out.
+#[derive(Debug, Clone)]
+pub(super) struct Desk {
+    pub(super) channel: Channel,
+    pub(super) at: String,
+    pub(super) keys: Rc<Keys>,
+    pub(super) job_lease: Option<(i64, Duration)>,
+    /// Of the next transaction that writes.
+    pub(super) write: Write,
+}
+
+/// Why a call did not lead on.
+enum Stop {
+    Call(CallError),
+    Lost(Lost),
+}
+
+impl From<CallError> for Stop {
+    fn from(error: CallError) -> Self {
+        Self::Call(error)
+    }
+}
+
+impl From<Unexpected> for Stop {
+    fn from(error: Unexpected) -> Self {
+        Self::Lost(Lost::new(LostKind::Protocol, format!("etcd: {error}")))
+    }
+}
+
+const GONE: &str = "the lease of this session is gone: etcd has not heard of it in time, or somebody revoked it";
+
+impl Desk {
+    /// Carries a job out; with it the revision at which the session's marker was put, if it was.
+    pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Trouble> {
+        let done = match job {
+            Job::Txn { tag, txn } if is_write(&txn) => self.write(tag, &txn).await,
+            Job::Txn { tag, txn } => self.read(tag, &txn).await.map(|done| (done, None)),
+            Job::Watch { tag, watch } => self.watch(tag, watch).await.map(|done| (done, None)),
+            Job::CatchUp { number, watch } => {
+                let asked = self.keys.region(&watch).range();
+                self.range(&asked)
+                    .await
+                    .map_err(Stop::from)
+                    .map(|(revision, kvs)| (Done::CaughtUp { number, revision, there: self.keys.entries(kvs) }, None))
+            }
+        };
+        done.map_err(|stop| match stop {
+            Stop::Call(error) => Trouble::of(error, &self.at),
+            Stop::Lost(lost) => Trouble::Fatal(lost),
+        })
+    }
+
+    async fn read(&self, tag: u64, txn: &Txn) -> Result<Done, Stop> {
+        let answer: pb::TxnResponse = self.channel.call(TXN, &self.keys.read(txn)).await?;
+        let (ok, revision) = (answer.succeeded, revision_of(answer.header)?);
+        let ops = if ok { &txn.then } else { &txn.otherwise };
+        let results = self.keys.results(ops, answer.responses)?;
+        let results = self.with_predecessors(ops, results, revision).await?;
+        Ok(Done::Replied { tag, ok, revision, results })
+    }
+
+    async fn write(&self, tag: u64, txn: &Txn) -> Result<(Done, Option<i64>), Stop> {
+        let asked = self.keys.write(txn, self.write);
+        let answer = match self.channel.call(TXN, &asked).await {
+            Err(error) if is_no_lease(&error) && self.renew_job().await? => self.channel.call(TXN, &asked).await,
+            answer => answer,
+        };
+        let answer = match answer {
+            Err(error) if is_no_lease(&error) => return Err(Stop::Lost(Lost::new(LostKind::Silent, GONE))),
+            answer => answer?,
+        };
+        let (ok, revision, responses) = match Keys::written(self.write, answer)? {
+            Written::Now { ok, revision, responses } => (ok, revision, Some(responses)),
+            Written::Before { ok, revision } => (ok, revision, None),
+            Written::Never => return Err(Stop::Lost(Lost::new(LostKind::Silent, GONE))),
+        };
+        let ops = if ok { &txn.then } else { &txn.otherwise };
+        let results = match responses {
+            Some(responses) => self.keys.results(ops, responses)?,
+            None => self.recovered(ops, revision).await?,
+        };
+        let results = self.with_predecessors(ops, results, revision).await?;
+        Ok((Done::Replied { tag, ok, revision, results }, Some(revision)))
+    }
+
+    /// Makes the job's lease again, if that is what is missing.
+    async fn renew_job(&self) -> Result<bool, CallError> {
+        match self.job_lease {
+            Some((id, ttl)) => keep(&self.channel, id, ttl).await,
+            None => Ok(false),
+        }
+    }
+
+    /// What a transaction has given whose answer was lost with its connection.
+    async fn recovered(&self, ops: &[Op], revision: i64) -> Result<Vec<OpResult>, Stop> {
+        if ops.is_empty() {
+            return Ok(Vec::new());
+        }
+        match self.channel.call::<pb::TxnResponse>(TXN, &self.keys.recover(ops, revision)).await {
+            Ok(answer) => Ok(self.keys.recovered(ops, answer.responses)?),
+            Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
+                let why = "the answer to a transaction was lost with its connection, and etcd has compacted its history since";
+                Err(Stop::Lost(Lost::new(LostKind::Closed, why)))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    async fn with_predecessors(
+        &self,
+        ops: &[Op],
+        mut results: Vec<OpResult>,
+        revision: i64,
+    ) -> Result<Vec<OpResult>, Stop> {
+        for (op, result) in ops.iter().zip(&mut results) {
+            if let (Op::Predecessor { prefix, .. }, OpResult::Entry(Some(own))) = (op, &*result) {
+                *result = OpResult::Entry(self.predecessor(prefix, own.create_revision, revision).await?);
+            }
+        }
+        Ok(results)
+    }
+
+    async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, Stop> {
+        // After a compaction the newest has to do: what is older than a key does not change, but that it may be deleted.
+        let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
+            Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
+                (self.range(&self.keys.predecessor(prefix, created, 0)).await?.1, 0)
+            }
+            found => (found?.1, revision),
+        };
+        if let [one, other] = &youngest[..]
+            && one.create_revision == other.create_revision
+        {
+            let asked = self.keys.last_made(prefix, unsigned(one.create_revision), at);
+            youngest = self.range(&asked).await?.1;
+        }
+        Ok(self.keys.entries(youngest).into_iter().next())
+    }
+
+    async fn watch(&self, tag: u64, asked: WatchFrom) -> Result<Done, Stop> {
+        let WatchFrom { watch, snapshot, from_revision } = asked;
+        // What was there before the first change, so that later a deletion, or all that a compaction hides, can be told.
+        let revision = from_revision.map_or(0, |from| i64::try_from(from).unwrap_or(i64::MAX) - 1);
+        let range = pb::RangeRequest { revision, keys_only: !snapshot, ..self.keys.region(&watch).range() };
+        let (newest, kvs) = match self.range(&range).await {
+            Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
+                let (revision, _) = self.range(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
+                // etcd does not say how far back its history goes; from here on it is sure to be known.
+                let results = vec![OpResult::Count(unsigned(revision))];
+                return Ok(Done::Replied { tag, ok: false, revision, results });
+            }
+            found => found?,
+        };
+        let there = self.keys.entries(kvs);
+        let known = if revision > 0 { revision } else { newest };
+        let watched = Watched::new(watch, unsigned(known), &there);
+        let results =
+            if snapshot { there.into_iter().map(|entry| OpResult::Entry(Some(entry))).collect() } else { vec![] };
+        Ok(Done::Watching { tag, watched, revision: newest, results })
+    }
+
+    /// The revision of the store, and what was found.
+    async fn range(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), CallError> {
+        let answer: pb::RangeResponse = self.channel.call("/etcdserverpb.KV/Range", asked).await?;
+        let header = answer.header.ok_or_else(|| CallError::Foreign("an answer without a revision".into()))?;
+        Ok((header.revision, answer.kvs))
+    }
+}
+
+fn revision_of(header: Option<pb::Header>) -> Result<i64, Unexpected> {
+    header.map(|header| header.revision).ok_or(Unexpected)
+}
+
+fn is_no_lease(error: &CallError) -> bool {
+    matches!(error, CallError::Status { code: code::NOT_FOUND, message } if message.contains("lease"))
+}

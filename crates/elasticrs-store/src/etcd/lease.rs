@@ -1,0 +1,186 @@
+//! The session's lease: keep-alives, and until when it is sure to last.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use elasticrs_runtime::clock::boot_now;
+
+use super::client::Options;
+use super::grpc::{CallError, Duplex};
+use super::mapping::unsigned;
+use super::messages as pb;
+use super::open::Opened;
+use super::session::nanoseconds;
+use crate::coordination::connect::Lost;
+use crate::coordination::events::{Events, SILENT};
+use crate::coordination::guard::Guard;
+use crate::coordination::types::LostKind;
+
+/// Keep-alives in the life of a lease; one interval before its end it is given up.
+const BEATS: u32 = 5;
+/// The most that an unanswered keep-alive lets us wait on one connection.
+const MAX_PATIENCE: Duration = Duration::from_secs(3);
+/// The job's lease is kept alive at least so often.
+const MAX_JOB_INTERVAL: Duration = Duration::from_secs(600);
+
+impl Opened {
+    /// Between two keep-alives.
+    pub(super) fn interval(&self) -> Duration {
+        self.ttl / BEATS
+    }
+}
+
+pub(super) struct Lease<'a> {
+    options: &'a Options,
+    events: &'a Events,
+    guard: &'a dyn Guard,
+    id: i64,
+    cluster: u64,
+    ttl: Duration,
+    /// Boot clock: when this side gives up.
+    deadline: u64,
+    next_beat: u64,
+    /// When the job's lease is next kept alive.
+    next_job: u64,
+    /// Which leases were asked about on this connection, and when.
+    unanswered: VecDeque<(i64, u64)>,
+    is_stalled: bool,
+    /// Why the last connection was left.
+    trouble: Option<String>,
+}
+
+impl<'a> Lease<'a> {
+    pub(super) fn new(options: &'a Options, opened: &Opened, events: &'a Events, guard: &'a dyn Guard) -> Self {
+        let mut lease = Self {
+            options,
+            events,
+            guard,
+            id: opened.keys.lease,
+            cluster: opened.cluster,
+            ttl: opened.ttl,
+            deadline: 0,
+            next_beat: 0,
+            next_job: 0,
+            unanswered: VecDeque::new(),
+            is_stalled: false,
+            trouble: None,
+        };
+        lease.renew(opened.sent);
+        lease
+    }
+
+    fn interval(&self) -> Duration {
+        self.ttl / BEATS
+    }
+
+    /// How long a connection may leave a keep-alive unanswered.
+    pub(super) fn patience(&self) -> Duration {
+        self.interval().min(MAX_PATIENCE)
+    }
+
+    pub(super) fn deadline(&self) -> u64 {
+        self.deadline
+    }
+
+    pub(super) fn is_over(&self, now: u64) -> bool {
+        now >= self.deadline
+    }
+
+    /// Why it is over.
+    pub(super) fn lost(&self) -> Lost {
+        if self.is_stalled {
+            let seconds = self.options.stall_timeout.unwrap_or_default().as_secs_f64();
+            let why = format!("this program has not asked for events for {seconds} s, so its keep-alives were stopped");
+            return Lost::new(LostKind::Silent, why);
+        }
+        let trouble = self.trouble.as_ref().map_or_else(String::new, |trouble| format!(" ({trouble})"));
+        Lost::new(LostKind::Silent, format!("{SILENT}{trouble}"))
+    }
+
+    pub(super) fn set_trouble(&mut self, trouble: String) {
+        self.trouble = Some(trouble);
+    }
+
+    /// The next moment at which there is something to do.
+    pub(super) fn wake(&self) -> u64 {
+        self.next_beat.min(self.deadline).min(self.overdue())
+    }
+
+    fn overdue(&self) -> u64 {
+        self.unanswered.front().map_or(u64::MAX, |(_, sent)| sent + nanoseconds(self.patience()))
+    }
+
+    /// A new connection is asked at once: nothing else says that somebody is there.
+    pub(super) fn begin_connection(&mut self) {
+        self.unanswered.clear();
+        self.next_beat = 0;
+        self.next_job = 0;
+    }
+
+    /// Whether the connection is answered.
+    pub(super) fn check_answers(&self, now: u64, at: &str) -> Result<(), Lost> {
+        if now < self.overdue() {
+            return Ok(());
+        }
+        let seconds = self.patience().as_secs_f64();
+        Err(Lost::new(LostKind::Timeout, format!("etcd at {at} did not answer a keep-alive within {seconds} s")))
+    }
+
+    /// Sends keep-alives when it is time.
+    pub(super) fn beat(
+        &mut self,
+        now: u64,
+        beats: &mut Duplex<pb::KeepAliveRequest, pb::KeepAliveResponse>,
+    ) -> Result<(), CallError> {
+        if now < self.next_beat {
+            return Ok(());
+        }
+        self.next_beat = now + nanoseconds(self.interval());
+        self.is_stalled = self.events.is_stalled(self.options.stall_timeout);
+        if self.is_stalled {
+            return Ok(());
+        }
+        beats.send(&pb::KeepAliveRequest { id: self.id })?;
+        self.unanswered.push_back((self.id, now));
+        if let Some((id, ttl)) = self.options.job_lease
+            && now >= self.next_job
+        {
+            self.next_job = now + nanoseconds((ttl / 3).min(MAX_JOB_INTERVAL));
+            beats.send(&pb::KeepAliveRequest { id })?;
+            self.unanswered.push_back((id, now));
+        }
+        Ok(())
+    }
+
+    /// A keep-alive was answered.
+    pub(super) fn answered(&mut self, answer: &pb::KeepAliveResponse, at: &str) -> Result<(), Lost> {
+        let cluster = answer.header.as_ref().map_or(0, |header| header.cluster_id);
+        if cluster != self.cluster {
+            let why = format!("etcd at {at} belongs to another cluster than the endpoint used before");
+            return Err(Lost::new(LostKind::NotOurs, why));
+        }
+        let Some(at) = self.unanswered.iter().position(|(id, _)| *id == answer.id) else {
+            return Err(Lost::new(LostKind::Protocol, "etcd answered a keep-alive that was never sent"));
+        };
+        // Answers come in order.
+        let sent = self.unanswered.remove(at).map_or(0, |(_, sent)| sent);
+        if answer.id != self.id {
+            // The job's lease is made again when it is needed.
+            return Ok(());
+        }
+        if answer.ttl <= 0 {
+            let why = "the lease of this session has ended: etcd did not hear of it in time, or somebody revoked it";
+            return Err(Lost::new(LostKind::Silent, why));
+        }
+        self.ttl = Duration::from_secs(unsigned(answer.ttl));
+        self.trouble = None;
+        self.renew(sent);
+        Ok(())
+    }
+
+    fn renew(&mut self, sent: u64) {
+        self.deadline = sent + nanoseconds(self.ttl.saturating_sub(self.interval()));
+        self.guard.deadline(self.deadline);
+        self.events.renewed(self.deadline, sent, boot_now(), None);
+    }
+}

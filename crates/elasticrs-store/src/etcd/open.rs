@@ -1,0 +1,177 @@
+//! From a list of endpoints to an open session: a connection, a lease, a marker.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use elasticrs_runtime::clock::boot_now;
+use tokio::time::timeout;
+
+use super::client::Options;
+use super::dial::{Credentials, Link, Stage, Trouble, dial, too_late};
+use super::grpc::{CallError, Channel, code};
+use super::mapping::{Keys, unsigned};
+use super::messages as pb;
+use crate::coordination::connect::{Lost, endpoint};
+use crate::coordination::types::LostKind;
+
+/// An open session.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) link: Link,
+    /// Which of the endpoints it is.
+    pub(super) member: usize,
+    pub(super) cluster: u64,
+    pub(super) keys: Keys,
+    pub(super) ttl: Duration,
+    /// Boot clock: when the lease was asked for.
+    pub(super) sent: u64,
+    /// The revision of the marker.
+    pub(super) marker: i64,
+}
+
+/// How telling a loss is: what the user has to mend comes first.
+const TELLING: [LostKind; 9] = [
+    LostKind::Denied,
+    LostKind::Tls,
+    LostKind::NotOurs,
+    LostKind::Limit,
+    LostKind::Protocol,
+    LostKind::Refused,
+    LostKind::Timeout,
+    LostKind::Closed,
+    LostKind::Unreachable,
+];
+
+/// Opens a session with the first of the endpoints that gives one; begins with any of them, so that not all agents use
+/// the same.
+pub(super) async fn open(options: &Options, credentials: &Credentials) -> Result<Opened, Lost> {
+    let count = options.endpoints.len();
+    let share = options.connect_timeout / u32::try_from(count).unwrap_or(u32::MAX).max(1);
+    let mut lost = Vec::new();
+    let first = random() % count.max(1);
+    for member in (first..count).chain(0..first) {
+        match attempt(options, credentials, member, share).await {
+            Ok(opened) => return Ok(opened),
+            Err(error) => lost.push(error),
+        }
+    }
+    Err(most_telling(lost))
+}
+
+fn most_telling(mut lost: Vec<Lost>) -> Lost {
+    lost.sort_by_key(|lost| TELLING.iter().position(|kind| *kind == lost.kind).unwrap_or(TELLING.len()));
+    let kind = lost.first().map_or(LostKind::Resolve, |lost| lost.kind);
+    let messages: Vec<_> = lost.into_iter().map(|lost| lost.message).collect();
+    Lost::new(kind, messages.join("; "))
+}
+
+/// Any number.
+pub(super) fn random() -> usize {
+    let mut bytes = [0; size_of::<usize>()];
+    // Without randomness all begin alike, which is no harm.
+    let _ = getrandom::fill(&mut bytes);
+    usize::from_ne_bytes(bytes)
+}
+
+async fn attempt(
+    options: &Options,
+    credentials: &Credentials,
+    member: usize,
+    patience: Duration,
+) -> Result<Opened, Lost> {
+    let at = &options.endpoints[member];
+    let stage = Cell::new(Stage::Resolve);
+    let opened = timeout(patience, async {
+        let mut link = dial(at, credentials, patience, &stage).await?;
+        match begin(options, &link.channel).await {
+            Ok(begun) => Ok((link, begun)),
+            Err(error) => Err(link.judge(error).await),
+        }
+    });
+    match opened.await {
+        Ok(Ok((link, Begun { cluster, keys, ttl, sent, marker }))) => {
+            Ok(Opened { link, member, cluster, keys, ttl, sent, marker })
+        }
+        Ok(Err(trouble)) => Err(trouble.lost()),
+        Err(_) => Err(too_late(at, stage.get(), patience).await),
+    }
+}
+
+struct Begun {
+    cluster: u64,
+    keys: Keys,
+    ttl: Duration,
+    sent: u64,
+    marker: i64,
+}
+
+async fn begin(options: &Options, channel: &Channel) -> Result<Begun, CallError> {
+    let sent = boot_now();
+    let seconds = i64::try_from(options.ttl.as_millis().div_ceil(1000)).unwrap_or(i64::MAX);
+    let asked = pb::LeaseGrantRequest { ttl: seconds, id: 0 };
+    let granted: pb::LeaseGrantResponse = channel.call(GRANT, &asked).await?;
+    let keys = Keys {
+        prefix: options.prefix.clone(),
+        lease: granted.id,
+        job_lease: options.job_lease.map_or(0, |(id, _)| id),
+    };
+    match mark(options, channel, &keys).await {
+        Ok(marker) => Ok(Begun {
+            cluster: granted.header.map_or(0, |header| header.cluster_id),
+            keys,
+            ttl: Duration::from_secs(unsigned(granted.ttl)),
+            sent,
+            marker,
+        }),
+        Err(error) => {
+            // What was not to be leaves nothing behind; if this fails too, the lease ends by itself.
+            let _ = revoke(channel, granted.id).await;
+            Err(error)
+        }
+    }
+}
+
+async fn mark(options: &Options, channel: &Channel, keys: &Keys) -> Result<i64, CallError> {
+    if let Some((id, ttl)) = options.job_lease {
+        keep(channel, id, ttl).await?;
+    }
+    let answer: pb::TxnResponse = channel.call(TXN, &keys.begin()).await?;
+    answer.header.map(|header| header.revision).ok_or_else(|| CallError::Foreign("an answer without a revision".into()))
+}
+
+/// Makes a lease that outlives the session, unless it is there; whether it was made.
+pub(super) async fn keep(channel: &Channel, id: i64, ttl: Duration) -> Result<bool, CallError> {
+    let seconds = i64::try_from(ttl.as_secs()).unwrap_or(i64::MAX);
+    let asked = pb::LeaseGrantRequest { ttl: seconds, id };
+    match channel.call::<pb::LeaseGrantResponse>(GRANT, &asked).await {
+        Ok(_) => Ok(true),
+        Err(CallError::Status { code: code::FAILED_PRECONDITION, message }) if message.contains("already exists") => {
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Ends a lease, and what it holds.
+pub(super) async fn revoke(channel: &Channel, id: i64) -> Result<(), CallError> {
+    let asked = pb::LeaseRevokeRequest { id };
+    channel.call::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &asked).await.map(drop)
+}
+
+/// Connects to one of the endpoints again, for a session that is open.
+pub(super) async fn again(
+    options: &Options,
+    credentials: &Credentials,
+    member: usize,
+    patience: Duration,
+) -> Result<Link, Lost> {
+    let at = &options.endpoints[member];
+    let stage = Cell::new(Stage::Resolve);
+    match timeout(patience, dial(at, credentials, patience, &stage)).await {
+        Ok(dialled) => dialled.map_err(Trouble::lost),
+        Err(_) => Err(Lost::new(LostKind::Timeout, format!("no answer from {}", endpoint(&at.0, at.1)))),
+    }
+}
+
+pub(super) const TXN: &str = "/etcdserverpb.KV/Txn";
+const GRANT: &str = "/etcdserverpb.Lease/LeaseGrant";

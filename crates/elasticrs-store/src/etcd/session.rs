@@ -1,0 +1,459 @@
+//! An open session: jobs one after the other, keep-alives in time, watches that go on, over one connection after the other.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::mpsc::SyncSender;
+use std::time::Duration;
+
+use elasticrs_runtime::clock::boot_now;
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::time::{sleep, timeout};
+
+use super::client::{Command, Options};
+use super::dial::{Credentials, Link, Trouble};
+use super::grpc::{CallError, Duplex};
+use super::jobs::{Desk, Done, Job};
+use super::lease::Lease;
+use super::mapping::{Keys, Write, unsigned};
+use super::messages as pb;
+use super::open::{Opened, again, random, revoke};
+use super::watching::{Heard, Told, Watches};
+use crate::coordination::connect::Lost;
+use crate::coordination::events::{Event, Events};
+use crate::coordination::guard::Guard;
+use crate::coordination::types::{LostKind, Watch};
+
+/// How a session came to its end.
+pub(super) enum Ended {
+    Lost(Lost),
+    /// By its user, who may wait for it.
+    Closed(Option<SyncSender<()>>),
+}
+
+/// Why a connection is not used on.
+enum Halt {
+    /// Another one may do.
+    Broken(Lost),
+    Ended(Ended),
+}
+
+impl From<Trouble> for Halt {
+    fn from(trouble: Trouble) -> Self {
+        match trouble {
+            Trouble::Again(lost) => Self::Broken(lost),
+            Trouble::Fatal(lost) => Self::Ended(Ended::Lost(lost)),
+        }
+    }
+}
+
+impl From<Lost> for Halt {
+    fn from(lost: Lost) -> Self {
+        Self::Ended(Ended::Lost(lost))
+    }
+}
+
+type Running = Pin<Box<dyn Future<Output = Result<(Done, Option<i64>), Trouble>>>>;
+
+/// What happens on one connection.
+struct Live {
+    link: Link,
+    beats: Duplex<pb::KeepAliveRequest, pb::KeepAliveResponse>,
+    watching: Option<Duplex<pb::WatchRequest, pb::WatchResponse>>,
+    running: Option<Running>,
+}
+
+/// What one turn of the loop found to do.
+enum Turn {
+    Command(Option<Command>),
+    Beat(Result<pb::KeepAliveResponse, CallError>),
+    Watch(Result<pb::WatchResponse, CallError>),
+    Done(Result<(Done, Option<i64>), Trouble>),
+    Broken(Lost),
+    Time,
+}
+
+/// What the user has asked for and not got.
+enum Task {
+    Job(Job),
+    Unwatch(Watch),
+}
+
+/// The user's wish to end the session.
+struct Closing {
+    reply: Option<SyncSender<()>>,
+    /// Boot clock: then it ends, whatever was not done.
+    until: u64,
+}
+
+/// How long `close` may take: what was asked before is still carried out, and the lease is revoked.
+const CLOSE_LIMIT: u64 = 2_000_000_000;
+/// A connection that breaks later than this after another is the first of its kind again.
+const CALM: u64 = 10_000_000_000;
+
+pub(super) struct Session<'a> {
+    options: &'a Options,
+    credentials: &'a Credentials,
+    events: &'a Events,
+    keys: Rc<Keys>,
+    lease: Lease<'a>,
+    tasks: VecDeque<Task>,
+    /// Boot clock: when the first of the tasks was begun.
+    since: Option<u64>,
+    write: Write,
+    watches: Watches,
+    closing: Option<Closing>,
+    member: usize,
+    /// How many connections broke shortly after each other, and when the last one did.
+    breaks: (u32, u64),
+    /// The highest revision that an answer had.
+    seen: i64,
+}
+
+impl<'a> Session<'a> {
+    pub(super) fn new(
+        options: &'a Options,
+        credentials: &'a Credentials,
+        opened: Opened,
+        events: &'a Events,
+        guard: &'a dyn Guard,
+    ) -> (Self, Link) {
+        let lease = Lease::new(options, &opened, events, guard);
+        let Opened { link, member, keys, marker, .. } = opened;
+        let session = Self {
+            options,
+            credentials,
+            events,
+            keys: Rc::new(keys),
+            lease,
+            tasks: VecDeque::new(),
+            since: None,
+            write: Write { number: 1, marker },
+            watches: Watches::default(),
+            closing: None,
+            member,
+            breaks: (0, 0),
+            seen: marker,
+        };
+        (session, link)
+    }
+
+    pub(super) async fn run(
+        mut self,
+        link: Link,
+        early: Vec<Command>,
+        inbox: &mut UnboundedReceiver<Command>,
+    ) -> Ended {
+        for command in early {
+            self.command(Some(command));
+        }
+        let mut next = Ok(link);
+        loop {
+            let halt = match next {
+                Ok(link) => self.serve(link, inbox).await,
+                Err(halt) => halt,
+            };
+            match halt {
+                Halt::Ended(ended) => return ended,
+                Halt::Broken(lost) => next = self.reconnect(lost, inbox).await,
+            }
+        }
+    }
+
+    /// Uses a connection until it breaks, or the session ends.
+    async fn serve(&mut self, link: Link, inbox: &mut UnboundedReceiver<Command>) -> Halt {
+        let mut live = match self.enter(link).await {
+            Ok(live) => live,
+            Err(halt) => return halt,
+        };
+        loop {
+            if let Err(halt) = self.turn(&mut live, inbox).await {
+                return self.leave(live, halt).await;
+            }
+        }
+    }
+
+    async fn enter(&mut self, link: Link) -> Result<Live, Halt> {
+        let beats = link.channel.stream("/etcdserverpb.Lease/LeaseKeepAlive").await;
+        let beats = beats.map_err(|error| Trouble::of(error, &link.at))?;
+        self.lease.begin_connection();
+        let mut live = Live { link, beats, watching: None, running: None };
+        for number in self.watches.numbers() {
+            self.create(&mut live, number).await?;
+        }
+        Ok(live)
+    }
+
+    /// Ends a connection; one that is left by the user takes the lease along.
+    async fn leave(&mut self, live: Live, halt: Halt) -> Halt {
+        let Live { link, beats, watching, running } = live;
+        drop((running, beats, watching));
+        if let (Halt::Ended(Ended::Closed(_)), Some(closing)) = (&halt, &self.closing) {
+            let left = Duration::from_nanos(closing.until.saturating_sub(boot_now()));
+            // Without an answer, the lease ends by itself.
+            let _ = timeout(left, revoke(&link.channel, self.keys.lease)).await;
+        }
+        link.close().await;
+        halt
+    }
+
+    async fn turn(&mut self, live: &mut Live, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Halt> {
+        // First of all: after a stop of this process or of the machine nothing counts that came too late.
+        let now = boot_now();
+        self.check(now)?;
+        if live.running.is_none() && self.tasks.is_empty() {
+            self.check_closing(u64::MAX)?;
+        }
+        self.lease.check_answers(now, &live.link.at).map_err(Halt::Broken)?;
+        self.lease.beat(now, &mut live.beats).map_err(|error| Trouble::of(error, &live.link.at))?;
+        self.begin(live, now)?;
+        let turn = self.next(live, inbox, now).await;
+        self.check(boot_now())?;
+        let trouble = |error| Trouble::of(error, &live.link.at);
+        match turn {
+            Turn::Time => Ok(()),
+            Turn::Command(command) => {
+                self.command(command);
+                Ok(())
+            }
+            Turn::Broken(lost) => Err(Halt::Broken(lost)),
+            Turn::Beat(answer) => Ok(self.lease.answered(&answer.map_err(trouble)?, &live.link.at)?),
+            Turn::Watch(message) => {
+                let message = message.map_err(trouble)?;
+                self.hear(message)
+            }
+            Turn::Done(done) => {
+                live.running = None;
+                let (done, marker) = done?;
+                self.tasks.pop_front();
+                self.since = None;
+                if let Some(marker) = marker {
+                    self.write = Write { number: self.write.number + 1, marker };
+                }
+                self.done(live, done).await
+            }
+        }
+    }
+
+    async fn next(&self, live: &mut Live, inbox: &mut UnboundedReceiver<Command>, now: u64) -> Turn {
+        let Live { link, beats, watching, running } = live;
+        let closing = self.closing.as_ref().map_or(u64::MAX, |closing| closing.until);
+        let wake = self.lease.wake().min(closing).min(self.overdue()).saturating_sub(now);
+        let is_full = self.events.is_full();
+        let watched = async {
+            match watching {
+                // A user who does not take events gets no more of them.
+                Some(watching) if !is_full => watching.next().await,
+                _ => std::future::pending().await,
+            }
+        };
+        let done = async {
+            match running {
+                Some(running) => running.await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            command = inbox.recv(), if self.closing.is_none() => Turn::Command(command),
+            answer = beats.next() => Turn::Beat(answer),
+            message = watched => Turn::Watch(message),
+            done = done => Turn::Done(done),
+            lost = link.ended() => Turn::Broken(lost),
+            () = sleep(Duration::from_nanos(wake)) => Turn::Time,
+            () = self.events.wake_task.notified() => Turn::Time,
+        }
+    }
+
+    /// Begins the first task, unless one is under way.
+    fn begin(&mut self, live: &mut Live, now: u64) -> Result<(), Halt> {
+        while live.running.is_none() {
+            let job = match self.tasks.front() {
+                Some(Task::Job(job)) if self.closing.is_some() || !self.events.is_full() => job.clone(),
+                Some(Task::Unwatch(watch)) => {
+                    let ended = self.watches.remove(watch);
+                    self.tasks.pop_front();
+                    cancel(live, &ended)?;
+                    continue;
+                }
+                _ => return Ok(()),
+            };
+            self.since.get_or_insert(now);
+            let desk = Desk {
+                channel: live.link.channel.clone(),
+                at: live.link.at.clone(),
+                keys: Rc::clone(&self.keys),
+                job_lease: self.options.job_lease,
+                write: self.write,
+            };
+            live.running = Some(Box::pin(desk.carry_out(job)));
+        }
+        Ok(())
+    }
+
+    async fn done(&mut self, live: &mut Live, done: Done) -> Result<(), Halt> {
+        match done {
+            Done::Replied { tag, ok, revision, results } => {
+                self.advance(revision)?;
+                self.events.push(Event::Reply { tag, ok, revision: unsigned(revision), results }, 0);
+                Ok(())
+            }
+            Done::Watching { tag, watched, revision, results } => {
+                self.advance(revision)?;
+                self.events.push(Event::Reply { tag, ok: true, revision: unsigned(revision), results }, 0);
+                let number = self.watches.add(watched);
+                self.create(live, number).await
+            }
+            Done::CaughtUp { number, revision, there } => {
+                self.advance(revision)?;
+                let Some((number, told)) = self.watches.catch_up(number, revision, there) else { return Ok(()) };
+                self.tell(told);
+                self.create(live, number).await
+            }
+        }
+    }
+
+    /// Asks etcd to tell of what a watch has not been told.
+    async fn create(&mut self, live: &mut Live, number: i64) -> Result<(), Halt> {
+        let Some(request) = self.watches.create(number, &self.keys) else { return Ok(()) };
+        let trouble = |error| Trouble::of(error, &live.link.at);
+        let watching = match &mut live.watching {
+            Some(watching) => watching,
+            None => live.watching.insert(live.link.channel.stream("/etcdserverpb.Watch/Watch").await.map_err(trouble)?),
+        };
+        Ok(watching.send(&request).map_err(trouble)?)
+    }
+
+    fn hear(&mut self, message: pb::WatchResponse) -> Result<(), Halt> {
+        match self.watches.hear(&self.keys, message) {
+            Heard::Told(told) => self.tell(told),
+            Heard::Forgotten(number) => {
+                if let Some(watch) = self.watches.watch(number).cloned() {
+                    // Behind the task that is under way, if one is.
+                    let at = usize::from(self.since.is_some());
+                    self.tasks.insert(at, Task::Job(Job::CatchUp { number, watch }));
+                }
+            }
+            // The permission to watch is asked for with the token of the connection, which may have run out; with a new one
+            // it is either given or refused for good.
+            Heard::Ended(why) => {
+                let kind = if why.contains("permission denied") { LostKind::Denied } else { LostKind::Closed };
+                let lost = Lost::new(kind, format!("etcd has ended a watch: {why}"));
+                return Err(if kind == LostKind::Denied && self.is_denied_again() {
+                    lost.into()
+                } else {
+                    Halt::Broken(lost)
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn is_denied_again(&self) -> bool {
+        self.credentials.user.is_none() || (self.breaks.0 > 0 && boot_now().saturating_sub(self.breaks.1) < CALM)
+    }
+
+    fn tell(&self, told: impl IntoIterator<Item = Told>) {
+        for Told { revision, changes } in told {
+            let bytes = changes.iter().map(|change| change.key.len() + change.value.as_ref().map_or(0, |v| v.len()));
+            let bytes = bytes.sum();
+            self.events.push(Event::Changes { revision, changes }, bytes);
+        }
+    }
+
+    /// Revisions never go back: a store in which they do has forgotten what we built on.
+    fn advance(&mut self, revision: i64) -> Result<(), Lost> {
+        if revision < self.seen {
+            let message = format!("etcd went back from revision {} to {revision}: restored from a backup?", self.seen);
+            return Err(Lost::new(LostKind::Protocol, message));
+        }
+        self.seen = revision;
+        Ok(())
+    }
+
+    fn command(&mut self, command: Option<Command>) {
+        let close = |reply| Closing { reply, until: boot_now() + CLOSE_LIMIT };
+        match command {
+            Some(Command::Txn { tag, txn }) => self.tasks.push_back(Task::Job(Job::Txn { tag, txn: Rc::new(txn) })),
+            Some(Command::Watch { tag, watch }) => self.tasks.push_back(Task::Job(Job::Watch { tag, watch })),
+            Some(Command::Unwatch(watch)) => self.tasks.push_back(Task::Unwatch(watch)),
+            Some(Command::Close(reply)) => self.closing = Some(close(Some(reply))),
+            None => self.closing = Some(close(None)),
+        }
+    }
+
+    /// Whether time is over for the session, its end, or its first task.
+    fn check(&mut self, now: u64) -> Result<(), Halt> {
+        if self.lease.is_over(now) || self.events.is_over() {
+            return Err(self.lease.lost().into());
+        }
+        self.check_closing(now)?;
+        if now >= self.overdue() {
+            let seconds = self.options.read_timeout.as_secs_f64();
+            return Err(
+                Lost::new(LostKind::Timeout, format!("etcd did not answer a request within {seconds} s")).into()
+            );
+        }
+        Ok(())
+    }
+
+    fn overdue(&self) -> u64 {
+        self.since.map_or(u64::MAX, |since| since.saturating_add(nanoseconds(self.options.read_timeout)))
+    }
+
+    fn check_closing(&mut self, now: u64) -> Result<(), Halt> {
+        match &mut self.closing {
+            Some(closing) if now >= closing.until => Err(Halt::Ended(Ended::Closed(closing.reply.take()))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes a new connection, for as long as the lease lasts.
+    async fn reconnect(&mut self, lost: Lost, inbox: &mut UnboundedReceiver<Command>) -> Result<Link, Halt> {
+        let now = boot_now();
+        let count = if now.saturating_sub(self.breaks.1) > CALM { 1 } else { self.breaks.0 + 1 };
+        self.breaks = (count, now);
+        self.member = (self.member + 1) % self.options.endpoints.len().max(1);
+        self.lease.set_trouble(lost.message);
+        let (options, credentials, member) = (self.options, self.credentials, self.member);
+        let patience = self.lease.patience();
+        let dialled = async move {
+            sleep(delay(count)).await;
+            again(options, credentials, member, patience).await
+        };
+        tokio::pin!(dialled);
+        loop {
+            let now = boot_now();
+            self.check(now)?;
+            let closing = self.closing.as_ref().map_or(u64::MAX, |closing| closing.until);
+            let left = self.lease.deadline().min(closing).saturating_sub(now);
+            tokio::select! {
+                link = &mut dialled => return link.map_err(Halt::Broken),
+                command = inbox.recv(), if self.closing.is_none() => self.command(command),
+                () = sleep(Duration::from_nanos(left)) => {}
+                () = self.events.wake_task.notified() => {}
+            }
+        }
+    }
+}
+
+fn cancel(live: &mut Live, numbers: &[i64]) -> Result<(), Halt> {
+    let Some(watching) = &mut live.watching else { return Ok(()) };
+    for number in numbers {
+        let request = pb::WatchCommand::Cancel(pb::WatchCancel { watch_id: *number }).into();
+        watching.send(&request).map_err(|error| Trouble::of(error, &live.link.at))?;
+    }
+    Ok(())
+}
+
+/// How long to wait before the next connection, when so many have broken one after the other: doubled each time, up to
+/// a second, and half of it left to chance, so that many agents do not come at once.
+fn delay(breaks: u32) -> Duration {
+    let most = 25_u64 << breaks.min(6);
+    let most = if breaks <= 1 { 10 } else { most.min(1000) };
+    let chance = u64::try_from(random() % 1000).unwrap_or(0);
+    Duration::from_micros(most * (500 + chance / 2))
+}
+
+pub(super) fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

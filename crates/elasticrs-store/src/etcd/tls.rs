@@ -1,0 +1,91 @@
+//! TLS as etcd's sites have it: an authority of their own, and certificates for clients.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::{CertificateError, ClientConfig, Error, RootCertStore};
+
+/// Files in PEM.
+#[derive(Debug, Clone, Default)]
+pub struct Files {
+    /// Who signs the servers' certificates; `None`: whoever the system trusts.
+    pub ca_cert: Option<PathBuf>,
+    /// What this client shows, and the key for it.
+    pub client: Option<(PathBuf, PathBuf)>,
+}
+
+/// Where systems keep the authorities that they trust: Debian, Fedora, SUSE, Alpine.
+const SYSTEM: [&str; 4] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+];
+
+/// Reads the files. An error is one line for the user.
+pub(super) fn config(files: &Files) -> Result<Arc<ClientConfig>, String> {
+    let provider = Arc::new(ring::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let builder = builder.map_err(|error| error.to_string())?.with_root_certificates(roots(files.ca_cert.as_deref())?);
+    let mut config = match &files.client {
+        None => builder.with_no_client_auth(),
+        Some((cert, key)) => {
+            let unfit = |error: Error| format!("{} and {} do not fit: {error}", cert.display(), key.display());
+            let key = PrivateKeyDer::from_pem_slice(&read(key)?)
+                .map_err(|error| format!("{} holds no private key: {error}", key.display()))?;
+            builder.with_client_auth_cert(certificates(cert)?, key).map_err(unfit)?
+        }
+    };
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(Arc::new(config))
+}
+
+fn roots(ca_cert: Option<&Path>) -> Result<RootCertStore, String> {
+    let named = std::env::var_os("SSL_CERT_FILE").map(PathBuf::from);
+    let system = || named.or_else(|| SYSTEM.iter().map(PathBuf::from).find(|path| path.exists()));
+    let Some(path) = ca_cert.map(PathBuf::from).or_else(system) else {
+        return Err("this system has no list of trusted authorities: name a CA certificate".into());
+    };
+    let mut roots = RootCertStore::empty();
+    let (added, _) = roots.add_parsable_certificates(certificates(&path)?);
+    if added == 0 { Err(format!("{} holds no certificate of an authority", path.display())) } else { Ok(roots) }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
+    let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
+    match read {
+        Ok(found) if !found.is_empty() => Ok(found),
+        Ok(_) => Err(format!("{} holds no certificate", path.display())),
+        Err(error) => Err(format!("{} holds no certificate: {error}", path.display())),
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    fs::read(path).map_err(|error| format!("could not read {}: {error}", path.display()))
+}
+
+/// What an error of TLS means to whoever has set it up.
+pub(super) fn explain(error: &Error) -> String {
+    let hint = match error {
+        Error::InvalidMessage(_) => "it does not speak TLS",
+        Error::InvalidCertificate(CertificateError::Expired | CertificateError::ExpiredContext { .. }) => {
+            "its certificate has expired, or this host's clock is wrong"
+        }
+        Error::InvalidCertificate(CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. }) => {
+            "its certificate is not valid yet, or this host's clock is wrong"
+        }
+        Error::InvalidCertificate(CertificateError::UnknownIssuer) => {
+            "its certificate was not signed by the authority that was given"
+        }
+        Error::InvalidCertificate(
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+        ) => "its certificate is for another name",
+        Error::AlertReceived(_) => "it refused this client: does it ask for a certificate?",
+        _ => return error.to_string(),
+    };
+    format!("{hint} ({error})")
+}
