@@ -3,10 +3,16 @@
 A :class:`Session` is one connection and one lease; it never reconnects. Whoever writes one for another store
 than ours has to give:
 
-- transactions of at most :data:`MAX_OPERATIONS` compares and as many operations, each one revision;
-- leased keys, which end with the session;
-- watches of keys and prefixes, from a snapshot or a revision on: each revision whole and in order;
-- replies in the order of their requests;
+- transactions of at most :data:`MAX_OPERATIONS` compares and as many operations, each one revision; none
+  names a key twice among what it puts and deletes;
+- leased keys, which end with the session, or some seconds after it; no key is put now with a lease, now
+  without;
+- watches of keys and prefixes, from a snapshot or a revision on: each revision whole and in order, as far as
+  the watch covers it. Several watches need no order among each other, nor with replies. A session never has
+  two that cover the same key, but one may be asked for again. A watch whose past the store has forgotten
+  tells, as one revision, what has become of its keys;
+- requests carried out in their order, and replies in that order; an :class:`Unwatch` holds for all that the
+  store does from then on;
 - :class:`ConnectionLost` as the last event of a session, whatever ended it.
 """
 
@@ -108,7 +114,7 @@ class Operation(Value):
 class Put(Operation):
     """Set a key; the result is 1.
 
-    With ``leased`` the key ends with this session. A put without a lease leaves the lease of a key alone.
+    With ``leased`` the key ends with this session.
     """
 
     key: str
@@ -227,8 +233,8 @@ class Reply(Value):
 
 
 class Changes(Value):
-    """One revision of the store, as far as the watches of this session cover it, in the order of the
-    transaction.
+    """One revision of the store, as far as one watch covers it, or all of this session together, in the order
+    of the transaction.
     """
 
     revision: int

@@ -296,6 +296,8 @@ class Checks:
         require(
             head is not None and head.state == "RUNNING", "I-10 no round with enough nodes", self._shown(live)
         )
+        stale = [proc.name for proc in live if proc.group is not None and proc.group.round != head.round]
+        require(not stale, "I-10 workers of a round that is over", stale)
         for rank, member in enumerate(self.rounds[head.round]):
             if (head.round, rank) in self.done():
                 continue

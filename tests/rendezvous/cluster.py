@@ -60,7 +60,7 @@ class Agent:
 
     def disconnect(self):
         if self.conn is not None:
-            self.conn.open = False
+            self.conn.forget()
             self.cluster.store.end_session(self.conn)
             self.conn = None
 
@@ -147,8 +147,9 @@ class Cluster:
             conn = agent.conn
             if conn is None:
                 continue
-            if conn.changes:
-                agent.send(conn.changes.pop(0))
+            queue = next(filter(None, conn.queues), None)
+            if queue is not None:
+                agent.send(queue.pop(0))
                 return True
             if conn.replies:
                 agent.send(conn.replies.pop(0))

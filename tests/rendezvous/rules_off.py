@@ -7,7 +7,7 @@ import contextlib
 import sys
 from unittest import mock
 
-from elasticrs.coordination import CreatedAt, DeletePrefix
+from elasticrs.coordination import CreatedAt, Delete
 from elasticrs.rendezvous.elastic import (
     by_hand,
     connecting,
@@ -130,8 +130,8 @@ def survivors_lose_their_places(view, size):
 @instead_of(joining.earlier_registrations)
 def registration_deletes_by_agent(member, incarnation):
     """A late registration takes a later one with it."""
-    agent = member.agent.agent
-    return [DeletePrefix(f"{kind}{agent}/") for kind in (member.keys.nodes, member.keys.slots)]
+    others = [f"{member.agent.agent}/{each}" for each in range(1, incarnation + 9) if each != incarnation]
+    return [Delete(key(name)) for name in others for key in (member.keys.node, member.keys.slot)]
 
 
 @instead_of(rounds.is_mine)
@@ -180,6 +180,21 @@ def grows_against_the_setting(member, view, head):
 @instead_of(succession.predecessor_gone)
 def nobody_follows_the_leader(member, registration):
     registration.predecessor = None
+
+
+@instead_of(succession.end_own_watches)
+def a_leader_keeps_its_own_watches(member, registration):
+    return None
+
+
+@instead_of(rounds.is_slot_known)
+def a_slot_counts_before_it_is_known(link, registration):
+    return True
+
+
+@instead_of(rounds.stop_earlier)
+def an_end_that_is_not_told_stops_nobody(member, head):
+    return None
 
 
 @instead_of(rounds.say_idle)

@@ -1,5 +1,5 @@
 """A simulated coordination store: revisions, transactions, leases, watches; each client's events wait to be
-delivered, changes and replies apart."""
+delivered, replies and changes apart, those of an etcd's watches apart from each other, too."""
 
 from __future__ import annotations
 
@@ -33,21 +33,63 @@ class Entry(Value):
     mod_revision: int
 
 
+def is_one_change_per_key(operations):
+    """No key is put twice, or put and deleted."""
+    put = [op.key for op in operations if isinstance(op, Put)]
+    deleted = [op.key for op in operations if isinstance(op, Delete)]
+    under = tuple(op.prefix for op in operations if isinstance(op, DeletePrefix))
+    return len({*put, *deleted}) == len(put) + len(deleted) and not any(key.startswith(under) for key in put)
+
+
+def is_new(change):
+    """The key was not there before."""
+    return change.value is not None and change.create_revision == change.mod_revision
+
+
 class Conn:
     """One connection: one session, one lease."""
 
-    __slots__ = ("changes", "dead", "name", "open", "replies", "requests", "watches")
+    __slots__ = (
+        *("dead", "is_etcd", "is_revoked", "is_stalled", "name", "open"),
+        *("queues", "replies", "requests", "watches"),
+    )
 
-    def __init__(self, name):
+    def __init__(self, name, is_etcd=False):
         self.name = name
+        self.is_etcd = is_etcd
         self.open = True
         """The client still has it."""
         self.dead = False
         """The store has ended the session."""
+        self.is_revoked = False
+        """The client has ended its lease; else that ends a while after the connection."""
+        self.is_stalled = False
+        """Nothing comes through for a while."""
         self.requests = []
         self.replies = []
-        self.changes = []
-        self.watches = []
+        self.watches = {}
+        """The changes that wait to be delivered, by prefix and whether that is a whole key."""
+        self.queues = [] if is_etcd else [[]]
+        """The same, each once, and those of watches that have ended."""
+
+    def watch(self, *covered):
+        if self.is_etcd:
+            self.queues.append([])
+        self.watches[covered] = self.queues[-1]
+
+    def is_told(self, queue, key):
+        """Whether changes of this key go there."""
+        return any(
+            told is queue and (key == prefix if is_exact else key.startswith(prefix))
+            for (prefix, is_exact), told in self.watches.items()
+        )
+
+    def forget(self):
+        """Nothing that waits is delivered."""
+        self.open = False
+        self.replies.clear()
+        self.watches.clear()
+        self.queues.clear()
 
 
 class Store:
@@ -71,10 +113,12 @@ class Store:
         request = conn.requests.pop(0)
         if isinstance(request, Txn):
             self._txn(conn, request)
+        elif not conn.open:
+            return
         elif isinstance(request, Unwatch):
-            conn.watches.remove((request.prefix, request.exact))
+            del conn.watches[request.prefix, request.exact]
         else:
-            conn.watches.append((request.prefix, request.exact))
+            conn.watch(request.prefix, request.exact)
             found = [self.get(request.prefix)] if request.exact else self.under(request.prefix)
             self._reply(conn, request.tag, True, [each for each in found if each is not None])
 
@@ -99,6 +143,7 @@ class Store:
     def _txn(self, conn, request):
         for steps in (request.compares, request.then, request.otherwise):
             assert len(steps) <= MAX_OPERATIONS
+        assert is_one_change_per_key(request.then), "etcd refuses it"
         ok = all(self._holds(compare) for compare in request.compares)
         ops = request.then if ok else request.otherwise
         if conn.dead and any(isinstance(op, Put) and op.leased for op in ops):
@@ -147,18 +192,21 @@ class Store:
         return max(before, key=lambda each: each.create_revision, default=None)
 
     def _tell(self, conn, changes):
-        if not conn.open or not conn.watches:
-            return
-        seen = [
-            change
-            for change in changes
-            if any(
-                change.key == prefix if exact else change.key.startswith(prefix)
-                for prefix, exact in conn.watches
-            )
-        ]
-        if seen:
-            conn.changes.append(Changes(self.revision, seen))
+        for queue in conn.queues:
+            told = [change for change in changes if conn.is_told(queue, change.key)]
+            if told:
+                queue.append(Changes(self.revision, told))
+
+    def resync(self, queue):
+        """What waits there has been compacted: only what has become of it is told."""
+        first, last = {}, {}
+        for change in (change for told in queue for change in told.changes):
+            first.setdefault(change.key, change)
+            last[change.key] = change
+        # Of a key that came and went, nobody was told.
+        seen = [change for key, change in last.items() if change.value is not None or not is_new(first[key])]
+        ended = [Entry(each.key, None, 0, self.revision) if each.value is None else each for each in seen]
+        queue[:] = [Changes(self.revision, ended)] if ended else []
 
     def end_session(self, conn):
         """Its lease is over."""

@@ -24,9 +24,10 @@ NEW_WORLDS = {
     "stuck": 0.03,
     "embedded": 0.35,
     "flaky": 0.15,
+    "etcd": 0.5,
 }
 STATIC = 0.1, 0.3
-"""Where the number drawn for the last kind makes ranks be given by hand: some of them are flaky, too."""
+"""Where the number drawn for flaky makes ranks be given by hand: some are both."""
 
 FIXED_PORT = 29500
 
@@ -107,6 +108,7 @@ class World:
         }
         drawn = {name: random() for name in NEW_WORLDS}
         self.kinds = {name: drawn[name] < share for name, share in NEW_WORLDS.items()}
+        self.kinds["embedded"] &= not self.kinds["etcd"]
         self.kinds["static"] = STATIC[0] <= drawn["flaky"] < STATIC[1]
         if self.kinds["static"]:
             self.config["min_nodes"] = least = most
@@ -177,14 +179,14 @@ class World:
 
     def _disconnect(self, proc, _):
         proc.connecting = False
+        if proc.conn is not None:
+            proc.conn.is_revoked = True
         self.drop(proc)
 
     def drop(self, proc):
         """The client does not have its connection any more; its requests may still come."""
         if proc.conn is not None:
-            proc.conn.open = False
-            proc.conn.replies.clear()
-            proc.conn.changes.clear()
+            proc.conn.forget()
             proc.conn = None
 
     def _start(self, proc, action):
@@ -288,10 +290,12 @@ class World:
         add = found.append
         silent = self.server_alive and self.has_dead_lease()
         for conn in self.store.conns:
-            if conn.requests and self.server_alive:
+            if conn.is_stalled:
+                add((0.5 if faults else 5, self.go_on, conn))
+            elif conn.requests and self.server_alive:
                 add((6 if conn.open else 1.5, self.store.serve, conn))
             if not conn.open and not conn.dead and self.server_alive:
-                add((2, self.expire, conn))
+                add((0.5 if conn.is_etcd and not conn.is_revoked else 2, self.expire, conn))
         for proc in self.procs:
             if proc.alive:
                 self._choices_of(proc, add, faults, silent)
@@ -323,9 +327,9 @@ class World:
         if proc.connecting:
             add((3, self.connect, proc))
         conn = proc.conn
-        if conn is not None:
-            if conn.changes:
-                add((6, self.changes, proc))
+        if conn is not None and not conn.is_stalled:
+            for queue in filter(None, conn.queues):
+                add((6, self.changes, proc, queue))
             if conn.replies:
                 add((6, self.reply, proc))
         for name in sorted(proc.timers):
@@ -341,7 +345,9 @@ class World:
                 if faults:
                     add((0.1, self.timer, proc, name))
             elif kind not in HARD:
-                add((0.5, self.timer, proc, name))
+                # A store that was away for that long is worth a look.
+                is_away = kind == "settle" and any(each.is_stalled for each in self.store.conns)
+                add((5 if is_away else 0.5, self.timer, proc, name))
             elif faults:
                 add((HARD_WEIGHTS.get(kind, 0.02), self.timer, proc, name))
             else:
@@ -355,6 +361,8 @@ class World:
             add((0.015, self.fault_leave, proc))
             if proc.conn is not None:
                 add((0.8 if self.kinds["flaky"] else 0.06, self.fault_cut, proc))
+                if proc.conn.is_etcd and not proc.conn.is_stalled:
+                    add((0.2, self.fault_stall, proc.conn))
             if proc.connecting:
                 add((0.3, self.fault_refused, proc))
             if not proc.paused:
@@ -396,12 +404,20 @@ class World:
         if not self.server_alive:
             self.deliver(proc, ConnectionLost("refused", "connection refused"))
             return
-        proc.conn = Conn(proc.name)
+        proc.conn = Conn(proc.name, self.kinds["etcd"])
         self.store.conns.append(proc.conn)
         self.deliver(proc, Connected(self.store.revision, f"10.0.0.{proc.name[1:]}"))
 
-    def changes(self, proc):
-        self.deliver(proc, proc.conn.changes.pop(0))
+    def changes(self, proc, queue):
+        self.deliver(proc, queue.pop(0))
+
+    def go_on(self, conn):
+        conn.is_stalled = False
+        if self.random() < 0.4:
+            self.count("compacted")
+            self.log.append((conn.name, "compacted"))
+            for queue in conn.queues:
+                self.store.resync(queue)
 
     def reply(self, proc):
         self.deliver(proc, proc.conn.replies.pop(0))
@@ -459,6 +475,11 @@ class World:
         self.checks.losses += 1
         self.log.append(("cut", proc.name))
         self.lose_connection(proc)
+
+    def fault_stall(self, conn):
+        self.count("stall")
+        self.log.append((conn.name, "stall"))
+        conn.is_stalled = True
 
     def fault_refused(self, proc):
         self.count("refused")

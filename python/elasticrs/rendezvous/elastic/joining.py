@@ -120,25 +120,21 @@ def job_found_again(member: Member, link: Link, reply: Reply) -> None:
 def job_found(member: Member, link: Link, reply: Reply) -> None:
     """Take part in the job that is there, if it is ours and goes on."""
     if reply.ok:
-        _begin(member, link, reply)
+        link.job_revision = reply.revision
+        register(member, link)
         return
     job, head = reply.entry(0), reply.entry(1)
     assert job is not None
     value = job.value or b""
     difference = _difference(member, job.key, value)
     if member.settings.fresh and not reply.results[2] and (head is not None or difference is not None):
-        _start_anew(member, job, 0 if head is None else head.mod_revision)
+        _forget_job(member, job, 0 if head is None else head.mod_revision)
         return
     member.joining.job, link.job_revision = value, job.create_revision
     if difference is not None:
         member.exit(Outcome("refused", difference))
     elif not _is_closed(member, head):
         register(member, link)
-
-
-def _begin(member: Member, link: Link, reply: Reply) -> None:
-    link.job_revision = reply.revision
-    register(member, link)
 
 
 def _difference(member: Member, key: str, value: bytes) -> str | None:
@@ -148,19 +144,13 @@ def _difference(member: Member, key: str, value: bytes) -> str | None:
         return f"{damage(key, error)}; use a different id for another job"
 
 
-def _start_anew(member: Member, job: Entry, head_revision: int) -> None:
-    """Forget an earlier job of this name; who registered meanwhile sees that, and comes again."""
+def _forget_job(member: Member, job: Entry, head_revision: int) -> None:
+    """Forget an earlier job of this name, then look again: somebody else may begin it first. Who registered
+    meanwhile sees that, and comes again.
+    """
     keys = member.keys
     compares = [CreatedAt(keys.job, job.create_revision), ModifiedAt(keys.head, head_revision)]
-    member.txn(Purpose.BEGIN_ANEW, compares, [DeletePrefix(keys.prefix), _put_job(member)])
-
-
-def begun_anew(member: Member, link: Link, reply: Reply) -> None:
-    """Register in the job that was started anew, if nobody else was faster."""
-    if reply.ok:
-        _begin(member, link, reply)
-    else:
-        check_job(member)
+    member.txn(Purpose.FORGET_JOB, compares, [DeletePrefix(keys.prefix)])
 
 
 def _is_closed(member: Member, entry: Entry | None) -> bool:

@@ -7,8 +7,8 @@ What the loop has to keep:
 
 - after :class:`~elasticrs.rendezvous.elastic.messages.Disconnect` or a lost connection, nothing of the old
   connection is delivered any more;
-- replies come in the order of their requests, changes in the order of revisions, each revision whole;
-  replies may overtake changes;
+- replies come in the order of their requests, changes of each watch in the order of revisions, each revision
+  whole; changes of several watches, and replies, may overtake each other;
 - timers may fire late, or early: that costs time or a needless round, never safety.
 
 Here events and answers meet the functions that take them. Those are in ``connecting`` (the way to the store),
@@ -34,8 +34,9 @@ from elasticrs.rendezvous.elastic.state import Link, Member, Phase, Purpose
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from elasticrs.coordination import Entry
     from elasticrs.rendezvous.elastic.messages import Action, Event
     from elasticrs.rendezvous.elastic.state import Registration
 
@@ -110,9 +111,24 @@ def _changes(member: Member, event: Changes) -> None:
     link, registration = member.link, member.registration
     if link is None or registration is None:
         return
+    _take_in(member, link, registration, event.changes)
+    if member.leader is not None:
+        oversight.changed(member, member.leader, event)
+
+
+def _snapshot(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
+    """Take the first look at the whole job, in which there may be news for this member, too."""
+    entries = {entry.key: entry for entry in reply.entries()}
+    joining.job_seen(member, link, entries.get(member.keys.job))
+    _take_in(member, link, registration, entries.values())
+    if member.leader is not None:
+        oversight.snapshot(member, member.leader, reply)
+
+
+def _take_in(member: Member, link: Link, registration: Registration, entries: Iterable[Entry]) -> None:
     keys = member.keys
     own_slot = keys.slot(registration.member)
-    for change in event.changes:
+    for change in entries:
         key = change.key
         if member.registration is not registration:
             # An earlier change has ended this connection.
@@ -126,8 +142,6 @@ def _changes(member: Member, event: Changes) -> None:
                 succession.predecessor_gone(member, registration)
         elif key == keys.job:
             joining.job_seen(member, link, change)
-    if member.leader is not None:
-        oversight.changed(member, member.leader, event)
 
 
 def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of cases
@@ -143,8 +157,8 @@ def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of
             joining.job_found(member, link, reply)
         case Purpose.FIND_JOB_AGAIN:
             joining.job_found_again(member, link, reply)
-        case Purpose.BEGIN_ANEW:
-            joining.begun_anew(member, link, reply)
+        case Purpose.FORGET_JOB:
+            joining.check_job(member)
         case Purpose.SEE_HEAD:
             for entry in reply.entries():
                 rounds.take_head(member, link, entry)
@@ -165,7 +179,7 @@ def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of
             _registration_reply(member, link, link.registration, purpose, reply)
 
 
-def _registration_reply(
+def _registration_reply(  # noqa: PLR0912 -- a table of cases
     member: Member, link: Link, registration: Registration, purpose: Purpose, reply: Reply
 ) -> None:
     match purpose:
@@ -179,6 +193,8 @@ def _registration_reply(
         case Purpose.SEE_SLOT:
             for entry in reply.entries():
                 rounds.take_slot(member, registration, entry)
+        case Purpose.FIND_SLOT:
+            rounds.slot_found(member, link, registration, reply)
         case Purpose.TELL_IDLE:
             if not reply.ok:
                 connecting.fence(member, rounds.GONE)
@@ -188,8 +204,8 @@ def _registration_reply(
         case Purpose.FIND_PREDECESSOR | Purpose.FIND_BEFORE_STRANGER:
             is_before = purpose is Purpose.FIND_BEFORE_STRANGER
             succession.predecessor_found(member, registration, reply, is_before)
-        case Purpose.SEE_ALL if registration.leader is not None:
-            oversight.snapshot(member, registration.leader, reply)
+        case Purpose.SEE_ALL:
+            _snapshot(member, link, registration, reply)
         case Purpose.LEAD if registration.leader is not None:
             oversight.written(member, registration.leader, reply)
 

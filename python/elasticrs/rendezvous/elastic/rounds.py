@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from elasticrs.coordination import ModifiedAt, Put
+from elasticrs.coordination import Get, ModifiedAt, Put
 from elasticrs.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import leaving
 from elasticrs.rendezvous.elastic.announcements import end_of, failure_of, round_line
@@ -30,7 +30,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs.coordination import Entry
+    from elasticrs.coordination import Entry, Reply
     from elasticrs.rendezvous.elastic.messages import Cause, GroupEnded, StartFailed, WorkerFailed
     from elasticrs.rendezvous.elastic.state import Link, Member, Registration
 
@@ -76,7 +76,7 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
     elif head.state == "ENDED":
         _ended(member, head)
     else:
-        _running(member, head, is_news)
+        _running(member, link, head, is_news)
 
 
 def _closed(member: Member, head: Head) -> None:
@@ -103,7 +103,8 @@ def _ended(member: Member, head: Head) -> None:
     look(member)
 
 
-def _running(member: Member, head: Head, is_news: bool) -> None:
+def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
+    stop_earlier(member, head)
     if member.age.seen != head.round:
         member.age.seen = head.round
         member.arm("round_age", member.settings.short_round)
@@ -113,12 +114,50 @@ def _running(member: Member, head: Head, is_news: bool) -> None:
             member.do(Announce(round_line(head, member.agent.max_restarts, known)))
     member.disarm("give_up")
     look(member)
-    registration = member.registration
-    is_idle = member.phase is Phase.IDLE and registration is not None
-    if is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(registration, head):
+    if _is_spare(member, head):
+        _find_slot(member, link)
+
+
+def stop_earlier(member: Member, head: Head) -> None:
+    """Stop the workers of an earlier round, if its end was not told: a store that was away for long may only
+    tell what has become of a key.
+    """
+    if member.workers is not None and member.workers.round < head.round:
+        _stop(member, end_of(head))
+
+
+def _is_spare(member: Member, head: Head) -> bool:
+    """True if the running round seems to have no place for this member."""
+    is_idle = member.phase is Phase.IDLE and head.state == "RUNNING"
+    return is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(member.registration, head)
+
+
+def _find_slot(member: Member, link: Link) -> None:
+    """Ask for the own slot as of the present head, once: the slot that the head counts may come later."""
+    registration = link.registration
+    assert registration is not None
+    if registration.slot_asked < link.head_revision:
+        registration.slot_asked = link.head_revision
+        member.txn(Purpose.FIND_SLOT, [], [Get(member.keys.slot(registration.member))])
+
+
+def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
+    """The own slot was read."""
+    registration.slot_known = reply.revision
+    entry, head = reply.entry(0), link.head
+    if entry is not None and entry.mod_revision > registration.slot_revision:
+        take_slot(member, registration, entry)
+    elif head is not None and not is_mine(registration, head):
+        look(member)
+    if head is not None and is_slot_known(link, registration) and _is_spare(member, head):
         member.do(
             Announce(f"waiting as a spare: round {head.round} already runs with all of its {head.size} nodes")
         )
+
+
+def is_slot_known(link: Link, registration: Registration) -> bool:
+    """True if no slot of the present head's round can be on the way."""
+    return registration.slot_known >= link.head_revision
 
 
 def age_reached(member: Member) -> None:
@@ -144,8 +183,11 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 def look(member: Member) -> None:
     """Start what is to be started; else say that nothing of the last slot's round is here."""
-    head, registration, phase = member.head, member.registered, member.phase
-    if head is None or registration is None or registration.slot is None or member.leaving is not None:
+    link, registration, phase = member.link, member.registered, member.phase
+    if link is None or registration is None or registration.slot is None or member.leaving is not None:
+        return
+    head = link.head
+    if head is None:
         return
     slot = registration.slot
     if phase not in (Phase.IDLE, Phase.DONE) or registration.idle >= slot.round or slot.round > head.round:
@@ -157,6 +199,9 @@ def look(member: Member) -> None:
             _start(member, head, slot)
         else:
             _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
+    elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
+        # This one is of a proposal that came to nothing; the one that counts may be on the way.
+        _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None
         idle(member, registration, slot.round)

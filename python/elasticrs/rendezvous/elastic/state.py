@@ -51,9 +51,10 @@ class Purpose(Enum):
     NOTHING = "its effect is seen elsewhere"
     FIND_JOB = "find the job, or begin it"
     FIND_JOB_AGAIN = "find the job that this agent took part in"
-    BEGIN_ANEW = "forget an earlier job of this name"
+    FORGET_JOB = "forget an earlier job of this name"
     REGISTER = "T1"
     SEE_SLOT = "watch the own slot"
+    FIND_SLOT = "read the own slot, which may come later than the head"
     SEE_HEAD = "watch the head"
     SEE_JOB = "watch the record of the job"
     SEE_PREDECESSOR = "watch the registration before this one"
@@ -76,6 +77,8 @@ class Registration(Record):
         create_revision: of its key; 0 until the store has confirmed it.
         idle: the last round after which it said that it has no workers.
         slot, slot_revision: the last one that the leader gave to it.
+        slot_asked: the head's revision for which it was last asked whether there is a newer slot.
+        slot_known: the store's revision up to which that was answered.
         predecessor: the key whose end makes this agent ask whether it leads.
         leader: what it knows as a leader; ``None`` while another one leads.
     """
@@ -85,6 +88,8 @@ class Registration(Record):
     idle: int = 0
     slot: Slot | None = None
     slot_revision: int = 0
+    slot_asked: int = 0
+    slot_known: int = 0
     predecessor: str | None = None
     leader: Leader | None = None
 

@@ -20,6 +20,7 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
     if predecessor is None:
         registration.predecessor = None
         registration.leader = Leader()
+        end_own_watches(member, registration)
         member.watch(Purpose.SEE_ALL, member.keys.prefix, exact=False)
     elif is_member(predecessor.key[len(member.keys.nodes) :]):
         registration.predecessor = predecessor.key
@@ -28,6 +29,15 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
         # Another program's: nobody would ever end it.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
         _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
+
+
+def end_own_watches(member: Member, registration: Registration) -> None:
+    """Leave it to the watch of the whole job to tell of this member, too: a store may tell of each watch
+    apart, and only one that covers all keys tells all of a revision.
+    """
+    keys = member.keys
+    for key in (keys.slot(registration.member), keys.head, keys.job):
+        member.do(Unwatch(key, True))
 
 
 def predecessor_gone(member: Member, registration: Registration) -> None:

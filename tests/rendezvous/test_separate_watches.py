@@ -1,0 +1,119 @@
+"""A store that tells of each watch apart, as etcd does: what one tells may be ahead of another."""
+
+import pytest
+
+from elasticrs.coordination import Changes, Get, Put, Reply, Txn, Unwatch, Watch
+from elasticrs.rendezvous.elastic import messages as m
+from elasticrs.rendezvous.elastic.machine import step
+from elasticrs.rendezvous.elastic.records import Head, Slot
+from rendezvous.cluster import Cluster, running
+from rendezvous.store import Entry
+
+
+class Told:
+    """An agent that has joined, and waits; what its watches tell is up to the test."""
+
+    def __init__(self):
+        cluster = Cluster(min_nodes=3, max_nodes=3)
+        cluster.add("a")
+        self.member = cluster.add("b").member
+        self.head_key = cluster.keys.head
+        self.slot_key = cluster.keys.slot(self.member.registration.member)
+
+    def head(self, revision, form, state="RUNNING", number=1):
+        value = Head(
+            state, number, form, size=3, world_size=3, master=("h", 1), end={"kind": "scale"}
+        ).encode()
+        return step(self.member, Changes(revision, [Entry(self.head_key, value, 100, revision)]))[1]
+
+    def slot(self, revision, form):
+        return step(self.member, Changes(revision, [self.slot_entry(revision, form)]))[1]
+
+    def slot_entry(self, revision, form):
+        return Entry(self.slot_key, Slot(1, form, 1, 1, 1, 3).encode(), 100, revision)
+
+    def answer(self, actions, revision, entry):
+        """The answer to the question after the slot."""
+        (asked,) = actions_of(Txn, actions)
+        assert asked.then == [Get(self.slot_key)]
+        return step(self.member, Reply(asked.tag, True, revision, [entry]))[1]
+
+
+def actions_of(kind, actions):
+    return [each for each in actions if isinstance(each, kind)]
+
+
+def idle_of(actions):
+    """The rounds that the agent said to be idle of."""
+    puts = [op for each in actions_of(Txn, actions) for op in each.then if isinstance(op, Put)]
+    return [put.key for put in puts]
+
+
+def test_a_head_may_come_before_its_slot():
+    b = Told()
+    assert not actions_of(m.Start, b.head(102, "1.1"))
+    assert len(actions_of(m.Start, b.slot(101, "1.1"))) == 1
+
+
+@pytest.mark.parametrize("watch_is_first", [False, True])
+def test_a_slot_of_a_dropped_proposal_is_not_answered_while_another_may_come(watch_is_first):
+    b = Told()
+    b.slot(101, "1.1")
+    asked = b.head(103, "1.2")
+    assert not idle_of(asked)
+    if watch_is_first:
+        assert actions_of(m.Start, b.slot(102, "1.2"))
+        assert not b.answer(asked, 103, b.slot_entry(102, "1.2"))
+    else:
+        assert actions_of(m.Start, b.answer(asked, 103, b.slot_entry(102, "1.2")))
+        assert not b.slot(102, "1.2")
+
+
+def test_who_was_left_out_of_the_proposal_that_counts_says_that_it_is_idle():
+    b = Told()
+    b.slot(101, "1.1")
+    told = b.answer(b.head(103, "1.2"), 103, b.slot_entry(101, "1.1"))
+    assert len(idle_of(told)) == 1
+
+
+def test_an_answer_from_before_a_newer_head_does_not_count_for_that():
+    b = Told()
+    b.slot(101, "1.1")
+    first = b.head(103, "1.2")
+    b.head(104, "1.2", state="ENDED", number=1)
+    assert not actions_of(m.Announce, b.answer(first, 103, None))
+    again = b.head(106, "1.3", number=2)
+    assert actions_of(m.Announce, b.answer(again, 106, b.slot_entry(101, "1.1")))
+
+
+def test_an_agent_that_starts_is_not_called_a_spare():
+    b = Told()
+    asked = b.head(102, "1.1")
+    assert not actions_of(m.Announce, asked)
+    told = b.answer(asked, 102, b.slot_entry(101, "1.1"))
+    assert actions_of(m.Start, told)
+    assert not actions_of(m.Announce, told)
+
+
+def test_a_spare_is_told_so_once_it_is_sure():
+    b = Told()
+    (line,) = actions_of(m.Announce, b.answer(b.head(102, "1.1"), 102, None))
+    assert line.text == "waiting as a spare: round 1 already runs with all of its 3 nodes"
+
+
+def test_workers_whose_rounds_end_was_never_told_are_stopped():
+    b = Told()
+    b.slot(101, "1.1")
+    b.head(102, "1.1")
+    (stop,) = actions_of(m.Stop, b.head(105, "1.2", number=2))
+    assert (stop.round, stop.why) == (1, "more nodes have joined")
+
+
+def test_an_agent_that_leads_has_one_watch():
+    cluster, (a, b) = running(2)
+    assert list(a.conn.watches) == [(cluster.keys.prefix, False)]
+    assert len(a.all(Unwatch)) == 3
+    watched = {each.prefix for each in b.all(Watch)}
+    assert len(watched) == len(b.all(Watch)) == 4, "no key twice"
+    a.kill()
+    assert list(b.conn.watches) == [(cluster.keys.prefix, False)]
