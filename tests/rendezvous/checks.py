@@ -195,6 +195,12 @@ class Checks:
             require(action.master_port == proc.port, "I-9 the port is not of this node's listener", proc.port)
             require(proc.port not in proc.served, "I-9 a listener serves two rounds", proc.port)
 
+    def told(self, proc):
+        """Whoever has heard of a later round, stops."""
+        head, group = proc.member.head, proc.group
+        if head is not None and group is not None and not group.stopping:
+            require(head.round <= group.round, "I-4 workers run on in a later round", proc.name, head)
+
     def is_member_missing(self, number):
         """Whether workers that start now will miss a peer."""
         for rank, member in enumerate(self.rounds[number]):

@@ -410,6 +410,7 @@ class World:
 
     def changes(self, proc, queue):
         self.deliver(proc, queue.pop(0))
+        self.checks.told(proc)
 
     def go_on(self, conn):
         conn.is_stalled = False
