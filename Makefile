@@ -78,9 +78,9 @@ demo-multinode: build ## three hosts train; one is cut off, the job goes on with
 
 test: test-rust test-python ## all tests but those marked slow, then a list of what took longest; ALL=1: every test
 
-# The groups of these suites once more, as forks of a warm nursery; the one left out is about the exec of a worker, the slow
-# ones wait for a nursery that does not wake up.
-WARM_TESTS := not test(a_group_starts_whole_or_not_at_all) and not test(a_nursery_that)
+# The groups of these suites once more, as forks of a warm nursery; the slow ones, which wait for a nursery that does not wake
+# up, are left out.
+WARM_TESTS := not test(a_nursery_that)
 # Tests run the programs of the workspace, and cargo builds only those of a package that has such tests itself. Without
 # nextest they share a process, whose descriptors and children are everybody's: one at a time.
 test-rust:

@@ -71,6 +71,8 @@ def test_the_phases_of_a_restart_are_all_of_it() -> None:
     # Another node has failed, and the workers' start was not seen.
     first.stamps, second.stamps = {"ended": 40}, {"planned": 1_000_040}
     assert phases(first, second) == {"rendezvous": 1.0}
+    first.stamps |= {"stopped": 30}
+    assert phases(first, second) == {"stopping": 1e-5, "rendezvous": 1.0}
     first.stamps = {}
     assert phases(first, second) == {}
 

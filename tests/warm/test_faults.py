@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from helpers import procs
@@ -81,11 +82,19 @@ if os.fork() == 0:
 """
 
 
-@pytest.mark.parametrize("whose", ["nursery", "agent", "killed agent"])
+@pytest.mark.parametrize("whose", ["nursery", "sentinel", "agent", "killed agent"])
 def test_what_an_import_has_started_ends_with_it(importing, whose):
     job = importing(text=f"{STARTS}{SLOW}")
     started = [child.pid for child in procs.children(job.nursery)]
-    if whose == "nursery":
+    if whose == "sentinel":
+        (sentinel,) = [child.pid for child in procs.children(job.launched.pid) if child.pid != job.nursery]
+        os.kill(sentinel, signal.SIGKILL)
+        procs.assert_gone([job.nursery])
+        job.go_on()
+        assert job.runs() == [("0", "False"), ("1", "False")]
+        why = "workers start cold: the process that guards the import was lost"
+        assert f"warm: {why}\n" in job.launched.stderr
+    elif whose == "nursery":
         os.kill(job.nursery, signal.SIGKILL)
         job.go_on()
         job.runs()
@@ -158,6 +167,46 @@ def test_what_an_import_has_started_ends_with_the_agent_where_its_guard_is_the_n
         launched.wait()
 
 
+EXECUTES = """
+import ctypes, os, sys
+arguments = [*map(os.fsencode, sys.orig_argv), None]
+ctypes.CDLL(None).execv(os.fsencode(sys.executable), (ctypes.c_char_p * len(arguments))(*arguments))
+"""
+
+
+def test_a_program_that_an_import_executes_does_not_run_the_script_however_late_the_agent_looks(importing):
+    job = importing(text=f"{SLOW}{EXECUTES}")
+    os.kill(job.launched.pid, signal.SIGSTOP)
+    procs.wait_state(job.launched.pid, "T")
+    environment = Path(f"/proc/{job.nursery}/environ")
+    before = environment.read_bytes()
+    job.go_on()
+    # It begins with another one; then it waits, or has run the script.
+    procs.wait_until(lambda: environment.read_bytes() not in (before, b""))
+    procs.wait_until(lambda: procs.process(job.nursery).state in "SZ")
+    os.kill(job.launched.pid, signal.SIGCONT)
+    assert [rank for rank, _ in job.runs()] == ["0", "1"]
+    assert "warm: slow was left out: it executes another program at import" in job.launched.stderr
+
+
+STARTS_PYTHON = """
+import subprocess, sys
+code = "import os, sys; print(os.environ.get('PYTHONPATH'), 'nursery' in sys.modules, sys.path)"
+said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
+"""
+
+
+def test_a_python_that_an_import_starts_is_as_if_a_worker_had_started_it(launch, tmp_path, worker_script):
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "starts_python.py").write_text(STARTS_PYTHON)
+    script = worker_script("import os, starts_python\nos.write(1, starts_python.said.encode())")
+    env = {"PYTHONPATH": str(library)}
+    cold, warm = (launch(f"--warm={it}", script, env=env).exits(0) for it in ("off", "starts_python"))
+    assert warm.stdout == cold.stdout
+    assert "left out" not in warm.stderr
+
+
 WARM = ("--warm", "json,colorsys")
 
 
@@ -188,9 +237,8 @@ def test_a_stopped_nursery_goes_on_and_loses_no_exit_code(launch, tmp_path):
     job.check_logs()
 
 
-def test_few_descriptors(launch, tmp_path):
-    job = SteadyJob(launch, tmp_path, 3, *WARM, "--max-restarts", "1")
-    send(job.ready()[0], signal.SIGKILL)
-    for pid in job.ready(1).values():
-        send(pid, EXIT_0)
-    job.launched.exits(0)
+def test_few_descriptors(launch, tmp_path, worker_script):
+    prefix = ("sh", "-c", 'ulimit -n 100; exec "$@"', "sh")
+    script = worker_script("import sys; print('RUNS', 'colorsys' in sys.modules, flush=True)")
+    launched = launch("--nproc-per-node=2", "--tee=3", *WARM, script, prefix=prefix).exits(0)
+    assert launched.stdout.count("RUNS True") == 2, launched.stderr

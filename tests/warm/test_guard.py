@@ -50,6 +50,10 @@ ENDS = {
         "import os, signal; os.closerange(3, 256); signal.pause()",
         "closes descriptors of others at import",
     ),
+    "a_close_of_one": (
+        "import os, signal; os.close(3); signal.pause()",
+        "closes descriptors of others at import",
+    ),
 }
 CLEAN = {
     "an_environment": "import os; kept = os.environ.copy()",

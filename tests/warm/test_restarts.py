@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from helpers import ports
 from helpers.steady import EXIT_0, SteadyJob, send
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -50,6 +51,40 @@ def test_a_cold_restart_says_why(launch, tmp_path):
     why = "no effect: wrapper is a script, which may start Python in another way"
     assert (events[1]["warm"], events[1]["why_cold"]) == (False, why)
     assert re.search(rf"attempt 1 is running, .*\), cold: {why}$", launched.stderr, re.MULTILINE)
+
+
+FAILS_ONCE = """
+    import os, signal, sys
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if os.environ["RANK"] == sys.argv[1]:
+            os._exit(3)
+        signal.pause()
+    os.write(1, f"GROUP {os.environ['GROUP_RANK']}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "since"), [("0", "the failure was seen"), ("1", "the workers were told to stop")]
+)
+def test_of_several_nodes_the_first_one_tells_of_a_restart(launch, worker_script, rank, since):
+    options = (
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{ports.free()}",
+        "--rdzv-id=job",
+    )
+    agents = [launch(*options, "--max-restarts=1", worker_script(FAILS_ONCE), rank) for _ in range(2)]
+    told = {
+        agent.exits(0).stdout: re.findall(r"attempt 1 is running, [\d.]+ ms (.*) \(", agent.stderr)
+        for agent in agents
+    }
+    assert told == {"GROUP 0\n": [f"after {since}"], "GROUP 1\n": []}
+
+
+def test_the_report_tells_of_restarts(launch, worker_script):
+    launched = launch("--max-restarts=1", "--warm=colorsys", worker_script("import os; os._exit(3)")).exits(1)
+    note = r"note      : attempt 1 was running [\d.]+ ms after the failure was seen \(.*\), warm$"
+    assert re.search(note, launched.stderr, re.MULTILINE), launched.stderr
 
 
 def library(folder, name, text):

@@ -6,12 +6,12 @@ mod common;
 use std::io::{self, BufRead, Write};
 use std::time::Duration;
 
-use common::groups::{HANG, KILL, KILLED, TERM, close, event, group, run, supervisor, telling_group};
+use common::groups::{HANG, KILL, KILLED, TERM, close, event, group, is_warm, run, supervisor, telling_group};
 use common::{image, pipe, process, worker};
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, PassedFd, Stdio, StopPolicy};
+use elasticrs_core::spec::{Descendants, PassedFd, ProcessSpec, Stdio, StopPolicy};
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor, SupervisorError};
 use elasticrs_core::sys::stage::Stage;
 use elasticrs_core::sys::wait::{Waited, any_child};
@@ -96,17 +96,18 @@ fn a_second_harder_stop_does_not_wait_for_the_first() {
 #[test]
 fn a_group_starts_whole_or_not_at_all() {
     let supervisor = supervisor();
-    let missing = process(vec!["/nonexistent/program".into()]);
-    supervisor.start(group(vec![worker(&["sleep"]), worker(&["sleep"]), missing])).unwrap();
-    let (exits, end) = until_end(&supervisor);
-    let Event::StartFailed(failure) = end else { panic!("{end:?}") };
-    let StartFailure::Worker { local_rank: 2, stage: Stage::Exec, errno: libc::ENOENT, subject } = &failure else {
-        panic!("{failure:?}");
-    };
-    assert_eq!(subject, "/nonexistent/program");
-    let expected = "could not execute `/nonexistent/program` for local rank 2: No such file or directory";
-    assert_eq!(failure.to_string(), expected);
-    assert_eq!(exits, [], "nobody has to know of workers that never were a group");
+    let program = process(vec!["/nonexistent".into()]);
+    let folder = ProcessSpec { cwd: Some("/nonexistent".into()), ..worker(&["sleep"]) };
+    // A fork executes nothing.
+    let failing = [("change to the working directory", folder), ("execute", program)];
+    for (what, process) in failing.into_iter().take(if is_warm() { 1 } else { 2 }) {
+        supervisor.start(group(vec![worker(&["sleep"]), worker(&["sleep"]), process])).unwrap();
+        let (exits, end) = until_end(&supervisor);
+        let Event::StartFailed(failure @ StartFailure::Worker { .. }) = end else { panic!("{end:?}") };
+        let expected = format!("could not {what} `/nonexistent` for local rank 2: No such file or directory");
+        assert_eq!(failure.to_string(), expected);
+        assert_eq!(exits, [], "nobody has to know of workers that never were a group");
+    }
 
     supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
     assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Succeeded, "and the next one starts");
@@ -397,6 +398,22 @@ fn a_stop_before_all_are_started_is_not_lost() {
     let (group, _lines) = telling_group(&[&["sleep"], &["sleep"]]);
     supervisor.start(group).unwrap();
     supervisor.stop(TERM).unwrap();
+    assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_start_that_hangs_is_stopped_when_the_grace_is_over() {
+    let supervisor = supervisor();
+    let dir = tempfile::tempdir().unwrap();
+    let fifo = dir.path().join("nobody reads it");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let mut hangs = worker(&["sleep"]);
+    hangs.stdio[1] = Stdio::File(fifo);
+    let mut spec = group(vec![worker(&["sleep"]), hangs]);
+    spec.start_deadline = Duration::MAX;
+    supervisor.start(spec).unwrap();
+    supervisor.stop(StopPolicy { grace: Duration::from_millis(50), ..TERM }).unwrap();
     assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Stopped);
     close(supervisor);
 }

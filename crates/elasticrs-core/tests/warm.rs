@@ -3,8 +3,9 @@
 
 mod common;
 
+use std::fs::read_to_string;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::groups::{HANG, KILL, TERM, close, event, group, telling_group, warm_image};
 use common::{image, worker};
@@ -12,7 +13,7 @@ use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::spec::{GroupSpec, PassedFd, Stdio};
 use elasticrs_core::supervisor::{Config, Event, NurseryEnd, Outcome, StartFailure, Supervisor};
 use elasticrs_core::sys::stage::Stage;
-use elasticrs_testkit::wait_for_end;
+use elasticrs_testkit::{wait_for_end, wait_until};
 
 fn supervisor(what: &str, limit: Duration) -> Supervisor {
     Supervisor::new(Config { nursery: vec![warm_image(what, limit), image()], owns_process: true }).unwrap()
@@ -124,8 +125,41 @@ fn a_fork_that_hangs_in_what_libraries_want_done_is_named() {
     spec.start_deadline = Duration::from_secs(3);
     supervisor.start(spec).unwrap();
     let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
-    let StartFailure::Hung { local_rank: 0, stage: Some(Stage::Fork), .. } = failure else { panic!("{failure:?}") };
+    let StartFailure::Hung { local_rank: 0, stage: Some(Stage::Forked), .. } = failure else { panic!("{failure:?}") };
     close(supervisor);
+}
+
+#[test]
+fn a_fork_that_hangs_in_the_parent_is_that_of_its_own_worker() {
+    let supervisor = supervisor("hangs before the second fork", HANG);
+    let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"]), worker(&["sleep"])]));
+    spec.start_deadline = Duration::from_secs(3);
+    supervisor.start(spec).unwrap();
+    let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
+    let StartFailure::Hung { local_rank: 1, stage: Some(Stage::Fork), .. } = failure else { panic!("{failure:?}") };
+    close(supervisor);
+}
+
+#[test]
+fn a_fork_that_ends_is_told_though_it_leaves_a_process() {
+    let supervisor = supervisor("ends and leaves a process", HANG);
+    supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
+    let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
+    assert!(matches!(failure, StartFailure::Worker { errno: libc::ECHILD, .. }), "{failure:?}");
+    close(supervisor);
+}
+
+#[test]
+fn a_fork_that_hangs_does_not_hold_up_the_end_of_its_agent() {
+    let supervisor = supervisor("hangs at forks", HANG);
+    let mut spec = warm(group(vec![worker(&["sleep"])]));
+    spec.start_deadline = Duration::MAX;
+    supervisor.start(spec).unwrap();
+    let nursery = supervisor.nursery_pid().unwrap();
+    wait_until("the fork", || !read_to_string(format!("/proc/{nursery}/task/{nursery}/children")).unwrap().is_empty());
+    let begun = Instant::now();
+    close(supervisor);
+    assert!(begun.elapsed() < HANG);
 }
 
 #[test]

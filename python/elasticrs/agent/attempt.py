@@ -54,8 +54,9 @@ class Attempt(Record):
         warm: its workers were forked from a process that had imported; ``None`` without ``--warm``.
         why_cold: why they were not, where ``--warm`` was given.
         phases: milliseconds of each phase of the restart that it began with, in order; see :func:`phases`.
-        stamps: ``planned``, ``imported``, ``started``, ``failure_seen``, ``siblings_signalled``, ``ended``:
-            monotonic nanoseconds. ``imported`` is there if its start had to wait for that.
+        stamps: ``planned``, ``imported``, ``started``, ``failure_seen``, ``siblings_signalled``, ``stopped``,
+            ``ended``: monotonic nanoseconds. ``imported`` is there if its start had to wait for that,
+            ``stopped`` if this agent was asked to stop it.
     """
 
     round: int
@@ -83,6 +84,14 @@ class Attempt(Record):
     def running(self) -> dict[int, int]:
         """Pids of the workers that have not ended, by local rank: those of others may be anybody's by now."""
         return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
+
+    def how_it_began(self) -> str:
+        """Say how long the restart took that it began with, by phases, and if its workers were warm."""
+        span = texts.milliseconds(round(1e6 * sum(self.phases.values())))
+        how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
+        is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
+        since = "the workers were told to stop" if is_elsewhere else "the failure was seen"
+        return f"{span} after {since}{texts.phases(self.phases)}{how}"
 
     def why_expired(self, local_rank: int) -> str | None:
         """Say why we ended this worker before it ended by itself; ``None`` when we did not."""
@@ -127,6 +136,7 @@ class Attempt(Record):
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     """Return the milliseconds of each phase of a restart, in order; together they are all of it.
 
+    They begin when the failure was seen, or with the stop where another node has seen it.
     ``signalling``: until the other workers have been signalled. ``stopping``: until nothing is left.
     ``rendezvous``: until ranks and addresses are known. ``importing``: until the warm nursery is ready, if
     the start had to wait for it. ``starting``: until all workers run. A phase whose end nobody has seen
@@ -144,7 +154,8 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
         "starting": running.stamps.get("started"),
     }
     found: dict[str, float] = {}
-    last = failed.stamps.get("failure_seen", failed.stamps.get("ended"))
+    begins = (failed.stamps.get(name) for name in ("failure_seen", "stopped", "ended"))
+    last = next((begin for begin in begins if begin is not None), None)
     for name, end in ends.items():
         if last is not None and end is not None and end > last:
             found[name] = (end - last) / 1e6

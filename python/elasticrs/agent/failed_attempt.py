@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.config import JobConfig
 
+_MAX_RESTARTS = 3
+"""So many are told of in the report."""
+
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     """Return what is known of every worker that did not exit with 0, by global rank, the first one first."""
@@ -90,7 +93,13 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
 def child_failed_error(job: JobConfig, result: JobResult) -> ChildFailedError | None:
     """Return the error of a failed job; ``None`` when no worker failed (none could be started)."""
     failed = all_failures(result)
-    return ChildFailedError(job.name, failed) if failed else None
+    if not failed:
+        return None
+    root = failed[root_cause(failed)]
+    restarts = [each for each in result.attempts if each.phases][-_MAX_RESTARTS:]
+    began = (f"attempt {each.name} was running {each.how_it_began()}" for each in restarts)
+    root.more_notes = [*root.more_notes, *began]
+    return ChildFailedError(job.name, failed)
 
 
 def print_report(job: JobConfig, result: JobResult, write: Callable[[str], None]) -> None:

@@ -96,12 +96,13 @@ class Story(Observer):
     def running(self, result: JobResult) -> None:
         """The workers run again."""
         attempt = result.attempts[-1]
-        if self._is_restart and attempt.phases:
+        # Of several nodes the first one says it for all.
+        is_mine = self._is_restart or (
+            self._job.rendezvous is not None and attempt.plan.ranks[0].group_rank == 0
+        )
+        if is_mine and attempt.phases:
             self._is_restart = False
-            span = texts.milliseconds(round(1e6 * sum(attempt.phases.values())))
-            how = {None: "", True: ", warm", False: f", cold: {attempt.why_cold}"}[attempt.warm]
-            parts = texts.phases(attempt.phases)
-            self._say(f"attempt {attempt.name} is running, {span} after the failure was seen{parts}{how}")
+            self._say(f"attempt {attempt.name} is running, {attempt.how_it_began()}")
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """How long it took, what it cost, and where the logs are."""

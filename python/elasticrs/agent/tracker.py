@@ -187,6 +187,8 @@ class AttemptTracker:
 
     def stop(self, action: machine.Stop) -> None:
         """Stop the workers."""
+        if self.attempt is not None:
+            self.attempt.stamps.setdefault("stopped", time.monotonic_ns())
         policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
         if hung is None:
             self.supervisor.stop(policy)

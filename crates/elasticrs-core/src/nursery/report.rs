@@ -20,7 +20,7 @@ pub enum End {
     Exit(WorkerExit),
     /// Another program took its place.
     Executes,
-    /// It closed the socket, and more.
+    /// It closed the socket.
     Closes,
 }
 
@@ -51,6 +51,12 @@ pub fn blame(report: impl AsFd, since: u64, end: End) -> bool {
     };
     let record = format!("{}{end}}}\n", String::from_utf8_lossy(ENDED));
     write(report, record.as_bytes()) == Ok(record.len())
+}
+
+/// Adds why the import cannot go on.
+pub fn fail(report: impl AsFd, why: &str) {
+    // Otherwise the user is told how the process has ended, which is true as well.
+    let _ = write(report, format!("{{\"failed\": \"{why}\"}}\n").as_bytes());
 }
 
 #[cfg(test)]

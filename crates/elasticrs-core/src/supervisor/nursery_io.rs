@@ -1,5 +1,6 @@
 //! The agent's end of the link to its nursery, as a source of events for the runtime.
 
+use std::fs;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -14,8 +15,9 @@ use crate::nursery::launch::{
     LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again, stage_reached,
 };
 use crate::nursery::link::AgentLink;
-use crate::nursery::protocol::{Reply, Request};
+use crate::nursery::protocol::{FIXED_FDS, Reply, Request};
 use crate::nursery::report::End;
+use crate::nursery::sweep::kill_by_token;
 use crate::nursery::token::Token;
 use crate::procfs;
 use crate::stat::Stat;
@@ -62,6 +64,8 @@ pub(super) struct Import {
     pub(super) since: u64,
     /// How it ended, where its exit does not say.
     pub(super) end: Option<End>,
+    /// Its sentinel was lost.
+    pub(super) is_unguarded: bool,
     pub(super) sentinel: Box<Nursery>,
 }
 
@@ -79,7 +83,8 @@ impl Nursery {
         let Launched { pid, pidfd, link, stages, token, warming } = launched;
         let import = match warming {
             Some(Warming { warm, since, sentinel }) => {
-                Some(Import { warm, since, end: None, sentinel: Box::new(Self::of(*sentinel)?) })
+                let sentinel = Box::new(Self::of(*sentinel)?);
+                Some(Import { warm, since, end: None, is_unguarded: false, sentinel })
             }
             None => None,
         };
@@ -141,9 +146,20 @@ impl Nursery {
         if Stat::in_folder(&folder).is_none_or(|stat| stat.is_ending()) {
             return;
         }
+        // All are close-on-exec but for the report. A new program may have opened others under their numbers.
+        let [_, _, stages] = FIXED_FDS.map(|fd| fs::read_link(folder.join(format!("fd/{fd}"))).unwrap_or_default());
+        let has_stages = stages.to_string_lossy().starts_with("pipe:");
         let has_report = folder.join(format!("fd/{REPORT_FD}")).exists();
-        import.end = Some(if has_report { End::Executes } else { End::Closes });
+        import.end = Some(if has_report && !has_stages { End::Executes } else { End::Closes });
         self.kill();
+    }
+
+    /// If we were killed now, nobody would end what the import has started.
+    fn end_unguarded(&mut self) {
+        if let Some(import) = &mut self.import {
+            import.is_unguarded = true;
+            self.kill();
+        }
     }
 
     /// The next thing from the nursery. Cancel-safe: nothing is held across an await.
@@ -176,14 +192,15 @@ impl Nursery {
                     }
                 }
                 _ = self.pidfd.readable() => self.has_died = true,
+                () = lost_sentinel(self.import.as_ref()) => self.end_unguarded(),
                 () = death_limit(ending), if ending.is_some() => return FromNursery::GivenUp,
             }
         }
     }
 
-    /// Tells it to leave what is there alone, or hangs up, which makes it end everything; waits until it is gone, and says
-    /// whether it is.
-    pub(super) async fn end(mut self, leave: bool, limit: Duration) -> bool {
+    /// Tells it to leave what is there alone, or hangs up, which makes it end everything; waits until it is gone. `None` if it
+    /// is not.
+    pub(super) async fn end(mut self, leave: bool, limit: Duration) -> Option<WorkerExit> {
         if leave {
             self.send(&Request::Leave, Vec::new());
         }
@@ -197,15 +214,23 @@ impl Nursery {
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);
             if tokio::time::timeout(DEATH_LIMIT, pidfd.readable()).await.is_err() {
-                return false;
+                return None;
             }
         }
-        exit_of(pidfd.get_ref());
+        let exit = exit_of(pidfd.get_ref());
         if let Some(Import { sentinel, .. }) = import {
-            // It ends what the import has started.
-            Box::pin(sentinel.end(false, limit)).await;
+            Box::pin(sentinel.end_what_it_guards(limit)).await;
         }
-        true
+        Some(exit)
+    }
+
+    /// Lets a sentinel end what the import has started. If it was lost, that is done here.
+    pub(super) async fn end_what_it_guards(self, limit: Duration) {
+        let token = self.token;
+        if self.end(false, limit).await != Some(WorkerExit::Exited { code: 0 }) {
+            // It ends with its limit.
+            let _ = tokio::task::spawn_blocking(move || kill_by_token(token, limit)).await;
+        }
     }
 
     async fn wait_for_end(&mut self) -> FromNursery {
@@ -219,6 +244,14 @@ impl Nursery {
                 FromNursery::GivenUp
             }
         }
+    }
+}
+
+async fn lost_sentinel(import: Option<&Import>) {
+    match import {
+        // An error of it means that the runtime shuts down.
+        Some(import) if !import.is_unguarded => drop(import.sentinel.pidfd.readable().await),
+        _ => std::future::pending().await,
     }
 }
 

@@ -74,11 +74,22 @@ impl Starting {
         self.failure.get_or_insert(failure);
     }
 
-    /// The deadline has passed. The nursery starts workers in order: the first one without an answer is the one.
-    pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: &str) {
-        let waiting = (0..).zip(&self.answers).find(|(_, answer)| matches!(answer, Answer::Awaited));
-        let (local_rank, wait_channel) = (waiting.map_or(0, |(rank, _)| rank), wait_channel.to_owned());
+    /// The deadline has passed. The nursery starts workers in order: the first one without an answer is the one, or the
+    /// one behind it.
+    pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: String) {
+        let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, Answer::Awaited));
+        let (behind, stage) = match stage {
+            Some(Stage::NextFork) => (1, Some(Stage::Fork)),
+            other => (0, other),
+        };
+        let local_rank = waiting.nth(behind).map_or(0, |(rank, _)| rank);
         self.failed(StartFailure::Hung { local_rank, stage, wait_channel, deadline: self.deadline });
+    }
+
+    /// Workers that run already.
+    pub(super) fn pids(&self) -> Vec<i32> {
+        let pid = |answer: &Answer| if let Answer::Spawned { pid, .. } = answer { Some(*pid) } else { None };
+        self.answers.iter().filter_map(pid).collect()
     }
 
     pub(super) fn nursery_lost(&mut self, end: NurseryEnd) {

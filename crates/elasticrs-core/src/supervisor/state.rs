@@ -499,10 +499,8 @@ impl Group {
         for member in self.members.iter().filter(|m| !m.ended && (m.adopted || m.pause != Pause::Running)) {
             effects.push(to_group(member.pid, Signal::CONT));
         }
-        effects.push(match self.phase {
-            Phase::Stopping => Effect::Hasten(Timer::Kill, policy.grace),
-            _ => Effect::Arm(Timer::Kill, policy.grace),
-        });
+        // It may have been asked for while the group was started.
+        effects.push(Effect::Hasten(Timer::Kill, policy.grace));
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));
     }
 

@@ -101,7 +101,7 @@ struct Task {
     /// Futures of others, see [`super::Supervisor::spawn`]. Declared behind the nursery: they end after it.
     tasks: JoinSet<()>,
     /// Nurseries that are ending.
-    retired: JoinSet<bool>,
+    retired: JoinSet<()>,
     /// What the nursery holds for us; kept for the next one.
     guard: Option<OwnedFd>,
     /// The number of the last request for a sweep.
@@ -398,11 +398,9 @@ impl Task {
                 if self.waits_for_import.take().is_some() {
                     // Nobody is there yet.
                     self.on_swept(Swept::default());
-                } else if policy.signal == Signal::KILL
-                    && let Some(nursery) = &mut self.nursery
-                {
-                    // Its workers die with it, and so does a start that hangs.
-                    nursery.kill();
+                } else {
+                    let grace = if policy.signal == Signal::KILL { Duration::ZERO } else { policy.grace };
+                    self.deadlines.hasten(Timer::Kill, grace, Instant::now());
                 }
             }
             Current::Running(_) => self.input(match elsewhere {
@@ -417,6 +415,7 @@ impl Task {
             match timer {
                 Timer::Start => self.on_hung_start(),
                 Timer::Warm => self.on_hung_import(),
+                Timer::Kill if matches!(self.current, Current::Starting(_)) => self.kill_start(),
                 Timer::Sweep => self.on_overdue_sweep(),
                 // A worker that started the process may still go on.
                 Timer::Exit(local_rank) if self.exits.has_ended(local_rank) => {}
@@ -522,7 +521,7 @@ impl Task {
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
         let leave = keep_descendants && matches!(self.current, Current::Idle);
         let message = loss::left_behind(nursery.pid);
-        if !nursery.end(leave, CLOSE_LIMIT).await {
+        if nursery.end(leave, CLOSE_LIMIT).await.is_none() {
             self.shared.queue.push(Event::Degraded { message });
         }
     }

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{ForkResult, Pid};
 
@@ -85,25 +86,53 @@ pub struct Settling {
 
 impl Settling {
     /// Waits until it has settled or ended; `announce` gets the number of each stage that can block for ever, before.
-    pub fn wait(mut self, mut announce: impl FnMut(u8)) -> Result<Child, Failure> {
-        loop {
+    /// If nobody needs it any more, it is killed: a process of `needed_by` has ended, or a connection was closed.
+    pub fn wait(mut self, needed_by: [BorrowedFd<'_>; 2], mut announce: impl FnMut(u8)) -> Result<Child, Failure> {
+        let mut failure = None;
+        while self.has_told(needed_by) {
             let mut kind = [SETTLED];
             match self.told.read_exact(&mut kind) {
                 Ok(()) if kind == [SETTLED] => return Ok(self.child),
-                Ok(()) if kind == [FAILED] => break,
-                Ok(()) => announce(kind[0]),
+                Ok(()) if kind != [FAILED] => announce(kind[0]),
+                Ok(()) => {
+                    let mut rest = [0; 6];
+                    failure = self.told.read_exact(&mut rest).ok().map(|()| rest);
+                    break;
+                }
                 Err(_) => break,
             }
         }
-        let mut failure = [0; 6];
-        let failure = self.told.read_exact(&mut failure).map(|()| failure);
         wait::reap(self.child.pid);
-        let Ok([stage, descriptor, errno @ ..]) = failure else {
+        let Some([stage, descriptor, errno @ ..]) = failure else {
             // It has ended in what a library does at a fork. Its exit code may be that of a worker that succeeds.
             return Err(failed(Errno::ECHILD));
         };
         let stage = Stage::from_byte(stage).unwrap_or(Stage::Clone);
         Err(Failure { stage, errno: Errno::from_raw(i32::from_ne_bytes(errno)), descriptor: descriptor.into() })
+    }
+
+    /// Waits for something to read. False if the child has ended instead; a process that it has started may still hold
+    /// the pipe.
+    fn has_told(&self, [process, connection]: [BorrowedFd<'_>; 2]) -> bool {
+        let mut polled = [
+            PollFd::new(self.told.as_fd(), PollFlags::POLLIN),
+            PollFd::new(self.child.pidfd.as_fd(), PollFlags::POLLIN),
+            PollFd::new(process, PollFlags::POLLIN),
+            PollFd::new(connection, PollFlags::empty()),
+        ];
+        let mut is_needed = true;
+        loop {
+            let count = if is_needed { polled.len() } else { 2 };
+            // The only error is EINTR, and all signals are blocked.
+            let _ = poll(&mut polled[..count], PollTimeout::NONE);
+            let [told, ended, ..] = polled.each_ref().map(|fd| fd.any().unwrap_or(true));
+            if told || ended {
+                return told;
+            }
+            is_needed = false;
+            // The only error is ESRCH: it has ended, which is seen next.
+            let _ = pidfd::send_signal(&self.child.pidfd, libc::SIGKILL);
+        }
     }
 }
 

@@ -27,8 +27,12 @@ pub enum Stage {
     Fence = 9,
     /// `sched_setaffinity`.
     Affinity = 10,
-    /// `fork`, with what libraries have registered for it.
+    /// `fork`, with what libraries want done in the parent.
     Fork = 11,
+    /// The same, while the worker before has not settled.
+    NextFork = 12,
+    /// What libraries want done in the child of a `fork`.
+    Forked = 13,
 }
 
 impl Stage {
@@ -50,7 +54,7 @@ impl Stage {
 
     /// The stage with this number, as the stage pipe carries it.
     pub fn from_byte(byte: u8) -> Option<Self> {
-        const ALL: [Stage; 11] = [
+        const ALL: [Stage; 13] = [
             Stage::Clone,
             Stage::NewSession,
             Stage::ParentDeathSignal,
@@ -62,6 +66,8 @@ impl Stage {
             Stage::Fence,
             Stage::Affinity,
             Stage::Fork,
+            Stage::NextFork,
+            Stage::Forked,
         ];
         ALL.into_iter().find(|&stage| stage as u8 == byte)
     }
@@ -80,7 +86,14 @@ impl std::fmt::Display for Stage {
             Self::Receive => "receive the process descriptor",
             Self::Fence => "start a worker",
             Self::Affinity => "bind the worker to its CPUs",
-            Self::Fork => "run what was registered for a fork (os.register_at_fork, pthread_atfork)",
+            Self::Fork | Self::NextFork => {
+                "fork: in what was registered to run in the parent (os.register_at_fork: before, after_in_parent; \
+                 pthread_atfork)"
+            }
+            Self::Forked => {
+                "begin as a fork: in what was registered to run in the child (os.register_at_fork: after_in_child; \
+                 pthread_atfork)"
+            }
         })
     }
 }

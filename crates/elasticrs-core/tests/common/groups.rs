@@ -26,7 +26,7 @@ pub fn supervisor() -> Supervisor {
 }
 
 /// With `ELASTICRS_TEST_WARM=1` in the environment all workers are forks of a warm nursery.
-fn is_warm() -> bool {
+pub fn is_warm() -> bool {
     std::env::var_os("ELASTICRS_TEST_WARM").is_some()
 }
 

@@ -19,13 +19,24 @@ fn main() -> ExitCode {
         Ok("dies") => return ExitCode::from(3),
         _ => {}
     }
-    let hangs_at_forks = env::var("WARM_NURSERY").is_ok_and(|what| what == "hangs at forks");
+    let what = env::var("WARM_NURSERY").unwrap_or_default();
     // The report, of which there is nothing.
     let _ = nix::unistd::close(6);
+    let mut forks = 0;
     let forker = move || {
-        let forked = plain();
-        if forked == Ok(0) && hangs_at_forks {
+        forks += 1;
+        if what == "hangs before the second fork" && forks == 2 {
             pause();
+        }
+        let forked = plain();
+        match (forked, what.as_str()) {
+            (Ok(0), "hangs at forks") => pause(),
+            // The other one goes on, with all that is open.
+            (Ok(0), "ends and leaves a process") => match plain() {
+                Ok(0) => pause(),
+                _ => std::process::exit(0),
+            },
+            _ => {}
         }
         forked
     };

@@ -36,12 +36,14 @@ _CORE = "ELASTICRS_WARM_CORE"
 """The file of ``elasticrs._core``."""
 _START = "ELASTICRS_NURSERY_START"
 """What the nursery is told; see ``nursery/launch.rs``, which has it as well."""
-_LINK, _REPORT = 3, 6
-"""The descriptors of the socket to the agent, and of the report; the same."""
+_AGENT, _REPORT = (3, 4, 5), 6
+"""The descriptors that lead to the agent, the socket first, and that of the report; the same."""
+_PID = "ELASTICRS_NURSERY_PID"
+"""The process that imports, for programs that are started or executed meanwhile; see ``sitecustomize.py``."""
 _SINCE = "ELASTICRS_WARM_SINCE"
 """Where the report begins of those that have ended while they imported, before this one."""
 
-_RESERVED = 256
+_RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
 """Workers are given descriptors below this: none that a module opens is among them."""
 
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -341,7 +343,8 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoRetu
             os.waitpid(pid, os.WNOHANG)
         time.sleep(0.005)
         pids = _children()
-    os.set_inheritable(_LINK, True)
+    for fd in _AGENT:
+        os.set_inheritable(fd, True)
     _execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
 
 
@@ -402,6 +405,9 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
     surroundings, reserved, captured = _Surroundings(settings["folders"]), _reserve(), _Captured()
     before, untouched = _open_files(), dict(os.environ)
     os.environ.update(_QUIET)
+    # As C sees it only.
+    os.putenv("PYTHONPATH", environ["PYTHONPATH"])
+    os.putenv(_PID, str(os.getpid()))
     python: Any = os
     python.execv, python.execve = _refusing(_execv), _refusing(_execve)
     for name in names:
@@ -421,6 +427,10 @@ def _import_all(environ: dict[str, str]) -> tuple[dict[int, bytes], _Done]:
     printed = captured.end()
     python.execv, python.execve = _execv, _execve
     surroundings.variables.end()
+    os.unsetenv(_PID)
+    os.unsetenv("PYTHONPATH")
+    if "PYTHONPATH" in os.environ:
+        os.putenv("PYTHONPATH", os.environ["PYTHONPATH"])
     for fd in reserved:
         os.close(fd)
     both = {name: (untouched.get(name), os.environ.get(name)) for name in {*untouched, *os.environ}}
@@ -520,8 +530,9 @@ def _serve() -> None:
     start = environ[_START]
     for name in (_SETTINGS, _START, _SINCE):
         os.environ.pop(name, None)
-    # By its end the agent sees that an import has put another program in place of this one.
-    os.set_inheritable(_LINK, False)
+    # By their end the agent sees that an import has put another program in place of this one.
+    for fd in _AGENT:
+        os.set_inheritable(fd, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
     if entries:
         os.environ["PYTHONPATH"] = os.pathsep.join(entries)

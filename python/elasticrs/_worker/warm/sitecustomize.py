@@ -3,18 +3,37 @@
 import os
 import sys
 
-if sys.version_info < (3, 10):  # noqa: UP036
+_here = os.path.dirname(os.path.abspath(__file__))
+
+if "ELASTICRS_NURSERY_START" not in os.environ:
+    if os.environ.pop("ELASTICRS_NURSERY_PID", "") == str(os.getpid()):
+        # A library has executed this in place of the nursery, and the script would run as nobody's worker.
+        # The agent has seen it, and ends it.
+        import signal
+
+        while True:
+            signal.pause()
+    # An import has started this: it goes on as if we were not there.
+    sys.path[:] = [entry for entry in sys.path if entry != _here]
+    sys.path_importer_cache.pop(_here, None)
+    _entries = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry != _here]
+    if _entries:
+        os.environ["PYTHONPATH"] = os.pathsep.join(_entries)
+    else:
+        del os.environ["PYTHONPATH"]
+    del sys.modules["sitecustomize"]
+    import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+elif sys.version_info < (3, 10):  # noqa: UP036
     # Some cannot compile the other file: the script would run then, in a process that is no worker.
     os.write(6, b'{"failed": "the workers\' Python is older than 3.10"}\n')
     os._exit(1)
+else:
+    try:
+        from _frozen_importlib_external import SourceFileLoader
 
-try:
-    from _frozen_importlib_external import SourceFileLoader
-
-    _path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nursery.py")
-    _code = SourceFileLoader(__name__, _path).get_code(__name__)
-    if _code is None:
-        raise ImportError(_path)
-except BaseException:
-    os._exit(1)
-exec(_code, globals())
+        _code = SourceFileLoader(__name__, os.path.join(_here, "nursery.py")).get_code(__name__)
+        if _code is None:
+            raise ImportError(_here)
+    except BaseException:
+        os._exit(1)
+    exec(_code, globals())

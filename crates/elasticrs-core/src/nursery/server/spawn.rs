@@ -40,7 +40,8 @@ impl Nursery {
             self.answer(&process, started);
             return Served::GoOn;
         };
-        announce(&self.stages, Stage::Fork as u8);
+        let stage = if self.unsettled.is_some() { Stage::NextFork } else { Stage::Fork };
+        announce(&self.stages, stage as u8);
         let started = match fork(forker) {
             Ok(Forked::Child(outlet)) => {
                 let (name, oom_score_adj) = (self.name.clone(), self.oom_score_adj.clone());
@@ -64,7 +65,9 @@ impl Nursery {
     /// Waits until the last fork has settled, and answers the request for it.
     pub(super) fn settle(&mut self) {
         if let Some(Unsettled { process, settling }) = self.unsettled.take() {
-            let settled = settling.wait(|stage| announce(&self.stages, stage));
+            announce(&self.stages, Stage::Forked as u8);
+            let agent = [self.agent.as_fd(), self.link.as_fd()];
+            let settled = settling.wait(agent, |stage| announce(&self.stages, stage));
             self.answer(&process, settled);
         }
     }
@@ -248,7 +251,9 @@ fn subject(process: &ProcessSpec, failure: Failure) -> String {
         | Stage::Receive
         | Stage::Fence
         | Stage::Affinity
-        | Stage::Fork => String::new(),
+        | Stage::Fork
+        | Stage::NextFork
+        | Stage::Forked => String::new(),
     }
 }
 

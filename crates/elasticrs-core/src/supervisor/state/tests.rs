@@ -66,7 +66,7 @@ fn the_first_failure_signals_the_siblings_before_it_is_told() {
     let told = effects.iter().position(|e| matches!(e, Effect::TellFailure { siblings: 3, local_rank: 1, .. }));
     let last_signal = effects.iter().rposition(|e| matches!(e, Effect::Signal { .. }));
     assert!(told > last_signal, "{effects:?}");
-    assert!(effects.contains(&Effect::Arm(Timer::Kill, TERM_30.grace)));
+    assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
 }
 
 #[test]
@@ -353,7 +353,7 @@ fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
     let effects = after_evidence(&mut group, expired(1, 101, Some(usr1)));
     assert_eq!(effects[0], Effect::SignalProcess { pid: 101, signal: usr1 });
     assert_eq!(signals(&effects), [100, 102, 103].map(|pid| (pid, Signal::TERM)));
-    assert!(effects.contains(&Effect::Arm(Timer::Kill, TERM_30.grace)));
+    assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
     let told: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Tell(_))).collect();
     let [Effect::Tell(Event::TimerExpired(_)), Effect::TellFailure { local_rank: 1, siblings: 3, .. }] = told[..]
     else {

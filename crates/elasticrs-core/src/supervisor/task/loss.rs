@@ -10,13 +10,28 @@ use crate::supervisor::deadlines::{GIVE_UP_AFTER, Timer};
 use crate::supervisor::event::{Event, NurseryEnd, Swept};
 use crate::supervisor::state::{HOPELESS_SWEEP, Input};
 use crate::supervisor::watch;
+use crate::sys::stage::Stage;
 
 impl Task {
     pub(super) fn on_hung_start(&mut self) {
         let Current::Starting(starting) = &mut self.current else { return };
         if let Some(nursery) = &mut self.nursery {
-            starting.hung(nursery.stage_reached(), &watch::wait_channel_of_child(nursery.pid));
+            let stage = nursery.stage_reached();
+            let wait_channel = match stage {
+                Some(Stage::Fork | Stage::NextFork) => watch::wait_channel(nursery.pid),
+                _ => watch::wait_channel_of_child(nursery.pid, &starting.pids()),
+            };
+            starting.hung(stage, wait_channel);
             // The child that hangs dies with it, as far as it can: `on_nursery_death` sweeps, for so long as that takes.
+            nursery.kill();
+        }
+    }
+
+    /// The start was to end by now. Its workers die with the nursery, and so does one that hangs.
+    pub(super) fn kill_start(&mut self) {
+        if let (Current::Starting(starting), Some(nursery)) = (&self.current, &mut self.nursery)
+            && !starting.has_failed()
+        {
             nursery.kill();
         }
     }

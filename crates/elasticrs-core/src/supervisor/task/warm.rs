@@ -34,8 +34,12 @@ impl Task {
 
     /// Ends a nursery that is needed no more, and waits for that when this supervisor is closed.
     fn retire(&mut self, nursery: Nursery) {
+        self.retire_by(async { _ = nursery.end(false, CLOSE_LIMIT).await });
+    }
+
+    fn retire_by(&mut self, end: impl Future<Output = ()> + 'static) {
         while self.retired.try_join_next().is_some() {}
-        self.retired.spawn_local(nursery.end(false, CLOSE_LIMIT));
+        self.retired.spawn_local(end);
     }
 
     /// At the end of a group all deadlines go: this one begins anew with what waits for it.
@@ -71,10 +75,11 @@ impl Task {
 
     /// The nursery has ended while it imported. Says whether this was all: no worker was lost with it.
     pub(super) fn on_lost_import(&mut self, import: Import, end: NurseryEnd) -> bool {
-        let Import { warm, since, end: how, sentinel } = import;
-        // It ends what the import has started.
-        self.retire(*sentinel);
-        if !end.hung
+        let Import { warm, since, end: how, is_unguarded, sentinel } = import;
+        self.retire_by(sentinel.end_what_it_guards(CLOSE_LIMIT));
+        if is_unguarded {
+            report::fail(&warm.report, "the process that guards the import was lost");
+        } else if !end.hung
             && report::blame(&warm.report, since, how.unwrap_or(End::Exit(end.exit)))
             && let Ok(nursery) = Nursery::launch_again(&self.config.nursery, since)
         {
