@@ -249,14 +249,15 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
     "Nodes": (
         Option("nnodes", "number of nodes, or a range MIN:MAX (default 1)", (1, 1), NODES, typed="1:1"),
         Option("standalone", "run on this node alone, with a free port and a random job id", False),
-        Option("rdzv-backend", "how nodes meet: c10d (also called elasticrs), static (the default), or one "
-               "from a package", "static", NAME),
-        Option("rdzv-endpoint", "HOST[:PORT] of the node that hosts the rendezvous store (port 29400); the "
-               "same on all nodes", "", Kind(str, "ENDPOINT")),
+        Option("rdzv-backend", "how nodes meet: c10d (also called elasticrs), etcd, static (the default), "
+               "or one from a package", "static", NAME),
+        Option("rdzv-endpoint", "HOST[:PORT] of the node that hosts the rendezvous store (port 29400); for "
+               "etcd those of its members, separated by commas (port 2379); the same on all nodes", "",
+               Kind(str, "ENDPOINT")),
         Option("rdzv-id", "name of the job, the same on all nodes", "none", Kind(str, "ID")),
         Option("rdzv-conf", "rendezvous settings, listed below", {}, PAIRS, typed=""),
-        Option("node-rank", "rank of this node (static), or its place in the order of nodes (c10d); default "
-               "0", 0, COUNT),
+        Option("node-rank", "rank of this node (static), or its place in the order of nodes (c10d, etcd); "
+               "default 0", 0, COUNT),
         Option("master-addr", "address of node rank 0, for the static rendezvous", "127.0.0.1", HOST),
         Option("master-port", "port on node rank 0 (default: 29500 for several nodes, a free one on one "
                "node)", None, PORT),

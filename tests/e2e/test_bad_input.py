@@ -24,7 +24,7 @@ MARK = "print('STARTED')"
         (["--nnodes", "a", "{script}"], {}, "nnodes"),
         (["--nnodes", "2", "--rdzv-backend", "c10d", "{script}"], {}, "--rdzv-endpoint is needed"),
         (["--nnodes", "2", "--node-rank", "2", "{script}"], {}, "node-rank"),
-        (["--rdzv-backend", "etcd", "{script}"], {}, "etcd"),
+        (["--nnodes", "2", "--rdzv-backend", "etcd", "{script}"], {}, "--rdzv-endpoint is needed"),
         (["--rdzv-conf", "jion_timeout=3", "{script}"], {}, "join_timeout"),
         (["{script}"], {"PET_RDZV_CONF": "join_timeout=soon"}, "soon"),
         (["--shutdown-timeout", "-1", "{script}"], {}, "shutdown-timeout"),

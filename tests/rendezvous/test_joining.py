@@ -52,7 +52,7 @@ def test_a_closed_job_says_so():
     a.send(m.WorkersDone())
     late = cluster.add("late")
     text = "job job is closed: succeeded at 2023-11-14 22:13:20 UTC in round 1;"
-    text += " use a different id for another job"
+    text += " use a different id for another job, or fresh=1"
     assert late.outcome == m.Outcome("closed", text)
 
 

@@ -22,7 +22,6 @@ from elasticrs.rendezvous import (
 )
 from elasticrs.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from elasticrs.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from elasticrs.rendezvous.etcd_server import EtcdServer
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 from elasticrs.store import DistStoreError
@@ -245,13 +244,6 @@ def test_a_package_that_is_broken_is_named(installed):
 def test_the_registry_knows_ours_without_more_imports():
     for name in ("c10d", "static"):
         assert rendezvous_handler_registry.is_registered(name)
-
-
-def test_etcd_says_what_to_use():
-    with pytest.raises(ValueError, match="EtcdServer is not available in this version of elasticrs: use"):
-        EtcdServer()
-    with pytest.raises(ValueError, match="'etcd-v2' is not supported by this release: use c10d"):
-        get_rendezvous_handler(params("etcd-v2", "host:2379"))
 
 
 def test_static_needs_a_rank_and_a_port():

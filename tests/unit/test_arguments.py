@@ -14,6 +14,7 @@ from elasticrs.config import UsageError
 from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 from elasticrs.launcher.help import WIDTH, help_text
 from elasticrs.options import OPTIONS, OURS
+from elasticrs.rendezvous.elastic import etcd_site
 from elasticrs.rendezvous.elastic.settings import KEYS
 
 ENV = {"PATH": "/usr/bin:/bin"}
@@ -355,7 +356,7 @@ def test_help_names_every_option_and_setting_once():
         re.match(r"[* ] (?:-\w, )?(--[\w-]+|[a-z]\w+)(?: |$)", line) for line in help_text("x").splitlines()
     ]
     names = sorted(match[1] for match in heads if match)
-    settings = [key.name for key in KEYS if key.is_stored]
+    settings = [key.name for key in (*KEYS, *etcd_site.KEYS) if key.is_stored]
     assert names == sorted([*(option.flag for option in OPTIONS), "--help", "--version", *settings])
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from elasticrs.options import OPTIONS
+from elasticrs.rendezvous.elastic import etcd_site
 from elasticrs.rendezvous.elastic.settings import KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,13 +36,18 @@ def test_the_table_of_settings_is_that_of_the_program():
     assert [row[:2] for row in rows("Settings")] == expected
 
 
+def test_the_table_of_etcds_settings_is_that_of_the_program():
+    expected = [[f"`{key.name}`", shown(key.default), key.help] for key in etcd_site.KEYS]
+    assert rows("etcd") == expected
+
+
 def test_settings_without_effect_are_named():
     for key in KEYS:
         assert f"`{key.name}`" in section("Settings")
 
 
 def test_time_outs_are_settings_or_options():
-    known = {key.name for key in KEYS} | {f"--{option.name}" for option in OPTIONS}
+    known = {key.name for key in (*KEYS, *etcd_site.KEYS)} | {f"--{option.name}" for option in OPTIONS}
     named = {name for row in rows("Time-outs") for name in re.findall("`([^`]+)`", row[0])}
     assert named
     assert named <= known

@@ -5,10 +5,11 @@ import pytest
 from elasticrs.config import UsageError
 from elasticrs.launcher.arguments import parse, resolve
 from elasticrs.rendezvous import RendezvousParameters
-from elasticrs.rendezvous.elastic.describe import PYTHON, check_backend, describe
+from elasticrs.rendezvous.elastic.describe import PYTHON, describe
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 ENV = {"PATH": "/usr/bin:/bin"}
+BACKENDS = "c10d, elasticrs, static, etcd, etcd-v3, etcd-v2"
 C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1")
 
 
@@ -160,15 +161,7 @@ def test_lines_that_are_no_mistakes(launch):
         ),
         (["--nnodes=2", "--standalone"], "--standalone is for one node, but --nnodes is 2"),
         (["--nnodes=2:3", "--standalone"], "--standalone is for one node, but --nnodes is 2:3"),
-        (["--rdzv-backend=zeus"], "--rdzv-backend: got 'zeus', expected c10d, elasticrs, static"),
-        (
-            ["--rdzv-backend=etcd"],
-            "--rdzv-backend: 'etcd' is not supported by this release: use c10d, which needs no server",
-        ),
-        (
-            ["--rdzv-backend=etcd-v2", "--nnodes=2", "--rdzv-endpoint=e:2379"],
-            "--rdzv-backend: 'etcd-v2' is not supported by this release: use c10d, which needs no server",
-        ),
+        (["--rdzv-backend=zeus"], f"--rdzv-backend: got 'zeus', expected {BACKENDS}"),
         (
             ["--rdzv-endpoint=node1"],
             "--rdzv-endpoint: got 'node1', expected HOST:PORT with the static rendezvous, "
@@ -233,10 +226,6 @@ def test_the_python_api_says_the_same_with_its_own_words():
         with pytest.raises(UsageError) as raised:
             api(**how)
         assert str(raised.value).startswith(line)
-    with pytest.raises(
-        UsageError, match=r"^rdzv_backend: 'etcd', torch's default, is not supported by this release"
-    ):
-        check_backend("etcd", PYTHON)
 
 
 def test_handlers_check_their_settings():
@@ -246,9 +235,7 @@ def test_handlers_check_their_settings():
     assert handler("elasticrs", timeout=900).get_backend() == "elasticrs"
     with pytest.raises(ValueError, match="rdzv_configs: unknown key zzz"):
         handler(zzz=1)
-    with pytest.raises(ValueError, match="'etcd', torch's default, is not supported by this release"):
-        handler("etcd")
-    with pytest.raises(ValueError, match="rdzv_backend: got 'mine', expected c10d, elasticrs, static"):
+    with pytest.raises(ValueError, match=f"rdzv_backend: got 'mine', expected {BACKENDS}"):
         handler("mine")
 
 
@@ -289,7 +276,7 @@ def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
             handler = launched.handler
             assert launched.job.rendezvous is None
             assert (handler.endpoint, handler.nodes, handler.exit_barrier_timeout) == ("there", (1, 3), 5)
-        with pytest.raises(UsageError, match="expected c10d, elasticrs, static, of_a_program"):
+        with pytest.raises(UsageError, match=f"expected {BACKENDS}, of_a_program"):
             launch("--rdzv-backend=of_nobody")
     finally:
         del rendezvous_handler_registry._registry["of_a_program"]

@@ -125,7 +125,8 @@ class SeveralNodes(Decisions):
             return self._translate(self._driver.poll())
         if self._names is not None and not self._is_told:
             self._is_told = True
-            self._console.say(f"waiting for the name service: what is {self._rendezvous.host}?")
+            name = self._rendezvous.host if self._rendezvous.etcd is None else node_name()
+            self._console.say(f"waiting for the name service: what is {name}?")
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:

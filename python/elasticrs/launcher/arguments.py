@@ -199,7 +199,7 @@ def _observe(
     return ObserveSettings(
         args.event_log_handler,
         os.path.basename(command[0]),
-        "static" if args.rdzv_backend == "static" and meeting.rendezvous is not None else "c10d",
+        "c10d" if meeting.rendezvous is None else meeting.rendezvous.backend,
         # The one way to take metrics of the command line; see `elasticrs.metrics`.
         has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
         health_port=_health_port(args, environ, notices),

@@ -4,7 +4,7 @@
 
     --standalone, or one node without an endpoint and a port    alone: the node meets nobody
     static                                                      ranks by hand
-    c10d, elasticrs                                             nodes meet, ranks are given
+    c10d, elasticrs, etcd                                       nodes meet, ranks are given
     anything else, or c10d in a file                            a handler that polls
 """
 
@@ -49,10 +49,10 @@ def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notice
     """
     if is_alone(args):
         return _alone(args, environ, grace, notices)
-    from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, STATIC, is_in_file
+    from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
     makers: dict[str, Callable[[Namespace, Mapping[str, str], float, list[str]], Meeting]]
-    makers = {STATIC: _static, C10D: _c10d}
+    makers = {STATIC: _static, C10D: _elastic, ETCD: _elastic}
     backend = BACKENDS.get(args.rdzv_backend, "")
     if args.rdzv_backend == C10D and is_in_file(args.rdzv_conf):
         backend = ""
@@ -94,8 +94,8 @@ def _static(args: Namespace, environ: Mapping[str, str], grace: float, notices: 
     return Meeting(args.rdzv_id, host, port or None, rendezvous)
 
 
-def _c10d(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
-    rendezvous = _describe("c10d", args, environ, grace, notices)
+def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
+    rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
     if args.master_port is not None:
         notices.append("--master-port has no effect here: it is for the static rendezvous")
     # The workers' store has a port of its own; the endpoint is where nodes meet.

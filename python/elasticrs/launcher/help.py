@@ -8,9 +8,10 @@ from elasticrs.options import OURS, SECTIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from elasticrs.options import Option
+    from elasticrs.rendezvous.elastic.settings import Key
 
 WIDTH = 80
 _COLUMN = 28
@@ -72,18 +73,24 @@ def _head(option: Option) -> str:
 
 
 def _settings() -> Iterator[str]:
-    from elasticrs.rendezvous.elastic.settings import KEYS
+    from elasticrs.rendezvous.elastic import etcd_site, settings
 
     yield "Settings for --rdzv-conf KEY=VALUE,…:"
-    for key in KEYS:
-        if key.is_stored:
-            yield from _row(f"  {key.name}", key.help + _default(key.default))
+    yield from _rows(settings.KEYS)
+    yield "Of etcd alone:"
+    yield from _rows(etcd_site.KEYS)
     yield from _wrapped(
-        "Torch's timeout is the join_timeout of static; its store_type is tcp, or file with c10d: nodes then "
-        "meet in the file that --rdzv-endpoint names. Torch's heartbeat_timeout, read_timeout and "
+        "Torch's timeout is the join_timeout of static and etcd; its store_type is tcp, or file with c10d: "
+        "nodes then meet in the file that --rdzv-endpoint names. Torch's heartbeat_timeout, read_timeout and "
         "cas_backoff_max_seconds are accepted and have no effect.",
         "",
     )
+
+
+def _rows(keys: Iterable[Key]) -> Iterator[str]:
+    for key in keys:
+        if key.is_stored:
+            yield from _row(f"  {key.name}", key.help + _default(key.default))
 
 
 def _default(value: object) -> str:

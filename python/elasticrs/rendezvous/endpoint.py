@@ -30,6 +30,11 @@ def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
     return host, None if port is None else int(port)
 
 
+def shown_endpoint(host: str, port: int) -> str:
+    """``HOST:PORT``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _is_port(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 2**16
 

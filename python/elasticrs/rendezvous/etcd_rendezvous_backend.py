@@ -1,21 +1,116 @@
-"""Torch's names for etcd as the back end of a rendezvous; not available in this version."""
+"""The state of torch's dynamic rendezvous in etcd, with torch's names, by etcd's v3 interface."""
 
 from __future__ import annotations
 
+import binascii
+from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.rendezvous.not_in_this_version import Missing, missing
+from elasticrs.compat.dynamic_rendezvous import RendezvousBackend, Token
+from elasticrs.coordination import Get, ModifiedAt, Put
+from elasticrs.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+from elasticrs.rendezvous.elastic import etcd_site
+from elasticrs.rendezvous.etcd_client import EtcdClient
+from elasticrs.store.requests import LostError
 
 if TYPE_CHECKING:
+    from elasticrs.coordination import Entry, Reply
     from elasticrs.rendezvous.api import RendezvousParameters
+    from elasticrs.rendezvous.etcd_store import EtcdStore
 
 __all__ = ["EtcdRendezvousBackend", "create_backend"]
 
-
-class EtcdRendezvousBackend(Missing):
-    """Not available in this version."""
+_NO_CONNECTION = "The connection to etcd has failed. See inner exception for details."
 
 
-def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, Any]:
-    """Raise a ``ValueError``: it is not supported."""
-    missing(f"the rendezvous backend {params.backend!r}")
+class EtcdRendezvousBackend(RendezvousBackend):
+    """Keeps the state under ``<key prefix>/<run id>``, in base64; the token is the revision of its last put.
+
+    Args:
+        client: ours, or python-etcd's, of which the address is taken.
+        run_id: the name of the job.
+        key_prefix: put before it, with a slash.
+        ttl: seconds that the state outlives its last user; two hours when ``None``.
+
+    Raises:
+        ValueError: no run id.
+    """
+
+    _DEFAULT_TTL = int(etcd_site.JOB_TTL)
+
+    def __init__(
+        self, client: Any, run_id: str, key_prefix: str | None = None, ttl: int | None = None
+    ) -> None:
+        if not run_id:
+            raise ValueError("The run id must be a non-empty string.")
+        self._key = f"{key_prefix}/{run_id}" if key_prefix else run_id
+        lasting = ttl if ttl and ttl > 0 else self._DEFAULT_TTL
+        self._client = EtcdClient.of(client, self._key, lasting)
+
+    @property
+    def name(self) -> str:
+        return "etcd-v2"
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = self._txn(then=[Get(self._key)]).entry(0)
+        return None if found is None else (_decoded(found), found.mod_revision)
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """See :class:`RendezvousBackend`; a token that cannot be one of ours replaces nothing."""
+        try:
+            revision = int(token) if token else 0
+        except (TypeError, ValueError):
+            found = self.get_state()
+            return None if found is None else (*found, False)
+        put = Put(self._key, b64encode(state), False)
+        reply = self._txn([ModifiedAt(self._key, revision)], [put], [Get(self._key)])
+        if reply.ok:
+            return state, reply.revision, True
+        entry = reply.entry(0)
+        return None if entry is None else (_decoded(entry), entry.mod_revision, False)
+
+    def close(self) -> None:
+        """End the connection. Idempotent. Not in torch."""
+        self._client.close()
+
+    def _txn(self, *args: Any, **kwargs: Any) -> Reply:
+        try:
+            return self._client.txn(*args, **kwargs)
+        except (LostError, OSError) as error:
+            raise RendezvousConnectionError(_NO_CONNECTION) from error
+
+
+def _decoded(entry: Entry) -> bytes:
+    try:
+        return b64decode(entry.value or b"", validate=True)
+    except binascii.Error as error:
+        raise RendezvousStateError(f"The state object is corrupt: {error}") from error
+
+
+def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, EtcdStore]:
+    """Make the back end and a store beside it.
+
+    Args:
+        params: ``endpoint`` may name several members. Settings are those of etcd alone, see
+            :data:`elasticrs.rendezvous.elastic.etcd_site.KEYS`.
+
+    Raises:
+        ValueError: a bad setting.
+        RendezvousConnectionError: etcd cannot be reached.
+    """
+    from elasticrs.rendezvous.etcd_store import EtcdStore
+
+    read_timeout = params.get_as_int("read_timeout", 60)
+    if read_timeout is None or read_timeout <= 0:
+        raise ValueError("The read timeout must be a positive integer.")
+    if str(params.get("protocol", "http")).strip().lower() not in ("http", "https"):
+        raise ValueError("The protocol must be HTTP or HTTPS.")
+    own = {name: value for name, value in params.config.items() if name in etcd_site.NAMES}
+    config = {"etcd_prefix": "", **own}
+    endpoint = params.endpoint.strip() or "localhost"
+    site, _, _ = etcd_site.read_site(endpoint, config, "rdzv_configs", "rdzv_endpoint")
+    client = EtcdClient(site)
+    backend = EtcdRendezvousBackend(client, params.run_id, key_prefix="/torch/elastic/rendezvous")
+    # Now rather than in the middle of a rendezvous.
+    backend.get_state()
+    return backend, EtcdStore(client, "/torch/elastic/store")

@@ -1,11 +1,189 @@
-"""Torch's name for a server of etcd; not available in this version."""
+"""A local etcd for tests and for jobs on one machine, with torch's names.
+
+etcd runs under a small process, :mod:`elasticrs.rendezvous.etcd_keeper`, which ends it and removes its data
+when this program ends, however that happens.
+"""
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.not_in_this_version import Missing
+import atexit
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from http.client import HTTPConnection, HTTPException
+from subprocess import DEVNULL, Popen, TimeoutExpired
+from typing import TYPE_CHECKING
 
-__all__ = ["EtcdServer"]
+if TYPE_CHECKING:
+    from typing import IO
+
+    from elasticrs.rendezvous.etcd_client import EtcdClient
+
+_log = logging.getLogger("elasticrs.rendezvous")
+
+_HOST = "127.0.0.1"
+_TICK = 0.02
+_LONGEST_STOP = 10.0
+"""Seconds; the keeper ends etcd sooner."""
 
 
-class EtcdServer(Missing):
-    """Not available in this version."""
+def find_free_port() -> socket.socket:
+    """Return a socket that is bound to a free port of the loopback interface and does not listen.
+
+    While it is open the kernel gives the port to nobody else who asks for any free one, and a server that
+    sets SO_REUSEADDR, as etcd does, can listen on it.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((_HOST, 0))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def stop_etcd(subprocess: Popen[bytes] | None, data_dir: str | None = None) -> None:
+    """End a server, and remove its data. Idempotent."""
+    if subprocess is not None and subprocess.poll() is None:
+        subprocess.terminate()
+        try:
+            subprocess.wait(_LONGEST_STOP)
+        except TimeoutExpired:
+            subprocess.kill()
+            subprocess.wait()
+    if data_dir:
+        shutil.rmtree(data_dir, ignore_errors=True)
+
+
+class EtcdServer:
+    """Starts and stops an etcd of one member on free ports of the loopback interface.
+
+    The program is that of ``TORCHELASTIC_ETCD_BINARY_PATH``, else ``etcd`` on ``PATH``. When this process
+    ends without :meth:`stop`, even by SIGKILL, etcd and its data go as well.
+
+    Args:
+        data_dir: folder for its data, removed by :meth:`stop`; a temporary one when ``None``.
+    """
+
+    def __init__(self, data_dir: str | None = None) -> None:
+        self._port = -1
+        self._host = "localhost"
+        self._base_data_dir = data_dir
+        self._etcd_proc: Popen[bytes] | None = None
+        self._starter = -1
+
+    def get_port(self) -> int:
+        """Return the port of the server; -1 before the first :meth:`start`."""
+        return self._port
+
+    def get_host(self) -> str:
+        """Return the host of the server."""
+        return self._host
+
+    def get_endpoint(self) -> str:
+        """Return ``HOST:PORT`` of the server."""
+        return f"{self._host}:{self._port}"
+
+    def get_client(self) -> EtcdClient:
+        """Return a client for this server."""
+        from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
+        from elasticrs.rendezvous.etcd_client import EtcdClient
+
+        return EtcdClient(EtcdSite(((self._host, self._port),), read_timeout=10))
+
+    def start(self, timeout: float = 60, num_retries: int = 3, stderr: int | IO[bytes] | None = None) -> None:
+        """Start the server and wait until it answers.
+
+        Args:
+            timeout: seconds for each attempt.
+            num_retries: how many attempts there are.
+            stderr: of the server, as for :class:`subprocess.Popen`.
+
+        Raises:
+            FileNotFoundError: there is no etcd on this machine; says where to get one.
+            RuntimeError: it ended before it answered.
+            TimeoutError: it did not answer in time.
+        """
+        program = _program()
+        base = self._base_data_dir = self._base_data_dir or tempfile.mkdtemp(prefix="elasticrs_etcd_data")
+        self._starter = os.getpid()
+        atexit.register(self._stop_at_exit)
+        for attempt in range(num_retries):
+            try:
+                self._start(program, os.path.join(base, str(attempt)), timeout, stderr)
+                return
+            except (OSError, RuntimeError) as error:  # noqa: PERF203 -- there are few
+                stop_etcd(self._etcd_proc)
+                if attempt + 1 >= num_retries:
+                    self.stop()
+                    raise
+                _log.warning("etcd could not be started: %s; trying again", error)
+
+    def stop(self) -> None:
+        """End the server and remove its data. Idempotent."""
+        stop_etcd(self._etcd_proc, self._base_data_dir)
+        atexit.unregister(self._stop_at_exit)
+
+    def _stop_at_exit(self) -> None:
+        # Not at the end of a child that this program has forked.
+        if os.getpid() == self._starter:
+            self.stop()
+
+    def _start(self, program: str, data_dir: str, timeout: float, stderr: int | IO[bytes] | None) -> None:
+        os.makedirs(data_dir, exist_ok=True)
+        with find_free_port() as client, find_free_port() as peer:
+            self._port = client.getsockname()[1]
+            clients, peers = (f"http://{_HOST}:{each.getsockname()[1]}" for each in (client, peer))
+            keeper = os.path.join(os.path.dirname(__file__), "etcd_keeper.py")
+            self._etcd_proc = Popen(
+                [
+                    *(sys.executable, "-I", "-S", keeper, str(os.getpid()), str(self._base_data_dir)),
+                    *(program, "--data-dir", data_dir),
+                    *("--listen-client-urls", clients, "--advertise-client-urls", clients),
+                    *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
+                    *("--initial-cluster", f"default={peers}"),
+                ],
+                stdin=DEVNULL,
+                stderr=stderr,
+                # Ctrl-C is for this program, which ends the server.
+                start_new_session=True,
+            )
+            self._wait_for_ready(timeout)
+
+    def _wait_for_ready(self, timeout: float) -> None:
+        assert self._etcd_proc is not None
+        deadline = time.monotonic() + timeout
+        while not self._is_healthy(deadline - time.monotonic()):
+            exit_code = self._etcd_proc.poll()
+            if exit_code is not None:
+                raise RuntimeError(f"etcd ended with exit code {exit_code} before it was ready")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"etcd was not ready within {timeout:g} s")
+            time.sleep(_TICK)
+
+    def _is_healthy(self, timeout: float) -> bool:
+        connection = HTTPConnection(_HOST, self._port, timeout=max(timeout, _TICK))
+        try:
+            connection.request("GET", "/health")
+            return b"true" in connection.getresponse().read()
+        except (OSError, HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+def _program() -> str:
+    given = os.environ.get("TORCHELASTIC_ETCD_BINARY_PATH")
+    found = shutil.which(given or "etcd")
+    if found is not None:
+        return found
+    why = f"{given!r} (TORCHELASTIC_ETCD_BINARY_PATH) is no program" if given else "etcd is not in PATH"
+    raise FileNotFoundError(
+        f"{why}: install it (Debian, Ubuntu: apt-get install etcd-server; others: "
+        "https://github.com/etcd-io/etcd/releases), or set TORCHELASTIC_ETCD_BINARY_PATH to its path"
+    )

@@ -1,11 +1,158 @@
-"""Torch's name for a store in etcd; not available in this version."""
+"""A store in etcd with torch's name: a ``torch.distributed.Store`` where torch is installed.
+
+Its methods are those of :class:`elasticrs.store.Store`; here are only their names and what torch's class does
+otherwise. Nothing of an agent imports this module.
+"""
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.not_in_this_version import Missing
+import functools
+from base64 import b64decode, b64encode
+from typing import TYPE_CHECKING, Any
+
+from elasticrs._value import Value
+from elasticrs.coordination import HasValue, Put, Reply
+from elasticrs.rendezvous.etcd_client import EtcdClient
+from elasticrs.store.store import DEFAULT_TIMEOUT, Store
+from elasticrs.store.timed import DistStoreError
+
+if TYPE_CHECKING:
+    import datetime
+    from collections.abc import Callable, Sequence
+
+    from elasticrs.coordination import Compare, Operation, Result
+
+    _Base = object
+else:
+    try:
+        from torch.distributed import Store as _Base
+    except ImportError:
+        _Base = object
 
 __all__ = ["EtcdStore"]
 
 
-class EtcdStore(Missing):
-    """Not available in this version."""
+class KeyNotFoundError(DistStoreError, LookupError):
+    """A key did not come in time; also a ``LookupError``, as in torch's class."""
+
+
+class _Entry(Value):
+    key: str
+    value: bytes | None
+    create_revision: int
+    mod_revision: int
+
+
+class _Base64Store(Store):
+    """Names and values are base64 in etcd, as torch writes them."""
+
+    def _key(self, key: str) -> str:
+        return self._prefix + b64encode(key.encode()).decode()
+
+    def _txn(
+        self,
+        compares: Sequence[Compare] = (),
+        then: Sequence[Operation] = (),
+        otherwise: Sequence[Operation] = (),
+    ) -> Reply:
+        steps = [[_step(each) for each in steps] for steps in (compares, then, otherwise)]
+        reply = super()._txn(*steps)  # type: ignore[arg-type]
+        return Reply(reply.tag, reply.ok, reply.revision, [self._result(each) for each in reply.results])
+
+    def _result(self, result: Result) -> Result:
+        if result is None or isinstance(result, int):
+            return result
+        if isinstance(result, list):
+            return [self._result(each) for each in result]  # type: ignore[misc]
+        found: Any = result
+        name = b64decode(found.key.removeprefix(self._prefix)).decode()
+        value = None if found.value is None else b64decode(found.value)
+        return _Entry(self._prefix + name, value, found.create_revision, found.mod_revision)
+
+
+def _step(step: Compare | Operation) -> Compare | Operation:
+    return step.replaced(value=b64encode(step.value)) if isinstance(step, (HasValue, Put)) else step
+
+
+class EtcdStore(_Base):
+    """Keys and values in etcd, shared by all with the same prefix.
+
+    Args:
+        etcd_client: ours, or python-etcd's, of which the address is taken.
+        etcd_store_prefix: put before every key.
+        timeout: for :meth:`get` and :meth:`wait`; 300 s when ``None``.
+
+    Raises:
+        DistNetworkError: from every method: etcd does not answer.
+    """
+
+    def __init__(
+        self, etcd_client: Any, etcd_store_prefix: str, timeout: datetime.timedelta | None = None
+    ) -> None:
+        super().__init__()
+        self.client = etcd_client
+        self.prefix = etcd_store_prefix if etcd_store_prefix.endswith("/") else f"{etcd_store_prefix}/"
+        session = EtcdClient.of(etcd_client, self.prefix).session
+        self._store = _Base64Store.begun_later(session, self.prefix, timeout or DEFAULT_TIMEOUT)
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        """How long :meth:`get` and :meth:`wait` wait."""
+        return self._store.timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value.
+
+        Raises:
+            LookupError: it did not come within :attr:`timeout`.
+        """
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for several keys and return their values.
+
+        Raises:
+            LookupError: not all came within :attr:`timeout`.
+        """
+        try:
+            return self._store.multi_get(keys)
+        except DistStoreError as error:
+            raise KeyNotFoundError(str(error)) from None
+
+    def add(self, key: str, num: int) -> int:
+        """Add to a number, 0 when the key is missing, and return the sum."""
+        return self._store.add(key, num)
+
+    def wait(self, keys: Sequence[str], override_timeout: datetime.timedelta | None = None) -> None:
+        """Wait until all these keys are there.
+
+        Raises:
+            LookupError: not all came in time.
+        """
+        try:
+            self._store.wait(keys, override_timeout)
+        except DistStoreError as error:
+            raise KeyNotFoundError(str(error)) from None
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return true if all these keys exist."""
+        return self._store.check(keys)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(Store, name))
+    def passed_on(self: EtcdStore, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._store, name)(*args, **kwargs)
+
+    return passed_on
+
+
+for _name in (
+    *("append", "close", "compare_set", "delete_key", "has_extended_api", "list_keys", "multi_set"),
+    *("num_keys", "queue_push", "queue_pop", "queue_len", "set_timeout"),
+):
+    setattr(EtcdStore, _name, _passed_on(_name))

@@ -62,6 +62,15 @@ def connect(
     client = Client(
         host, port, run_id=run_id, token=token, connect_timeout=connect_timeout, stall_timeout=None
     )
+    return connected(client, prefix, timeout)
+
+
+def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> Store:
+    """Return a store over a client of its own, which is closed when there is no connection.
+
+    Raises:
+        DistNetworkError: as :func:`connect`.
+    """
     try:
         return Store(client, prefix, timeout)
     except BaseException:

@@ -88,4 +88,4 @@ def closed_line(run_id: str, head: Head) -> str:
     when = f" at {utc(head.time_ns)}" if head.time_ns else ""
     why = f": {head.reason}" if head.reason else ""
     how = f"{head.outcome}{when} in round {head.round}{why}"
-    return f"job {run_id} is closed: {how}; use a different id for another job"
+    return f"job {run_id} is closed: {how}; use a different id for another job, or fresh=1"

@@ -30,7 +30,7 @@ LONGEST_DELAY = 0.5
 FIRST_NEWS = 5.0
 """Seconds without a connection before the user is told why."""
 
-FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host"})
+FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", "denied"})
 """Losses of a connection that no waiting cures."""
 
 
@@ -90,7 +90,7 @@ def lose(member: Member, why: str) -> None:
     member.forget_connection()
     member.joining.trouble = why
     member.listener.idle_after = None
-    text = f"lost the rendezvous store {member.rendezvous.endpoint}: {why}"
+    text = f"lost {member.rendezvous.store}: {why}"
     if may_rejoin(member):
         if was_registered and member.leaving is None:
             member.do(Announce(f"{text}; trying to join again"))
@@ -133,9 +133,11 @@ def store_lost(member: Member) -> None:
     """The store could not be reached again in time."""
     if member.registered is not None or member.phase is Phase.EXIT:
         return
-    where = f"lost the rendezvous store {member.rendezvous.endpoint} in round {member.age.seen}"
+    where = f"lost {member.rendezvous.store} in round {member.age.seen}"
     seconds, why = member.rendezvous.store_lost_timeout, member.joining.trouble
     todo = "start the job again, or put its store on a node that stays: python -m elasticrs.store"
+    if member.rendezvous.etcd is not None:
+        todo = "start the job again when etcd answers: most of its members have to be up"
     text = f"{where} and could not reach it again within {seconds:g} s ({why}); {todo}"
     _give_up(member, Outcome("lost", text))
 
@@ -165,6 +167,6 @@ def connect_news(member: Member) -> None:
     if joining.was_registered or member.phase is not Phase.CONNECTING or joining.trouble is None:
         return
     begun = joining.begun or 0
-    since = f"cannot reach the rendezvous store {member.rendezvous.endpoint} since {utc(begun)}"
+    since = f"cannot reach {member.rendezvous.store} since {utc(begun)}"
     limit = f"trying until {utc(begun + int(seconds * 1e9))} (join_timeout={seconds:g})"
     member.do(Announce(f"{since}; {limit}: {joining.trouble}"))

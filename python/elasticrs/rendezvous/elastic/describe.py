@@ -3,18 +3,23 @@
 The command line and the Python API come through here, so that both accept the same. Rules:
 
 - **NODES-1** A job whose only node cannot be met by others meets nobody, and gets no rendezvous: one node
-  with ``static``, one node of ``c10d`` without an endpoint or on a free port of loopback.
-- **NODES-2** One node of ``c10d`` with an endpoint is a rendezvous: a second agent becomes a spare.
+  with ``static``, one node of ``c10d`` or ``etcd`` without an endpoint, or of ``c10d`` on a free port of
+  loopback.
+- **NODES-2** One node of ``c10d`` or ``etcd`` with an endpoint is a rendezvous: a second agent becomes a
+  spare.
 - **NODES-3** With ``static`` the ranks are given by hand, so the number of nodes is fixed. Torch takes MAX of
   MIN:MAX without a word.
 - **NODES-4** Where ranks are given by hand, or one node meets nobody, there is no store of ``c10d``, and its
   ``store_type`` is a file or not for nothing, as in torch.
-- **NODES-5** ``--node-rank`` orders the nodes of ``c10d``, too, where torch ignores it with a warning.
+- **NODES-5** ``--node-rank`` orders the nodes of ``c10d`` and ``etcd``, too, where torch ignores it with a
+  warning.
+- **NODES-6** With etcd no agent hosts anything, and who may take part is decided by etcd: a token has no
+  effect, and a line says so.
 """
 
 from __future__ import annotations
 
-from elasticrs._value import Value
+from elasticrs._value import Record, Value, fresh
 from elasticrs.config import DEFAULT_PORT, DEFAULT_SHUTDOWN_TIMEOUT, UsageError
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
 from elasticrs.rendezvous.elastic.settings import Rendezvous, read_settings
@@ -24,12 +29,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
+
 STATIC = "static"
 C10D = "c10d"
-BACKENDS = {C10D: C10D, "elasticrs": C10D, STATIC: STATIC}
+ETCD = "etcd"
+_ETCD_V2 = "etcd-v2"
+BACKENDS = {C10D: C10D, "elasticrs": C10D, STATIC: STATIC, ETCD: ETCD, "etcd-v3": ETCD, _ETCD_V2: ETCD}
 """Names of back ends, and what they stand for."""
 
-_NOT_SUPPORTED = ("etcd", "etcd-v2")
 _MAX_RUN_ID = 256
 _STATIC_JOIN_TIMEOUT = 900.0
 
@@ -67,12 +75,6 @@ def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[st
     found = BACKENDS.get(backend)
     if found is not None:
         return found
-    if backend in _NOT_SUPPORTED:
-        default = ", torch's default," if backend == "etcd" and words is not COMMAND_LINE else ""
-        raise UsageError(
-            f"{words.backend}: {backend!r}{default} is not supported by this release: "
-            "use c10d, which needs no server"
-        )
     raise UsageError(f"{words.backend}: got {backend!r}, expected {', '.join((*BACKENDS, *others))}")
 
 
@@ -94,7 +96,7 @@ def describe(
 
     Args:
         backend: its name.
-        endpoint: ``HOST[:PORT]``, or empty.
+        endpoint: ``HOST[:PORT]``, or empty; of etcd several, separated by commas.
         run_id: the name of the job.
         nodes: fewest and most nodes, already in order.
         config: settings by key.
@@ -115,28 +117,29 @@ def describe(
     low, high = nodes
     if kind == STATIC:
         node_rank = _static_rank(nodes, node_rank, config.get("rank"), words)
-    values, in_vain = dict(config), False
-    if kind == STATIC:
-        values["order_hint"] = node_rank
-        if in_vain := is_in_file(values):
-            del values["store_type"]
-        # Torch's name for it, and torchrun's default.
-        values.setdefault("join_timeout", values.get("timeout", _STATIC_JOIN_TIMEOUT))
-    elif node_rank is not None:
-        values.setdefault("order_hint", node_rank)
+    own = _own_settings(backend, endpoint, config, node_rank, words)
     times = {"grace": grace, "exit_barrier_timeout": exit_barrier_timeout}
-    settings, notices = read_settings(values, environ, source=words.settings, **times)  # type: ignore[arg-type]
-    if in_vain:
-        text = f"{words.settings}: store_type=file has no effect here: it is for {words.backend} {C10D}"
-        notices = [*notices, text]
+    settings, notices = read_settings(
+        own.given,
+        environ,
+        source=words.settings,
+        others=own.names,
+        **times,  # type: ignore[arg-type]
+    )
+    notices = [*own.notices, *notices]
     if high == 1 and (kind == STATIC or not endpoint):
         return None, notices
     if not endpoint:
         raise UsageError(
-            f"{words.endpoint} is needed for several nodes: HOST[:PORT] of the node that hosts the "
-            "rendezvous, the same on all nodes"
+            f"{words.endpoint} is needed for several nodes: {own.expected}, the same on all nodes"
         )
-    host, given_port = parse_endpoint(words.endpoint, endpoint)
+    given_port: int | None
+    if own.etcd is None:
+        host, given_port = parse_endpoint(words.endpoint, endpoint)
+    else:
+        host, given_port = own.etcd.endpoints[0]
+        if settings.token is not None:
+            notices.append("the token has no effect: etcd's own users and permissions say who may take part")
     port = DEFAULT_PORT if given_port is None else given_port
     if high == 1 and port == 0 and is_loopback_name(host):
         return None, notices
@@ -159,8 +162,46 @@ def describe(
         settings=settings,
         node_rank=node_rank if kind == STATIC else None,
         local_addr=local_addr,
+        etcd=own.etcd,
     )
     return rendezvous, notices
+
+
+class _Own(Record):
+    """What a back end makes of its settings: ``given`` are those of all, ``names`` are its own keys."""
+
+    given: dict[str, object]
+    notices: list[str] = fresh(factory=list)
+    etcd: EtcdSite | None = None
+    names: tuple[str, ...] = ()
+    expected: str = "HOST[:PORT] of the node that hosts the rendezvous"
+
+
+def _own_settings(
+    backend: str, endpoint: str, config: Mapping[str, object], node_rank: int | None, words: Words
+) -> _Own:
+    kind = BACKENDS[backend]
+    own = _Own(dict(config))
+    if kind == ETCD:
+        from elasticrs.rendezvous.elastic import etcd_site
+
+        # Where nobody is met the settings are checked all the same, with torch's default.
+        found = etcd_site.read_site(endpoint or "localhost", config, words.settings, words.endpoint)
+        own = _Own(found[1], found[2], found[0], etcd_site.NAMES, etcd_site.EXPECTED)
+        if backend == _ETCD_V2:
+            own.notices.append(f"{words.backend} {backend}: elasticrs speaks etcd's v3 interface")
+    if kind == STATIC:
+        own.given["order_hint"] = node_rank
+        if is_in_file(own.given):
+            del own.given["store_type"]
+            own.notices.append(
+                f"{words.settings}: store_type=file has no effect here: it is for {words.backend} {C10D}"
+            )
+        # Torch's name for it, and torchrun's default.
+        own.given.setdefault("join_timeout", own.given.get("timeout", _STATIC_JOIN_TIMEOUT))
+    elif node_rank is not None:
+        own.given.setdefault("order_hint", node_rank)
+    return own
 
 
 def _static_rank(nodes: tuple[int, int], node_rank: int | None, configured: object, words: Words) -> int:

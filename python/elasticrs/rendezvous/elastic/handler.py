@@ -65,7 +65,7 @@ _FAREWELL_TICK = 0.01
 
 
 class ElasticRendezvousHandler(RendezvousHandler):
-    """``c10d``, ``elasticrs`` and ``static`` of several nodes. May be called from any thread.
+    """``c10d``, ``elasticrs``, ``etcd`` and ``static`` of several nodes. May be called from any thread.
 
     Args:
         rendezvous: where, with whom and how.
@@ -310,7 +310,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         try:
             store = driver.meeting_point.open_shared_store(start.round)
         except DistNetworkError as error:
-            text = f"no connection to {self.rendezvous.endpoint}: {error}"
+            text = f"no connection to {self.rendezvous.store}: {error}"
             raise RendezvousConnectionError(text) from error
         return RendezvousInfo(store, start.group_rank, start.ranks.group_world_size, address)
 

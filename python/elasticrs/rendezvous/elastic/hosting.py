@@ -106,6 +106,10 @@ def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
     Raises:
         UsageError: see :func:`decide`.
     """
+    if rendezvous.etcd is not None:
+        # One of its members may be on this machine, and others still come to this node.
+        here = Hosting((), "the nodes meet in etcd", is_explicit=True)
+        return Found(here, _address_of_own_name(resolver))
     hosting = decide(rendezvous, resolver)
     return Found(hosting, fallback_address(rendezvous, hosting, resolver))
 

@@ -110,7 +110,9 @@ def job_found_again(member: Member, link: Link, reply: Reply) -> None:
     job = reply.entry(0) if reply.ok else None
     if job is None:
         text = "the store was restarted and no longer knows this job; start the job again"
-        member.exit(Outcome("lost", f"rendezvous store {member.rendezvous.endpoint}: {text}"))
+        if member.rendezvous.etcd is not None:
+            text = "the record of this job is gone (removed, or etcd was restored); start the job again"
+        member.exit(Outcome("lost", f"{member.rendezvous.store}: {text}"))
         return
     link.job_revision = job.create_revision
     if not _is_closed(member, reply.entry(1)):

@@ -5,6 +5,12 @@ A **member** is ``<agent>/<incarnation>``: one registration of one agent process
 
 from __future__ import annotations
 
+from elasticrs.coordination import DeletePrefix
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.coordination import Operation
+
 _MAX_DIGITS = 15
 
 
@@ -48,6 +54,10 @@ class Keys:
     def rank(self, node_rank: int) -> str:
         """Holder of a node rank that was given by hand, on its lease."""
         return f"{self.ranks}{node_rank}"
+
+    def forget_rounds(self) -> list[Operation]:
+        """Return deletions of what nobody needs of a job that is closed; its store may outlive it."""
+        return [DeletePrefix(each) for each in (self.slots, self.tables, self.dones, self.farewells)]
 
     def done(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
         """What a member writes when its workers have finished."""

@@ -137,7 +137,7 @@ def close(member: Member, leader: Leader, view: View, closed: Head, alive: Seque
         alive: members that have to be here for the reason to hold.
     """
     closed = closed.replaced(state="CLOSED", time_ns=member.now)
-    write(member, leader, view, [member.put_head(closed)], here(member, alive))
+    write(member, leader, view, [member.put_head(closed), *member.keys.forget_rounds()], here(member, alive))
 
 
 def here(member: Member, alive: Sequence[str]) -> list[Compare]:

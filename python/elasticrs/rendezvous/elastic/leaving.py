@@ -127,7 +127,8 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
     closed = last.replaced(
         state="CLOSED", outcome="aborted", reason=member.leaving.closing, time_ns=member.now
     )
-    member.txn(Purpose.ABORT, [ModifiedAt(key, revision)], [member.put_head(closed), Get(key)], [Get(key)])
+    then = [member.put_head(closed), *member.keys.forget_rounds(), Get(key)]
+    member.txn(Purpose.ABORT, [ModifiedAt(key, revision)], then, [Get(key)])
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:

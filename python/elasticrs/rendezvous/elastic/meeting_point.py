@@ -1,4 +1,4 @@
-"""The coordination store at the endpoint: the session with it, and the store itself where it is hosted here.
+"""The store where nodes meet: the session with it, and the store itself where it is ours and hosted here.
 
 Effects only.
 """
@@ -39,6 +39,17 @@ _REMEDIES = {
     "version": "install the same release of elasticrs on all nodes",
 }
 """What the user can do, by the kind of loss."""
+_REMEDIES_OF_ETCD = {
+    "refused": "nothing is listening there (yet): does etcd run, and is --rdzv-endpoint right?",
+    "unreachable": "is the address right, and is there a route to it?",
+    "closed": "is that etcd's port for clients, and are protocol and ssl_cert in --rdzv-conf what it wants?",
+    "not_ours": "--rdzv-endpoint has to name members of an etcd of version 3.4 or later (port 2379)",
+    "tls": "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf have to fit etcd's certificates",
+    "denied": "user and password_file in --rdzv-conf have to be those of a user who may read and write all "
+    "keys that begin with {prefix!r} (etcd_prefix)",
+    "limit": "etcd has to have space (alarm NOSPACE: compact, defragment, disarm)",
+}
+"""The same with etcd."""
 _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
@@ -192,7 +203,7 @@ class MeetingPoint:
         if self._supervisor is not None:
             # Nothing of a session that was lost runs here any more: now its connection may end.
             self._supervisor.release_connection()
-        if self._may_decide_again and self._server is None:
+        if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
             question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
             self._hosting = self._ask(question, _PATIENCE) or self._hosting
             try:
@@ -210,13 +221,22 @@ class MeetingPoint:
         try:
             self._session = self._connected()
         except OSError as error:
-            return ConnectionLost("unreachable", f"no connection to {self._rendezvous.endpoint}: {error}")
+            return ConnectionLost("unreachable", f"no connection to {self._rendezvous.store}: {error}")
         if self._supervisor is not None:
             self._supervisor.watch_fd(self._session.fd)
         return None
 
     def _connected(self) -> Session:
         settings, supervisor = self._rendezvous.settings, self._supervisor
+        if self._rendezvous.etcd is not None:
+            return NativeSession(
+                self._rendezvous.etcd.client(
+                    self._rendezvous.run_id,
+                    connect_timeout=settings.connect_timeout,
+                    stall_timeout=settings.stall_timeout if supervisor is not None else None,
+                    supervisor=supervisor,
+                )
+            )
         host, port = self._address()
         client = Client(
             host,
@@ -294,6 +314,10 @@ class MeetingPoint:
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _explained(self, lost: ConnectionLost) -> str:
+        etcd = self._rendezvous.etcd
+        if etcd is not None:
+            todo = None if self._has_met else _REMEDIES_OF_ETCD.get(lost.kind)
+            return lost.message if todo is None else f"{lost.message}; {todo.format(prefix=etcd.prefix)}"
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
         todo = None if lost.kind in _BEFORE_MEETING and self._has_met else _REMEDIES.get(lost.kind)
@@ -332,16 +356,23 @@ class MeetingPoint:
 
     def _open_store(self, prefix: str) -> Store:
         from elasticrs.store import connect
+        from elasticrs.store.store import connected
 
         self.close_shared_store()
+        settings, etcd = self._rendezvous.settings, self._rendezvous.etcd
+        if etcd is not None:
+            seconds, below = settings.connect_timeout, "/elasticrs-stores/"
+            return connected(
+                etcd.client(self._rendezvous.run_id, below=below, connect_timeout=seconds), prefix
+            )
         host, port = self._address()
         return connect(
             host,
             port,
             self._rendezvous.run_id,
             prefix=prefix,
-            token=self._rendezvous.settings.token,
-            connect_timeout=self._rendezvous.settings.connect_timeout,
+            token=settings.token,
+            connect_timeout=settings.connect_timeout,
         )
 
     def close_shared_store(self) -> None:

@@ -22,11 +22,14 @@ from elasticrs.config import (
     UsageError,
     exit_barrier_timeout_from,
 )
+from elasticrs.rendezvous.endpoint import shown_endpoint
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from dataclasses import KW_ONLY
+
+    from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
 
 _TRUTH = {
     **dict.fromkeys(("1", "true", "t", "yes", "y"), True),
@@ -67,7 +70,7 @@ def _number(value: object, expected: str) -> float:
         raise ValueError(expected) from None
 
 
-def _seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
+def seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
     """A span from ``low`` to ``high``; more than ``low`` if it must be ``above``."""
     if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
@@ -86,7 +89,7 @@ def _seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Calla
     return read
 
 
-def _whole(low: int) -> Callable[[object], int]:
+def whole(low: int) -> Callable[[object], int]:
     expected = f"a whole number from {low}"
 
     def read(value: object) -> int:
@@ -171,7 +174,7 @@ def _token(value: object) -> bytes:
     return data
 
 
-def _path(value: object) -> str:
+def path(value: object) -> str:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise ValueError("the path of a file")
     return os.fspath(value)
@@ -179,53 +182,53 @@ def _path(value: object) -> str:
 
 KEYS: tuple[Key, ...] = (
     # --- how long ---
-    Key("join_timeout", 600.0, _seconds(0, above=True), "seconds to wait until MIN nodes have joined"),
-    Key("last_call_timeout", 30.0, _seconds(0),
+    Key("join_timeout", 600.0, seconds(0, above=True), "seconds to wait until MIN nodes have joined"),
+    Key("last_call_timeout", 30.0, seconds(0),
         "seconds to wait for more nodes after MIN have joined, at the first start"),
-    Key("restart_call_timeout", 0.0, _seconds(0),
+    Key("restart_call_timeout", 0.0, seconds(0),
         "seconds to wait for a replacement before going on with fewer nodes"),
-    Key("scale_up_delay", 1.0, _seconds(0),
+    Key("scale_up_delay", 1.0, seconds(0),
         "seconds between the arrival of a new node and the restart that includes it"),
-    Key("settle", None, _seconds(0, above=True),
+    Key("settle", None, seconds(0, above=True),
         "seconds to wait for nodes of a lost round to stop; default: grace + lease + 5"),
-    Key("close_timeout", 30.0, _seconds(0),
+    Key("close_timeout", 30.0, seconds(0),
         "seconds that the host of the store waits for the others at the end"),
-    Key("exit_barrier_timeout", DEFAULT_EXIT_BARRIER_TIMEOUT, _seconds(0),
+    Key("exit_barrier_timeout", DEFAULT_EXIT_BARRIER_TIMEOUT, seconds(0),
         "seconds that a node which has finished waits for the others"),
-    Key("store_lost_timeout", 10.0, _seconds(0),
+    Key("store_lost_timeout", 10.0, seconds(0),
         "seconds to reach a lost store again before this node gives up"),
-    Key("connect_timeout", 5.0, _seconds(0, above=True), "seconds for one attempt to connect"),
-    Key("keep_alive_interval", 1.0, _seconds(0.05, 3600), "seconds between two keep-alive messages"),
-    Key("keep_alive_max_attempt", 5, _whole(3), "missed keep-alive messages after which a node is lost"),
-    Key("stall_timeout", 60.0, _or_off(_seconds(1)),
+    Key("connect_timeout", 5.0, seconds(0, above=True), "seconds for one attempt to connect"),
+    Key("keep_alive_interval", 1.0, seconds(0.05, 3600), "seconds between two keep-alive messages"),
+    Key("keep_alive_max_attempt", 5, whole(3), "missed keep-alive messages after which a node is lost"),
+    Key("stall_timeout", 60.0, _or_off(seconds(1)),
         "seconds that an agent may hang before it counts as lost; or off"),
     # --- how often ---
     Key("scale_up", True, _truth, "1: restart a running job to include new nodes; 0: they wait as spares"),
-    Key("max_node_losses", None, _or_off(_whole(0)),
+    Key("max_node_losses", None, _or_off(whole(0)),
         "how many lost nodes the job survives; default: any number"),
-    Key("max_short_losses", 10, _whole(1),
+    Key("max_short_losses", 10, whole(1),
         "the job fails after this many short rounds in a row that lost a node"),
-    Key("short_round", 60.0, _seconds(0), "seconds; a round that loses a node sooner is a short one"),
+    Key("short_round", 60.0, seconds(0), "seconds; a round that loses a node sooner is a short one"),
     # --- who ---
     Key("is_host", None, _truth,
         "1: this agent hosts the store; 0: it does not; default: decided by the endpoint"),
     Key("bind_addr", None, _address, "address on which the store listens; default: all interfaces"),
     Key("worker_port_range", None, _port_range,
         "LOW-HIGH, ports for the workers' store; default: any free port"),
-    Key("order_hint", None, _whole(0), "nodes with a smaller number get smaller ranks; default: --node-rank"),
-    Key("rank", None, _whole(0), "rank of this node with static; on the command line use --node-rank"),
+    Key("order_hint", None, whole(0), "nodes with a smaller number get smaller ranks; default: --node-rank"),
+    Key("rank", None, whole(0), "rank of this node with static; on the command line use --node-rank"),
     Key("homogeneous", False, _truth, "1: refuse a node with another number of workers or another role"),
     Key("fresh", False, _truth, "1: start over if all agents of an earlier job with this id have died"),
     Key("drain", "node", _drain, "what a signal to one agent ends: its node, or the whole job"),
     Key("token", None, _token,
         "shared secret of all agents; visible to all users of the machine, so prefer token_file"),
-    Key("token_file", None, _path, "file that contains the token"),
+    Key("token_file", None, path, "file that contains the token"),
     # --- torch's, without effect ---
     Key("store_type", "tcp", _store_type, "tcp", is_stored=False),
-    Key("heartbeat_timeout", 5.0, _seconds(0, above=True), "no effect", is_stored=False),
-    Key("read_timeout", 60.0, _seconds(0, above=True), "no effect", is_stored=False),
-    Key("cas_backoff_max_seconds", 0.0, _seconds(0), "no effect", is_stored=False),
-    Key("timeout", 900.0, _seconds(0, above=True), "join_timeout of static", is_stored=False),
+    Key("heartbeat_timeout", 5.0, seconds(0, above=True), "no effect", is_stored=False),
+    Key("read_timeout", 60.0, seconds(0, above=True), "no effect", is_stored=False),
+    Key("cas_backoff_max_seconds", 0.0, seconds(0), "no effect", is_stored=False),
+    Key("timeout", 900.0, seconds(0, above=True), "join_timeout of static", is_stored=False),
 )  # fmt: skip
 """Every setting. Spans are seconds."""
 
@@ -328,8 +331,8 @@ class Rendezvous(Value):
     """Which nodes the agent of this node meets, and where.
 
     Args:
-        backend: ``c10d`` (also for ``elasticrs``, its honest name) or ``static``.
-        host: of the endpoint: a name or an address, without brackets.
+        backend: ``c10d`` (also for ``elasticrs``, its honest name), ``static`` or ``etcd``.
+        host: of the endpoint, the first one of etcd: a name or an address, without brackets.
         port: of the endpoint; 0 for a free one, where this agent hosts the store.
         run_id: the name of the job.
         min_nodes: fewest nodes.
@@ -337,6 +340,7 @@ class Rendezvous(Value):
         node_rank: rank of this node with ``static``; else ``None``.
         local_addr: address of this node, if the user has named one.
         settings: how they meet.
+        etcd: where the nodes meet, and no agent hosts anything; ``None``: in a store of ours.
     """
 
     backend: str
@@ -349,11 +353,17 @@ class Rendezvous(Value):
     settings: Settings
     node_rank: int | None = None
     local_addr: str | None = None
+    etcd: EtcdSite | None = None
 
     @property
     def endpoint(self) -> str:
-        """``HOST:PORT``, an IPv6 address in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        """``HOST:PORT``, an IPv6 address in brackets; of etcd all of them, separated by commas."""
+        return shown_endpoint(self.host, self.port) if self.etcd is None else self.etcd.shown
+
+    @property
+    def store(self) -> str:
+        """What the nodes meet in, for the user."""
+        return f"the rendezvous store {self.endpoint}" if self.etcd is None else f"etcd at {self.endpoint}"
 
     @property
     def max_connections(self) -> int:
@@ -423,6 +433,7 @@ def read_settings(
     source: str = "--rdzv-conf",
     grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
     exit_barrier_timeout: float | None = None,
+    others: tuple[str, ...] = (),
 ) -> tuple[Settings, list[str]]:
     """Check and convert settings; return them, and lines for the user.
 
@@ -432,11 +443,18 @@ def read_settings(
         source: what the user knows them by, for errors.
         grace: seconds that workers may take to stop on this node.
         exit_barrier_timeout: of an option, before all else that says so.
+        others: keys that there are besides and that are read elsewhere, for errors.
 
     Raises:
         UsageError: one line: an unknown key, a bad value, or settings that contradict each other.
     """
-    values = {name: _read(name, value, source) for name, value in given.items()}
+    for name in given:
+        if name not in _BY_NAME:
+            known = (*_BY_NAME, *others)
+            raise UsageError(
+                f"{source}: unknown key {name}{_suggestion(name, known)}; known: {', '.join(known)}"
+            )
+    values = {name: read_value(_BY_NAME[name], value, source) for name, value in given.items()}
     notices: list[str] = []
     values["token"] = _find_token(values, environ, source, notices)
     if exit_barrier_timeout is not None:
@@ -445,14 +463,12 @@ def read_settings(
         values["exit_barrier_timeout"] = exit_barrier_timeout_of(given, environ, source)
     settings = Settings(values, grace=grace)
     if settings.settle <= settings.ttl:
+        lease = "lease_ttl" if "lease_ttl" in others else "keep_alive_interval x keep_alive_max_attempt"
         if "settle" not in given:
-            raise UsageError(
-                f"{source}: keep_alive_interval x keep_alive_max_attempt: got {settings.ttl:g} seconds, "
-                "expected fewer"
-            )
+            raise UsageError(f"{source}: {lease}: got {settings.ttl:g} seconds, expected fewer")
         raise UsageError(
-            f"{source}: settle: got {given['settle']!r}, expected seconds, more than "
-            f"keep_alive_interval x keep_alive_max_attempt ({settings.ttl:g})"
+            f"{source}: settle: got {given['settle']!r}, expected seconds, more than {lease} "
+            f"({settings.ttl:g})"
         )
     return settings, notices
 
@@ -467,24 +483,26 @@ def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, s
     name = "exit_barrier_timeout"
     if given.get(name) is None:
         return exit_barrier_timeout_from(environ)
-    return Settings({name: _read(name, given[name], source)}).exit_barrier_timeout
+    return Settings({name: read_value(_BY_NAME[name], given[name], source)}).exit_barrier_timeout
 
 
-def _read(name: str, value: object, source: str) -> object:
-    key = _BY_NAME.get(name)
-    if key is None:
-        raise UsageError(f"{source}: unknown key {name}{_suggestion(name)}; known: {', '.join(_BY_NAME)}")
+def read_value(key: Key, value: object, source: str) -> object:
+    """Convert the value of one setting.
+
+    Raises:
+        UsageError: one line: a bad value.
+    """
     try:
         return key.read(value)
     except ValueError as error:
-        shown = "a secret" if name == "token" else repr(value)
-        raise UsageError(f"{source}: {name}: got {shown}, expected {error}") from None
+        shown = "a secret" if key.name == "token" else repr(value)
+        raise UsageError(f"{source}: {key.name}: got {shown}, expected {error}") from None
 
 
-def _suggestion(name: str) -> str:
+def _suggestion(name: str, known: tuple[str, ...]) -> str:
     import difflib
 
-    near = difflib.get_close_matches(name, _BY_NAME, 1)
+    near = difflib.get_close_matches(name, known, 1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
@@ -497,7 +515,7 @@ def _find_token(
     if token is not None:
         return token
     if isinstance(path, str):
-        return _read_token(path, source, notices)
+        return read_secret("token", path, source, notices)
     text = environ.get(TOKEN_VARIABLE)
     if text is None:
         return None
@@ -507,20 +525,31 @@ def _find_token(
         raise UsageError(f"{TOKEN_VARIABLE}: got {len(text)} characters, expected {error}") from None
 
 
-def _read_token(path: str, source: str, notices: list[str]) -> bytes:
+def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
+    """Return what a file holds, without the newline at its end.
+
+    Args:
+        what: the secret; the key of the setting is that and ``_file``.
+        path: of the file.
+        source: what the user knows the settings by, for errors.
+        notices: gets a line if others can read the file.
+
+    Raises:
+        UsageError: one line: it cannot be read, is empty, or too long.
+    """
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(_MAX_TOKEN_BYTES + 2)
     except OSError as error:
-        raise UsageError(f"{source}: token_file: {path!r} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{source}: {what}_file: {path!r} cannot be read: {error.strerror}") from None
     if mode & 0o007:
-        notices.append(f"the token in {path} can be read by every user of this machine: chmod o-rwx {path}")
+        notices.append(f"the {what} in {path} can be read by every user of this machine: chmod o-rwx {path}")
     # Editors end a file with a newline.
     data = data.rstrip(b"\r\n")
     try:
         return _token(data)
     except ValueError as error:
         raise UsageError(
-            f"{source}: token_file: {path!r} holds {len(data)} bytes, expected {error}"
+            f"{source}: {what}_file: {path!r} holds {len(data)} bytes, expected {error}"
         ) from None

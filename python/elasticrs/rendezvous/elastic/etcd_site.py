@@ -1,0 +1,288 @@
+"""etcd as the place where nodes meet: its endpoints, and the settings that only it has.
+
+Imported when a job asks for etcd. The names of settings are those of both of torch's back ends, ``etcd`` and
+``etcd-v2``.
+
+- **SITE-1** What contradicts itself is a mistake: two schemes, certificates without https, a key without its
+  certificate.
+- **SITE-2** The files of certificates are opened before anything is started, so that a wrong path is a line
+  about the setting. What they hold is looked at when the connection is made.
+- **SITE-3** The password is in no text that this module makes.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._value import Value
+from elasticrs.config import UsageError
+from elasticrs.rendezvous.elastic.addresses import is_loopback_name
+from elasticrs.rendezvous.elastic.settings import (
+    Key,
+    path,
+    read_secret,
+    read_value,
+    seconds,
+    whole,
+)
+from elasticrs.rendezvous.endpoint import parse_endpoint, shown_endpoint
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from dataclasses import KW_ONLY
+    from typing import Any
+
+    from elasticrs import _core
+    from elasticrs.native_session import Client
+
+DEFAULT_PORT = 2379
+JOB_TTL = 7200.0
+"""Seconds that the record of a job outlives its last agent, as in torch."""
+
+SHORTEST_TTL, LONGEST_TTL = 2, 3600
+_SCHEMES = ("http", "https")
+EXPECTED = "HOST[:PORT] of etcd's members, separated by commas, all with http://, all with https://, or none"
+
+
+def _protocol(value: object) -> str:
+    found = str(value).strip().lower()
+    if found not in _SCHEMES:
+        raise ValueError("http or https")
+    return found
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("the name of a user of etcd")
+    return value
+
+
+def _prefix(value: object) -> str:
+    found = str(value).strip().rstrip("/")
+    if len(found.encode(errors="replace")) > 256 or not found.isprintable():
+        raise ValueError("how the names of keys begin, 256 bytes at most")
+    return found
+
+
+def _ttl(value: object) -> int:
+    found = whole(SHORTEST_TTL)(value)
+    if found > LONGEST_TTL:
+        raise ValueError(f"a whole number of seconds, {LONGEST_TTL} at most")
+    return found
+
+
+KEYS = (
+    Key("protocol", "http", _protocol, "http or https; or write https:// before each endpoint"),
+    Key("ca_cert", None, path, "file with the certificates of the authorities that etcd's is checked with"),
+    Key("ssl_cert", None, path, "file with this node's certificate, for an etcd that asks for one"),
+    Key("ssl_cert_key", None, path, "file with its key; default: the file of the certificate"),
+    Key("user", None, _name, "user of etcd"),
+    Key("password_file", None, path, "file that contains the user's password"),
+    Key("etcd_prefix", "/torchelastic/p2p", _prefix, "put before the names of all keys"),
+    Key("lease_ttl", 5, _ttl, "seconds without a sign of life after which a node is lost, 2 or more"),
+    Key("read_timeout", 60.0, seconds(0, above=True), "seconds for an answer of etcd"),
+)  # fmt: skip
+"""The settings that only etcd has."""
+
+_ALIASES = {"cacert": "ca_cert", "cert": "ssl_cert", "key": "ssl_cert_key"}
+"""The names of torch's back end ``etcd``, and those of ``etcd-v2`` for the same."""
+
+_FIELDS = {"etcd_prefix": "prefix", "lease_ttl": "ttl", "read_timeout": "read_timeout"}
+NAMES = (*(key.name for key in KEYS), *_ALIASES)
+_HOSTING = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_attempt")
+"""Settings for a store of ours, which etcd has no use for."""
+
+
+class EtcdSite(Value):
+    """Where etcd is, and how an agent comes to it.
+
+    Args:
+        endpoints: of its members, hosts without brackets.
+        is_tls: they are reached by https.
+        ca_cert: file with certificates of authorities.
+        cert: file with this node's certificate.
+        key: file with its key.
+        user: of etcd.
+        password: of that user.
+        prefix: put before the names of all keys.
+        ttl: of a lease, in seconds.
+        read_timeout: seconds for an answer.
+    """
+
+    endpoints: tuple[tuple[str, int], ...]
+    _: KW_ONLY
+    is_tls: bool = False
+    ca_cert: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password: str | None = None
+    prefix: str = ""
+    ttl: int = 5
+    read_timeout: float = 60.0
+
+    @property
+    def shown(self) -> str:
+        """The endpoints, for the user."""
+        return ",".join(shown_endpoint(*each) for each in self.endpoints)
+
+    def client(
+        self,
+        job: str,
+        *,
+        job_ttl: float = JOB_TTL,
+        below: str = "",
+        connect_timeout: float = 5.0,
+        stall_timeout: float | None = None,
+        supervisor: _core.Supervisor | None = None,
+    ) -> Client:
+        """Begin a session.
+
+        Args:
+            job: its name.
+            job_ttl: keys that are not on the lease of a session end so many seconds after the job's last one.
+            below: put before the names of keys, after the prefix of the site.
+            connect_timeout: seconds to connect, for all endpoints together.
+            stall_timeout: as for :class:`elasticrs._core.CoordinationClient`.
+            supervisor: the same.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        from elasticrs.native_session import Client
+
+        return Client.etcd(
+            self.endpoints,
+            prefix=self.prefix + below,
+            ca_cert=self.ca_cert,
+            cert=self.cert,
+            key=self.key,
+            is_tls=self.is_tls,
+            user=self.user,
+            password=self.password,
+            ttl=float(self.ttl),
+            job_lease=(lease_of(f"{self.prefix}\0{job}"), job_ttl),
+            connect_timeout=connect_timeout,
+            read_timeout=self.read_timeout,
+            stall_timeout=stall_timeout,
+            supervisor=supervisor,
+        )
+
+    def __repr__(self) -> str:
+        fields = (
+            f"{name}={'<secret>' if name == 'password' and value else repr(value)}"
+            for name, value in self.fields().items()
+        )
+        return f"EtcdSite({', '.join(fields)})"
+
+
+def lease_of(name: str) -> int:
+    """Return the id of the lease that all agents of a job share, by the name of the job."""
+    import hashlib
+
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    # etcd's ids are positive; 0 asks for any.
+    return int.from_bytes(digest[:8], "big") >> 1 or 1
+
+
+def read_site(
+    endpoint: str, config: Mapping[str, object], source: str, option: str
+) -> tuple[EtcdSite, dict[str, object], list[str]]:
+    """Read the endpoints and the settings that only etcd has.
+
+    Args:
+        endpoint: ``[SCHEME://]HOST[:PORT],…``
+        config: settings by key.
+        source: what the user knows them by, for errors.
+        option: the same for the endpoint.
+
+    Returns:
+        The site; the other settings, with what follows from etcd's; and lines for the user.
+
+    Raises:
+        UsageError: one line.
+    """
+    given, rest = _sorted(config, source)
+    read = {key.name: read_value(key, given[key.name], source) for key in KEYS if key.name in given}
+    scheme, endpoints = _endpoints(option, endpoint)
+    protocol = read.get("protocol", scheme or "http")
+    if scheme not in (None, protocol):
+        raise UsageError(
+            f"{source}: protocol: got {given['protocol']!r}, but {option} has {scheme}://: leave one out"
+        )
+    notices: list[str] = []
+    in_vain = [name for name in _HOSTING if rest.pop(name, None) is not None]
+    if in_vain:
+        notices.append(f"{source}: {', '.join(in_vain)}: no effect with etcd, which has lease_ttl")
+    is_tls = protocol == "https"
+    defaults = {key.name: key.default for key in KEYS}
+    fields: dict[str, Any] = {field: read.get(name, defaults[name]) for name, field in _FIELDS.items()}
+    fields |= _files(read, source, is_tls=is_tls) | _user(read, source, notices)
+    site = EtcdSite(endpoints, is_tls=is_tls, **fields)
+    if site.user is not None and not is_tls and not all(is_loopback_name(host) for host, _ in endpoints):
+        notices.append(f"{source}: user: the password goes to etcd unencrypted: use https")
+    # A lease is kept alive three times in its time.
+    rest |= {"keep_alive_interval": site.ttl / 3, "keep_alive_max_attempt": 3}
+    if "timeout" in rest:
+        # As in torch.
+        rest.setdefault("join_timeout", rest["timeout"])
+    return site, rest, notices
+
+
+def _sorted(config: Mapping[str, object], source: str) -> tuple[dict[str, object], dict[str, object]]:
+    """Settings of etcd by their names for ``etcd-v2``, and the others."""
+    given: dict[str, object] = {}
+    rest: dict[str, object] = {}
+    for name, value in config.items():
+        if name not in NAMES:
+            rest[name] = value
+        elif value is not None and given.setdefault(_ALIASES.get(name, name), value) != value:
+            full = _ALIASES.get(name, name)
+            alias = next(each for each in _ALIASES if _ALIASES[each] == full)
+            raise UsageError(f"{source}: {full} and {alias} are the same: leave one out")
+    return given, rest
+
+
+def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int], ...]]:
+    """The scheme, if there is one, and hosts and ports."""
+    schemes: set[str | None] = set()
+    found: list[tuple[str, int]] = []
+    for each in text.split(","):
+        scheme, slashes, rest = each.strip().rpartition("://")
+        schemes.add(scheme.lower() if slashes else None)
+        if not schemes <= {None, *_SCHEMES}:
+            break
+        host, port = parse_endpoint(option, rest.removesuffix("/") if slashes else rest)
+        found.append((host, DEFAULT_PORT if port is None else port))
+    if len(schemes) > 1 or not schemes <= {None, *_SCHEMES} or any(port == 0 for _, port in found):
+        raise UsageError(f"{option}: got {text!r}, expected {EXPECTED}")
+    return schemes.pop(), tuple(dict.fromkeys(found))
+
+
+def _files(read: Mapping[str, Any], source: str, *, is_tls: bool) -> dict[str, Any]:
+    """The files of certificates: they are there, and fit together."""
+    files = {name: read[name] for name in ("ca_cert", "ssl_cert", "ssl_cert_key") if name in read}
+    if files and not is_tls:
+        raise UsageError(f"{source}: {next(iter(files))}: only with protocol=https")
+    if "ssl_cert_key" in files and "ssl_cert" not in files:
+        raise UsageError(f"{source}: ssl_cert_key needs ssl_cert, the certificate that it belongs to")
+    for name, file in files.items():
+        try:
+            os.close(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:  # noqa: PERF203 -- three at most
+            raise UsageError(f"{source}: {name}: {file!r} cannot be read: {error.strerror}") from None
+    cert = files.get("ssl_cert")
+    return {"ca_cert": files.get("ca_cert"), "cert": cert, "key": files.get("ssl_cert_key", cert)}
+
+
+def _user(read: Mapping[str, Any], source: str, notices: list[str]) -> dict[str, Any]:
+    user, file = read.get("user"), read.get("password_file")
+    if (user is None) != (file is None):
+        raise UsageError(f"{source}: user and password_file need each other")
+    if file is None:
+        return {}
+    try:
+        return {"user": user, "password": read_secret("password", file, source, notices).decode()}
+    except UnicodeDecodeError:
+        raise UsageError(f"{source}: password_file: {file!r} does not hold text in UTF-8") from None

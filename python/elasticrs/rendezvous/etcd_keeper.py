@@ -1,0 +1,67 @@
+"""Runs etcd for a program: ends it and removes its data when the program ends. Started as a script by
+:class:`elasticrs.rendezvous.etcd_server.EtcdServer`, on Python's own modules alone.
+
+Arguments: the program's pid, a folder that is removed in the end, and the command. Ends as etcd does, or with
+it by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+
+_GRACE_MS = 5000
+"""Between SIGTERM and SIGKILL to etcd."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, folder: str, command: list[str]) -> int:
+    """Run the command until it ends, the parent ends, or a signal asks for it; return the exit code."""
+    stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(writer)
+    for signum in stops:
+        signal.signal(signum, lambda *_: None)
+    program = os.pidfd_open(parent)
+    if os.getppid() != parent:
+        return 1
+    pid = _spawn(command)
+    poll = select.poll()
+    etcd = os.pidfd_open(pid)
+    for fd in (etcd, program, reader):
+        poll.register(fd, select.POLLIN)
+    if all(fd != etcd for fd, _ in poll.poll()):
+        os.kill(pid, signal.SIGTERM)
+        only = select.poll()
+        only.register(etcd, select.POLLIN)
+        if not only.poll(_GRACE_MS):
+            os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if any(fd == program for fd, _ in poll.poll(0)):
+        shutil.rmtree(folder, ignore_errors=True)
+    return code if code >= 0 else 128 - code
+
+
+def _spawn(command: list[str]) -> int:
+    import ctypes
+
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    keeper = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            # Should somebody kill the keeper. There is one thread in it, which lives as long as it does.
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == keeper:
+                os.execv(command[0], command)
+        finally:
+            os._exit(127)
+    return pid
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,263 @@
+"""Whole jobs whose nodes meet in etcd: agents on loopback, workers that tell who they are."""
+
+import os
+import signal
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from helpers.nodes import RANKS, READY, Worker
+from helpers.procs import reap_adopted
+
+from elasticrs.native_session import Server
+from elasticrs.rendezvous.etcd_server import find_free_port
+
+pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(120)]
+
+LONG = "lease_ttl=600"
+"""What follows within a test does not follow from the end of a lease."""
+SUCCEED, FAIL = signal.SIGUSR1, signal.SIGUSR2
+FOR_GOOD = {"job", "head"}
+
+
+@pytest.fixture
+def agent(launch, etcd):
+    """Start an agent of the test's job; settings may be added."""
+
+    def agent(*options, conf=LONG, prefix=etcd.prefix, endpoint=etcd.endpoint, nnodes="2", **how):
+        return launch(
+            *("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=a/job"),
+            f"--rdzv-conf=etcd_prefix={prefix},{conf}",
+            *(f"--nnodes={nnodes}", "--max-restarts=2", *options, RANKS),
+            **how,
+        )
+
+    return agent
+
+
+def seen(agent, number):
+    """The worker that an agent started as its `number`-th one."""
+    return Worker.parse(agent.wait_for_lines(READY.pattern, number, "stdout")[-1][1])
+
+
+def formed(agents, number=1):
+    """The workers of a round by rank, each agent's `number`-th."""
+    numbers = number if isinstance(number, list) else [number] * len(agents)
+    workers = sorted((seen(*each) for each in zip(agents, numbers, strict=True)), key=lambda each: each.rank)
+    assert [each.rank for each in workers] == list(range(len(agents)))
+    assert {(each.world, each.master, each.port, each.round) for each in workers} == {
+        (len(agents), workers[0].master, workers[0].port, workers[0].round)
+    }
+    return workers
+
+
+def kill(workers, signum):
+    for worker in workers:
+        os.kill(worker.pid, signum)
+
+
+def finish(agents, workers):
+    kill(workers, SUCCEED)
+    for agent in agents:
+        agent.exits(0)
+
+
+def left(etcd):
+    """What is left of the job, by the last parts of the names; it is on one lease."""
+    found = etcd.keys()
+    return {key.removeprefix("/elasticrs/a%2Fjob/").partition("/")[0] for key in found}
+
+
+# --- a job ---
+
+
+def test_agents_form_restart_together_and_leave_little(agent, etcd):
+    agents = [agent(), agent()]
+    workers = formed(agents)
+    assert {each.run for each in workers} == {"a/job"}
+    kill(workers[1:], FAIL)
+    again = formed(agents, 2)
+    assert {(each.restart, each.round) for each in again} == {(1, "2")}
+    finish(agents, again)
+    assert left(etcd) == FOR_GOOD
+
+
+def test_a_job_fails_for_all_when_its_restarts_are_used_up(agent):
+    agents = [agent("--max-restarts=0"), agent("--max-restarts=0")]
+    kill(formed(agents)[:1], FAIL)
+    for each in agents:
+        each.exits(1)
+        assert "Root Cause" in each.stderr
+
+
+def test_the_others_act_at_once_when_an_agent_ends_in_order(agent):
+    agents = [agent(nnodes="1:2"), agent(nnodes="1:2")]
+    formed(agents)
+    agents[0].signal(signal.SIGTERM)
+    agents[0].exits(1)
+    (alone,) = formed(agents[1:], 2)
+    assert (alone.world, alone.restart) == (1, 0)
+    finish(agents[1:], [alone])
+
+
+def test_the_others_act_when_the_lease_of_a_killed_agent_ends(agent):
+    agents = [agent(nnodes="1:2", conf="lease_ttl=2"), agent(nnodes="1:2", conf="lease_ttl=2")]
+    workers = formed(agents)
+    agents[0].signal(signal.SIGKILL)
+    agents[0].wait()
+    (alone,) = formed(agents[1:], 2)
+    assert (alone.world, alone.restart) == (1, 0)
+    finish(agents[1:], [alone])
+    reap_adopted()
+    assert workers
+
+
+def test_a_node_that_comes_is_taken_in(agent):
+    first = agent(nnodes="1:2", conf="lease_ttl=600,last_call_timeout=0,scale_up_delay=0")
+    (alone,) = formed([first])
+    second = agent(nnodes="1:2", conf="lease_ttl=600,last_call_timeout=0,scale_up_delay=0")
+    both = formed([first, second], [2, 1])
+    assert (alone.world, {each.restart for each in both}) == (1, {0})
+    finish([first, second], both)
+
+
+# --- another job with the same id ---
+
+
+def test_other_settings_are_refused_while_the_job_lives(agent):
+    agents = [agent(), agent()]
+    workers = formed(agents)
+    stranger = agent("--max-restarts=9").exits(1)
+    assert "max_restarts=9, but node" in stranger.stderr
+    finish(agents, workers)
+
+
+def test_an_id_is_taken_until_somebody_starts_anew(agent):
+    (first,) = formed([one := agent(nnodes="1")])
+    finish([one], [first])
+    late = agent(nnodes="1").exits(1)
+    assert "job a/job is closed: succeeded at " in late.stderr
+    assert "fresh=1" in late.stderr
+    anew = agent(nnodes="1", conf="lease_ttl=600,fresh=1")
+    finish([anew], formed([anew]))
+
+
+def test_jobs_of_other_prefixes_are_others(agent, etcd):
+    (first,) = formed([one := agent(nnodes="1")])
+    other = agent(nnodes="1", prefix=f"{etcd.prefix}2")
+    (second,) = formed([other])
+    assert first.round == second.round == "1"
+    finish([one, other], [first, second])
+
+
+# --- the way to etcd ---
+
+
+def test_a_dead_first_endpoint_is_passed_over(agent, etcd):
+    with find_free_port() as dead:
+        one = agent(nnodes="1", endpoint=f"127.0.0.1:{dead.getsockname()[1]},{etcd.endpoint}")
+        finish([one], formed([one]))
+
+
+@pytest.fixture
+def refused(launch, worker_script):
+    """An agent ends with one line that says this, within its time, and starts nothing."""
+
+    def refused(endpoint, *says, nnodes="1", **conf):
+        pairs = ",".join(f"{name}={value}" for name, value in {"join_timeout": 20, **conf}.items())
+        ended = launch(
+            *("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"),
+            *(f"--rdzv-conf={pairs}", worker_script("print('STARTED')")),
+        ).exits(1)
+        assert ended.stdout == ""
+        lines = [line for line in ended.stderr.splitlines() if says[0] in line]
+        assert len(lines) == 1, ended.stderr
+        for each in says:
+            assert each in lines[0], ended.stderr
+
+    return refused
+
+
+def test_nobody_listens(refused):
+    with find_free_port() as dead:
+        endpoint = f"127.0.0.1:{dead.getsockname()[1]}"
+        line = f"could not join the rendezvous at {endpoint} within 1 s"
+        refused(endpoint, line, "refused", "does etcd run", join_timeout=1)
+
+
+def test_a_name_that_nobody_knows(refused):
+    endpoint = "etcd.invalid:2379"
+    refused(endpoint, f"could not join the rendezvous at {endpoint}", "resolve", join_timeout=1)
+
+
+def test_what_is_not_etcd(refused, tmp_path):
+    server = Server([("127.0.0.1", 0)], run_id="job")
+    try:
+        endpoint = f"127.0.0.1:{server.port}"
+        refused(endpoint, "could not join", "is that etcd's port for clients", join_timeout=1)
+    finally:
+        server.close()
+
+
+def test_a_web_server_is_not_etcd(refused):
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            refused(f"127.0.0.1:{server.server_port}", "has to name members of an etcd")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+CLOSED = ("could not join the rendezvous", "are protocol and ssl_cert in --rdzv-conf what it wants?")
+NO_TLS = ("no TLS connection", "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf")
+
+
+def test_the_wrong_scheme(refused, etcd, etcd_tls):
+    refused(f"https://{etcd.endpoint}", *CLOSED, "TLS handshake", join_timeout=1)
+    refused(etcd_tls.endpoint, *CLOSED, join_timeout=1)
+
+
+def test_certificates_that_do_not_fit(refused, etcd_tls, authority, other_authority):
+    files, secure = etcd_tls.server.files, f"https://{etcd_tls.endpoint}"
+    refused(secure, *NO_TLS, ssl_cert=files.cert, ssl_cert_key=files.key)
+    refused(secure, *NO_TLS, ca_cert=other_authority.ca, ssl_cert=files.cert, ssl_cert_key=files.key)
+    # Whether the server's alert arrives before the end of the connection is chance.
+    refused(secure, "in --rdzv-conf", ca_cert=authority.ca, join_timeout=1)
+
+
+def test_a_certificate_that_will_do(agent, etcd_tls):
+    ca, cert, key = etcd_tls.server.files
+    conf = f"lease_ttl=600,ca_cert={ca},ssl_cert={cert},ssl_cert_key={key}"
+    one = agent(nnodes="1", endpoint=f"https://{etcd_tls.endpoint}", prefix=etcd_tls.prefix, conf=conf)
+    finish([one], formed([one]))
+
+
+@pytest.fixture
+def password(tmp_path):
+    """Writes a password to a file."""
+
+    def password(text):
+        path = tmp_path / "password"
+        path.write_text(text)
+        path.chmod(0o600)
+        return path
+
+    return password
+
+
+def test_a_user_may_touch_what_is_the_users(agent, refused, etcd_auth, password):
+    user, endpoint = etcd_auth.server.user, etcd_auth.endpoint
+    todo = "user and password_file in --rdzv-conf"
+    refused(endpoint, todo, etcd_prefix=etcd_auth.prefix)
+    wrong = {"user": user.name, "password_file": password("wrong")}
+    refused(endpoint, todo, etcd_prefix=etcd_auth.prefix, **wrong)
+    right = {"user": user.name, "password_file": password(user.password)}
+    refused(
+        endpoint, todo, "keys that begin with '/elsewhere' (etcd_prefix)", etcd_prefix="/elsewhere", **right
+    )
+    conf = ",".join(f"{name}={value}" for name, value in {"lease_ttl": 600, **right}.items())
+    one = agent(nnodes="1", endpoint=endpoint, prefix=etcd_auth.prefix, conf=conf)
+    finish([one], formed([one]))
+    assert left(etcd_auth) == FOR_GOOD

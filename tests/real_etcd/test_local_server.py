@@ -1,0 +1,143 @@
+"""`EtcdServer`: an etcd that a program starts for itself, and that goes when the program does."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers.etcd import binary
+from helpers.procs import HANG, reap_adopted, wait_readable, wait_until
+
+from elasticrs.rendezvous.etcd_server import EtcdServer, find_free_port, stop_etcd
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """There is an etcd for these tests; without one they are skipped."""
+    if binary() is None:
+        pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
+    monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", binary())
+
+
+@pytest.fixture
+def server(program, tmp_path):
+    made = EtcdServer(str(tmp_path / "data"))
+    yield made
+    made.stop()
+
+
+def test_it_starts_and_stops(server, tmp_path):
+    assert server.get_port() == -1
+    server.start(stderr=subprocess.DEVNULL)
+    assert server.get_endpoint() == f"{server.get_host()}:{server.get_port()}"
+    client = server.get_client()
+    assert client.version[:2] == "3."
+    client.write("/a/b", "x")
+    client.set("/a/c/d", "y")
+    assert (client.get("/a/b").value, client.get("/a/c/d").value) == ("x", "y")
+    client.delete("/a", recursive=True, dir=True)
+    with pytest.raises(KeyError, match="/a/b"):
+        client.get("/a/b")
+    client.close()
+    assert (tmp_path / "data").is_dir()
+    server.stop()
+    server.stop()
+    assert not (tmp_path / "data").exists()
+    server.start(stderr=subprocess.DEVNULL)
+    assert server.get_client().version
+
+
+KILLED = """
+import os, subprocess, sys
+from elasticrs.rendezvous.etcd_server import EtcdServer
+server = EtcdServer(sys.argv[1])
+server.start(stderr=subprocess.DEVNULL)
+if os.fork() == 0:
+    sys.exit()  # runs what is to be run at exit
+os.wait()
+server.get_client().version
+print(server._etcd_proc.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "SIGKILL"])
+def test_it_ends_with_the_program(program, tmp_path, how):
+    data = tmp_path / "data"
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(data)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        keeper = os.pidfd_open(int(running.stdout.readline()))
+        if how == "SIGKILL":
+            running.kill()
+        running.stdin.close()
+        running.wait(HANG)
+    assert wait_readable(keeper, HANG)
+    os.close(keeper)
+    assert not data.exists()
+    # A keeper without its parent is this process's.
+    reap_adopted()
+
+
+def test_it_ends_with_its_keeper(server):
+    server.start(stderr=subprocess.DEVNULL)
+    client = server.get_client()
+    os.kill(server._etcd_proc.pid, signal.SIGKILL)
+    server._etcd_proc.wait(HANG)
+
+    def is_gone():
+        try:
+            return not client.version
+        except OSError:
+            return True
+
+    wait_until(is_gone)
+    reap_adopted()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (None, "etcd is not in PATH: install it (Debian, Ubuntu: apt-get install etcd-server; others: "),
+        ("/no/etcd", r"'/no/etcd' (TORCHELASTIC_ETCD_BINARY_PATH) is no program: install it"),
+    ],
+)
+def test_a_machine_without_etcd_is_told_where_to_get_it(monkeypatch, tmp_path, given, line):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", given)
+    with pytest.raises(FileNotFoundError) as raised:
+        EtcdServer().start()
+    assert line in str(raised.value)
+
+
+def script(tmp_path, text):
+    path = tmp_path / "etcd"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_server_that_ends_is_tried_again_and_then_told_of(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", script(tmp_path, "exit 7"))
+    with pytest.raises(RuntimeError, match="etcd ended with exit code 7 before it was ready"):
+        EtcdServer(str(tmp_path / "data")).start(num_retries=2)
+    assert "trying again" in caplog.text
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_server_that_does_not_answer_is_given_up(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", script(tmp_path, "exec sleep 1000"))
+    with pytest.raises(TimeoutError, match=r"etcd was not ready within 0.2 s"):
+        EtcdServer(str(tmp_path / "data")).start(timeout=0.2, num_retries=1)
+
+
+def test_a_free_port_is_kept():
+    with find_free_port() as held, find_free_port() as other:
+        assert held.getsockname()[1] != other.getsockname()[1]
+
+
+def test_nothing_to_stop_is_no_error(tmp_path):
+    stop_etcd(None, str(tmp_path / "none"))

@@ -1,0 +1,210 @@
+"""Torch's names for etcd as back end and store, over real etcd."""
+
+import threading
+from contextlib import closing
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from elasticrs.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
+from elasticrs.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
+from elasticrs.rendezvous.etcd_client import EtcdClient
+from elasticrs.rendezvous.etcd_rendezvous import (
+    EtcdRendezvous,
+    EtcdRendezvousHandler,
+    create_rdzv_handler,
+)
+from elasticrs.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, create_backend
+from elasticrs.rendezvous.etcd_server import find_free_port
+from elasticrs.rendezvous.etcd_store import EtcdStore
+
+SOON = timedelta(seconds=0.1)
+
+
+def params(backend, endpoint, **config):
+    return RendezvousParameters(backend, endpoint, "run", 1, 1, **config)
+
+
+@pytest.fixture
+def client(etcd):
+    with closing(EtcdClient(EtcdSite(tuple(etcd.server.endpoints), prefix=etcd.prefix))) as made:
+        yield made
+
+
+# --- the store ---
+
+
+@pytest.fixture
+def store(client):
+    with closing(EtcdStore(client, "/store")) as made:
+        yield made
+
+
+def test_the_store_has_torchs_methods(store):
+    store.set("a", "1")
+    store.set("b", b"\xff")
+    assert (store.get("a"), store.get("b"), store.check(["a", "b"]), store.check(["c"])) == (
+        b"1",
+        b"\xff",
+        True,
+        False,
+    )
+    assert (store.add("n", 2), store.add("n", 3), store.get("n")) == (2, 5, b"5")
+    store.append("a", "2")
+    store.multi_set(["x", "y"], ["1", "2"])
+    assert (store.multi_get(["a", "x", "y"]), store.num_keys()) == ([b"12", b"1", b"2"], 5)
+    assert store.compare_set("x", "0", "9") == b"1"
+    assert store.compare_set("x", "1", "9") == b"9"
+    store.queue_push("q", "first")
+    assert (store.queue_len("q"), store.queue_pop("q"), store.queue_len("q")) == (1, b"first", 0)
+    assert (store.delete_key("x"), store.delete_key("x")) == (True, False)
+    assert sorted(store.list_keys()) == ["a", "b", "n", "y"]
+    assert store.has_extended_api()
+
+
+def test_the_store_waits(store):
+    thread = threading.Timer(0.05, store.set, ("late", "x"))
+    thread.start()
+    store.wait(["late"])
+    thread.join()
+    with pytest.raises(LookupError, match="never"):
+        store.wait(["never"], SOON)
+    store.set_timeout(SOON)
+    assert store.timeout == SOON
+    with pytest.raises(LookupError, match="wait timeout after 100ms, keys: never"):
+        store.get("never")
+
+
+def test_names_and_values_are_those_of_torch_in_etcd(store, etcd):
+    store.set("k", "v")
+    assert etcd.keys()["/store/aw=="] == b"dg=="
+
+
+@pytest.mark.torch
+def test_the_store_is_one_of_torch(store):
+    from torch.distributed import PrefixStore, Store
+
+    assert isinstance(store, Store)
+    below = PrefixStore("p", store)
+    below.set("k", "v")
+    assert (below.get("k"), below.add("n", 1), below.check(["k", "n"])) == (b"v", 1, True)
+    assert store.get("p/k") == b"v"
+
+
+def test_a_client_of_python_etcd_has_an_address(etcd):
+    host, port = etcd.server.endpoints[0]
+    theirs = SimpleNamespace(host=host, port=port, protocol="http")
+    prefix = f"{etcd.prefix}/theirs"
+    ours = EtcdClient.of(theirs)
+    with closing(EtcdStore(theirs, prefix)) as one, closing(EtcdStore(ours, f"{prefix}/")) as other:
+        one.set("k", "v")
+        assert other.get("k") == b"v"
+
+
+# --- the back end ---
+
+
+@pytest.fixture
+def backend(client):
+    with closing(EtcdRendezvousBackend(client, "job", "/state")) as made:
+        yield made
+
+
+def test_the_state_and_its_token(backend, etcd):
+    assert backend.get_state() is None
+    assert backend.set_state(b"0", "invalid") is None
+    _, first, has_set = backend.set_state(b"a")
+    assert has_set
+    assert backend.get_state() == (b"a", first)
+    assert backend.set_state(b"b") == (b"a", first, False)
+    assert backend.set_state(b"b", "invalid") == (b"a", first, False)
+    state, second, has_set = backend.set_state(b"b", first)
+    assert (state, has_set, second != first) == (b"b", True, True)
+    assert backend.set_state(b"c", first) == (b"b", second, False)
+    assert etcd.keys()["/state/job"] == b"Yg=="
+    assert backend.name == "etcd-v2"
+
+
+def test_a_state_that_is_none_is_an_error(backend, client):
+    client.write("/state/job", "no base64")
+    with pytest.raises(RendezvousStateError, match="corrupt"):
+        backend.get_state()
+    with pytest.raises(ValueError, match="run id"):
+        EtcdRendezvousBackend(client, "")
+
+
+def test_the_dynamic_rendezvous_runs_over_it(client):
+    def meet(number):
+        backend = EtcdRendezvousBackend(client, "dynamic", "/state")
+        store = EtcdStore(client, "/store")
+        with closing(backend), closing(store):
+            handler = DynamicRendezvousHandler.from_backend("dynamic", store, backend, 2, 2)
+            found[number] = handler.next_rendezvous()
+            met.wait()
+            handler.shutdown()
+
+    found, met = {}, threading.Barrier(2)
+    threads = [threading.Thread(target=meet, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {(info.rank, info.world_size) for info in found.values()} == {(0, 2), (1, 2)}
+
+
+def test_a_back_end_from_parameters(etcd):
+    endpoint = f"http://{etcd.endpoint}"
+    backend, store = create_backend(
+        params("etcd-v2", endpoint, protocol="hTTp", read_timeout="10", etcd_prefix=etcd.prefix)
+    )
+    with closing(backend), closing(store):
+        assert store.client.read_timeout == 10
+        backend.set_state(b"x")
+        store.set("k", "v")
+    assert {"/torch/elastic/store/aw==", "/torch/elastic/rendezvous/run"} <= set(etcd.keys())
+
+
+def test_parameters_that_are_none():
+    for config, line in (
+        ({"read_timeout": "0"}, "The read timeout must be a positive integer."),
+        ({"protocol": "ftp"}, "The protocol must be HTTP or HTTPS."),
+        ({"ssl_cert": "x"}, "rdzv_configs: ssl_cert: only with protocol=https"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            create_backend(params("etcd-v2", "a", **config))
+    with find_free_port() as dead, pytest.raises(RendezvousConnectionError, match="connection to etcd"):
+        create_backend(params("etcd-v2", f"127.0.0.1:{dead.getsockname()[1]}"))
+
+
+# --- the handler ---
+
+
+def test_the_first_rendezvous_of_torch(client, etcd):
+    meeting = EtcdRendezvous(client, f"{etcd.prefix}/p2p", 1, 1, 1, 60, 30)
+    handler = EtcdRendezvousHandler(meeting, None)
+    assert (handler.get_backend(), handler.get_run_id()) == ("etcd", "1")
+    info = handler.next_rendezvous()
+    assert (info.rank, info.world_size) == (0, 1)
+    info.store.set("k", "v")
+    assert info.store.get("k") == b"v"
+    assert handler.num_nodes_waiting() == 0
+    assert handler.shutdown()
+    late = EtcdRendezvousHandler(meeting)
+    with pytest.raises(RendezvousClosedError):
+        late.next_rendezvous()
+    late.shutdown()
+
+
+def test_a_handler_from_parameters(etcd):
+    handler = create_rdzv_handler(params("etcd", etcd.endpoint, etcd_prefix=etcd.prefix))
+    assert handler.get_backend() == "etcd"
+    assert handler.next_rendezvous().world_size == 1
+    handler.set_succeeded()
+    assert handler.shutdown()

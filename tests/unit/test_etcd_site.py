@@ -1,0 +1,227 @@
+"""What the command line and the Python API say about etcd, and the line for every mistake."""
+
+import os
+
+import pytest
+
+from elasticrs.config import UsageError
+from elasticrs.launcher.arguments import parse, resolve
+from elasticrs.rendezvous import RendezvousParameters
+from elasticrs.rendezvous.api import rendezvous_handler_registry
+from elasticrs.rendezvous.elastic.describe import PYTHON, describe
+from elasticrs.rendezvous.elastic.etcd_site import EXPECTED, NAMES, lease_of
+from elasticrs.rendezvous.elastic.settings import KEYS
+from elasticrs.rendezvous.registry import get_rendezvous_handler
+
+
+@pytest.fixture
+def file(tmp_path):
+    def file(name, data=b"x", mode=0o600):
+        path = tmp_path / name
+        path.write_bytes(data)
+        path.chmod(mode)
+        return str(path)
+
+    return file
+
+
+def described(endpoint="a", backend="etcd", nodes=(1, 2), environ=None, **config):
+    return describe(backend, endpoint, "j", nodes, config, environ or {}, words=PYTHON)
+
+
+def site(endpoint="a", **config):
+    return described(endpoint, **config)[0].etcd
+
+
+def mistake(endpoint="a", **config):
+    with pytest.raises(UsageError) as raised:
+        described(endpoint, **config)
+    return str(raised.value)
+
+
+# --- what there is ---
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "found"),
+    [
+        ("a", (False, ("a", 2379))),
+        ("a:1, b , [::1]:3", (False, ("a", 1), ("b", 2379), ("::1", 3))),
+        ("http://a:1/,http://[fd00::1]", (False, ("a", 1), ("fd00::1", 2379))),
+        ("https://a,HTTPS://b:7,https://a", (True, ("a", 2379), ("b", 7))),
+    ],
+)
+def test_endpoints(endpoint, found):
+    made = site(endpoint)
+    assert (made.is_tls, *made.endpoints) == found
+
+
+def test_a_rendezvous_in_etcd():
+    met, notices = described("a,[::1]:3")
+    assert (met.backend, met.host, met.port, met.endpoint) == ("etcd", "a", 2379, "a:2379,[::1]:3")
+    assert (met.store, met.etcd.prefix, met.etcd.read_timeout, notices) == (
+        "etcd at a:2379,[::1]:3",
+        "/torchelastic/p2p",
+        60,
+        [],
+    )
+    assert (met.settings.ttl, met.settings.join_timeout) == (5, 600)
+
+
+def test_torchs_names_of_both_back_ends(file):
+    ca, cert, key = file("ca"), file("cert"), file("key")
+    v2 = site(protocol="HTTPS", ca_cert=ca, ssl_cert=cert, ssl_cert_key=key, read_timeout="7")
+    assert (v2.is_tls, v2.ca_cert, v2.cert, v2.key, v2.read_timeout) == (True, ca, cert, key, 7)
+    first = site("https://a", cacert=ca, cert=cert, key=key, etcd_prefix="/mine/", timeout=9)
+    assert first == v2.replaced(prefix="/mine", read_timeout=60)
+    assert site(etcd_prefix="/").prefix == ""
+    assert site("https://a", cert=cert).key == cert
+    assert described(timeout=900, last_call_timeout=3)[0].settings.join_timeout == 900
+    assert described(timeout=900, join_timeout=8)[0].settings.join_timeout == 8
+
+
+def test_every_back_end_of_etcd_is_the_same_one_and_v2_says_so():
+    assert described(backend="etcd-v3") == described()
+    met, (notice,) = described(backend="etcd-v2")
+    assert met == described()[0]
+    assert notice == "rdzv_backend etcd-v2: elasticrs speaks etcd's v3 interface"
+
+
+def test_who_is_lost_when():
+    met = described(lease_ttl="8")[0]
+    assert (met.settings.ttl, met.etcd.ttl) == (8, 8)
+    assert met.settings.settle == 30 + 8 + 5
+    assert mistake(settle=4) == ("rdzv_configs: settle: got 4, expected seconds, more than lease_ttl (5)")
+
+
+def test_a_user_and_the_password(file):
+    path = file("password", b"p\xc3\xa4ss\r\n")
+    met, notices = described("https://a", user="u", password_file=path)
+    assert (met.etcd.user, met.etcd.password, notices) == ("u", "päss", [])
+    assert "päss" not in repr(met)
+    assert "user='u', password=<secret>" in repr(met.etcd)
+    (clear,) = described("localhost,a", user="u", password_file=path)[1]
+    assert clear == "rdzv_configs: user: the password goes to etcd unencrypted: use https"
+    assert described("localhost,127.0.0.1", user="u", password_file=path)[1] == []
+    os.chmod(path, 0o644)
+    (shared,) = described("https://a", user="u", password_file=path)[1]
+    assert shared == f"the password in {path} can be read by every user of this machine: chmod o-rwx {path}"
+
+
+def test_lines_about_what_has_no_effect():
+    _, notices = described(is_host=1, keep_alive_interval=5, keep_alive_max_attempt=3, token="t")
+    assert notices == [
+        "rdzv_configs: is_host, keep_alive_interval, keep_alive_max_attempt: no effect with etcd, which has "
+        "lease_ttl",
+        "the token has no effect: etcd's own users and permissions say who may take part",
+    ]
+    assert described(environ={"ELASTICRS_TOKEN": "t"})[1] == notices[1:]
+
+
+def test_one_node_that_nobody_meets_needs_no_etcd():
+    assert described("", nodes=(1, 1)) == (None, [])
+    assert mistake("", nodes=(1, 1), protocol="ftp").startswith("rdzv_configs: protocol: got 'ftp'")
+    assert described("a", nodes=(1, 1))[0].max_nodes == 1
+
+
+def test_the_lease_of_a_job():
+    assert lease_of("a") == lease_of("a") != lease_of("b")
+    assert all(0 < lease_of(str(number)) < 2**63 for number in range(100))
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://a,b", "http://a,https://b", "ftp://a", "a:0", "unix:///run/etcd", "https://http://a"],
+)
+def test_endpoints_that_are_none(endpoint):
+    assert mistake(endpoint) == f"rdzv_endpoint: got {endpoint!r}, expected {EXPECTED}"
+
+
+@pytest.mark.parametrize("endpoint", ["a,", "a b", "http://a/v3", "a:x", "[::1", "http://"])
+def test_endpoints_of_which_one_is_none(endpoint):
+    assert mistake(endpoint).endswith(", expected HOST[:PORT]")
+
+
+def test_several_nodes_need_an_endpoint():
+    assert mistake("") == (f"rdzv_endpoint is needed for several nodes: {EXPECTED}, the same on all nodes")
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"protocol": "ftp"}, "protocol: got 'ftp', expected http or https"),
+        ({"lease_ttl": "1"}, "lease_ttl: got '1', expected a whole number from 2"),
+        ({"lease_ttl": 2.5}, "lease_ttl: got 2.5, expected a whole number from 2"),
+        ({"lease_ttl": 3601}, "lease_ttl: got 3601, expected a whole number of seconds, 3600 at most"),
+        ({"read_timeout": 0}, "read_timeout: got 0, expected seconds, more than 0"),
+        ({"etcd_prefix": "a\tb"}, "etcd_prefix: got 'a\\tb', expected how the names of keys begin"),
+        ({"user": ""}, "user: got '', expected the name of a user of etcd"),
+        ({"user": "u"}, "user and password_file need each other"),
+        ({"password_file": "/dev/null"}, "user and password_file need each other"),
+        ({"user": "u", "password_file": "/dev/null"}, "password_file: '/dev/null' holds 0 bytes, expected 1"),
+        ({"ca_cert": "/dev/null"}, "ca_cert: only with protocol=https"),
+        ({"cert": "/dev/null"}, "ssl_cert: only with protocol=https"),
+        (
+            {"protocol": "https", "key": "k"},
+            "ssl_cert_key needs ssl_cert, the certificate that it belongs to",
+        ),
+        (
+            {"protocol": "https", "cacert": "/no/ca"},
+            "ca_cert: '/no/ca' cannot be read: No such file or directory",
+        ),
+        ({"cacert": "x", "ca_cert": "y"}, "ca_cert and cacert are the same: leave one out"),
+        ({"store_type": "file"}, "store_type: got 'file', expected tcp: only with"),
+        ({"ssl_crt": "x"}, "unknown key ssl_crt (did you mean ssl_cert?); known: join_timeout, "),
+    ],
+)
+def test_settings_that_are_none(config, line):
+    assert mistake(**config).startswith(f"rdzv_configs: {line}")
+
+
+def test_two_schemes_are_one_too_many():
+    assert mistake("http://a", protocol="https") == (
+        "rdzv_configs: protocol: got 'https', but rdzv_endpoint has http://: leave one out"
+    )
+
+
+def test_the_user_reads_of_all_keys():
+    line = mistake(zzz=1)
+    assert all(name in line for name in (*NAMES, *(key.name for key in KEYS)))
+
+
+def test_a_password_is_text(file):
+    path = file("password", b"\xff")
+    assert mistake(user="u", password_file=path) == (
+        f"rdzv_configs: password_file: {path!r} does not hold text in UTF-8"
+    )
+
+
+# --- the same through all doors ---
+
+
+def test_the_command_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    argv = ["--nnodes=1:2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=https://a,https://b", "--rdzv-id=j"]
+    launched = resolve(parse([*argv, "--rdzv-conf=lease_ttl=9", str(script)], {}), {"PATH": "/usr/bin"})
+    met = launched.job.rendezvous
+    assert (met.backend, met.endpoint, met.etcd.ttl, met.run_id) == ("etcd", "a:2379,b:2379", 9, "j")
+    assert (launched.handler, launched.observe.rdzv_backend) == (None, "etcd")
+    assert launched.notices == ["--rdzv-backend etcd-v2: elasticrs speaks etcd's v3 interface"]
+
+
+@pytest.mark.parametrize("name", ["etcd", "etcd-v2", "etcd-v3"])
+def test_handlers(name):
+    assert rendezvous_handler_registry.is_registered(name)
+    parameters = RendezvousParameters(name, "a", "j", 1, 1, read_timeout=3)
+    if name == "etcd-v2":
+        with pytest.warns(RuntimeWarning, match="speaks etcd's v3 interface"):
+            handler = get_rendezvous_handler(parameters)
+    else:
+        handler = get_rendezvous_handler(parameters)
+    assert (handler.get_backend(), handler.rendezvous.etcd.read_timeout) == (name, 3)
+    with pytest.raises(ValueError, match="rdzv_endpoint is needed"):
+        get_rendezvous_handler(RendezvousParameters("etcd", "", "j", 1, 2))
