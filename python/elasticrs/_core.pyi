@@ -1065,8 +1065,8 @@ class CoordinationClient:
 
         Args:
             endpoints: hosts and ports of the cluster's members.
-            prefix: put before each key, and taken off what comes back. Keys that begin with
-                ``elasticrs-sessions/`` are not for the user.
+            prefix: put before each key, and taken off what comes back. Keys that sort behind ``~sessions/``
+                are not for the user.
             ca_cert: who signs the members' certificates, a file in PEM; ``None``: whoever the system trusts.
             cert: what this client shows, a file in PEM.
             key: its private key, a file in PEM.

@@ -68,8 +68,10 @@ if TYPE_CHECKING:
             """End the session and its lease at once. No event follows. Idempotent."""
 
 
-MAX_OPERATIONS = 128
-"""Compares, and operations, of a transaction of the rendezvous; etcd's default limit."""
+MAX_OPERATIONS = 125
+"""Compares, and operations, of a transaction of the rendezvous: etcd takes 128 by default, of which its
+client needs three.
+"""
 
 
 # --- what a transaction is made of ---

@@ -21,6 +21,7 @@ use tokio_rustls::rustls::{ClientConfig, Error as TlsError};
 
 use super::grpc::{CallError, Channel, code};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
+use super::probe::{is_own_store, speaks_plainly, speaks_tls};
 use super::tls::explain;
 use crate::coordination::connect::{Lost, connect, endpoint, plain, resolve};
 use crate::coordination::probe::is_tcp_store;
@@ -44,7 +45,8 @@ pub(super) struct Link {
     pub(super) peer: SocketAddr,
     /// Moves the bytes; ends with the connection, which ends with this.
     driver: JoinSet<Result<(), h2::Error>>,
-    opening: Rc<RefCell<Vec<u8>>>,
+    heard: Rc<RefCell<Heard>>,
+    is_encrypted: bool,
 }
 
 impl Link {
@@ -52,8 +54,8 @@ impl Link {
     pub(super) async fn ended(&mut self) -> Lost {
         let why = match self.driver.join_next().await {
             Some(Ok(Err(error))) => {
-                let inner = error.get_io().and_then(io::Error::get_ref);
-                if let Some(error) = inner.and_then(|inner| inner.downcast_ref::<TlsError>()) {
+                // HTTP/2 keeps no more than the text of it.
+                if let Some(error) = &self.heard.borrow().tls {
                     return tls_lost(&self.at, error);
                 }
                 error.get_io().map_or_else(|| error.to_string(), plain)
@@ -74,13 +76,27 @@ impl Link {
         let CallError::Broken(_) = error else { return Trouble::of(error, &self.at) };
         // The connection's own words are better than those of a call on it.
         let lost = timeout(LAST_WORDS, self.ended()).await;
-        let stranger = stranger(&self.opening.borrow());
+        let stranger = stranger(&self.heard.borrow().opening);
         match (lost, stranger) {
             (_, Some(why)) => Trouble::Fatal(not_ours(&self.at, why)),
             (Ok(lost), None) if lost.kind == LostKind::Tls => Trouble::Fatal(lost),
+            (Ok(_), None) if self.is_dumb() && speaks_tls(self.peer).await => {
+                let why = format!("etcd at {} asks for TLS, and none was asked for here", self.at);
+                Trouble::Fatal(Lost::new(LostKind::Tls, why))
+            }
+            (Ok(_), None) if self.is_dumb() && is_own_store(self.peer).await => {
+                Trouble::Fatal(not_ours(&self.at, "it is a store of elasticrs' own"))
+            }
             (Ok(lost), None) => Trouble::Again(lost),
             (Err(_), None) => Trouble::of(error, &self.at),
         }
+    }
+}
+
+impl Link {
+    /// Whether nothing has come on this connection, which anybody could have read.
+    fn is_dumb(&self) -> bool {
+        !self.is_encrypted && self.heard.borrow().opening.is_empty()
     }
 }
 
@@ -164,20 +180,27 @@ pub(super) async fn dial(
     // Without it small messages would wait; that it can fail is no reason to do without a session.
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
-    let opening = Rc::<RefCell<Vec<u8>>>::default();
+    let heard = Rc::<RefCell<Heard>>::default();
     let (requests, driver) = match &credentials.tls {
-        None => start(Overheard { stream, opening: Rc::clone(&opening) }).await,
+        None => start(Overheard { stream, heard: Rc::clone(&heard) }).await,
         Some(config) => {
             stage.set(Stage::Tls(peer));
-            let stream = encrypted(&at, host, config, stream).await?;
-            start(Overheard { stream, opening: Rc::clone(&opening) }).await
+            let stream = match encrypted(&at, host, config, stream).await {
+                Err(Trouble::Again(_)) if speaks_plainly(peer).await => {
+                    let why = format!("etcd at {at} does not speak TLS, which was asked for here");
+                    return Err(Trouble::Fatal(Lost::new(LostKind::Tls, why)));
+                }
+                stream => stream?,
+            };
+            start(Overheard { stream, heard: Rc::clone(&heard) }).await
         }
     }
     .map_err(|error| Trouble::Again(Lost::new(LostKind::Closed, format!("lost {at}: {error}"))))?;
     stage.set(Stage::Calls(peer));
     let scheme = if credentials.tls.is_some() { "https" } else { "http" };
     let channel = Channel::new(requests, format!("{scheme}://{at}"));
-    let mut link = Link { channel, at, local, peer, driver, opening };
+    let is_encrypted = credentials.tls.is_some();
+    let mut link = Link { channel, at, local, peer, driver, heard, is_encrypted };
     authenticate(&mut link, credentials).await?;
     Ok(link)
 }
@@ -205,7 +228,7 @@ async fn encrypted(
     let name = ServerName::try_from(host.to_owned());
     let name = name.map_err(|error| Trouble::Fatal(Lost::new(LostKind::Tls, format!("`{host}`: {error}"))))?;
     TlsConnector::from(Arc::clone(config)).connect(name, stream).await.map_err(|error| {
-        match error.get_ref().and_then(|inner| inner.downcast_ref::<TlsError>()) {
+        match tls_error(&error) {
             Some(error) => Trouble::Fatal(tls_lost(at, error)),
             // A member that ends just now looks the same as one that knows no TLS.
             None => Trouble::Again(Lost::new(
@@ -214,6 +237,10 @@ async fn encrypted(
             )),
         }
     })
+}
+
+fn tls_error(error: &io::Error) -> Option<&TlsError> {
+    error.get_ref()?.downcast_ref()
 }
 
 fn tls_lost(at: &str, error: &TlsError) -> Lost {
@@ -268,10 +295,18 @@ fn stranger(opening: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// A stream of which the first bytes are remembered.
+/// What tells more of the other side than HTTP/2 does.
+#[derive(Debug, Default)]
+struct Heard {
+    /// Its first bytes.
+    opening: Vec<u8>,
+    tls: Option<TlsError>,
+}
+
+/// A stream that is listened to.
 struct Overheard<S> {
     stream: S,
-    opening: Rc<RefCell<Vec<u8>>>,
+    heard: Rc<RefCell<Heard>>,
 }
 
 /// So many.
@@ -281,10 +316,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for Overheard<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
-        let mut opening = self.opening.borrow_mut();
-        if opening.len() < OPENING {
-            let left = OPENING - opening.len();
-            opening.extend(buffer.filled()[before..].iter().take(left));
+        let mut heard = self.heard.borrow_mut();
+        let left = OPENING.saturating_sub(heard.opening.len());
+        heard.opening.extend(buffer.filled()[before..].iter().take(left));
+        if let Poll::Ready(Err(error)) = &read {
+            heard.tls = tls_error(error).cloned();
         }
         read
     }
@@ -292,26 +328,18 @@ impl<S: AsyncRead + Unpin> AsyncRead for Overheard<S> {
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for Overheard<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
+        match Pin::new(&mut self.stream).poll_write(cx, bytes) {
+            // Why the connection has ended is still to be read from it.
+            Poll::Ready(Err(_)) => Poll::Ready(Ok(bytes.len())),
+            written => written,
+        }
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        Pin::new(&mut self.stream).poll_flush(cx).map(|_| Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
     }
 }

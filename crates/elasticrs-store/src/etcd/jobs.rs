@@ -134,17 +134,22 @@ impl Desk {
 
     /// What a transaction has given whose answer was lost with its connection.
     async fn recovered(&self, ops: &[Op], revision: i64) -> Result<Vec<OpResult>, Stop> {
-        if ops.is_empty() {
-            return Ok(Vec::new());
-        }
-        match self.channel.call::<pb::TxnResponse>(TXN, &self.keys.recover(ops, revision)).await {
-            Ok(answer) => Ok(self.keys.recovered(ops, answer.responses)?),
-            Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
-                let why = "the answer to a transaction was lost with its connection, and etcd has compacted its history since";
-                Err(Stop::Lost(Lost::new(LostKind::Closed, why)))
+        let mut results = Vec::new();
+        for (at, op) in ops.iter().enumerate() {
+            let mut there = Vec::new();
+            for asked in self.keys.recover(op, revision) {
+                match self.range(&asked).await {
+                    Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
+                        let why = "the answer to a transaction was lost with its connection, and etcd has compacted its \
+                                   history since";
+                        return Err(Stop::Lost(Lost::new(LostKind::Closed, why)));
+                    }
+                    found => there.push(found?.1),
+                }
             }
-            Err(error) => Err(error.into()),
+            results.push(self.keys.recovered(&ops[..at], op, there));
         }
+        Ok(results)
     }
 
     async fn with_predecessors(
@@ -186,8 +191,8 @@ impl Desk {
         let (newest, kvs) = match self.range(&range).await {
             Err(CallError::Status { code: code::OUT_OF_RANGE, .. }) => {
                 let (revision, _) = self.range(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
-                // etcd does not say how far back its history goes; from here on it is sure to be known.
-                let results = vec![OpResult::Count(unsigned(revision))];
+                // etcd does not say how far back its history goes; what is to come is sure to be known.
+                let results = vec![OpResult::Count(unsigned(revision) + 1)];
                 return Ok(Done::Replied { tag, ok: false, revision, results });
             }
             found => found?,

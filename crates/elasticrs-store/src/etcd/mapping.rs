@@ -22,8 +22,9 @@ use super::messages as pb;
 use super::messages::{CompareResult, CompareTarget, Operand, Request, RequestOp, Response, ResponseOp};
 use crate::coordination::types::{Compare, Entry, Op, OpResult, Txn, Watch};
 
-/// Where the marker of each session is, under the prefix; reserved.
-const SESSIONS: &str = "elasticrs-sessions/";
+/// Where the marker of each session is, under the prefix. It is behind all other keys, so that each of our prefixes is one
+/// range without it.
+const SESSIONS: &str = "~sessions/";
 
 /// An answer that is none to what was asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -42,18 +43,6 @@ impl Region {
     /// Of a key.
     fn key(key: Vec<u8>) -> Self {
         Self { key, end: Vec::new() }
-    }
-
-    /// Of keys that begin so.
-    fn prefix(key: Vec<u8>) -> Self {
-        let mut end = key.clone();
-        match end.last_mut() {
-            // No byte of UTF-8 is 255.
-            Some(last) => *last += 1,
-            // etcd's words for all keys.
-            None => return Self { key: vec![0], end: vec![0] },
-        }
-        Self { key, end }
     }
 
     pub(super) fn range(self) -> pb::RangeRequest {
@@ -99,13 +88,30 @@ impl Keys {
     /// Our name of a key; `None`: it is none of ours.
     fn strip(&self, key: &[u8]) -> Option<Arc<str>> {
         let key = str::from_utf8(key.strip_prefix(self.prefix.as_bytes())?).ok()?;
-        (!key.starts_with(SESSIONS)).then(|| key.into())
+        (key < SESSIONS).then(|| key.into())
     }
 
     /// What a watch covers.
     pub(super) fn region(&self, watch: &Watch) -> Region {
-        let key = self.full(&watch.prefix);
-        if watch.exact { Region::key(key) } else { Region::prefix(key) }
+        if watch.exact { Region::key(self.full(&watch.prefix)) } else { self.under(&watch.prefix) }
+    }
+
+    /// The keys that begin so.
+    fn under(&self, prefix: &str) -> Region {
+        let mut key = self.full(prefix);
+        if SESSIONS.starts_with(prefix) {
+            if key.is_empty() {
+                // etcd's word for the first of all keys.
+                key.push(0);
+            }
+            return Region { key, end: self.full(SESSIONS) };
+        }
+        let mut end = key.clone();
+        if let Some(last) = end.last_mut() {
+            // No byte of UTF-8 is 255.
+            *last += 1;
+        }
+        Region { key, end }
     }
 
     /// A key and its value, under our name; `None`: it is none of ours.
@@ -214,7 +220,7 @@ impl Keys {
             Op::Put { key, .. } | Op::Delete(key) | Op::Get(key) | Op::Predecessor { key, .. } => {
                 Region::key(self.full(key))
             }
-            Op::DeletePrefix(prefix) | Op::Range { prefix, .. } => Region::prefix(self.full(prefix)),
+            Op::DeletePrefix(prefix) | Op::Range { prefix, .. } => self.under(prefix),
         }
     }
 
@@ -266,7 +272,7 @@ impl Keys {
             sort_order: pb::SortOrder::Descend.into(),
             sort_target: pb::SortTarget::Create.into(),
             max_create_revision: signed(created) - 1,
-            ..Region::prefix(self.full(prefix)).range()
+            ..self.under(prefix).range()
         }
     }
 
@@ -281,35 +287,40 @@ impl Keys {
         }
     }
 
-    /// Asks what the ops of a transaction have given that was carried out at `revision`: one range for each.
-    pub(super) fn recover(&self, ops: &[Op], revision: i64) -> pb::TxnRequest {
-        let range = |(at, op): (usize, &Op)| {
-            let is_touched = ops[..at].iter().any(|before| writes(before) && overlap(before, op));
-            let (revision, count_only) = match op {
-                Op::Put { .. } => (revision, true),
-                Op::Delete(_) | Op::DeletePrefix(_) => (revision - 1, true),
-                // A read sees the writes before it, and those after it are of other keys: etcd takes no others.
-                _ if is_touched => (revision, false),
-                _ => (revision - 1, false),
-            };
-            let limit = if let Op::Range { limit, .. } = op { i64::from(*limit) } else { 0 };
-            Request::Range(pb::RangeRequest { limit, revision, count_only, ..self.region_of(op).range() }).into()
-        };
-        pb::TxnRequest { success: ops.iter().enumerate().map(range).collect(), ..pb::TxnRequest::default() }
+    /// Asks what the op at this place has given, of a transaction that was carried out at `revision`: see
+    /// [`Self::recovered`].
+    pub(super) fn recover(&self, op: &Op, revision: i64) -> Vec<pb::RangeRequest> {
+        let at = |revision| pb::RangeRequest { revision, ..self.region_of(op).range() };
+        match op {
+            Op::Put { .. } => Vec::new(),
+            Op::Delete(_) | Op::DeletePrefix(_) => vec![pb::RangeRequest { keys_only: true, ..at(revision - 1) }],
+            _ => vec![at(revision - 1), at(revision)],
+        }
     }
 
-    /// As [`Self::results`], from the answer to [`Self::recover`].
-    pub(super) fn recovered(&self, ops: &[Op], responses: Vec<ResponseOp>) -> Result<Vec<OpResult>, Unexpected> {
-        if ops.len() != responses.len() {
-            return Err(Unexpected);
-        }
-        let result = |(op, response): (&Op, ResponseOp)| match (op, response.response) {
-            (Op::Put { .. } | Op::Delete(_) | Op::DeletePrefix(_), Some(Response::Range(answer))) => {
-                Ok(OpResult::Count(unsigned(answer.count)))
+    /// What an op has given after those `before` it, from what was there before and after the transaction. No key is
+    /// written twice in one, but by deletions.
+    pub(super) fn recovered(&self, before: &[Op], op: &Op, mut there: Vec<Vec<pb::KeyValue>>) -> OpResult {
+        let is_touched = |entry: &Entry| before.iter().any(|op| writes(op) && covers(op, &entry.key));
+        let mut after = self.entries(there.pop().unwrap_or_default());
+        let mut found = self.entries(there.pop().unwrap_or_default());
+        match op {
+            Op::Put { .. } => OpResult::Count(1),
+            Op::Delete(_) | Op::DeletePrefix(_) => {
+                after.retain(|entry| !is_touched(entry));
+                OpResult::Count(after.len() as u64)
             }
-            (op, response) => self.result(op, ResponseOp { response }),
-        };
-        ops.iter().zip(responses).map(result).collect()
+            Op::Get(_) | Op::Predecessor { .. } | Op::Range { .. } => {
+                found.retain(|entry| !is_touched(entry));
+                after.retain(is_touched);
+                found.append(&mut after);
+                found.sort_by(|one, other| one.key.cmp(&other.key));
+                if let Op::Range { limit: limit @ 1.., .. } = op {
+                    found.truncate(usize::try_from(*limit).unwrap_or(usize::MAX));
+                }
+                if let Op::Range { .. } = op { OpResult::Entries(found) } else { OpResult::Entry(found.pop()) }
+            }
+        }
     }
 }
 
@@ -322,21 +333,11 @@ fn writes(op: &Op) -> bool {
     matches!(op, Op::Put { .. } | Op::Delete(_) | Op::DeletePrefix(_))
 }
 
-/// Whether two ops may be about the same key.
-fn overlap(one: &Op, other: &Op) -> bool {
-    match (span(one), span(other)) {
-        ((a, false), (b, false)) => a == b,
-        ((a, true), (b, false)) => b.starts_with(a),
-        ((a, false), (b, true)) => a.starts_with(b),
-        ((a, true), (b, true)) => a.starts_with(b) || b.starts_with(a),
-    }
-}
-
-/// A key, or how keys begin.
-fn span(op: &Op) -> (&str, bool) {
+/// Whether an op is about this key.
+fn covers(op: &Op, key: &str) -> bool {
     match op {
-        Op::Put { key, .. } | Op::Delete(key) | Op::Get(key) | Op::Predecessor { key, .. } => (key, false),
-        Op::DeletePrefix(prefix) | Op::Range { prefix, .. } => (prefix, true),
+        Op::Put { key: own, .. } | Op::Delete(own) | Op::Get(own) | Op::Predecessor { key: own, .. } => **own == *key,
+        Op::DeletePrefix(prefix) | Op::Range { prefix, .. } => key.starts_with(&**prefix),
     }
 }
 
@@ -358,3 +359,6 @@ pub(super) fn unsigned(number: i64) -> u64 {
 pub(super) fn signed(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
+
+#[cfg(test)]
+mod tests;

@@ -18,6 +18,7 @@ mod lease;
 mod mapping;
 mod messages;
 mod open;
+mod probe;
 mod session;
 pub mod tls;
 mod watching;

@@ -168,3 +168,6 @@ impl Watches {
         Some((self.add(watched), told))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,191 @@
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+
+const KEYS: [&str; 4] = ["w/a", "w/b", "w/c", "x"];
+
+/// What one revision does: keys by index, and whether each is put.
+type Step = BTreeMap<usize, bool>;
+
+/// All that has happened, and what is there after each revision.
+struct Store {
+    events: Vec<Vec<pb::WatchEvent>>,
+    content: Vec<BTreeMap<String, Ages>>,
+}
+
+fn store(steps: &[Step]) -> Store {
+    let mut store = Store { events: vec![vec![]], content: vec![BTreeMap::new()] };
+    for step in steps {
+        let revision = store.events.len() as u64;
+        let mut content = store.content.last().unwrap().clone();
+        let mut events = Vec::new();
+        for (index, is_put) in step {
+            let key = KEYS[*index].to_owned();
+            if *is_put {
+                let (created, _) = content.get(&key).copied().unwrap_or((revision, 0));
+                content.insert(key.clone(), (created, revision));
+                events.push(event(&key, pb::EventKind::Put, created, revision));
+            } else if content.remove(&key).is_some() {
+                events.push(event(&key, pb::EventKind::Delete, 0, revision));
+            }
+        }
+        store.events.push(events);
+        store.content.push(content);
+    }
+    store
+}
+
+fn event(key: &str, kind: pb::EventKind, created: u64, revision: u64) -> pb::WatchEvent {
+    let kv = pb::KeyValue {
+        key: format!("/{key}").into_bytes(),
+        create_revision: signed(created),
+        mod_revision: signed(revision),
+        value: revision.to_be_bytes().to_vec(),
+    };
+    pb::WatchEvent { kind: kind.into(), kv: Some(kv) }
+}
+
+impl Store {
+    fn there(&self, watch: &Watch, revision: usize) -> Vec<Entry> {
+        let covered = self.content[revision].iter().filter(|(key, _)| watch.covers(key));
+        covered
+            .map(|(key, (created, changed))| Entry {
+                key: key.as_str().into(),
+                value: changed.to_be_bytes().to_vec().into(),
+                create_revision: *created,
+                mod_revision: *changed,
+            })
+            .collect()
+    }
+}
+
+fn keys() -> Keys {
+    Keys { prefix: "/".into(), lease: 7, job_lease: 0 }
+}
+
+/// What etcd sends next.
+#[derive(Debug, Clone)]
+enum Sent {
+    /// Events of so many revisions, from what the watch has asked for on, in one message.
+    Some(usize),
+    /// The last ones once more, which no etcd should do.
+    Again,
+    /// After a break, the watch is asked for again.
+    Break,
+    /// The history is gone up to here, and so many revisions later what is there is asked.
+    Compacted(usize),
+}
+
+fn sent() -> impl Strategy<Value = Sent> {
+    prop_oneof![
+        3 => (1..4_usize).prop_map(Sent::Some),
+        1 => Just(Sent::Again),
+        1 => Just(Sent::Break),
+        1 => (0..4_usize).prop_map(Sent::Compacted),
+    ]
+}
+
+fn apply(known: &mut BTreeMap<String, Ages>, told: &Told) -> Result<(), TestCaseError> {
+    for change in &told.changes {
+        if change.value.is_some() {
+            known.insert(change.key.to_string(), (change.create_revision, change.mod_revision));
+        } else {
+            let before = known.remove(&*change.key);
+            prop_assert_eq!(before.map(|(created, _)| created), Some(change.create_revision));
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn a_watch_is_told_of_all_once_and_in_order(
+        steps in vec(proptest::collection::btree_map(0..KEYS.len(), any::<bool>(), 1..4), 0..20),
+        begin in 0..20_usize,
+        exact: bool,
+        sendings in vec(sent(), 0..20),
+    ) {
+        let store = store(&steps);
+        let end = store.events.len() - 1;
+        let begin = begin.min(end);
+        let watch = Watch { prefix: if exact { "w/a" } else { "w/" }.into(), exact };
+        let mut watches = Watches::default();
+        let mut number = watches.add(Watched::new(watch.clone(), begin as u64, &store.there(&watch, begin)));
+        let mut known: BTreeMap<_, _> = store.there(&watch, begin).iter().map(|e| (e.key.to_string(), ages(e))).collect();
+        let covered = |from: usize, to: usize| -> Vec<pb::WatchEvent> {
+            let events = store.events[from..to.max(from)].iter().flatten();
+            let ours = |e: &&pb::WatchEvent| watch.covers(str::from_utf8(&e.kv.as_ref().unwrap().key[1..]).unwrap());
+            events.filter(ours).cloned().collect()
+        };
+        // The revision from which etcd sends, and the one that the user was told of.
+        let (mut at, mut last) = (begin + 1, begin as u64);
+        let mut previous = 0..0;
+        for sending in sendings.iter().chain(&[Sent::Some(usize::MAX)]) {
+            let heard = match sending {
+                Sent::Some(count) => {
+                    previous = at..at.saturating_add(*count).min(end + 1);
+                    at = previous.end.max(at);
+                    watches.hear(&keys(), pb::WatchResponse {
+                        watch_id: number, events: covered(previous.start, previous.end), ..Default::default()
+                    })
+                }
+                Sent::Again => watches.hear(&keys(), pb::WatchResponse {
+                    watch_id: number, events: covered(previous.start, previous.end), ..Default::default()
+                }),
+                Sent::Break => {
+                    let Some(pb::WatchCommand::Create(create)) = watches.create(number, &keys()).unwrap().command
+                        else { panic!("no such watch") };
+                    prop_assert!(create.start_revision <= signed(at as u64));
+                    at = usize::try_from(create.start_revision).unwrap();
+                    continue;
+                }
+                Sent::Compacted(later) => {
+                    let heard = watches.hear(&keys(), pb::WatchResponse {
+                        watch_id: number, canceled: true, compact_revision: 9, ..Default::default()
+                    });
+                    prop_assert_eq!(heard, Heard::Forgotten(number));
+                    let to = (at - 1 + later).min(end);
+                    let (new, told) = watches.catch_up(number, signed(to as u64), store.there(&watch, to)).unwrap();
+                    number = new;
+                    at = to + 1;
+                    Heard::Told(told.into_iter().collect())
+                }
+            };
+            let Heard::Told(told) = heard else { panic!("{heard:?}") };
+            for told in told {
+                prop_assert!(told.revision > last);
+                last = told.revision;
+                apply(&mut known, &told)?;
+                // Each revision is whole: what the user knows is what was there.
+                let there = store.there(&watch, usize::try_from(told.revision).unwrap());
+                let there: BTreeMap<_, _> = there.iter().map(|e| (e.key.to_string(), ages(e))).collect();
+                prop_assert_eq!(&known, &there);
+            }
+        }
+        let there: BTreeMap<_, _> = store.there(&watch, end).iter().map(|e| (e.key.to_string(), ages(e))).collect();
+        prop_assert_eq!(known, there);
+    }
+}
+
+#[test]
+fn a_watch_that_has_ended_says_nothing() {
+    let watch = Watch { prefix: "w/".into(), exact: false };
+    let mut watches = Watches::default();
+    let number = watches.add(Watched::new(watch.clone(), 1, &[]));
+    assert_eq!(watches.remove(&watch), [number]);
+    let events = vec![event("w/a", pb::EventKind::Put, 2, 2)];
+    let message = pb::WatchResponse { watch_id: number, events, ..Default::default() };
+    assert_eq!(watches.hear(&keys(), message), Heard::Told(vec![]));
+    assert_eq!(watches.create(number, &keys()), None);
+    assert!(watches.catch_up(number, 3, vec![]).is_none());
+}
+
+#[test]
+fn why_a_watch_was_ended_is_told() {
+    let mut watches = Watches::default();
+    let number = watches.add(Watched::new(Watch { prefix: "w/".into(), exact: false }, 1, &[]));
+    let cancel_reason = "permission denied".to_owned();
+    let message = pb::WatchResponse { watch_id: number, canceled: true, cancel_reason, ..Default::default() };
+    assert_eq!(watches.hear(&keys(), message), Heard::Ended("permission denied".into()));
+}

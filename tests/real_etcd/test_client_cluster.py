@@ -1,0 +1,61 @@
+"""The client of etcd v3 while members of the cluster are killed and stopped."""
+
+import pytest
+from helpers.etcd_client import EtcdClient
+
+from elasticrs import _core
+
+ROUNDS = 30
+
+
+def history(client: EtcdClient, first: int, count: int) -> list[tuple[int, list[str]]]:
+    """The changes of so many revisions, by a watch that begins in the past."""
+    client.watch("n/", from_revision=first)
+    return [read(client) for _ in range(count)]
+
+
+def read(client: EtcdClient) -> tuple[int, list[str]]:
+    event = client.next(_core.Changes)
+    return event.revision, [change.key for change in event.changes]
+
+
+@pytest.mark.parametrize("harm", ["kill", "stop"])
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_members_fail_in_the_middle_of_traffic(etcd_cluster, connect_etcd, harm, is_leader):
+    """Each transaction is done once, and each watch is told of all of them once and in order."""
+    server, prefix = etcd_cluster.server, f"{etcd_cluster.prefix}/"
+    ends = server.endpoints
+    clients = [connect_etcd(ends, prefix, ttl=30.0).connected() for _ in range(6)]
+    watcher = connect_etcd(ends, prefix, ttl=30.0).connected()
+    begun = watcher.watch("n/", snapshot=True).revision
+    leader = server.leader()
+    victim = leader if is_leader else (leader + 1) % 3
+    for number in range(ROUNDS):
+        for index, client in enumerate(clients):
+            key = f"n/{index}/{number}"
+            client.tag += 1
+            client.inner.txn(client.tag, [("missing", key)], [("put", key, b"", False)], [("get", key)])
+        if number == ROUNDS // 3:
+            getattr(server, harm)(victim)
+        # A transaction that is done a second time finds its key.
+        assert all(client.reply().ok for client in clients)
+        if number == ROUNDS // 3 * 2:
+            server.bring_back(victim)
+    count = ROUNDS * len(clients)
+    told = [read(watcher) for _ in range(count)]
+    assert len({key for _, keys in told for key in keys}) == count
+    assert told == history(clients[0], begun + 1, count)
+    assert told == sorted(told)
+    server.mend()
+    assert len(etcd_cluster.keys()) == count + len(clients) + 1
+
+
+def test_the_fence_holds_without_a_majority(etcd_cluster, connect_etcd):
+    server = etcd_cluster.server
+    client = connect_etcd(server.endpoints, f"{etcd_cluster.prefix}/", ttl=3.0).connected()
+    client.put("mine", leased=True)
+    for index in (1, 2):
+        server.stop(index)
+    lost = client.lost()
+    assert lost.kind == "silent"
+    assert "\n" not in lost.message

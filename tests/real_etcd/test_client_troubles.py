@@ -1,0 +1,306 @@
+"""The client of etcd v3 when servers, connections, permissions and files are not as they should be."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from helpers import ports
+from helpers.coordination import serving
+from helpers.etcd_client import EtcdClient
+from helpers.etcd_fixtures import serving as serving_etcd
+from helpers.procs import HANG, wait_until
+
+from elasticrs import _core
+
+# --- no session at all ---
+
+
+def refusal(endpoints, **options):
+    client = EtcdClient(endpoints, "/mine/x/", **options)
+    lost = client.lost()
+    client.close()
+    assert "\n" not in lost.message
+    return lost
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[tuple[str, int]]:
+    """A server that answers the first bytes of a client so, and closes."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_nobody_listens():
+    lost = refusal([("127.0.0.1", ports.free()), ("127.0.0.1", ports.free())])
+    assert lost.kind == "refused"
+    assert lost.message.count("connection refused") == 2
+
+
+def test_a_name_without_an_address():
+    assert refusal([("no-such-host.invalid", 2379)]).kind == "resolve"
+
+
+def test_a_dead_endpoint_is_passed_over(etcd, connect_etcd):
+    endpoints = [("127.0.0.1", ports.free()), *etcd.server.endpoints]
+    for _ in range(5):
+        connect_etcd(endpoints, f"{etcd.prefix}/").connected()
+
+
+def test_a_server_of_http():
+    with answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n") as endpoint:
+        lost = refusal([endpoint])
+    assert lost.kind == "not_ours"
+    assert "API v2" in lost.message
+
+
+def test_a_store_of_ours():
+    with serving() as store:
+        lost = refusal([("127.0.0.1", store.port)])
+    assert (lost.kind, "elasticrs' own" in lost.message) == ("not_ours", True)
+
+
+def test_a_store_of_torch():
+    store = _core.WorkerStore()
+    store.serve()
+    lost = refusal([("127.0.0.1", store.port)], connect_timeout=3.0)
+    store.close()
+    assert lost.kind in ("not_ours", "closed")
+
+
+def test_somebody_who_keeps_silent():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lost = refusal([listener.getsockname()], connect_timeout=0.3)
+    assert lost.kind == "timeout"
+    assert "etcd did not answer within 0.3 s" in lost.message
+
+
+# --- TLS ---
+
+
+def tls(files, **more):
+    options = {"ca_cert": files.ca, "cert": files.cert, "key": files.key}
+    return {"is_tls": True, **{name: path and str(path) for name, path in options.items()}, **more}
+
+
+def test_a_client_with_a_certificate_is_served(etcd_tls, authority, connect_etcd):
+    files = authority.issue("client")
+    client = connect_etcd(etcd_tls.server.endpoints, f"{etcd_tls.prefix}/", **tls(files)).connected()
+    client.put("k", b"v")
+    assert etcd_tls.keys()["/k"] == b"v"
+
+
+def test_certificates_that_do_not_do(etcd_tls, authority, other_authority):
+    files, endpoints = authority.issue("client"), etcd_tls.server.endpoints
+    lost = refusal(endpoints, **tls(files, ca_cert=str(other_authority.ca)))
+    assert (lost.kind, "not signed by the authority" in lost.message) == ("tls", True)
+    lost = refusal(endpoints, **tls(files, cert=None, key=None))
+    assert (lost.kind, "does it ask for a certificate" in lost.message) == ("tls", True)
+    lost = refusal(endpoints, **tls(other_authority.issue("stranger"), ca_cert=str(authority.ca)))
+    assert (lost.kind, "refused this client" in lost.message) == ("tls", True)
+
+
+def test_files_that_do_not_do(tmp_path, authority):
+    files = authority.issue("client")
+    nothing = tmp_path / "nothing.pem"
+    assert "could not read" in refusal([("127.0.0.1", 1)], **tls(files, ca_cert=str(nothing))).message
+    nothing.write_text("nothing")
+    for name in ("ca_cert", "cert", "key"):
+        lost = refusal([("127.0.0.1", 1)], **tls(files, **{name: str(nothing)}))
+        assert (lost.kind, "nothing.pem" in lost.message) == ("tls", True)
+
+
+def test_one_side_alone_speaks_tls(etcd, etcd_tls, authority):
+    lost = refusal(etcd.server.endpoints, **tls(authority.issue("client")))
+    assert (lost.kind, "does not speak TLS" in lost.message) == ("tls", True)
+    lost = refusal(etcd_tls.server.endpoints)
+    assert (lost.kind, "asks for TLS" in lost.message) == ("tls", True)
+
+
+# --- authentication ---
+
+
+def test_a_user_is_served_below_its_prefix(etcd_auth, connect_etcd):
+    user = etcd_auth.server.user
+    who = {"user": user.name, "password": user.password}
+    client = connect_etcd(etcd_auth.server.endpoints, f"{etcd_auth.prefix}/", **who).connected()
+    client.watch("", snapshot=True)
+    client.put("k", b"v")
+    assert client.changes() == [("k", b"v")]
+    # All tokens of the user end with this.
+    etcd_auth.server.ask("auth/user/changepw", name=user.name, password=user.password)
+    client.put("k", b"w")
+    assert client.changes() == [("k", b"w")]
+
+
+def test_who_is_not_let_in(etcd_auth):
+    user, endpoints = etcd_auth.server.user, etcd_auth.server.endpoints
+    assert refusal(endpoints).kind == "denied"
+    assert refusal(endpoints, user=user.name, password="wrong").kind == "denied"
+    client = EtcdClient(endpoints, "/elsewhere/", user=user.name, password=user.password)
+    assert client.lost().kind == "denied"
+    client.close()
+
+
+def test_a_user_where_nobody_is_asked(etcd, connect_etcd):
+    connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/", user="u", password="p").connected()
+
+
+# --- limits ---
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A server with little space that takes no large requests."""
+    limits = ("--quota-backend-bytes", str(4 << 20), "--max-request-bytes", str(400_000))
+    yield from serving_etcd(tmp_path_factory.mktemp("small"), 1, None, *limits)
+
+
+def test_a_request_beyond_the_servers_limit(small, connect_etcd):
+    client = connect_etcd(small.endpoints, "large/").connected()
+    send(client, ("put", "k", bytes(450_000), True))
+    lost = client.lost()
+    assert (lost.kind, "request is too large" in lost.message) == ("limit", True)
+
+
+def test_no_space_is_left(small):
+    def fill():
+        for index in range(100):
+            small.ask("kv/put", key=f"k{index}", value="v" * 300_000)
+
+    with pytest.raises(AssertionError, match="database space exceeded"):
+        fill()
+    lost = refusal(small.endpoints)
+    assert (lost.kind, "database space exceeded" in lost.message) == ("limit", True)
+
+
+# --- connections break ---
+
+
+@pytest.fixture
+def relay(etcd, relay_to):
+    return relay_to(etcd.server.endpoints[0])
+
+
+@pytest.fixture
+def client(etcd, relay, connect_etcd):
+    return connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=30.0).connected()
+
+
+def send(client, *ops, compares=()):
+    client.tag += 1
+    client.inner.txn(client.tag, list(compares), list(ops), [])
+
+
+def test_a_write_whose_answer_is_lost_is_done_once(etcd, relay, client):
+    client.put("seen", b"old")
+    client.put("gone/1")
+    relay.set(is_stalled_down=True)
+    send(
+        *(client, ("put", "k", b"v", True), ("get", "k"), ("delete_prefix", "gone/"), ("delete", "none")),
+        *(("get", "seen"), ("range", "", 1), ("predecessor", "", "seen")),
+        compares=[("missing", "k")],
+    )
+    wait_until(lambda: etcd.keys().get("/k"))
+    etcd.server.ask("kv/put", key=f"{etcd.prefix}/seen", value="new")
+    relay.reset()
+    relay.set(is_stalled_down=False)
+    reply = client.reply()
+    one, got, gone, none, seen, (first,), predecessor = reply.results
+    assert (reply.ok, one, got.value, gone, none, predecessor) == (True, 1, b"v", 1, 0, None)
+    assert (got.mod_revision, seen.value, first.key) == (reply.revision, b"old", "k")
+    assert client.txn([("missing", "k")]).ok is False
+
+
+def test_a_write_that_never_arrived_is_done_once(etcd, relay, client):
+    relay.set(is_stalled_up=True)
+    send(client, ("put", "k", b"v", True), compares=[("missing", "k")])
+    relay.reset()
+    relay.set(is_stalled_up=False)
+    assert client.reply().ok
+    assert etcd.keys()["/k"] == b"v"
+
+
+def test_a_watch_goes_on_without_gap_or_repeat(etcd, relay, client, connect_etcd):
+    other = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/").connected()
+    client.watch("w", snapshot=True)
+    told = []
+    for index in range(60):
+        other.put("w", b"%d" % index)
+        if index % 7 == 3:
+            relay.reset()
+    while len(told) < 60:
+        told += client.changes()
+    assert told == [("w", b"%d" % index) for index in range(60)]
+
+
+def test_after_a_compaction_a_watch_is_told_what_differs(etcd, relay, client, connect_etcd):
+    other = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/").connected()
+    for key in ("stays", "changes", "goes", "comes again"):
+        other.put(f"w/{key}")
+    made = {each.key: each.create_revision for each in client.watch("w/", snapshot=True).results}
+    relay.set(new="refuse")
+    relay.reset()
+    other.put("w/changes", b"1")
+    other.txn(then=[("delete", "w/goes"), ("delete", "w/comes again")])
+    again = other.put("w/comes again", b"2")
+    other.put("w/new", b"3")
+    etcd.server.compact()
+    relay.set(new="serve")
+    changes = client.next(_core.Changes).changes
+    assert sorted((each.key, each.value, each.create_revision) for each in changes) == [
+        ("w/changes", b"1", made["w/changes"]),
+        ("w/comes again", b"2", again),
+        ("w/goes", None, made["w/goes"]),
+        ("w/new", b"3", changes[-1].create_revision),
+    ]
+    other.put("w/new", b"4")
+    assert client.changes() == [("w/new", b"4")]
+
+
+def test_a_session_is_given_up_before_its_lease_ends(etcd, relay, connect_etcd):
+    client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=2.0).connected()
+    client.put("mine", leased=True)
+    relay.set(is_stalled_up=True, is_stalled_down=True)
+    assert client.lost().kind == "silent"
+    assert etcd.keys().get("/mine") is not None
+    wait_until(lambda: not etcd.keys())
+
+
+def test_the_end_comes_soon_where_nobody_answers(etcd, relay, client):
+    relay.set(is_stalled_up=True)
+    begun = time.monotonic()
+    client.close()
+    assert time.monotonic() - begun < HANG / 2
+
+
+def test_a_request_without_an_answer_in_time(etcd, relay, connect_etcd):
+    client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=0.5).connected()
+    relay.set(is_stalled_up=True)
+    send(client, ("get", "k"))
+    lost = client.lost()
+    assert (lost.kind, "within 0.5 s" in lost.message) == ("timeout", True)
+
+
+def test_who_does_not_ask_for_events_is_no_member(etcd, connect_etcd):
+    client = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/", ttl=2.0, stall_timeout=0.2).connected()
+    client.put("mine", leased=True)
+    wait_until(lambda: not etcd.keys())
+    assert "has not asked for events" in client.lost().message or client.events == []
