@@ -16,9 +16,9 @@ FIRST = 7
 GAMES = 25
 
 
-def judge(folder, seed):
+def judge(folder, seed, *store):
     folder.mkdir()
-    game = agents_monkey.play(folder, seed)
+    game = agents_monkey.play(folder, seed, *store)
     assert not game.complaints, game.report()
 
 
@@ -32,6 +32,13 @@ def test_three_games(tmp_path, seed):
 def test_many_games(tmp_path, number):
     seed = int(os.environ.get("MONKEY_SEED", random.SystemRandom().randrange(10**6)))
     judge(tmp_path / "game", seed + number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_games_with_etcd(tmp_path, number, etcd_cluster):
+    seed = int(os.environ.get("MONKEY_SEED", random.SystemRandom().randrange(10**6)))
+    judge(tmp_path / "game", seed + number, etcd_cluster)
 
 
 def test_who_is_told_to_end_before_there_are_workers_says_so(launch):

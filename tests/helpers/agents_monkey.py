@@ -17,6 +17,8 @@ from pathlib import Path
 
 from helpers import ports, procs
 from helpers.control import Program
+from helpers.etcd import Etcd
+from helpers.etcd_fixtures import Site
 from helpers.launcher import LAUNCHERS, clean_environment
 
 WORKER = Path(__file__).resolve().parent.parent / "workers" / "monkey.py"
@@ -35,6 +37,14 @@ CONF = {
     "close_timeout": 3,
     "max_short_losses": 1000,
 }
+ETCD_CONF = {
+    **{key: value for key, value in CONF.items() if not key.startswith("keep_alive")},
+    "lease_ttl": 2,
+    "settle": 3,
+    "store_lost_timeout": 6,
+}
+"""Where nodes meet in etcd; agents wait longer for a cluster without a leader than for a store of ours."""
+
 GRACE, BARRIER = 0.5, 3
 
 NONSENSE = re.compile(
@@ -89,8 +99,9 @@ class Agent:
 class Game:
     """One job, from its start to the judgement."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, etcd: Site | None = None) -> None:
         self.folder, self.seed, self.chance = folder, seed, random.Random(seed)
+        self.etcd = etcd
         self.ledger, self.done = folder / "ledger", folder / "done"
         self.ledger.touch()
         self.story: list[str] = []
@@ -122,20 +133,17 @@ class Game:
 
     def start(self, relayed: bool = False, odd: bool = False) -> Agent:
         name = f"a{len(self.agents)}"
-        if any(each.popen.poll() is not None for each in self.agents) and not (self.store or self.host()):
+        has_store = self.etcd or self.store or self.host()
+        if any(each.popen.poll() is not None for each in self.agents) and not has_store:
             # That job may be over, and this is another one.
             self.is_host_hit = True
-        port, conf = self.port, dict(CONF)
-        if relayed:
-            port = self.relay()
-        if relayed or self.store is not None:
-            conf["is_host"] = 0
+        backend, endpoint, conf = self.meeting_place(relayed)
         restarts = self.max_restarts + 1 if odd else self.max_restarts
         nproc = self.nproc if self.chance.random() < 0.9 else 3 - self.nproc
         argv = [
             *LAUNCHERS["elasticrs"],
             *("--nnodes", f"{self.least}:{self.most}", "--nproc-per-node", str(nproc)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "monkey"),
+            *("--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "monkey"),
             *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
             *("--max-restarts", str(restarts), "--shutdown-timeout", str(GRACE)),
             *("--exit-barrier-timeout", str(BARRIER), "--linger", "0.2", "--no-python"),
@@ -157,6 +165,15 @@ class Game:
         self.tell(f"start {name} pid {agent.pid}{' relayed' * relayed}{' odd' * odd} nproc {nproc}")
         return agent
 
+    def meeting_place(self, relayed: bool) -> tuple[str, str, dict[str, object]]:
+        """The kind of store, where it is, and the settings."""
+        port = self.relay() if relayed else self.port
+        if self.etcd is not None:
+            endpoint = f"127.0.0.1:{port}" if relayed else self.etcd.endpoint
+            return "etcd", endpoint, {**ETCD_CONF, "etcd_prefix": self.etcd.prefix}
+        no_host = {"is_host": 0} if relayed or self.store is not None else {}
+        return "c10d", f"127.0.0.1:{port}", {**CONF, **no_host}
+
     def start_store(self) -> None:
         """A store that is not in an agent; the agents only connect to it."""
         with (self.folder / "store.out").open("ab") as out:
@@ -175,6 +192,8 @@ class Game:
             select.select([], [], [], 0.005)  # its socket shows in /proc alone
 
     def act_store(self) -> None:
+        if self.etcd is not None:
+            self.act_members(self.etcd.server)
         if self.store is None:
             return
         self.is_host_hit = True
@@ -188,8 +207,22 @@ class Game:
         self.wait(self.chance.choice((0, 0.5, 1.5, 3)))
         self.start_store()
 
+    def act_members(self, cluster: Etcd) -> None:
+        """One member of three is no loss; with two the job has no store for a while."""
+        hit = self.chance.sample(range(cluster.size), self.chance.choice((1, 1, 2)))
+        self.is_host_hit |= len(hit) > 1
+        for index in hit:
+            is_kill = self.chance.random() < 0.5
+            self.tell(f"{'SIGKILL' if is_kill else 'SIGSTOP'} to member {index}")
+            (cluster.kill if is_kill else cluster.stop)(index)
+        self.wait(self.chance.choice((0, 0.5, 1.5, 3)))
+        for index in hit:
+            cluster.bring_back(index)
+        self.tell(f"members {hit} are back")
+
     def relay(self) -> int:
-        program = Program("tcp_relay", "127.0.0.1", "0", "127.0.0.1", str(self.port))
+        port = self.port if self.etcd is None else self.etcd.server.members[0].port
+        program = Program("tcp_relay", "127.0.0.1", "0", "127.0.0.1", str(port))
         self.relays.append((program, int(program.greeting.split()[1])))
         return self.relays[-1][1]
 
@@ -357,7 +390,7 @@ class Game:
 
     def play(self) -> None:
         chance = self.chance
-        if chance.random() < 0.3:
+        if self.etcd is None and chance.random() < 0.3:
             self.start_store()
         for _ in range(chance.randint(self.least, self.most + 1)):
             self.start(relayed=bool(self.agents) and chance.random() < 0.25)
@@ -491,10 +524,10 @@ def links(pid: int) -> Iterator[str]:
                 yield os.readlink(f"/proc/{pid}/fd/{fd}")
 
 
-def play(folder: Path, seed: int) -> Game:
+def play(folder: Path, seed: int, etcd: Site | None = None) -> Game:
     """One game; its complaints are in the result."""
     procs.become_subreaper()
-    game = Game(folder, seed)
+    game = Game(folder, seed, etcd)
     try:
         game.play()
         game.finish()

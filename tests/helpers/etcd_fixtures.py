@@ -56,6 +56,13 @@ def etcd(etcd_server: Etcd) -> Site:
     return site(etcd_server)
 
 
+@pytest.fixture(scope="session", params=["own", "etcd"])
+def either_store(request: pytest.FixtureRequest) -> Etcd | None:
+    """The same test with our own store, ``None``, and with :func:`etcd_server`."""
+    server: Etcd | None = request.getfixturevalue("etcd_server") if request.param == "etcd" else None
+    return server
+
+
 @pytest.fixture(scope="module")
 def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     yield from serving(tmp_path_factory.mktemp("cluster"), 3)

@@ -8,15 +8,19 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import procs
-from helpers.coordination import RUN, Client, serving
+from helpers.coordination import RUN, serving
+from helpers.etcd import Etcd
+from helpers.etcd_fixtures import Site, site
 
+from elasticrs import _core
 from elasticrs.store import DistNetworkError, DistStoreError, QueueEmptyError, Store, connect
 
 SOON = datetime.timedelta(milliseconds=50)
@@ -25,9 +29,9 @@ SOON = datetime.timedelta(milliseconds=50)
 class Holder:
     """pytest keeps what a fixture gave for longer than the guard against leaks waits."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.stores = [connect("127.0.0.1", port, RUN, prefix="p/") for _ in range(2)]
+    def __init__(self, client: Callable[[], Any]) -> None:
+        self.client = client
+        self.stores = [Store(client(), "p/") for _ in range(2)]
 
     def close(self) -> None:
         for store in self.stores:
@@ -35,10 +39,23 @@ class Holder:
         del self.stores
 
 
+def client_of_etcd(site: Site) -> Any:
+    """A client of a prefix in etcd."""
+    absent = dict.fromkeys(("ca_cert", "cert", "key", "user", "password", "stall_timeout", "supervisor"))
+    times = {"ttl": 60.0, "connect_timeout": procs.HANG, "read_timeout": procs.HANG}
+    where = {"prefix": site.prefix, "is_tls": False, "job_lease": None}
+    return _core.CoordinationClient.etcd(site.server.endpoints, **where, **absent, **times)
+
+
 @pytest.fixture
-def pair() -> Iterator[Holder]:
+def pair(either_store: Etcd | None) -> Iterator[Holder]:
+    """Two objects over one store."""
     with serving() as server:
-        holder = Holder(server.port)
+        if either_store is not None:
+            holder = Holder(partial(client_of_etcd, site(either_store)))
+        else:
+            options = {"run_id": RUN, "stall_timeout": None}
+            holder = Holder(partial(_core.CoordinationClient, "127.0.0.1", server.port, **options))
         yield holder
         holder.close()
 
@@ -165,9 +182,9 @@ def test_prefixes_are_apart(pair):
     inner.set("k", "inner")
     store.set("k", "outer")
     assert (inner.get("k"), store.get("k"), store.get("q/k")) == (b"inner", b"outer", b"inner")
-    client = Client(pair.port).connected()
-    assert client.txn(then=[("get", "p/q/k")]).results[0].value == b"inner"
-    client.close()
+    whole = Store(pair.client())
+    assert whole.get("p/q/k") == b"inner"
+    whole.close()
 
 
 def test_many_threads_count_right(pair):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import ports
+from helpers.etcd_fixtures import site
 from helpers.procs import HANG
 
 from elasticrs.rendezvous import (
@@ -26,14 +27,26 @@ from elasticrs.store import DistNetworkError
 
 
 @pytest.fixture
-def handlers():
+def place(either_store):
+    """Where nodes meet: back end, endpoint, settings."""
+    if either_store is None:
+        return "c10d", f"127.0.0.1:{ports.free()}", {}
+    etcd = site(either_store)
+    return "etcd", etcd.endpoint, {"etcd_prefix": etcd.prefix, "lease_ttl": 60}
+
+
+@pytest.fixture
+def handlers(place):
     """Makes handlers of one job; all are shut down, at once, as hosts wait for the others."""
-    endpoint, made = f"127.0.0.1:{ports.free()}", []
+    backend, endpoint, more = place
+    made = []
 
     def make(count, nodes=(2, 2), **config):
         for _ in range(count):
-            config = {"last_call_timeout": 0.1, "close_timeout": 5, "scale_up_delay": 0.1, **config}
-            parameters = RendezvousParameters("c10d", endpoint, "job", *nodes, order_hint=len(made), **config)
+            config = {"last_call_timeout": 0.1, "close_timeout": 5, "scale_up_delay": 0.1, **more, **config}
+            parameters = RendezvousParameters(
+                backend, endpoint, "job", *nodes, order_hint=len(made), **config
+            )
             made.append(get_rendezvous_handler(parameters))
         return made[-count:]
 
@@ -135,6 +148,7 @@ def test_too_few_nodes_are_a_timeout(handlers):
         alone.next_rendezvous()
 
 
+@pytest.mark.parametrize("either_store", ["own"], indirect=True)
 def test_a_port_that_is_taken_is_a_connection_error(handlers):
     (alone,) = handlers(1, is_host=True)
     refused = pytest.raises(RendezvousConnectionError, match="cannot listen")
