@@ -48,6 +48,12 @@ def test_one_node_loads_nothing_of_several():
         assert not {name for name in loaded(*argv) if name.startswith("elasticrs.rendezvous.e")}
 
 
+def test_nothing_of_etcd_is_loaded_for_others():
+    for backend in ("c10d", "static"):
+        modules = loaded(f"--rdzv-backend={backend}", "--rdzv-endpoint=localhost:0", "--no-python", "true")
+        assert not {name for name in modules if "etcd" in name}
+
+
 def test_nobody_is_loaded_who_is_told_nothing():
     watchers = (
         "elasticrs.events",

@@ -101,7 +101,8 @@ def test_the_others_act_at_once_when_an_agent_ends_in_order(agent):
 
 
 def test_the_others_act_when_the_lease_of_a_killed_agent_ends(agent):
-    agents = [agent(nnodes="1:2", conf="lease_ttl=2"), agent(nnodes="1:2", conf="lease_ttl=2")]
+    # Not so short that a loaded machine ends the lease of the other one.
+    agents = [agent(nnodes="1:2", conf="lease_ttl=8"), agent(nnodes="1:2", conf="lease_ttl=8")]
     workers = formed(agents)
     agents[0].signal(signal.SIGKILL)
     agents[0].wait()
@@ -181,20 +182,19 @@ def refused(launch, worker_script):
 def test_nobody_listens(refused):
     with find_free_port() as dead:
         endpoint = f"127.0.0.1:{dead.getsockname()[1]}"
-        line = f"could not join the rendezvous at {endpoint} within 1 s"
-        refused(endpoint, line, "refused", "does etcd run", join_timeout=1)
+        line = f"could not join the rendezvous at {endpoint} within 5 s"
+        refused(endpoint, line, "refused", "does etcd run", join_timeout=5)
 
 
 def test_a_name_that_nobody_knows(refused):
     endpoint = "etcd.invalid:2379"
-    refused(endpoint, f"could not join the rendezvous at {endpoint}", "resolve", join_timeout=1)
+    refused(endpoint, f"could not join the rendezvous at {endpoint}", join_timeout=1)
 
 
 def test_what_is_not_etcd(refused, tmp_path):
     server = Server([("127.0.0.1", 0)], run_id="job")
     try:
-        endpoint = f"127.0.0.1:{server.port}"
-        refused(endpoint, "could not join", "is that etcd's port for clients", join_timeout=1)
+        refused(f"127.0.0.1:{server.port}", "store of elasticrs' own", "has to name members of an etcd")
     finally:
         server.close()
 
@@ -210,21 +210,20 @@ def test_a_web_server_is_not_etcd(refused):
             thread.join()
 
 
-CLOSED = ("could not join the rendezvous", "are protocol and ssl_cert in --rdzv-conf what it wants?")
-NO_TLS = ("no TLS connection", "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf")
+TLS = "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf have to fit etcd"
 
 
 def test_the_wrong_scheme(refused, etcd, etcd_tls):
-    refused(f"https://{etcd.endpoint}", *CLOSED, "TLS handshake", join_timeout=1)
-    refused(etcd_tls.endpoint, *CLOSED, join_timeout=1)
+    refused(f"https://{etcd.endpoint}", TLS, "does not speak TLS")
+    refused(etcd_tls.endpoint, TLS)
 
 
 def test_certificates_that_do_not_fit(refused, etcd_tls, authority, other_authority):
     files, secure = etcd_tls.server.files, f"https://{etcd_tls.endpoint}"
-    refused(secure, *NO_TLS, ssl_cert=files.cert, ssl_cert_key=files.key)
-    refused(secure, *NO_TLS, ca_cert=other_authority.ca, ssl_cert=files.cert, ssl_cert_key=files.key)
+    refused(secure, TLS, ssl_cert=files.cert, ssl_cert_key=files.key)
+    refused(secure, TLS, ca_cert=other_authority.ca, ssl_cert=files.cert, ssl_cert_key=files.key)
     # Whether the server's alert arrives before the end of the connection is chance.
-    refused(secure, "in --rdzv-conf", ca_cert=authority.ca, join_timeout=1)
+    refused(secure, "in --rdzv-conf", ca_cert=authority.ca, join_timeout=5)
 
 
 def test_a_certificate_that_will_do(agent, etcd_tls):

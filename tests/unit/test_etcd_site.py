@@ -223,5 +223,6 @@ def test_handlers(name):
     else:
         handler = get_rendezvous_handler(parameters)
     assert (handler.get_backend(), handler.rendezvous.etcd.read_timeout) == (name, 3)
+    assert get_rendezvous_handler(RendezvousParameters("etcd", "", "j", 1, 1)).get_backend() == "etcd"
     with pytest.raises(ValueError, match="rdzv_endpoint is needed"):
         get_rendezvous_handler(RendezvousParameters("etcd", "", "j", 1, 2))

@@ -17,6 +17,7 @@ from elasticrs.rendezvous.elastic.addresses import (
     is_usable_elsewhere,
     packed,
 )
+from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
 from elasticrs.rendezvous.elastic.hosting import (
     Hosting,
     SystemResolver,
@@ -24,6 +25,7 @@ from elasticrs.rendezvous.elastic.hosting import (
     decide_again,
     fallback_address,
     host_identity,
+    look_up,
     unresolved,
 )
 from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings
@@ -89,6 +91,15 @@ def test_an_alias_is_known_by_its_address():
     assert decide(rendezvous("head"), machine) == Hosting(
         (("::", 29400),), "head is 10.0.0.1, an address of this host"
     )
+
+
+@pytest.mark.parametrize("host", ["localhost", "node1"])
+def test_with_etcd_nobody_hosts_and_every_node_has_an_address(host):
+    site = EtcdSite(((host, 2379),))
+    machine = Machine("me", own=["10.0.0.7"], known={"me": ["127.0.1.1", "10.0.0.7"]})
+    found = look_up(rendezvous(host, 2379, backend="etcd").replaced(etcd=site), machine)
+    assert (found.hosting.may_host, found.fallback) == (False, "10.0.0.7")
+    assert decide_again(found.hosting, rendezvous(host), machine) == found.hosting
 
 
 def test_others_are_clients():
@@ -368,6 +379,7 @@ def test_this_machine_knows_itself():
 
 ASK = """
 import sys
+from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
 from elasticrs.rendezvous.elastic.hosting import SystemResolver
 print(*(SystemResolver().is_local(address) for address in sys.argv[1:]))
 """

@@ -100,7 +100,7 @@ def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
 
 def _comparable(theirs: int | None, ours: int | None) -> str:
     if theirs is None or ours is None:
-        return "times of different nodes may be off: their clocks had not been compared yet"
+        return "times of different nodes may be off: their clocks have not been compared"
     # Rounded up: what is shown is a bound.
     tenths = max(1, -(-(theirs + ours) // 100_000))
     return f"times of different nodes are comparable to {tenths / 10:.1f} ms"

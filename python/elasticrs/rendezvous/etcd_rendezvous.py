@@ -39,7 +39,6 @@ class EtcdRendezvous:
     ) -> None:
         site = EtcdClient.of(client).site.replaced(prefix=prefix.rstrip("/"))
         host, port = site.endpoints[0]
-        lease = {"keep_alive_interval": site.ttl / 3, "keep_alive_max_attempt": 3}
         times = {"join_timeout": float(timeout), "last_call_timeout": float(last_call_timeout)}
         self.rendezvous = Rendezvous(
             "etcd",
@@ -48,7 +47,7 @@ class EtcdRendezvous:
             run_id=str(run_id),
             min_nodes=num_min_workers,
             max_nodes=num_max_workers,
-            settings=Settings({**lease, **times}),
+            settings=Settings({**site.keep_alive, **times}),
             etcd=site,
         )
 

@@ -123,6 +123,11 @@ class EtcdSite(Value):
     read_timeout: float = 60.0
 
     @property
+    def keep_alive(self) -> dict[str, object]:
+        """The lease in terms of the settings for a store of ours: it is kept alive five times in its time."""
+        return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
+
+    @property
     def shown(self) -> str:
         """The endpoints, for the user."""
         return ",".join(shown_endpoint(*each) for each in self.endpoints)
@@ -222,8 +227,7 @@ def read_site(
     site = EtcdSite(endpoints, is_tls=is_tls, **fields)
     if site.user is not None and not is_tls and not all(is_loopback_name(host) for host, _ in endpoints):
         notices.append(f"{source}: user: the password goes to etcd unencrypted: use https")
-    # A lease is kept alive three times in its time.
-    rest |= {"keep_alive_interval": site.ttl / 3, "keep_alive_max_attempt": 3}
+    rest |= site.keep_alive
     if "timeout" in rest:
         # As in torch.
         rest.setdefault("join_timeout", rest["timeout"])

@@ -44,7 +44,7 @@ _REMEDIES_OF_ETCD = {
     "unreachable": "is the address right, and is there a route to it?",
     "closed": "is that etcd's port for clients, and are protocol and ssl_cert in --rdzv-conf what it wants?",
     "not_ours": "--rdzv-endpoint has to name members of an etcd of version 3.4 or later (port 2379)",
-    "tls": "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf have to fit etcd's certificates",
+    "tls": "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf have to fit etcd",
     "denied": "user and password_file in --rdzv-conf have to be those of a user who may read and write all "
     "keys that begin with {prefix!r} (etcd_prefix)",
     "limit": "etcd has to have space (alarm NOSPACE: compact, defragment, disarm)",

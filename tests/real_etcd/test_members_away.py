@@ -1,0 +1,83 @@
+"""Jobs whose etcd loses members: one of three, and most of them for a while or for good."""
+
+import os
+import signal
+
+import pytest
+from helpers.nodes import RANKS, READY, Worker
+
+pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
+
+SUCCEED, FAIL = signal.SIGUSR1, signal.SIGUSR2
+
+
+@pytest.fixture
+def agents(launch, etcd_cluster):
+    """Start the two agents of a job."""
+
+    def agents(**conf):
+        pairs = ",".join(f"{name}={value}" for name, value in {"lease_ttl": 8, **conf}.items())
+        return [
+            launch(
+                *("--rdzv-backend=etcd", f"--rdzv-endpoint={etcd_cluster.endpoint}", "--rdzv-id=job"),
+                f"--rdzv-conf=etcd_prefix={etcd_cluster.prefix},{pairs}",
+                *("--nnodes=2", "--max-restarts=2", RANKS),
+            )
+            for _ in range(2)
+        ]
+
+    return agents
+
+
+def workers(agents, number):
+    """Those of a round, each agent's `number`-th."""
+    found = [Worker.parse(agent.wait_for_lines(READY.pattern, number, "stdout")[-1][1]) for agent in agents]
+    assert {each.rank for each in found} == {0, 1}
+    assert len({(each.round, each.restart) for each in found}) == 1
+    return found
+
+
+def finish(agents, found):
+    for worker in found:
+        os.kill(worker.pid, SUCCEED)
+    for agent in agents:
+        agent.exits(0)
+
+
+def test_one_member_of_three_is_not_missed(agents, etcd_cluster):
+    # Long enough for an election on a loaded machine: nobody's lease may end.
+    job = agents(lease_ttl=30)
+    first = workers(job, 1)
+    etcd_cluster.server.kill(etcd_cluster.server.leader())
+    os.kill(first[0].pid, FAIL)
+    second = workers(job, 2)
+    assert {(each.round, each.restart) for each in second} == {("2", 1)}
+    finish(job, second)
+
+
+def test_nodes_join_again_when_most_members_come_back(agents, etcd_cluster):
+    job = agents(store_lost_timeout=60, settle=60)
+    first = workers(job, 1)
+    for index in (0, 1):
+        etcd_cluster.server.kill(index)
+    for agent in job:
+        agent.wait_for_line(r"lost etcd at .*the workers of round 1 are killed", "stderr")
+    etcd_cluster.server.mend()
+    second = workers(job, 2)
+    assert {each.restart for each in second} == {0}
+    assert not {each.pid for each in first} & {each.pid for each in second}
+    finish(job, second)
+
+
+def test_a_job_ends_when_most_members_stay_away(agents, etcd_cluster):
+    job = agents(store_lost_timeout=1)
+    workers(job, 1)
+    for index in (0, 1):
+        etcd_cluster.server.kill(index)
+    for agent in job:
+        agent.exits(1)
+        (line,) = [
+            line for line in agent.stderr.splitlines() if "could not reach it again within 1 s" in line
+        ]
+        assert "lost etcd at " in line
+        assert "most of its members have to be up" in line
