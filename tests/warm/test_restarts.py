@@ -1,6 +1,7 @@
 """Restarts of jobs with ``--warm``: what is told of the time that they took, and of those that were cold."""
 
 import json
+import os
 import re
 import signal
 import sys
@@ -56,7 +57,10 @@ def test_a_cold_restart_says_why(launch, tmp_path):
 FAILS_ONCE = """
     import os, signal, sys
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        if os.environ["RANK"] == sys.argv[1]:
+        fails = os.environ["RANK"] == sys.argv[1]
+        # Each waits for the other one.
+        open(sys.argv[2], "r" if fails else "w").close()
+        if fails:
             os._exit(3)
         signal.pause()
     os.write(1, f"GROUP {os.environ['GROUP_RANK']}\\n".encode())
@@ -66,14 +70,12 @@ FAILS_ONCE = """
 @pytest.mark.parametrize(
     ("rank", "since"), [("0", "the failure was seen"), ("1", "the workers were told to stop")]
 )
-def test_of_several_nodes_the_first_one_tells_of_a_restart(launch, worker_script, rank, since):
-    options = (
-        "--nnodes=2",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{ports.free()}",
-        "--rdzv-id=job",
-    )
-    agents = [launch(*options, "--max-restarts=1", worker_script(FAILS_ONCE), rank) for _ in range(2)]
+def test_of_several_nodes_the_first_one_tells_of_a_restart(launch, tmp_path, worker_script, rank, since):
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
+    options = ("--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-id=job", "--max-restarts=1")
+    script, fifo = worker_script(FAILS_ONCE), tmp_path / "both run"
+    os.mkfifo(fifo)
+    agents = [launch(*options, script, rank, fifo) for _ in range(2)]
     told = {
         agent.exits(0).stdout: re.findall(r"attempt 1 is running, [\d.]+ ms (.*) \(", agent.stderr)
         for agent in agents
