@@ -92,6 +92,12 @@ def test_somebody_who_keeps_silent():
     assert "etcd did not answer within 0.3 s" in lost.message
 
 
+def test_endpoints_of_two_clusters(etcd, small, connect_etcd):
+    client = connect_etcd([*etcd.server.endpoints, *small.endpoints], f"{etcd.prefix}/").connected()
+    lost = client.lost()
+    assert (lost.kind, "different clusters" in lost.message) == ("not_ours", True)
+
+
 # --- TLS ---
 
 

@@ -1,5 +1,6 @@
 //! The client: one session with its lease, over as many connections as it takes. After its end, make a new one.
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
@@ -7,10 +8,11 @@ use std::time::Duration;
 use elasticrs_runtime::runtime::Spawn;
 use elasticrs_runtime::threads::ask;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::time::timeout;
 
 use super::dial::Credentials;
 use super::mapping::unsigned;
-use super::open::{Opened, open};
+use super::open::{Granted, Opened, open, revoke};
 use super::session::{Ended, Session};
 use super::tls;
 use crate::coordination::client::{Ending, TooLarge};
@@ -71,7 +73,9 @@ impl Client {
             let ending = Ending(told);
             Box::pin(async move {
                 match credentials {
-                    Ok(credentials) => run(&options, &credentials, &ending.0, guard.as_ref(), inbox).await,
+                    Ok(credentials) => {
+                        run(&Rc::new(options), &Rc::new(credentials), &ending.0, guard.as_ref(), inbox).await;
+                    }
                     Err(message) => ending.0.push(Event::Lost { kind: LostKind::Tls, message }, 0),
                 }
             })
@@ -156,17 +160,27 @@ fn credentials(options: &Options) -> Result<Credentials, String> {
     Ok(Credentials { tls, user: options.user.clone() })
 }
 
+/// How long the end of a session that has hardly begun may take.
+const REVOKE_LIMIT: Duration = Duration::from_secs(1);
+
 async fn run(
-    options: &Options,
-    credentials: &Credentials,
+    options: &Rc<Options>,
+    credentials: &Rc<Credentials>,
     events: &Events,
     guard: &dyn Guard,
     mut inbox: UnboundedReceiver<Command>,
 ) {
-    let mut early = Vec::new();
+    let (mut early, granted) = (Vec::new(), Granted::default());
+    let opening = open(options, credentials, &granted);
+    tokio::pin!(opening);
     let opened = tokio::select! {
-        opened = open(options, credentials) => opened,
+        opened = &mut opening => opened,
         closed = until_close(&mut inbox, &mut early) => {
+            let lease = granted.take();
+            if let Some((channel, id)) = lease {
+                // Without an answer, the lease ends by itself.
+                let _ = timeout(REVOKE_LIMIT, revoke(&channel, id)).await;
+            }
             events.finish();
             // Nobody waits when the client was dropped; nor below.
             let _ = closed.map(|reply| reply.send(()));

@@ -126,7 +126,8 @@ impl Trouble {
                     format!("the connection to etcd at {at} broke: {why}"),
                 ));
             }
-            CallError::Foreign(why) => return Self::Fatal(not_ours(at, &why)),
+            // A proxy may say so while it has no member behind it.
+            CallError::Foreign(why) => return Self::Again(not_ours(at, &why)),
             CallError::Status { code, message } => (code, message),
         };
         let message = message.trim_start_matches("etcdserver: ");
@@ -139,7 +140,7 @@ impl Trouble {
             }
             code::INVALID_ARGUMENT if message.contains("too large") || message.contains("too many") => LostKind::Limit,
             code::RESOURCE_EXHAUSTED => LostKind::Limit,
-            code::UNIMPLEMENTED => return Self::Fatal(not_ours(at, "it does not know etcd's API v3")),
+            code::UNIMPLEMENTED => return Self::Again(not_ours(at, "it does not know etcd's API v3")),
             code::INVALID_ARGUMENT | code::NOT_FOUND | code::FAILED_PRECONDITION | code::OUT_OF_RANGE => {
                 LostKind::Protocol
             }

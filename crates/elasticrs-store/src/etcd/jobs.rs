@@ -6,7 +6,7 @@ use super::dial::Trouble;
 use super::grpc::{CallError, Channel, code};
 use super::mapping::{Keys, Unexpected, Write, Written, is_write, unsigned};
 use super::messages as pb;
-use super::open::{TXN, keep};
+use super::open::{RANGE, TXN, keep};
 use super::watching::Watched;
 use crate::coordination::connect::Lost;
 use crate::coordination::protocol::WatchFrom;
@@ -207,7 +207,7 @@ impl Desk {
 
     /// The revision of the store, and what was found.
     async fn range(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), CallError> {
-        let answer: pb::RangeResponse = self.channel.call("/etcdserverpb.KV/Range", asked).await?;
+        let answer: pb::RangeResponse = self.channel.call(RANGE, asked).await?;
         let header = answer.header.ok_or_else(|| CallError::Foreign("an answer without a revision".into()))?;
         Ok((header.revision, answer.kvs))
     }

@@ -20,6 +20,8 @@ use crate::coordination::types::LostKind;
 const BEATS: u32 = 5;
 /// The most that an unanswered keep-alive lets us wait on one connection.
 const MAX_PATIENCE: Duration = Duration::from_secs(3);
+/// The least that a new connection may take.
+const MIN_DIAL: Duration = Duration::from_secs(1);
 /// The job's lease is kept alive at least so often.
 const MAX_JOB_INTERVAL: Duration = Duration::from_secs(600);
 
@@ -76,6 +78,11 @@ impl<'a> Lease<'a> {
     /// How long a connection may leave a keep-alive unanswered.
     pub(super) fn patience(&self) -> Duration {
         self.interval().min(MAX_PATIENCE)
+    }
+
+    /// How long a new connection may take: with a short lease not much less than a password needs.
+    pub(super) fn dial_patience(&self) -> Duration {
+        self.patience().max(MIN_DIAL)
     }
 
     pub(super) fn deadline(&self) -> u64 {

@@ -132,6 +132,11 @@ impl Keys {
         self.full(&format!("{SESSIONS}{:016x}", self.lease))
     }
 
+    /// Reads the marker.
+    pub(super) fn find_marker(&self) -> pb::RangeRequest {
+        Region::key(self.marker()).range()
+    }
+
     fn put_marker(&self, number: u64, ok: bool) -> RequestOp {
         let value = format!("{number} {ok}").into_bytes();
         let put = pb::PutRequest { key: self.marker(), value, lease: self.lease, ignore_lease: false };
@@ -161,7 +166,7 @@ impl Keys {
         pb::TxnRequest {
             compare: vec![compared(self.marker(), CompareResult::Equal, CompareTarget::Mod, operand)],
             success: vec![Request::Txn(inner).into()],
-            failure: vec![Request::Range(Region::key(self.marker()).range()).into()],
+            failure: vec![Request::Range(self.find_marker()).into()],
         }
     }
 

@@ -1,6 +1,7 @@
 //! From a list of endpoints to an open session: a connection, a lease, a marker.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
 use std::time::Duration;
 
 use elasticrs_runtime::clock::boot_now;
@@ -29,6 +30,9 @@ pub(super) struct Opened {
     pub(super) marker: i64,
 }
 
+/// The lease that a session which is being opened has already.
+pub(super) type Granted = RefCell<Option<(Channel, i64)>>;
+
 /// How telling a loss is: what the user has to mend comes first.
 const TELLING: [LostKind; 9] = [
     LostKind::Denied,
@@ -44,13 +48,13 @@ const TELLING: [LostKind; 9] = [
 
 /// Opens a session with the first of the endpoints that gives one; begins with any of them, so that not all agents use
 /// the same.
-pub(super) async fn open(options: &Options, credentials: &Credentials) -> Result<Opened, Lost> {
+pub(super) async fn open(options: &Options, credentials: &Credentials, granted: &Granted) -> Result<Opened, Lost> {
     let count = options.endpoints.len();
     let share = options.connect_timeout / u32::try_from(count).unwrap_or(u32::MAX).max(1);
     let mut lost = Vec::new();
     let first = random() % count.max(1);
     for member in (first..count).chain(0..first) {
-        match attempt(options, credentials, member, share).await {
+        match attempt(options, credentials, granted, member, share).await {
             Ok(opened) => return Ok(opened),
             Err(error) => lost.push(error),
         }
@@ -76,6 +80,7 @@ pub(super) fn random() -> usize {
 async fn attempt(
     options: &Options,
     credentials: &Credentials,
+    granted: &Granted,
     member: usize,
     patience: Duration,
 ) -> Result<Opened, Lost> {
@@ -83,7 +88,7 @@ async fn attempt(
     let stage = Cell::new(Stage::Resolve);
     let opened = timeout(patience, async {
         let mut link = dial(at, credentials, patience, &stage).await?;
-        match begin(options, &link.channel).await {
+        match begin(options, &link.channel, granted).await {
             Ok(begun) => Ok((link, begun)),
             Err(error) => Err(link.judge(error).await),
         }
@@ -105,11 +110,12 @@ struct Begun {
     marker: i64,
 }
 
-async fn begin(options: &Options, channel: &Channel) -> Result<Begun, CallError> {
+async fn begin(options: &Options, channel: &Channel, known: &Granted) -> Result<Begun, CallError> {
     let sent = boot_now();
     let seconds = i64::try_from(options.ttl.as_millis().div_ceil(1000)).unwrap_or(i64::MAX);
     let asked = pb::LeaseGrantRequest { ttl: seconds, id: 0 };
     let granted: pb::LeaseGrantResponse = channel.call(GRANT, &asked).await?;
+    *known.borrow_mut() = Some((channel.clone(), granted.id));
     let keys = Keys {
         prefix: options.prefix.clone(),
         lease: granted.id,
@@ -173,5 +179,33 @@ pub(super) async fn again(
     }
 }
 
+/// Whether all other endpoints belong to the same cluster, as far as they answer.
+pub(super) async fn compare(
+    options: Rc<Options>,
+    credentials: Rc<Credentials>,
+    member: usize,
+    cluster: u64,
+    keys: Rc<Keys>,
+) -> Result<(), Lost> {
+    for other in (0..options.endpoints.len()).filter(|other| *other != member) {
+        let Ok(link) = again(&options, &credentials, other, options.connect_timeout).await else { continue };
+        let asked = keys.find_marker();
+        let asked = link.channel.call::<pb::RangeResponse>(RANGE, &asked);
+        let answer = timeout(options.connect_timeout, asked).await;
+        let found = answer.ok().and_then(Result::ok).and_then(|answer| answer.header);
+        if let Some(header) = found
+            && header.cluster_id != cluster
+        {
+            let (host, port) = &options.endpoints[member];
+            let known = endpoint(host, *port);
+            let why = format!("the endpoints belong to different clusters of etcd: {known} and {}", link.at);
+            return Err(Lost::new(LostKind::NotOurs, why));
+        }
+        link.close().await;
+    }
+    Ok(())
+}
+
+pub(super) const RANGE: &str = "/etcdserverpb.KV/Range";
 pub(super) const TXN: &str = "/etcdserverpb.KV/Txn";
 const GRANT: &str = "/etcdserverpb.Lease/LeaseGrant";

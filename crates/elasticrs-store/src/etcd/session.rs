@@ -17,7 +17,7 @@ use super::jobs::{Desk, Done, Job};
 use super::lease::Lease;
 use super::mapping::{Keys, Write, unsigned};
 use super::messages as pb;
-use super::open::{Opened, again, random, revoke};
+use super::open::{Opened, again, compare, random, revoke};
 use super::watching::{Heard, Told, Watches};
 use crate::coordination::connect::Lost;
 use crate::coordination::events::{Event, Events};
@@ -53,14 +53,18 @@ impl From<Lost> for Halt {
     }
 }
 
-type Running = Pin<Box<dyn Future<Output = Result<(Done, Option<i64>), Trouble>>>>;
+type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
+/// A job, and the revision of the marker that it put.
+type Carried = Result<(Done, Option<i64>), Trouble>;
 
 /// What happens on one connection.
 struct Live {
     link: Link,
     beats: Duplex<pb::KeepAliveRequest, pb::KeepAliveResponse>,
     watching: Option<Duplex<pb::WatchRequest, pb::WatchResponse>>,
-    running: Option<Running>,
+    running: Option<Boxed<Carried>>,
+    /// Looks whether the other endpoints belong to the same cluster.
+    comparing: Option<Boxed<Result<(), Lost>>>,
 }
 
 /// What one turn of the loop found to do.
@@ -68,8 +72,9 @@ enum Turn {
     Command(Option<Command>),
     Beat(Result<pb::KeepAliveResponse, CallError>),
     Watch(Result<pb::WatchResponse, CallError>),
-    Done(Result<(Done, Option<i64>), Trouble>),
+    Done(Carried),
     Broken(Lost),
+    Compared(Result<(), Lost>),
     Time,
 }
 
@@ -92,9 +97,11 @@ const CLOSE_LIMIT: u64 = 2_000_000_000;
 const CALM: u64 = 10_000_000_000;
 
 pub(super) struct Session<'a> {
-    options: &'a Options,
-    credentials: &'a Credentials,
+    options: &'a Rc<Options>,
+    credentials: &'a Rc<Credentials>,
     events: &'a Events,
+    cluster: u64,
+    is_compared: bool,
     keys: Rc<Keys>,
     lease: Lease<'a>,
     tasks: VecDeque<Task>,
@@ -112,18 +119,20 @@ pub(super) struct Session<'a> {
 
 impl<'a> Session<'a> {
     pub(super) fn new(
-        options: &'a Options,
-        credentials: &'a Credentials,
+        options: &'a Rc<Options>,
+        credentials: &'a Rc<Credentials>,
         opened: Opened,
         events: &'a Events,
         guard: &'a dyn Guard,
     ) -> (Self, Link) {
         let lease = Lease::new(options, &opened, events, guard);
-        let Opened { link, member, keys, marker, .. } = opened;
+        let Opened { link, member, cluster, keys, marker, .. } = opened;
         let session = Self {
             options,
             credentials,
             events,
+            cluster,
+            is_compared: false,
             keys: Rc::new(keys),
             lease,
             tasks: VecDeque::new(),
@@ -177,17 +186,23 @@ impl<'a> Session<'a> {
         let beats = link.channel.stream("/etcdserverpb.Lease/LeaseKeepAlive").await;
         let beats = beats.map_err(|error| Trouble::of(error, &link.at))?;
         self.lease.begin_connection();
-        let mut live = Live { link, beats, watching: None, running: None };
+        let comparing = (!self.is_compared).then(|| self.compare());
+        let mut live = Live { link, beats, watching: None, running: None, comparing };
         for number in self.watches.numbers() {
             self.create(&mut live, number).await?;
         }
         Ok(live)
     }
 
+    fn compare(&self) -> Boxed<Result<(), Lost>> {
+        let (options, credentials) = (Rc::clone(self.options), Rc::clone(self.credentials));
+        Box::pin(compare(options, credentials, self.member, self.cluster, Rc::clone(&self.keys)))
+    }
+
     /// Ends a connection; one that is left by the user takes the lease along.
     async fn leave(&mut self, live: Live, halt: Halt) -> Halt {
-        let Live { link, beats, watching, running } = live;
-        drop((running, beats, watching));
+        let Live { link, beats, watching, running, comparing } = live;
+        drop((running, comparing, beats, watching));
         if let (Halt::Ended(Ended::Closed(_)), Some(closing)) = (&halt, &self.closing) {
             let left = Duration::from_nanos(closing.until.saturating_sub(boot_now()));
             // Without an answer, the lease ends by itself.
@@ -217,6 +232,11 @@ impl<'a> Session<'a> {
                 Ok(())
             }
             Turn::Broken(lost) => Err(Halt::Broken(lost)),
+            Turn::Compared(compared) => {
+                live.comparing = None;
+                self.is_compared = true;
+                Ok(compared?)
+            }
             Turn::Beat(answer) => Ok(self.lease.answered(&answer.map_err(trouble)?, &live.link.at)?),
             Turn::Watch(message) => {
                 let message = message.map_err(trouble)?;
@@ -236,7 +256,7 @@ impl<'a> Session<'a> {
     }
 
     async fn next(&self, live: &mut Live, inbox: &mut UnboundedReceiver<Command>, now: u64) -> Turn {
-        let Live { link, beats, watching, running } = live;
+        let Live { link, beats, watching, running, comparing } = live;
         let closing = self.closing.as_ref().map_or(u64::MAX, |closing| closing.until);
         let wake = self.lease.wake().min(closing).min(self.overdue()).saturating_sub(now);
         let is_full = self.events.is_full();
@@ -247,17 +267,12 @@ impl<'a> Session<'a> {
                 _ => std::future::pending().await,
             }
         };
-        let done = async {
-            match running {
-                Some(running) => running.await,
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
             command = inbox.recv(), if self.closing.is_none() => Turn::Command(command),
             answer = beats.next() => Turn::Beat(answer),
             message = watched => Turn::Watch(message),
-            done = done => Turn::Done(done),
+            done = until(running) => Turn::Done(done),
+            compared = until(comparing) => Turn::Compared(compared),
             lost = link.ended() => Turn::Broken(lost),
             () = sleep(Duration::from_nanos(wake)) => Turn::Time,
             () = self.events.wake_task.notified() => Turn::Time,
@@ -415,7 +430,7 @@ impl<'a> Session<'a> {
         self.member = (self.member + 1) % self.options.endpoints.len().max(1);
         self.lease.set_trouble(lost.message);
         let (options, credentials, member) = (self.options, self.credentials, self.member);
-        let patience = self.lease.patience();
+        let patience = self.lease.dial_patience();
         let dialled = async move {
             sleep(delay(count)).await;
             again(options, credentials, member, patience).await
@@ -433,6 +448,14 @@ impl<'a> Session<'a> {
                 () = self.events.wake_task.notified() => {}
             }
         }
+    }
+}
+
+/// What a future gives, if there is one.
+async fn until<T>(future: &mut Option<Boxed<T>>) -> T {
+    match future {
+        Some(future) => future.await,
+        None => std::future::pending().await,
     }
 }
 
