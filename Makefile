@@ -46,7 +46,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-hang demo-multinode test test-rust test-python soak interop lint bench wheel clean force
+.PHONY: help setup build demo demo-hang demo-etcd demo-multinode test test-rust test-python soak interop lint bench wheel clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ demo: build ## train a real model with 4 workers; one is killed midway, and the 
 
 demo-hang: build ## the same, but one stops in a collective: it is found, its stack kept, and the job recovers
 	@$(PY) examples/hang/demo.py
+
+demo-etcd: build ## three agents meet in an etcd of three members; the one with rank 0 is killed, then a member of etcd
+	@$(PY) examples/ddp_multinode/demo_etcd.py
 
 demo-multinode: build ## three hosts train; one is cut off, the job goes on with two, it comes back (namespaces if root)
 	@$(PY) examples/ddp_multinode/demo.py

@@ -1059,6 +1059,7 @@ class CoordinationClient:
         read_timeout: float,
         stall_timeout: float | None,
         supervisor: Supervisor | None,
+        links: tuple[str, str | None] | None = None,
     ) -> CoordinationClient:
         """A session with etcd v3 in place of our own store. It goes on over further connections while its
         lease lasts, and each request is carried out once.
@@ -1082,6 +1083,9 @@ class CoordinationClient:
             read_timeout: seconds for a request, over all attempts.
             stall_timeout: as of our own store.
             supervisor: as of our own store.
+            links: a name for all sessions that look after each other, and where else their machines reach
+                this one. When a program with a supervisor is killed and nothing of its workers runs any more,
+                another session sees it at once and revokes its lease. ``None``: the lease ends by itself.
 
         Raises:
             ValueError: no endpoint, a time that is none or too short, half of a pair.

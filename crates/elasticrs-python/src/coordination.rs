@@ -11,6 +11,7 @@ use elasticrs_store::coordination::events::{Event, Events};
 use elasticrs_store::coordination::leases::Leases;
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
+use elasticrs_store::etcd::links::Site;
 use elasticrs_store::etcd::{client as etcd, tls};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -185,7 +186,7 @@ impl CoordinationClient {
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     #[pyo3(signature = (
         endpoints, *, prefix, ca_cert, cert, key, is_tls, user, password, ttl, job_lease, connect_timeout, read_timeout,
-        stall_timeout, supervisor
+        stall_timeout, supervisor, links=None
     ))]
     fn etcd(
         py: Python<'_>,
@@ -203,6 +204,7 @@ impl CoordinationClient {
         read_timeout: f64,
         stall_timeout: Option<f64>,
         supervisor: Option<Py<Supervisor>>,
+        links: Option<(String, Option<String>)>,
     ) -> PyResult<Self> {
         if endpoints.is_empty() {
             return Err(PyValueError::new_err("at least one endpoint is needed"));
@@ -217,6 +219,7 @@ impl CoordinationClient {
             connect_timeout: duration(connect_timeout, "connect_timeout")?,
             read_timeout: duration(read_timeout, "read_timeout")?,
             stall_timeout: stall_timeout.map(|seconds| duration(seconds, "stall_timeout")).transpose()?,
+            links: links.map(|(scope, host)| Site { scope, host }),
         };
         let guard = lease::guard(supervisor.as_ref());
         let home = Home::new(supervisor)?;

@@ -1,5 +1,7 @@
 //! The client: one session with its lease, over as many connections as it takes. After its end, make a new one.
 
+use std::convert::Infallible;
+use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -7,13 +9,18 @@ use std::time::Duration;
 
 use elasticrs_runtime::runtime::Spawn;
 use elasticrs_runtime::threads::ask;
+use tokio::net::TcpListener;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::dial::Credentials;
+use super::grpc::Channel;
+use super::links::Links;
 use super::mapping::unsigned;
 use super::open::{Granted, Opened, open, revoke};
-use super::session::{Ended, Session};
+pub use super::options::Options;
+use super::session::{Command, Ended, Session};
 use super::tls;
 use crate::coordination::client::{Ending, TooLarge};
 use crate::coordination::connect::Lost;
@@ -22,37 +29,6 @@ use crate::coordination::guard::Guard;
 use crate::coordination::protocol::WatchFrom;
 use crate::coordination::types::{Compare, LostKind, Op, Txn, Watch};
 use crate::coordination::wire::MAX_REQUEST;
-
-/// Where a client connects, as whom, and how patient it is.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Hosts and ports of the members.
-    pub endpoints: Vec<(String, u16)>,
-    /// Put before each key.
-    pub prefix: String,
-    /// `None`: no TLS.
-    pub tls: Option<tls::Files>,
-    /// Name and password.
-    pub user: Option<(String, String)>,
-    /// How long the lease lives without a keep-alive; etcd may make it longer.
-    pub ttl: Duration,
-    /// The lease of keys that outlive the session, and how long it lives.
-    pub job_lease: Option<(i64, Duration)>,
-    /// For names, connections and the beginning of the session, on all endpoints together.
-    pub connect_timeout: Duration,
-    /// For a request, over all attempts.
-    pub read_timeout: Duration,
-    /// Keep-alives stop when the user has not asked for events for so long; `None`: never.
-    pub stall_timeout: Option<Duration>,
-}
-
-/// What the user of a client asks of its task.
-pub(super) enum Command {
-    Txn { tag: u64, txn: Txn },
-    Watch { tag: u64, watch: WatchFrom },
-    Unwatch(Watch),
-    Close(SyncSender<()>),
-}
 
 /// A session with etcd. Dropping it closes it.
 #[derive(Debug)]
@@ -189,9 +165,14 @@ async fn run(
     };
     let ended = match opened {
         Ok(opened) => {
+            let (channels, channel) = watch::channel(None);
+            let links = open_links(options, &opened, channel, guard);
             tell_connected(events, &opened);
-            let (session, link) = Session::new(options, credentials, opened, events, guard);
-            session.run(link, early, &mut inbox).await
+            let (session, link) = Session::new(options, credentials, opened, events, guard, channels);
+            tokio::select! {
+                ended = session.run(link, early, &mut inbox) => ended,
+                never = run_links(links) => match never {},
+            }
         }
         Err(lost) => Ended::Lost(lost),
     };
@@ -202,6 +183,25 @@ async fn run(
             events.finish();
             let _ = reply.map(|reply| reply.send(()));
         }
+    }
+}
+
+/// A session does without links that cannot be: its lease ends by itself.
+fn open_links(
+    options: &Options,
+    opened: &Opened,
+    channel: watch::Receiver<Option<Channel>>,
+    guard: &dyn Guard,
+) -> Option<(Links, TcpListener)> {
+    let opened = Links::open(options.links.as_ref()?, Rc::new(opened.keys.clone()), &opened.link, channel).ok()?;
+    guard.connected(opened.1.as_fd());
+    Some(opened)
+}
+
+async fn run_links(links: Option<(Links, TcpListener)>) -> Infallible {
+    match links {
+        Some((links, listener)) => links.run(listener).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -5,12 +5,11 @@ use std::time::Duration;
 
 use elasticrs_runtime::clock::boot_now;
 
-use super::client::Options;
 use super::grpc::{CallError, Duplex};
 use super::mapping::unsigned;
 use super::messages as pb;
 use super::open::Opened;
-use super::session::nanoseconds;
+use super::options::Options;
 use crate::coordination::connect::Lost;
 use crate::coordination::events::{Events, SILENT};
 use crate::coordination::guard::Guard;
@@ -190,4 +189,8 @@ impl<'a> Lease<'a> {
         self.guard.deadline(self.deadline);
         self.events.renewed(self.deadline, sent, boot_now(), None);
     }
+}
+
+pub(super) fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

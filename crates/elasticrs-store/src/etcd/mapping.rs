@@ -41,7 +41,7 @@ pub(super) struct Region {
 
 impl Region {
     /// Of a key.
-    fn key(key: Vec<u8>) -> Self {
+    pub(super) fn key(key: Vec<u8>) -> Self {
         Self { key, end: Vec::new() }
     }
 
@@ -81,7 +81,7 @@ pub(super) struct Keys {
 }
 
 impl Keys {
-    fn full(&self, key: &str) -> Vec<u8> {
+    pub(super) fn full(&self, key: &str) -> Vec<u8> {
         [self.prefix.as_bytes(), key.as_bytes()].concat()
     }
 
@@ -97,7 +97,7 @@ impl Keys {
     }
 
     /// The keys that begin so.
-    fn under(&self, prefix: &str) -> Region {
+    pub(super) fn under(&self, prefix: &str) -> Region {
         let mut key = self.full(prefix);
         if SESSIONS.starts_with(prefix) {
             if key.is_empty() {

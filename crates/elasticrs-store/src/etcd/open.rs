@@ -7,11 +7,11 @@ use std::time::Duration;
 use elasticrs_runtime::clock::boot_now;
 use tokio::time::timeout;
 
-use super::client::Options;
 use super::dial::{Credentials, Link, Stage, Trouble, dial, too_late};
 use super::grpc::{CallError, Channel, code};
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;
+use super::options::Options;
 use crate::coordination::connect::{Lost, endpoint};
 use crate::coordination::types::LostKind;
 

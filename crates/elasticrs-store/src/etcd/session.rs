@@ -8,21 +8,31 @@ use std::time::Duration;
 
 use elasticrs_runtime::clock::boot_now;
 use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
-use super::client::{Command, Options};
 use super::dial::{Credentials, Link, Trouble};
-use super::grpc::{CallError, Duplex};
+use super::grpc::{CallError, Channel, Duplex};
 use super::jobs::{Desk, Done, Job};
-use super::lease::Lease;
+use super::lease::{Lease, nanoseconds};
 use super::mapping::{Keys, Write, unsigned};
 use super::messages as pb;
 use super::open::{Opened, again, compare, random, revoke};
+use super::options::Options;
 use super::watching::{Heard, Told, Watches};
 use crate::coordination::connect::Lost;
 use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
-use crate::coordination::types::{LostKind, Watch};
+use crate::coordination::protocol::WatchFrom;
+use crate::coordination::types::{LostKind, Txn, Watch};
+
+/// What the user of a client asks of its task.
+pub(super) enum Command {
+    Txn { tag: u64, txn: Txn },
+    Watch { tag: u64, watch: WatchFrom },
+    Unwatch(Watch),
+    Close(SyncSender<()>),
+}
 
 /// How a session came to its end.
 pub(super) enum Ended {
@@ -115,6 +125,8 @@ pub(super) struct Session<'a> {
     breaks: (u32, u64),
     /// The highest revision that an answer had.
     seen: i64,
+    /// Shows others the connection in use.
+    channels: watch::Sender<Option<Channel>>,
 }
 
 impl<'a> Session<'a> {
@@ -124,6 +136,7 @@ impl<'a> Session<'a> {
         opened: Opened,
         events: &'a Events,
         guard: &'a dyn Guard,
+        channels: watch::Sender<Option<Channel>>,
     ) -> (Self, Link) {
         let lease = Lease::new(options, &opened, events, guard);
         let Opened { link, member, cluster, keys, marker, .. } = opened;
@@ -143,6 +156,7 @@ impl<'a> Session<'a> {
             member,
             breaks: (0, 0),
             seen: marker,
+            channels,
         };
         (session, link)
     }
@@ -183,6 +197,7 @@ impl<'a> Session<'a> {
     }
 
     async fn enter(&mut self, link: Link) -> Result<Live, Halt> {
+        self.channels.send_replace(Some(link.channel.clone()));
         let beats = link.channel.stream("/etcdserverpb.Lease/LeaseKeepAlive").await;
         let beats = beats.map_err(|error| Trouble::of(error, &link.at))?;
         self.lease.begin_connection();
@@ -201,6 +216,7 @@ impl<'a> Session<'a> {
 
     /// Ends a connection; one that is left by the user takes the lease along.
     async fn leave(&mut self, live: Live, halt: Halt) -> Halt {
+        self.channels.send_replace(None);
         let Live { link, beats, watching, running, comparing } = live;
         drop((running, comparing, beats, watching));
         if let (Halt::Ended(Ended::Closed(_)), Some(closing)) = (&halt, &self.closing) {
@@ -475,8 +491,4 @@ fn delay(breaks: u32) -> Duration {
     let most = if breaks <= 1 { 10 } else { most.min(1000) };
     let chance = u64::try_from(random() % 1000).unwrap_or(0);
     Duration::from_micros(most * (500 + chance / 2))
-}
-
-pub(super) fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -141,6 +141,7 @@ class EtcdSite(Value):
         connect_timeout: float = 5.0,
         stall_timeout: float | None = None,
         supervisor: _core.Supervisor | None = None,
+        links: tuple[str, str | None] | None = None,
     ) -> Client:
         """Begin a session.
 
@@ -151,6 +152,7 @@ class EtcdSite(Value):
             connect_timeout: seconds to connect, for all endpoints together.
             stall_timeout: as for :class:`elasticrs._core.CoordinationClient`.
             supervisor: the same.
+            links: the same.
 
         Raises:
             OSError: no descriptor is left.
@@ -172,6 +174,7 @@ class EtcdSite(Value):
             read_timeout=self.read_timeout,
             stall_timeout=stall_timeout,
             supervisor=supervisor,
+            links=links,
         )
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from elasticrs.coordination import Connected, ConnectionLost
 from elasticrs.native_session import Client, NativeSession, Server
 from elasticrs.rendezvous.elastic import hosting
 from elasticrs.rendezvous.elastic.addresses import is_unspecified, packed
+from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.settings import ThisAgent
 
 TYPE_CHECKING = False
@@ -235,6 +236,7 @@ class MeetingPoint:
                     connect_timeout=settings.connect_timeout,
                     stall_timeout=settings.stall_timeout if supervisor is not None else None,
                     supervisor=supervisor,
+                    links=(Keys(self.job).prefix.strip("/"), self.fallback_address()),
                 )
             )
         host, port = self._address()

@@ -1,0 +1,134 @@
+//! What sessions tell each other of themselves: a card in etcd, and the first words on a link. Pure.
+
+use super::mapping::{Keys, Region, signed};
+use super::messages as pb;
+
+/// Where the cards of sessions are, under the prefix, behind the keys of users.
+const CARDS: &str = "~sessions/links/";
+/// What only those know who can read etcd.
+pub(super) type Nonce = [u8; 16];
+
+/// Who a session is, and where it is found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Card {
+    pub(super) lease: i64,
+    pub(super) nonce: Nonce,
+    pub(super) port: u16,
+    /// Where its machine may be reached.
+    pub(super) hosts: Vec<String>,
+}
+
+impl Card {
+    /// `port nonce host …`.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        format!("{} {:032x} {}", self.port, u128::from_be_bytes(self.nonce), self.hosts.join(" ")).into_bytes()
+    }
+
+    /// Reads what any program may have written; `None`: it is no card.
+    pub(super) fn decode(lease: i64, value: &[u8]) -> Option<Self> {
+        let mut words = str::from_utf8(value).ok()?.split(' ');
+        let port = words.next()?.parse().ok()?;
+        let nonce = u128::from_str_radix(words.next()?, 16).ok()?.to_be_bytes();
+        Some(Self { lease, nonce, port, hosts: words.filter(|word| !word.is_empty()).map(str::to_owned).collect() })
+    }
+}
+
+/// The length of [`Hello::encode`].
+pub(super) const HELLO: usize = MAGIC.len() + 8 + 16;
+const MAGIC: [u8; 8] = *b"\x93ERSLNK\x01";
+
+/// The first words of whoever begins a link. The answer is the other's nonce.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Hello {
+    pub(super) lease: i64,
+    pub(super) nonce: Nonce,
+}
+
+impl Hello {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        [&MAGIC[..], &self.lease.to_be_bytes(), &self.nonce].concat()
+    }
+
+    /// `None`: a stranger.
+    pub(super) fn decode(bytes: &[u8; HELLO]) -> Option<Self> {
+        let rest = bytes.strip_prefix(&MAGIC)?;
+        let (lease, nonce) = rest.split_first_chunk()?;
+        Some(Self { lease: i64::from_be_bytes(*lease), nonce: nonce.try_into().ok()? })
+    }
+}
+
+impl Keys {
+    fn card(&self, scope: &str, lease: i64) -> Vec<u8> {
+        self.full(&format!("{CARDS}{scope}/{lease:016x}"))
+    }
+
+    /// Shows a card for as long as its lease lasts.
+    pub(super) fn put_card(&self, scope: &str, card: &Card) -> pb::PutRequest {
+        let (key, lease) = (self.card(scope, card.lease), card.lease);
+        pb::PutRequest { key, value: card.encode(), lease, ..pb::PutRequest::default() }
+    }
+
+    /// Asks for the card of a session.
+    pub(super) fn get_card(&self, scope: &str, lease: i64) -> pb::RangeRequest {
+        Region::key(self.card(scope, lease)).range()
+    }
+
+    /// Asks for the youngest of the cards that are older than this create revision.
+    pub(super) fn card_before(&self, scope: &str, created: u64) -> pb::RangeRequest {
+        pb::RangeRequest {
+            limit: 1,
+            sort_order: pb::SortOrder::Descend.into(),
+            sort_target: pb::SortTarget::Create.into(),
+            max_create_revision: signed(created) - 1,
+            ..self.under(&format!("{CARDS}{scope}/")).range()
+        }
+    }
+
+    /// The card that an answer holds, if it holds one.
+    pub(super) fn card_of(&self, scope: &str, answer: &pb::RangeResponse) -> Option<Card> {
+        let found = answer.kvs.first()?;
+        let lease = found.key.strip_prefix(&self.full(&format!("{CARDS}{scope}/"))[..])?;
+        Card::decode(i64::from_str_radix(str::from_utf8(lease).ok()?, 16).ok()?, &found.value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn keys() -> Keys {
+        Keys { prefix: "/site".into(), lease: 7, job_lease: 0 }
+    }
+
+    proptest! {
+        #[test]
+        fn a_card_is_read_as_it_was_written(
+            lease in 1..=i64::MAX, nonce: Nonce, port: u16, hosts in prop::collection::vec("[a-z0-9.:-]{1,20}", 0..3),
+        ) {
+            let card = Card { lease, nonce, port, hosts };
+            let put = keys().put_card("job", &card);
+            let kvs = vec![pb::KeyValue { key: put.key, value: put.value, ..pb::KeyValue::default() }];
+            let answer = pb::RangeResponse { kvs, ..pb::RangeResponse::default() };
+            prop_assert_eq!(keys().card_of("job", &answer), Some(card));
+            prop_assert_eq!(keys().card_of("another", &answer), None);
+        }
+
+        #[test]
+        fn any_bytes_may_stand_in_a_card(lease: i64, value: Vec<u8>) {
+            if let Some(card) = Card::decode(lease, &value) {
+                prop_assert_eq!(Card::decode(lease, &card.encode()), Some(card));
+            }
+        }
+
+        #[test]
+        fn a_hello_is_read_as_it_was_said(lease: i64, nonce: Nonce, at in 0..HELLO) {
+            let hello = Hello { lease, nonce };
+            let mut bytes: [u8; HELLO] = hello.encode().try_into().unwrap();
+            prop_assert_eq!(Hello::decode(&bytes), Some(hello));
+            bytes[at] ^= 1;
+            prop_assert_ne!(Hello::decode(&bytes), Some(hello));
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Links between the sessions of a job, by which a killed agent is noticed before its lease ends.
+//!
+//! Each session listens, and calls the one before it, which calls back. A caller stays connected; when the connection ends,
+//! it calls again. The agent's nursery holds a duplicate of the listener until its sweep is done, so a connection that is
+//! then refused proves that nothing runs there, and the caller revokes the lease.
+//!
+//! - **LINK-1** a lease is revoked only when its session was met at an address that now refuses connections;
+//! - **LINK-2** a link that cannot be made, or that the network ends, costs nothing: the lease ends by itself;
+//! - **LINK-3** nobody is believed whose nonce is not on a card in etcd.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::time::Duration;
+
+use elasticrs_runtime::listen::{Port, listen};
+use prost::Message;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::cards::{Card, HELLO, Hello, Nonce};
+use super::dial::{Link, Trouble};
+use super::grpc::Channel;
+use super::mapping::{Keys, unsigned};
+use super::messages as pb;
+use crate::coordination::connect::resolve;
+
+/// Which sessions are linked, and where this one is found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Site {
+    /// Sessions of one scope are linked with each other.
+    pub scope: String,
+    /// Where others reach this machine, beside the address from which it reaches etcd.
+    pub host: Option<String>,
+}
+
+/// For a connection, and for the first words on one.
+const LIMIT: Duration = Duration::from_secs(5);
+/// Between two calls of a session, at first and at most.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
+/// Between two looks at the card of a session that is called.
+const LOOK: Duration = Duration::from_secs(60);
+/// Calls that are answered at a time; each session expects two.
+const CALLERS: usize = 64;
+
+/// The links of a session.
+pub(super) struct Links {
+    keys: Rc<Keys>,
+    scope: String,
+    own: Card,
+    channel: watch::Receiver<Option<Channel>>,
+    /// The sessions that are called, by lease.
+    called: RefCell<BTreeSet<i64>>,
+}
+
+impl Links {
+    /// Begins to listen; `link` is a connection with etcd, and `channel` the one in use from now on.
+    pub(super) fn open(
+        site: &Site,
+        keys: Rc<Keys>,
+        link: &Link,
+        channel: watch::Receiver<Option<Channel>>,
+    ) -> io::Result<(Self, TcpListener)> {
+        let listener = listen(None, Port::Any).map_err(|error| error.source)?;
+        listener.set_nonblocking(true)?;
+        let listener = TcpListener::from_std(listener)?;
+        let mut nonce = Nonce::default();
+        getrandom::fill(&mut nonce).map_err(io::Error::other)?;
+        let hosts = [Some(link.local.ip().to_string()), site.host.clone()].into_iter().flatten().collect();
+        let own = Card { lease: keys.lease, nonce, port: listener.local_addr()?.port(), hosts };
+        Ok((Self { keys, scope: site.scope.clone(), own, channel, called: RefCell::default() }, listener))
+    }
+
+    /// Keeps the links for as long as it is polled.
+    pub(super) async fn run(self, listener: TcpListener) -> Infallible {
+        let links = Rc::new(self);
+        let mut tasks = JoinSet::new();
+        tasks.spawn_local(Rc::clone(&links).follow());
+        loop {
+            tokio::select! {
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, _)) if tasks.len() < CALLERS => {
+                        tasks.spawn_local(Rc::clone(&links).answer(stream));
+                    }
+                    Ok(_) => {}
+                    // For want of descriptors, say: a link is not worth a busy loop.
+                    Err(_) => sleep(LIMIT).await,
+                },
+                Some(_) = tasks.join_next() => {}
+            }
+        }
+    }
+
+    /// Shows the own card, then calls whoever came before, and when that is gone, whoever came before that.
+    async fn follow(self: Rc<Self>) {
+        let _: pb::PutResponse = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
+        let own: pb::RangeResponse = self.ask(RANGE, &self.keys.get_card(&self.scope, self.own.lease)).await;
+        let Some(created) = own.kvs.first().map(|kv| unsigned(kv.create_revision)) else { return };
+        loop {
+            let older = self.ask(RANGE, &self.keys.card_before(&self.scope, created)).await;
+            let Some(card) = self.keys.card_of(&self.scope, &older) else { return };
+            self.stay_linked(&card).await;
+        }
+    }
+
+    /// Answers a call, and calls back.
+    async fn answer(self: Rc<Self>, mut stream: TcpStream) {
+        let mut bytes = [0; HELLO];
+        let Ok(Ok(_)) = timeout(LIMIT, stream.read_exact(&mut bytes)).await else { return };
+        let Some(hello) = Hello::decode(&bytes) else { return };
+        let Some(caller) = self.card(hello.lease).await.filter(|card| card.nonce == hello.nonce) else { return };
+        if stream.write_all(&self.own.nonce).await.is_ok() {
+            tokio::join!(ended(&mut stream), self.stay_linked(&caller));
+        }
+    }
+
+    /// Calls a session until it is gone; revokes its lease when nothing of it runs any more.
+    async fn stay_linked(&self, peer: &Card) {
+        if !self.called.borrow_mut().insert(peer.lease) {
+            return;
+        }
+        tokio::select! {
+            () = self.refused(peer) => {
+                // One that has left in order has done so itself.
+                let revoke = pb::LeaseRevokeRequest { id: peer.lease };
+                let _: pb::LeaseRevokeResponse = self.ask("/etcdserverpb.Lease/LeaseRevoke", &revoke).await;
+            }
+            () = self.gone(peer) => {}
+        }
+        self.called.borrow_mut().remove(&peer.lease);
+    }
+
+    /// Calls a session again and again, until it is refused where it was met.
+    async fn refused(&self, peer: &Card) {
+        let mut met = None;
+        let mut pause = PAUSES.0;
+        loop {
+            for address in addresses(peer, met).await {
+                match timeout(LIMIT, TcpStream::connect(address)).await {
+                    Ok(Ok(mut stream)) => {
+                        if self.meet(&mut stream, peer, met.is_some()).await {
+                            (met, pause) = (Some(address), PAUSES.0);
+                            ended(&mut stream).await;
+                        }
+                    }
+                    Ok(Err(error)) if met.is_some() && error.kind() == io::ErrorKind::ConnectionRefused => return,
+                    // Unreachable, or not there: the lease tells.
+                    Ok(Err(_)) | Err(_) => {}
+                }
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(PAUSES.1);
+        }
+    }
+
+    /// Waits until the card of a session that cannot be called is gone.
+    async fn gone(&self, peer: &Card) {
+        loop {
+            sleep(LOOK).await;
+            if self.card(peer.lease).await.is_none() {
+                return;
+            }
+        }
+    }
+
+    /// Whether it is the session of this card that answers. A listener that is held for a dead agent never does, and ends
+    /// when the agent's nursery does.
+    async fn meet(&self, stream: &mut TcpStream, peer: &Card, is_known: bool) -> bool {
+        let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
+        let mut nonce = Nonce::default();
+        let answer = async {
+            stream.write_all(&hello.encode()).await?;
+            stream.read_exact(&mut nonce).await
+        };
+        let patience = if is_known { Duration::MAX } else { LIMIT };
+        matches!(timeout(patience, answer).await, Ok(Ok(_))) && nonce == peer.nonce
+    }
+
+    async fn card(&self, lease: i64) -> Option<Card> {
+        let answer = self.ask(RANGE, &self.keys.get_card(&self.scope, lease)).await;
+        self.keys.card_of(&self.scope, &answer)
+    }
+
+    /// Asks etcd, on one connection after the other, until there is an answer or a refusal, which is as good as none.
+    async fn ask<A: Message + Default>(&self, path: &str, question: &impl Message) -> A {
+        let mut channel = self.channel.clone();
+        loop {
+            let current = channel.borrow_and_update().clone();
+            if let Some(current) = current {
+                match current.call(path, question).await.map_err(|error| Trouble::of(error, "")) {
+                    Ok(answer) => return answer,
+                    Err(Trouble::Again(_)) => {}
+                    Err(Trouble::Fatal(_)) => return A::default(),
+                }
+            }
+            // With the session's next connection, or later on the same.
+            let _ = timeout(LIMIT, channel.changed()).await;
+        }
+    }
+}
+
+/// Where to call: where it was met, else wherever its machine may be.
+async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
+    if let Some(met) = met {
+        return vec![met];
+    }
+    let mut found = Vec::new();
+    for host in &peer.hosts {
+        if let Ok(Ok(addresses)) = timeout(LIMIT, resolve(host, peer.port)).await {
+            found.extend(addresses);
+        }
+    }
+    found
+}
+
+/// Waits for the end of a connection on which nothing more is said.
+async fn ended(stream: &mut TcpStream) {
+    let mut byte = [0];
+    while let Ok(1..) = stream.read(&mut byte).await {}
+}
+
+const RANGE: &str = "/etcdserverpb.KV/Range";
