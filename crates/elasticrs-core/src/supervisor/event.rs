@@ -15,10 +15,10 @@ use crate::timer::hang::{Ground, Missed};
 /// One thing that happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// Every worker of the group runs its program.
     /// A [warm](crate::nursery::launch::Warm) nursery has imported; or it has ended before, and another one starts workers
     /// cold from now on.
     Warmed { failure: Option<NurseryEnd> },
+    /// Every worker of the group runs its program.
     GroupStarted {
         /// Pids by local rank.
         pids: Vec<i32>,
