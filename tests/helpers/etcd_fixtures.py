@@ -27,6 +27,23 @@ class Site(NamedTuple):
         found = self.server.get(self.prefix)
         return {key.removeprefix(self.prefix): value for key, value in found.items()}
 
+    def cards(self, scope: str) -> list[tuple[str, int]]:
+        """Lease and port of each session that is linked with others, the oldest first."""
+        below, found = f"~sessions/links/{scope}/", self.keys().items()
+        return [
+            (key.removeprefix(below), int(card.split()[0])) for key, card in found if key.startswith(below)
+        ]
+
+    def are_linked(self, scope: str, count: int) -> bool:
+        """True if there are so many sessions, and each has been called by another."""
+        tables = [
+            Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines() for name in ("tcp", "tcp6")
+        ]
+        established = [each.split()[1] for table in tables for each in table if each.split()[3] == "01"]
+        called = {int(local.rpartition(":")[2], 16) for local in established}
+        ports = {port for _, port in self.cards(scope)}
+        return len(ports) == count and called >= ports
+
 
 def site(server: Etcd, below: str = "/tests/") -> Site:
     """A new prefix."""

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from helpers.nodes import RANKS, READY, Worker
-from helpers.procs import reap_adopted
+from helpers.procs import reap_adopted, wait_until
 
 from elasticrs.native_session import Server
 from elasticrs.rendezvous.etcd_server import find_free_port
@@ -100,17 +100,30 @@ def test_the_others_act_at_once_when_an_agent_ends_in_order(agent):
     finish(agents[1:], [alone])
 
 
-def test_the_others_act_when_the_lease_of_a_killed_agent_ends(agent):
-    # Not so short that a loaded machine ends the lease of the other one.
-    agents = [agent(nnodes="1:2", conf="lease_ttl=8"), agent(nnodes="1:2", conf="lease_ttl=8")]
-    workers = formed(agents)
+def test_the_others_act_at_once_when_an_agent_is_killed(agent, etcd):
+    agents = [agent(nnodes="1:2"), agent(nnodes="1:2")]
+    formed(agents)
+    wait_until(lambda: etcd.are_linked("elasticrs/a%2Fjob", 2))
     agents[0].signal(signal.SIGKILL)
     agents[0].wait()
     (alone,) = formed(agents[1:], 2)
     assert (alone.world, alone.restart) == (1, 0)
     finish(agents[1:], [alone])
     reap_adopted()
-    assert workers
+
+
+def test_the_others_act_when_the_lease_of_a_killed_machine_ends(agent):
+    # Not so short that a loaded machine ends the lease of the other one.
+    agents = [agent(nnodes="1:2", conf="lease_ttl=8,store_lost_timeout=60") for _ in range(2)]
+    formed(agents)
+    # Silent, with all its connections: as when a cable is pulled.
+    agents[0].signal(signal.SIGSTOP)
+    (alone,) = formed(agents[1:], 2)
+    assert (alone.world, alone.restart) == (1, 0)
+    agents[0].signal(signal.SIGCONT)
+    both = formed(agents, [2, 3])
+    assert {each.restart for each in both} == {0}
+    finish(agents, both)
 
 
 def test_a_node_that_comes_is_taken_in(agent):

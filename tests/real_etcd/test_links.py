@@ -4,13 +4,11 @@ import contextlib
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.procs import HANG, reap_adopted, wait_readable, wait_until
 
 SCOPE = "job"
-CARDS = f"~sessions/links/{SCOPE}/"
 SESSION = """
 import socket, subprocess, sys
 from elasticrs import _core
@@ -83,31 +81,13 @@ def begin(etcd):
         for name, *how in sessions:
             begun.append(Session(name, etcd, *how))
             begun[-1].wait_until_it_is_here()
-        wait_until(lambda: are_linked(etcd, len(begun)), bool)
+        wait_until(lambda: etcd.are_linked(SCOPE, len(begun)), bool)
         return begun
 
     yield begin
     for session in begun:
         session.close()
     reap_adopted()
-
-
-def cards(etcd):
-    """Lease and port of each session, the oldest first."""
-    found = etcd.keys().items()
-    return [(key.removeprefix(CARDS), int(card.split()[0])) for key, card in found if key.startswith(CARDS)]
-
-
-def are_linked(etcd, count):
-    """True if each session has been called by another."""
-    lines = [
-        each.split()
-        for name in ("tcp", "tcp6")
-        for each in Path(f"/proc/net/{name}").read_text().splitlines()
-    ]
-    called = {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "01"}
-    ports = {port for _, port in cards(etcd)}
-    return len(ports) == count and called >= ports
 
 
 def here(etcd):
@@ -123,7 +103,7 @@ def test_a_killed_session_is_noticed_whichever_it_is(etcd, begin, victim):
 
 def test_not_before_its_listener_is_let_go(etcd, begin):
     first, _ = begin(("a", "held"), ("b",))
-    (_, port), _ = cards(etcd)
+    (_, port), _ = etcd.cards(SCOPE)
     first.kill()
     # What holds it takes calls in the place of the dead.
     with socket.create_connection(("127.0.0.1", port), HANG):
@@ -140,7 +120,7 @@ def test_one_that_ends_in_order_is_gone_at_once(etcd, begin):
 
 def test_a_stranger_ends_nobody(etcd, begin):
     begin(("a",), ("b",))
-    (lease, _), (_, port) = cards(etcd)
+    (lease, _), (_, port) = etcd.cards(SCOPE)
     hello = b"\x93ERSLNK\x01" + int(lease, 16).to_bytes(8, "big") + bytes(16)
     for words in (hello, b"GET / HTTP/1.0\r\n\r\n" + bytes(32), b""):
         # It may be closed before all was said.
