@@ -63,6 +63,10 @@ class Child:
         self.tell(do, **details)
         return self.answer()
 
+    def stands_for(self, pid: int) -> None:
+        """From now on this process is the one whose costs are told."""
+        self._proc = Path(f"/proc/{pid}")
+
     def cpu(self) -> dict[str, float]:
         """Seconds of processor time, by name of thread."""
         used: dict[str, float] = {}

@@ -35,17 +35,19 @@ class Job:
     Args:
         agents: how many.
         processes: how many the others share.
+        store: ``own`` or ``etcd``.
         stack: ends them.
     """
 
-    def __init__(self, agents: int, processes: int, stack: ExitStack) -> None:
+    def __init__(self, agents: int, processes: int, store: str, stack: ExitStack) -> None:
         self.agents = agents
-        self.server = stack.enter_context(closing(Child("server", agents=agents)))
-        port = self.server.answer()["port"]
+        self.server = stack.enter_context(closing(Child("server", agents=agents, store=store)))
+        served = self.server.answer()
+        self.server.stands_for(served["pid"])
         self.resident_before = self.server.resident()
         shares = spread(agents - 1, min(processes, agents - 1))
         firsts = [1 + sum(shares[:index]) for index in range(len(shares))]
-        common = {"port": port, "agents": agents}
+        common = {"port": served["port"], "agents": agents, "store": store}
         self.swarms = [
             stack.enter_context(closing(Child("swarm", first=first, count=count, **common)))
             for first, count in zip([0, *firsts], [1, *shares], strict=True)
@@ -104,7 +106,7 @@ def typical(samples: Sequence[Figures]) -> Figures:
     return {name: median([sample[name] for sample in samples]) for name in names}
 
 
-def measure(agents: int, processes: int, idle: float = IDLE) -> Figures:
+def measure(agents: int, processes: int, store: str = "own", idle: float = IDLE) -> Figures:
     """Two jobs.
 
     In the first, all agents but the leader join at once. In the second, all but one have joined, then the
@@ -113,11 +115,13 @@ def measure(agents: int, processes: int, idle: float = IDLE) -> Figures:
     Args:
         agents: how many, at least 2.
         processes: that they share.
+        store: ``own`` or ``etcd``. There an agent that "dies" ends its session in order: in one process with
+            others it cannot be killed.
         idle: seconds of doing nothing, to measure what that costs.
     """
     values: Figures = {}
     with ExitStack() as stack:
-        job = Job(agents, processes, stack)
+        job = Job(agents, processes, store, stack)
         job.begin_leader()
         before = job.costs()
         began = min(together(job.swarms[1:], "begin"))
@@ -125,7 +129,7 @@ def measure(agents: int, processes: int, idle: float = IDLE) -> Figures:
         _count(values, "form", job, before)
         values["store memory"] = (job.server.resident() - job.resident_before) / 1e6
     with ExitStack() as stack:
-        job = Job(agents, processes, stack)
+        job = Job(agents, processes, store, stack)
         _join_last(job, values)
         _fail(job, values)
         _idle(job, values, idle)

@@ -7,9 +7,12 @@ import socket
 import stat
 import struct
 import sys
+from pathlib import Path
+from urllib.request import urlopen
 
 from benchmarks.scale.children import Lines, write_line
 from elasticrs import _core
+from elasticrs.rendezvous.etcd_server import EtcdServer
 
 # Of struct tcp_info (linux/tcp.h, since 4.1): bytes that the peer has acknowledged, and bytes received.
 BYTES = struct.Struct("=QQ")
@@ -44,18 +47,46 @@ def traffic() -> dict[str, int]:
     return {"connections": count, "sent": sent, "received": received}
 
 
-def main() -> None:
-    raise_descriptors()
-    arguments = json.loads(sys.argv[1])
-    server = _core.CoordinationServer(
-        [("127.0.0.1", 0)], run_id="scale", max_connections=2 * arguments["agents"] + 64
-    )
-    write_line(1, {"port": server.port})
+def traffic_of_etcd(endpoint: str) -> dict[str, int]:
+    """The same of a server of etcd, as it counts them itself: without what HTTP/2 and TCP add."""
+    with urlopen(f"http://{endpoint}/metrics") as answer:
+        values = dict(line.split(b" ") for line in answer.read().splitlines() if line.count(b" ") == 1)
+    names = {way: f"etcd_network_client_grpc_{way}_bytes_total".encode() for way in ("sent", "received")}
+    return {"connections": 0, **{way: int(float(values[name])) for way, name in names.items()}}
+
+
+def serve_own(agents: int) -> None:
+    """Our own store, in this process."""
+    server = _core.CoordinationServer([("127.0.0.1", 0)], run_id="scale", max_connections=2 * agents + 64)
+    write_line(1, {"port": server.port, "pid": os.getpid()})
     lines = Lines()
     while lines.is_open:
         for _ in lines.read():
             write_line(1, traffic())
     server.close()
+
+
+def serve_etcd() -> None:
+    """One member of etcd."""
+    server = EtcdServer()
+    server.start()
+    (keeper,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
+    (pid,) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text(encoding="ascii").split()
+    write_line(1, {"port": server.get_port(), "pid": int(pid)})
+    lines = Lines()
+    while lines.is_open:
+        for _ in lines.read():
+            write_line(1, traffic_of_etcd(server.get_endpoint()))
+    server.stop()
+
+
+def main() -> None:
+    raise_descriptors()
+    arguments = json.loads(sys.argv[1])
+    if arguments["store"] == "etcd":
+        serve_etcd()
+    else:
+        serve_own(arguments["agents"])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from elasticrs import _core
 from elasticrs.coordination import Put, Reply, Txn, Unwatch, Watch
 from elasticrs.native_session import NativeSession
 from elasticrs.rendezvous.elastic import machine, messages
+from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
 from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings, ThisAgent
 
 if TYPE_CHECKING:
@@ -128,7 +129,10 @@ class Agent:
 
     def _connect(self, _: Any) -> None:
         swarm = self._swarm
-        client = _core.CoordinationClient("127.0.0.1", swarm.port, run_id=RUN_ID)
+        if swarm.site is not None:
+            client = swarm.site.client(RUN_ID, connect_timeout=60.0, links=(RUN_ID, None))
+        else:
+            client = _core.CoordinationClient("127.0.0.1", swarm.port, run_id=RUN_ID)
         self.session = NativeSession(client)
         swarm.register(client.fd, self)
 
@@ -190,10 +194,13 @@ class Swarm:
         first: number of the first of them.
         count: how many.
         agents: how many there are in all.
+        store: ``own`` or ``etcd``.
     """
 
-    def __init__(self, port: int, first: int, count: int, agents: int) -> None:
+    def __init__(self, port: int, first: int, count: int, agents: int, store: str) -> None:
         self.port = port
+        # Those who share a thread may be late.
+        self.site = EtcdSite((("127.0.0.1", port),), ttl=60) if store == "etcd" else None
         self.up = 0
         self.down = 0
         self.texts: Counter[str] = Counter()
