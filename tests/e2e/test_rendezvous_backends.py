@@ -192,7 +192,8 @@ def test_control_z_stops_the_workers_too(backend, worker_script):
         (
             {"name": "nothing"},
             2,
-            "elasticrs: --rdzv-backend: got 'nothing', expected c10d, elasticrs, static, broken, mine",
+            "elasticrs: --rdzv-backend: got 'nothing', expected c10d, elasticrs, static, etcd, etcd-v3, "
+            "etcd-v2, broken, mine",
         ),
         ({"conf": "trouble=connection"}, 1, "the rendezvous failed: nobody is there"),
     ],

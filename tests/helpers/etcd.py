@@ -24,7 +24,7 @@ def binary() -> str | None:
     """The server's program: of the variable that torch reads, of the environment of the tests, or on PATH."""
     beside = Path(sys.executable).with_name("etcd")
     named = os.environ.get("TORCHELASTIC_ETCD_BINARY_PATH")
-    return shutil.which(named or beside) or shutil.which("etcd")
+    return shutil.which(named or str(beside)) or shutil.which("etcd")
 
 
 class Files(NamedTuple):
