@@ -11,7 +11,7 @@ use common::{Client, Lines, Worker, pipe, process, with_stdout};
 use elasticrs_core::nursery::protocol::{Descendant, Request};
 use elasticrs_core::nursery::sweep::{Outcome, kill_by_token, sweep_children_of_self};
 use elasticrs_testkit::hung_file::{HungFile, wait_until_it_hangs};
-use elasticrs_testkit::{is_running, wait_for_end, worker_program};
+use elasticrs_testkit::{is_running, wait_for_end, wait_until, worker_program};
 
 /// Told as stuck after that: long enough for the others to end.
 const GIVE_UP: Duration = Duration::from_millis(500);
@@ -40,6 +40,8 @@ impl Hung {
         lines.until_ready();
         let pids: Vec<i32> = lines.said.iter().map(|pid| pid.parse().unwrap()).collect();
         wait_until_it_hangs(pids[1]);
+        let name = |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap();
+        wait_until("the others run their program", || [pids[0], pids[2]].iter().all(|&pid| name(pid) == "sleep\n"));
         Some(Self { file, client, worker, stuck: pids[1], others: vec![pids[0], pids[2]], _folder: folder })
     }
 

@@ -47,7 +47,9 @@ fn is_tracker(pid: i32) -> bool {
     let Some(Ok(entries)) = procfs::folder(pid).map(|folder| fs::read_dir(folder.join("fd"))) else { return false };
     let paths = entries.flatten().map(|entry| entry.path()).filter(|path| !is_standard(path));
     let paths: Vec<PathBuf> = paths.take(FEW_DESCRIPTORS + 1).collect();
-    paths.len() <= FEW_DESCRIPTORS && (paths.iter().any(|path| reads_a_pipe(path)) || is_python(pid))
+    // One that is ending has no program any more.
+    let may_be_python = || program(pid).is_none_or(|path| is_python(&path));
+    paths.len() <= FEW_DESCRIPTORS && (paths.iter().any(|path| reads_a_pipe(path)) || may_be_python())
 }
 
 fn is_standard(path: &Path) -> bool {
@@ -60,9 +62,9 @@ fn reads_a_pipe(path: &Path) -> bool {
     !may_write && fs::read_link(path).is_ok_and(|target| target.as_os_str().as_encoded_bytes().starts_with(b"pipe:"))
 }
 
-fn is_python(pid: i32) -> bool {
+fn is_python(program: &Path) -> bool {
     let is_one = |name: &str| name.starts_with("python") || name.starts_with("pypy");
-    program(pid).is_some_and(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_one))
+    program.file_name().and_then(|name| name.to_str()).is_some_and(is_one)
 }
 
 /// The file that it executes; one that was removed has `(deleted)` behind its name.
