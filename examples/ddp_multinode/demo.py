@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from several_agents import HANG, TRAIN, Agents, PromiseError, is_running
+from several_agents import HANG, TRAIN, Agents, is_running
 
 # isort: split
 # Found by way of the module above.
@@ -118,11 +118,6 @@ class Demo(Agents):
     # --- the story ---
 
     def run(self) -> None:
-        """All of it.
-
-        Raises:
-            PromiseError: something is not as promised.
-        """
         self.wait_for_workers(3, since=0, where=(0, 1, 2))
         epoch = self.wait_for_epochs(CUT_AFTER, since=0)
 
@@ -147,19 +142,12 @@ def run(folder: Path, *, is_loopback: bool, epochs: int, is_verbose: bool) -> in
     why = "as asked for" if is_loopback else hosts.why_not()
     place = Loopback(why) if why else Place(folder)
     try:
-        demo = Demo(place, folder, epochs=epochs, is_verbose=is_verbose)
-        try:
-            demo.run()
-        except PromiseError as broken:
-            demo.show(broken)
-            return 1
-        finally:
-            demo.close()
+        is_kept = Demo(place, folder, epochs=epochs, is_verbose=is_verbose).play()
     finally:
         left = place.close()
     if left:
         print(f"NOT AS PROMISED: left on the hosts: {left}", flush=True)
-    return 1 if left else 0
+    return 0 if is_kept and not left else 1
 
 
 def main() -> int:

@@ -42,11 +42,6 @@ class Demo(Agents):
         self.tell("started " + ", ".join(self.name(node) for node in range(NODES)))
 
     def run(self) -> None:
-        """All of it.
-
-        Raises:
-            PromiseError: something is not as promised.
-        """
         self.wait_for_workers(NODES, since=0, where=range(NODES))
         epoch = self.wait_for_epochs(PAUSE, since=0)
 
@@ -79,17 +74,9 @@ def run(folder: Path, *, epochs: int, is_verbose: bool) -> int:
         return 1
     cluster = etcd.Etcd(folder, size=3)
     try:
-        demo = Demo(cluster, folder, epochs=epochs, is_verbose=is_verbose)
-        try:
-            demo.run()
-        except PromiseError as broken:
-            demo.show(broken)
-            return 1
-        finally:
-            demo.close()
+        return 0 if Demo(cluster, folder, epochs=epochs, is_verbose=is_verbose).play() else 1
     finally:
         cluster.close()
-    return 0
 
 
 def main() -> int:

@@ -169,11 +169,28 @@ class Agents:
             if agent.stdout:
                 agent.stdout.close()
 
-    def show(self, broken: PromiseError) -> None:
-        """Print the last lines, and what is not as promised."""
-        for line in self.lines[-40:]:
-            print(f"{line.at:7.1f} s |{self.name(line.node)}| {line.text}")
-        print(f"NOT AS PROMISED: {broken}", flush=True)
+    # --- the story ---
+
+    def run(self) -> None:
+        """All of it.
+
+        Raises:
+            PromiseError: something is not as promised.
+        """
+        raise NotImplementedError
+
+    def play(self) -> bool:
+        """Run the story, and end all agents; false, and the last lines are printed: it is not as promised."""
+        try:
+            self.run()
+        except PromiseError as broken:
+            for line in self.lines[-40:]:
+                print(f"{line.at:7.1f} s |{self.name(line.node)}| {line.text}")
+            print(f"NOT AS PROMISED: {broken}", flush=True)
+            return False
+        finally:
+            self.close()
+        return True
 
 
 def is_running(pid: int) -> bool:

@@ -16,7 +16,7 @@ if _ends_by_sigint:
     # Until there are handlers, Ctrl-C ends this process as any other signal does, without a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 if _is_command:
-    # An agent makes few objects and hardly a cycle: a collection for each 700 of them is 3 ms of a launch.
+    # An agent makes few objects and hardly a cycle: a collection for each 700 of them is 2 ms of a launch.
     gc.set_threshold(20_000)
 
 from elasticrs import lazy  # noqa: E402

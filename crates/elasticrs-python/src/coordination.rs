@@ -11,7 +11,6 @@ use elasticrs_store::coordination::events::{Event, Events};
 use elasticrs_store::coordination::leases::Leases;
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
-use elasticrs_store::etcd::links::Site;
 use elasticrs_store::etcd::{client as etcd, tls};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -219,7 +218,7 @@ impl CoordinationClient {
             connect_timeout: duration(connect_timeout, "connect_timeout")?,
             read_timeout: duration(read_timeout, "read_timeout")?,
             stall_timeout: stall_timeout.map(|seconds| duration(seconds, "stall_timeout")).transpose()?,
-            links: links.map(|(scope, host)| Site { scope, host }),
+            links: links.map(|(scope, host)| etcd::Site { scope, host }),
         };
         let guard = lease::guard(supervisor.as_ref());
         let home = Home::new(supervisor)?;

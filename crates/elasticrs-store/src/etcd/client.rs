@@ -19,7 +19,7 @@ use super::grpc::Channel;
 use super::links::Links;
 use super::mapping::unsigned;
 use super::open::{Granted, Opened, open, revoke};
-pub use super::options::Options;
+pub use super::options::{Options, Site};
 use super::session::{Command, Ended, Session};
 use super::tls;
 use crate::coordination::client::{Ending, TooLarge};

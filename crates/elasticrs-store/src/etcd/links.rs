@@ -29,16 +29,9 @@ use super::dial::{Link, Trouble};
 use super::grpc::Channel;
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;
+use super::open::RANGE;
+use super::options::Site;
 use crate::coordination::connect::resolve;
-
-/// Which sessions are linked, and where this one is found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Site {
-    /// Sessions of one scope are linked with each other.
-    pub scope: String,
-    /// Where others reach this machine, beside the address from which it reaches etcd.
-    pub host: Option<String>,
-}
 
 /// For a connection, and for the first words on one.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -224,5 +217,3 @@ async fn ended(stream: &mut TcpStream) {
     let mut byte = [0];
     while let Ok(1..) = stream.read(&mut byte).await {}
 }
-
-const RANGE: &str = "/etcdserverpb.KV/Range";

@@ -16,7 +16,7 @@ mod dial;
 mod grpc;
 mod jobs;
 mod lease;
-pub mod links;
+mod links;
 mod mapping;
 mod messages;
 mod open;

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use super::links::Site;
 use super::tls;
 
 /// Where a client connects, as whom, and how patient it is.
@@ -28,4 +27,13 @@ pub struct Options {
     pub stall_timeout: Option<Duration>,
     /// `None`: nobody looks after this session, nor this one after others.
     pub links: Option<Site>,
+}
+
+/// Which sessions are linked, and where this one is found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Site {
+    /// Sessions of one scope are linked with each other.
+    pub scope: String,
+    /// Where others reach this machine, beside the address from which it reaches etcd.
+    pub host: Option<String>,
 }
