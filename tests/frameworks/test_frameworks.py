@@ -5,6 +5,7 @@ the middle: the second attempt goes on from the checkpoint, and must end with th
 workers start warm.
 """
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,16 +42,20 @@ def train(launch, directory: Path, script: str, *arguments: str, warm: str = "of
         *options, HERE / f"{script}.py", "--directory", directory, *arguments, env=environment, cwd=directory
     )
     assert launched.wait(3 * HANG) == 0, launched.stdout + launched.stderr
-    told = [line.split() for line in launched.stdout.splitlines()]
     return Run(
         *(
             sorted(
-                (dict(pair.split("=") for pair in words[1:]) for words in told if words and words[0] == what),
+                (dict(pair.split("=") for pair in told.split()) for told in said(what, launched.stdout)),
                 key=lambda each: each["rank"],
             )
             for what in ("accident", "done")
         )
     )
+
+
+def said(what: str, output: str) -> list[str]:
+    """The rest of each line of ``say``: it may follow text whose newline another rank is still to write."""
+    return re.findall(rf"{what} (rank=.*)", output)
 
 
 def expected(script: str, attempt: int, steps: int) -> list[dict[str, str]]:
