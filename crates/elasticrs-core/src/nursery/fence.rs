@@ -7,7 +7,7 @@
 //!
 //! The page holds one number: 0 (no deadline), [`PASSED`], or nanoseconds on `CLOCK_BOOTTIME`.
 //!
-//! 1. Only the nursery writes `PASSED`, by an exchange with the deadline that it found to have come. So a renewal either
+//! 1. Only who looks writes `PASSED` (the nursery; the agent while that waits for a start), by an exchange with the deadline that it found to have come. So a renewal either
 //!    comes before it, and counts, or after, and says that it was too late.
 //! 2. The timer is never set for later than the deadline. Whoever sets it has written or read the page before, and the
 //!    nursery reads the page again afterwards, since it may have overwritten what the agent has set meanwhile.
@@ -91,7 +91,7 @@ impl Fence {
         !moved.too_late
     }
 
-    /// Compares the deadline with the time, and sets the timer for it (the nursery's side). The timer's descriptor is
+    /// Compares the deadline with the time, and sets the timer for it (the nursery's side, mostly). The timer's descriptor is
     /// unreadable afterwards, and needs no reading, since setting or stopping it has that effect.
     ///
     /// # Errors

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 pub enum Timer {
     /// All workers must run by then.
     Start,
+    /// The fence may have passed while the nursery waits for a start.
+    Fence,
     /// The nursery must have imported by then.
     Warm,
     /// SIGKILL follows the first signal.

@@ -395,7 +395,7 @@ impl Group {
             Timer::Exit(local_rank) => self.take_evidence(Then::Exit(local_rank), effects),
             Timer::Check | Timer::Hang => self.look(effects),
             // A deadline whose reason has passed in the meantime, or those that are the executor's.
-            Timer::Kill | Timer::GiveUp | Timer::Start | Timer::Warm | Timer::Sweep => {}
+            Timer::Kill | Timer::GiveUp | Timer::Start | Timer::Fence | Timer::Warm | Timer::Sweep => {}
         }
     }
 

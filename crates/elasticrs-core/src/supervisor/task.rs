@@ -41,6 +41,7 @@ mod watchdog;
 use check::CHECK_INTERVAL;
 use exits::Exits;
 use hang::{Gathering, Hangs};
+use loss::FENCE_AFTER;
 use watchdog::{Ring, Watchdog};
 
 /// How long `close` waits for a nursery to end what is left.
@@ -343,6 +344,7 @@ impl Task {
             nursery.send(&request, fds);
         }
         self.deadlines.arm(Timer::Start, spec.start_deadline, Instant::now());
+        self.deadlines.arm(Timer::Fence, FENCE_AFTER, Instant::now());
         self.start_when_answered();
         Ok(())
     }
@@ -360,6 +362,7 @@ impl Task {
             return;
         }
         self.deadlines.disarm(Timer::Start);
+        self.deadlines.disarm(Timer::Fence);
         if starting.has_failed() {
             // SUP-1: the others go as well.
             return self.sweep(Duration::ZERO, Duration::ZERO, super::deadlines::GIVE_UP_AFTER);
@@ -414,6 +417,7 @@ impl Task {
         while let Some(timer) = self.deadlines.expired(Instant::now()) {
             match timer {
                 Timer::Start => self.on_hung_start(),
+                Timer::Fence => self.fence_start(),
                 Timer::Warm => self.on_hung_import(),
                 Timer::Kill if matches!(self.current, Current::Starting(_)) => self.kill_start(),
                 Timer::Sweep => self.on_overdue_sweep(),

@@ -2,15 +2,23 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use elasticrs_runtime::clock::{Stamp, boot_now};
 
 use super::{Current, Task};
 use crate::exit::WorkerExit;
+use crate::nursery::fence::Look;
+use crate::signal::Signal;
+use crate::spec::StopPolicy;
 use crate::supervisor::deadlines::{GIVE_UP_AFTER, Timer};
 use crate::supervisor::event::{Event, NurseryEnd, Swept};
 use crate::supervisor::state::{HOPELESS_SWEEP, Input};
 use crate::supervisor::watch;
 use crate::sys::stage::Stage;
+
+/// So much longer the nursery has to see by itself that the fence has passed.
+pub(super) const FENCE_AFTER: Duration = Duration::from_millis(100);
 
 impl Task {
     pub(super) fn on_hung_start(&mut self) {
@@ -33,6 +41,24 @@ impl Task {
             && !starting.has_failed()
         {
             nursery.kill();
+        }
+    }
+
+    /// The nursery cannot look at the fence while it waits for a start, so that is done here.
+    pub(super) fn fence_start(&mut self) {
+        let Current::Starting(starting) = &mut self.current else { return };
+        match self.shared.fence.look() {
+            Ok(Look::At(deadline)) => {
+                let left = Duration::from_nanos(deadline.saturating_sub(boot_now()));
+                self.deadlines.arm(Timer::Fence, left + FENCE_AFTER, Instant::now());
+            }
+            // The nursery has seen it, or there is none.
+            Ok(Look::Passed { first: false } | Look::Unset) | Err(_) => {}
+            Ok(Look::Passed { first: true }) => {
+                self.shared.queue.push(Event::Fenced { at: Stamp::now() });
+                starting.stop(StopPolicy { signal: Signal::KILL, grace: Duration::ZERO });
+                self.kill_start();
+            }
         }
     }
 
@@ -62,6 +88,7 @@ impl Task {
             Current::Starting(starting) => {
                 starting.nursery_lost(end);
                 self.deadlines.disarm(Timer::Start);
+                self.deadlines.disarm(Timer::Fence);
                 self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
             }
             Current::Running(running) => {
