@@ -33,8 +33,23 @@ class Checks:
         self.losses = 0
         self.lossy = 0
         self.was_aborted = False
+        self.keep()
+
+    def keep(self):
+        """All that was written is on disk."""
+        self.kept = self.head, self.entry, self.writer, dict(self.rounds), set(self.recorded), self.lossy
+
+    def undo(self):
+        """Forget the writes that are lost."""
+        self.head, self.entry, self.writer, rounds, recorded, self.lossy = self.kept
+        self.rounds, self.recorded = dict(rounds), set(recorded)
 
     # --- writes ---
+
+    def ended(self, conn):
+        world = self.world
+        still = not conn.is_refused and not conn.is_revoked and world.has_workers(world.owner(conn), conn)
+        require(not still, "I-13 workers run on after their node was counted as lost", conn.name)
 
     def put(self, old, entry, conn):
         if entry.key.startswith(KEYS.dones):
@@ -134,6 +149,8 @@ class Checks:
         require(before is not None and before.state == "RUNNING", "I-1 the end of", before)
         require((before.round, before.form) == (head.round, head.form), "I-2 one content per round", head)
         require(head.used == before.used, "I-5 an end changes the budget", head)
+        is_for_nothing = self.world.kinds["calm"] and head.end["kind"] != "scale"
+        require(not is_for_nothing, "I-14 a round ends though the store was only away", head)
         end = head.end
         if end["kind"] in ("lost", "left"):
             rank = self.rounds[head.round].index(end["member"])

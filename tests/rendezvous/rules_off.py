@@ -26,7 +26,8 @@ from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.state import Member
 from elasticrs.rendezvous.elastic.view import View
 
-from .store import Store
+from .store import Conn, Store
+from .world import World
 
 RULES = {}
 """By name: the function that keeps a rule, and what breaks it."""
@@ -95,6 +96,8 @@ def verdict_on_a_stale_view(view):
 
 
 _claim = by_hand.claim
+_registered = joining.registered
+_resume = Conn.resume
 
 
 @instead_of(by_hand.claim)
@@ -236,3 +239,58 @@ def an_abort_is_tried_once(member, reply):
 @instead_of(connecting._give_up)
 def a_lost_store_is_waited_for_without_end(member, outcome):
     return None
+
+
+# --- a store that is away ---
+
+
+@instead_of(World.may_end)
+def leases_end_before_the_client_gives_up(self, conn):
+    return conn.is_stalled or not conn.open
+
+
+@instead_of(Store.breaks)
+def a_broken_connection_ends_the_session(self, conn):
+    if not conn.is_etcd:
+        self.end_session(conn)
+
+
+@instead_of(Store.is_current)
+def the_end_of_an_old_connection_ends_the_session(self, conn, connection):
+    return True
+
+
+@instead_of(Store.has_ended)
+def a_session_that_has_ended_goes_on(self, conn):
+    return False
+
+
+@instead_of(Store.loaded)
+def leases_go_on_while_the_store_is_away(self, conn):
+    self.end_session(conn)
+
+
+@instead_of(Store.waits_for_disk)
+def told_before_it_is_on_disk(self):
+    return False
+
+
+@instead_of(Store.tells_news)
+def what_came_while_away_is_not_told(self):
+    return False
+
+
+@instead_of(Conn.resume)
+def requests_are_not_sent_again(self):
+    self.sent.clear()
+    _resume(self)
+
+
+@instead_of(joining.own_registration)
+def refused_by_itself(reply):
+    return None
+
+
+@instead_of(joining.registered)
+def registered_when_it_was_last_put(member, registration, own):
+    _registered(member, registration, own.replaced(create_revision=own.mod_revision))

@@ -1,5 +1,10 @@
 """A simulated coordination store: revisions, transactions, leases, watches; each client's events wait to be
-delivered, replies and changes apart, those of an etcd's watches apart from each other, too."""
+delivered, replies and changes apart, those of an etcd's watches apart from each other, too.
+
+A session outlives its connection. One of our own store is taken up again by its client: the watches from a
+fresh look at what is there, then every request whose answer has not come, once more. A store that keeps its
+state may die: what it has not written to disk is lost, and nobody was told of it.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,7 @@ from elasticrs.coordination import (
     Reply,
     Txn,
     Unwatch,
+    Watch,
 )
 
 
@@ -46,31 +52,57 @@ def is_new(change):
     return change.value is not None and change.create_revision == change.mod_revision
 
 
-class Conn:
-    """One connection: one session, one lease."""
+class TakeUp(Value):
+    """The client's own request for a watch that it has had before."""
 
-    __slots__ = (
-        *("dead", "is_etcd", "is_revoked", "is_stalled", "name", "open"),
-        *("queues", "replies", "requests", "watches"),
-    )
+    prefix: str
+    exact: bool
+
+
+class Conn:
+    """One session, one lease; and its connection, if there is one."""
 
     def __init__(self, name, is_etcd=False):
         self.name = name
         self.is_etcd = is_etcd
         self.open = True
-        """The client still has it."""
+        """The client still has the session."""
         self.dead = False
-        """The store has ended the session."""
+        """The store has ended it."""
         self.is_revoked = False
-        """The client has ended its lease; else that ends a while after the connection."""
+        """The client has ended its lease; else that ends a while after the client has given it up."""
+        self.is_refused = False
+        """The store has refused to go on: it ends the lease whatever still runs."""
         self.is_stalled = False
         """Nothing comes through for a while."""
+        self.connection = 0
+        """Its number."""
+        self.forgotten = []
+        """Those before it whose end the store has not seen."""
         self.requests = []
+        """On the way to the store."""
+        self.sent = []
+        """Those whose answer the client does not have."""
         self.replies = []
         self.watches = {}
         """The changes that wait to be delivered, by prefix and whether that is a whole key."""
         self.queues = [] if is_etcd else [[]]
         """The same, each once, and those of watches that have ended."""
+        self.known = {}
+        """By watch: the modify revisions that the client knows of, by key."""
+
+    def send(self, request):
+        if self.is_here:
+            self.requests.append(request)
+        if not self.is_etcd:
+            self.sent.append(request)
+        if isinstance(request, Unwatch):
+            self.known.pop((request.prefix, request.exact), None)
+
+    @property
+    def is_here(self):
+        """There is a connection; the client of an etcd does not tell."""
+        return self.is_etcd or not self.is_stalled
 
     def watch(self, *covered):
         if self.is_etcd:
@@ -79,10 +111,7 @@ class Conn:
 
     def is_told(self, queue, key):
         """Whether changes of this key go there."""
-        return any(
-            told is queue and (key == prefix if is_exact else key.startswith(prefix))
-            for (prefix, is_exact), told in self.watches.items()
-        )
+        return any(told is queue and covers(watch, key) for watch, told in self.watches.items())
 
     def forget(self):
         """Nothing that waits is delivered."""
@@ -91,16 +120,89 @@ class Conn:
         self.watches.clear()
         self.queues.clear()
 
+    # --- the client's part ---
+
+    def received(self, event):
+        """The client has an event."""
+        if self.is_etcd:
+            return
+        if isinstance(event, Changes):
+            for watch, known in self.known.items():
+                for change in event.changes:
+                    if covers(watch, change.key):
+                        known[change.key] = change.mod_revision
+                    if change.value is None:
+                        known.pop(change.key, None)
+            return
+        place = next((i for i, each in enumerate(self.sent) if getattr(each, "tag", None) == event.tag), None)
+        if place is None:
+            return
+        # Requests are answered in their order.
+        request = self.sent[place]
+        del self.sent[: place + 1]
+        if isinstance(request, Watch) and Unwatch(request.prefix, request.exact) not in self.sent:
+            found = {entry.key: entry.mod_revision for entry in event.entries()}
+            self.known[request.prefix, request.exact] = found
+
+    def lose(self, last, has_reply, are_carried_out):
+        """The connection breaks.
+
+        Args:
+            last: the revision up to which the client has been told everything.
+            has_reply: also of the answers at that revision.
+            are_carried_out: requests that are on the way still get there.
+        """
+        self.is_stalled = True
+        self.connection += 1
+        self.watches.clear()
+        (queue,) = self.queues
+        queue[:] = [each for each in queue if each.revision <= last]
+        self.replies[:] = [each for each in self.replies if each.revision < last + has_reply]
+        for each in self.replies:
+            self.received(each)
+        if not are_carried_out:
+            self.requests.clear()
+
+    def resume(self):
+        """There is a connection again."""
+        self.is_stalled = False
+        self.forgotten.append(self.connection - 1)
+        self.requests = [*(TakeUp(*watch) for watch in self.known), *self.sent]
+
+    def news(self, watch, found, revision):
+        """What the client has to be told, so that it knows what there is at this revision."""
+        known = dict(self.known[watch])
+        for change in (change for told in self.queues[0] for change in told.changes):
+            if covers(watch, change.key):
+                known[change.key] = change.mod_revision
+        here = {entry.key for entry in found}
+        gone = [Entry(key, None, 0, revision) for key in known if key not in here]
+        return [*(each for each in found if known.get(each.key) != each.mod_revision), *gone]
+
+
+def covers(watch, key):
+    prefix, is_exact = watch
+    return key == prefix if is_exact else key.startswith(prefix)
+
 
 class Store:
-    """The state of the store; ``on_put`` hears of every put before it counts."""
+    """The state of the store; ``on_put`` hears of every put before it counts, ``on_end`` of a session's end.
 
-    def __init__(self, on_put):
+    With ``is_kept``, whatever it would tell waits until it is on disk.
+    """
+
+    def __init__(self, on_put, on_end=lambda _: None, is_kept=False):
         self.revision = 0
         self.entries = {}
         self.leases = {}
         self.conns = []
-        self.on_put = on_put
+        self.on_put, self.on_end = on_put, on_end
+        self.is_kept = is_kept
+        self.held = []
+        """What nobody has been told yet: what tells it, and with what."""
+        self.ended = []
+        """Sessions that have ended, which is not on disk."""
+        self.on_disk = 0, {}, {}
 
     def get(self, key):
         return self.entries.get(key)
@@ -113,18 +215,69 @@ class Store:
         request = conn.requests.pop(0)
         if isinstance(request, Txn):
             self._txn(conn, request)
-        elif not conn.open:
+        elif not conn.open or not conn.is_here:
             return
         elif isinstance(request, Unwatch):
-            del conn.watches[request.prefix, request.exact]
+            conn.watches.pop((request.prefix, request.exact), None)
+        elif isinstance(request, TakeUp):
+            self._take_up(conn, (request.prefix, request.exact))
         else:
             conn.watch(request.prefix, request.exact)
-            found = [self.get(request.prefix)] if request.exact else self.under(request.prefix)
-            self._reply(conn, request.tag, True, [each for each in found if each is not None])
+            self._reply(conn, conn.connection, Reply(request.tag, True, self.revision, self._found(request)))
 
-    def _reply(self, conn, tag, ok, results):
-        if conn.open:
-            conn.replies.append(Reply(tag, ok, self.revision, results))
+    def _found(self, watch):
+        found = [self.get(watch.prefix)] if watch.exact else self.under(watch.prefix)
+        return [each for each in found if each is not None]
+
+    def _take_up(self, conn, watch):
+        if watch not in conn.known:
+            return
+        conn.watch(*watch)
+        found = [each for key, each in self.entries.items() if covers(watch, key)]
+        news = conn.news(watch, found, self.revision)
+        if news and self.tells_news():
+            conn.queues[0].append(Changes(self.revision, news))
+
+    def tells_news(self):
+        """The client of a watch that is taken up is told what has changed meanwhile."""
+        return True
+
+    def _reply(self, conn, connection, reply):
+        if conn.open and conn.is_here and conn.connection == connection:
+            conn.replies.append(reply)
+
+    # --- the disk ---
+
+    def tell(self, what, *of):
+        """Tell somebody something, once it is on disk."""
+        self.held.append((what, of))
+        if not self.waits_for_disk():
+            self.sync(is_on_disk=not self.is_kept)
+
+    def waits_for_disk(self):
+        return self.is_kept
+
+    def sync(self, is_on_disk=True):
+        """All is on disk, and told."""
+        held, self.held = self.held, []
+        if is_on_disk and self.is_kept:
+            self.ended = []
+            self.on_disk = self.revision, dict(self.entries), dict(self.leases)
+        for what, of in held:
+            what(*of)
+
+    def die(self):
+        """What is not on disk is lost."""
+        self.held = []
+        self.revision, entries, leases = self.on_disk
+        self.entries, self.leases = dict(entries), dict(leases)
+        for conn in self.ended:
+            conn.dead = False
+            if conn not in self.conns:
+                self.conns.append(conn)
+        self.ended = []
+
+    # --- transactions ---
 
     def _holds(self, compare):
         entry = self.entries.get(compare.key)
@@ -148,7 +301,9 @@ class Store:
         ops = request.then if ok else request.otherwise
         if conn.dead and any(isinstance(op, Put) and op.leased for op in ops):
             return
-        self._reply(conn, request.tag, ok, self.apply(ops, conn))
+        connection = conn.connection if conn.is_here else None
+        results = self.apply(ops, conn)
+        self.tell(self._reply, conn, connection, Reply(request.tag, ok, self.revision, results))
 
     def apply(self, ops, conn):
         """Carry out operations as one revision."""
@@ -182,8 +337,7 @@ class Store:
                     results.append(self._predecessor(op.prefix, op.key))
         if changes:
             self.revision = revision
-            for each in self.conns:
-                self._tell(each, changes)
+            self.tell(self._tell_all, revision, changes)
         return results
 
     def _predecessor(self, prefix, key):
@@ -191,11 +345,12 @@ class Store:
         before = [each for each in self.under(prefix) if each.create_revision < own]
         return max(before, key=lambda each: each.create_revision, default=None)
 
-    def _tell(self, conn, changes):
-        for queue in conn.queues:
-            told = [change for change in changes if conn.is_told(queue, change.key)]
-            if told:
-                queue.append(Changes(self.revision, told))
+    def _tell_all(self, revision, changes):
+        for conn in self.conns:
+            for queue in conn.queues:
+                told = [change for change in changes if conn.is_told(queue, change.key)]
+                if told:
+                    queue.append(Changes(revision, told))
 
     def resync(self, queue):
         """What waits there has been compacted: only what has become of it is told."""
@@ -210,10 +365,27 @@ class Store:
 
     def end_session(self, conn):
         """Its lease is over."""
+        self.on_end(conn)
         conn.dead = True
+        if self.is_kept:
+            self.ended.append(conn)
         keys = [key for key, owner in self.leases.items() if owner is conn]
         if keys:
             self.apply([Delete(key) for key in keys], None)
 
     def has_lease(self, conn):
         return conn in self.leases.values()
+
+    def is_current(self, conn, connection):
+        """The end of this connection is that of the session."""
+        return connection == conn.connection
+
+    def breaks(self, conn):
+        """A connection breaks: that says nothing about the session."""
+
+    def has_ended(self, conn):
+        """The session that a client wants to go on with is over."""
+        return conn.dead
+
+    def loaded(self, conn):
+        """The store is back, with this session: its lease is counted from now."""

@@ -21,6 +21,7 @@ PER_PART = RULE_LIMIT // PARTS if IS_THOROUGH else 100
 RARELY_SEEN = {
     "a_slot_counts_before_it_is_known": 18_800,
     "an_end_that_is_not_told_stops_nobody": 7_600,
+    "refused_by_itself": 4_200,
     "registration_deletes_by_agent": 52_300,
 }
 """Where the search begins for a rule whose absence thousands of schedules do not show: it would take minutes.
@@ -39,7 +40,11 @@ HAPPENS = (
     "exit_lost",
     "exit_spare",
     "exit_stuck",
+    "given_up",
+    "gone",
+    "resumed",
     "server_died",
+    "server_returned",
 )
 
 choices = st.lists(st.integers(0, (1 << 16) - 1), max_size=400)

@@ -13,6 +13,7 @@ from elasticrs.rendezvous.elastic.machine import Phase, step
 
 from . import agents
 from .checks import Checks, ViolationError, require
+from .outages import Outages
 from .store import Conn, Store
 
 HARD = ("join", "give_up", "connect", "store_lost", "leave", "barrier", "round_age")
@@ -25,6 +26,8 @@ NEW_WORLDS = {
     "embedded": 0.35,
     "flaky": 0.15,
     "etcd": 0.5,
+    "kept": 0.5,
+    "calm": 0.06,
 }
 STATIC = 0.1, 0.3
 """Where the number drawn for flaky makes ranks be given by hand: some are both."""
@@ -39,9 +42,10 @@ CLOCK_STEPS = 20
 class Group:
     """The workers of one node."""
 
-    __slots__ = ("failed_at", "is_stuck", "peer_lost", "rank", "result", "round", "stopping")
+    __slots__ = ("conn", "failed_at", "is_stuck", "peer_lost", "rank", "result", "round", "stopping")
 
-    def __init__(self, number, rank):
+    def __init__(self, number, rank, conn):
+        self.conn = conn
         self.round = number
         self.rank = rank
         self.stopping = False
@@ -88,7 +92,7 @@ class Proc:
         self.leaving = False
 
 
-class World:
+class World(Outages):
     """Everything, and the choices that can be made."""
 
     def __init__(self, pick, random, *, clocks_agree=False):
@@ -108,8 +112,10 @@ class World:
         }
         drawn = {name: random() for name in NEW_WORLDS}
         self.kinds = {name: drawn[name] < share for name, share in NEW_WORLDS.items()}
-        self.kinds["embedded"] &= not self.kinds["etcd"]
+        self.kinds["embedded"] &= not self.kinds["etcd"] and not self.kinds["calm"]
+        self.kinds["kept"] &= not self.kinds["etcd"] and not self.kinds["embedded"]
         self.kinds["static"] = STATIC[0] <= drawn["flaky"] < STATIC[1]
+        self.kinds["kept"] &= not self.kinds["static"]
         if self.kinds["static"]:
             self.config["min_nodes"] = least = most
         self.log = []
@@ -119,7 +125,7 @@ class World:
         self.server_alive = True
         self.procs = []
         self.checks = Checks(self)
-        self.store = Store(self.checks.put)
+        self.store = Store(self.checks.put, self.checks.ended, self.kinds["kept"])
         self.spawned = 0
         for _ in range(least + int(random() * (most + 2 - least))):
             self.spawn()
@@ -171,7 +177,7 @@ class World:
 
     def _request(self, proc, action):
         require(proc.conn is not None, "a request without a connection", action)
-        proc.conn.requests.append(action)
+        proc.conn.send(action)
 
     def _connect(self, proc, _):
         require(proc.conn is None and not proc.connecting, "two connections")
@@ -191,13 +197,14 @@ class World:
 
     def _start(self, proc, action):
         self.checks.start(proc, action)
-        proc.group = Group(action.round, action.group_rank)
+        proc.group = Group(action.round, action.group_rank, proc.conn)
         if action.serves_store:
             proc.served.add(proc.port)
         proc.group.peer_lost = self.checks.is_member_missing(action.round)
         self.count("starts")
 
     def _stop(self, proc, action):
+        require(not (self.kinds["calm"] and action.fenced), "fenced for nothing", proc.name, action)
         # Its end may be on the way to the agent.
         if proc.group is not None:
             require(proc.group.round == action.round, "stops what it does not have", action)
@@ -262,25 +269,15 @@ class World:
                 group.peer_lost = True
 
     def crash(self, proc):
+        """The agent is killed; its workers are ended soon after."""
         self.mark_peers(proc)
         self.checks.losses += 1
-        proc.alive = False
-        proc.group = None
-        proc.connecting = False
+        proc.alive = proc.paused = proc.connecting = False
+        if proc.conn is not None:
+            self.store.breaks(proc.conn)
         self.drop(proc)
         if self.is_host(proc):
             self.kill_server()
-
-    def kill_server(self):
-        if not self.server_alive:
-            return
-        self.server_alive = False
-        self.count("server_died")
-        for proc in self.procs:
-            if proc.conn is not None:
-                self.lose_connection(proc)
-        for conn in self.store.conns:
-            conn.requests.clear()
 
     # --- choices ---
 
@@ -288,18 +285,14 @@ class World:
         """Pairs of weight and what to do."""
         found = []
         add = found.append
-        silent = self.server_alive and self.has_dead_lease()
-        for conn in self.store.conns:
-            if conn.is_stalled:
-                add((0.5 if faults else 5, self.go_on, conn))
-            elif conn.requests and self.server_alive:
-                add((6 if conn.open else 1.5, self.store.serve, conn))
-            if not conn.open and not conn.dead and self.server_alive:
-                add((0.5 if conn.is_etcd and not conn.is_revoked else 2, self.expire, conn))
+        silent = (self.server_alive or self.returns) and self.has_dead_lease()
+        self._outages(add, faults)
         for proc in self.procs:
             if proc.alive:
                 self._choices_of(proc, add, faults, silent)
-        if faults:
+            elif proc.group is not None:
+                add((4, self.sweep, proc))
+        if faults and not self.kinds["calm"]:
             self._faults(add)
         return found
 
@@ -313,7 +306,7 @@ class World:
                     add((4, self.worker_failed, proc))
                 else:
                     add((0.35 if faults else 1, self.worker_done, proc))
-                    if faults:
+                    if faults and not self.kinds["calm"]:
                         add((0.25, self.worker_failed, proc))
                         add((0.06, self.start_failed, proc))
         if proc.paused:
@@ -327,7 +320,7 @@ class World:
         if proc.connecting:
             add((3, self.connect, proc))
         conn = proc.conn
-        if conn is not None and not conn.is_stalled:
+        if conn is not None and not (conn.is_stalled and conn.is_etcd):
             for queue in filter(None, conn.queues):
                 add((6, self.changes, proc, queue))
             if conn.replies:
@@ -348,7 +341,7 @@ class World:
                 # A store that was away for that long is worth a look.
                 is_away = kind == "settle" and any(each.is_stalled for each in self.store.conns)
                 add((5 if is_away else 0.5, self.timer, proc, name))
-            elif faults:
+            elif faults and not self.kinds["calm"]:
                 add((HARD_WEIGHTS.get(kind, 0.02), self.timer, proc, name))
             else:
                 add((0, self.timer, proc, name))
@@ -361,21 +354,14 @@ class World:
             add((0.015, self.fault_leave, proc))
             if proc.conn is not None:
                 add((0.8 if self.kinds["flaky"] else 0.06, self.fault_cut, proc))
-                if proc.conn.is_etcd and not proc.conn.is_stalled:
-                    add((0.2, self.fault_stall, proc.conn))
             if proc.connecting:
                 add((0.3, self.fault_refused, proc))
             if not proc.paused:
                 add((0.08, self.fault_pause, proc))
         if self.spawned < 9:
             add((0.25, self.fault_spawn))
-        if self.kinds["server_dies"] and self.server_alive:
-            add((0.1, self.kill_server))
         if self.kinds["stuck"]:
             add((0.2, self.fault_stuck))
-
-    def has_dead_lease(self):
-        return any(not conn.open for conn in self.store.leases.values())
 
     def is_stopping(self, faults):
         """Workers that are about to be gone, or an agent that is about to leave."""
@@ -386,11 +372,6 @@ class World:
         )
 
     # --- what happens ---
-
-    def expire(self, conn):
-        self.log.append(("expire", conn.name))
-        self.store.end_session(conn)
-        self.store.conns = [each for each in self.store.conns if not each.dead or each.requests]
 
     def from_queue(self, proc):
         event = proc.queue.pop(0)
@@ -404,24 +385,23 @@ class World:
         if not self.server_alive:
             self.deliver(proc, ConnectionLost("refused", "connection refused"))
             return
+        self.sync()
         proc.conn = Conn(proc.name, self.kinds["etcd"])
         self.store.conns.append(proc.conn)
         self.deliver(proc, Connected(self.store.revision, f"10.0.0.{proc.name[1:]}"))
 
     def changes(self, proc, queue):
-        self.deliver(proc, queue.pop(0))
+        self.tell(proc, queue)
         self.checks.told(proc)
 
-    def go_on(self, conn):
-        conn.is_stalled = False
-        if self.random() < 0.4:
-            self.count("compacted")
-            self.log.append((conn.name, "compacted"))
-            for queue in conn.queues:
-                self.store.resync(queue)
-
     def reply(self, proc):
-        self.deliver(proc, proc.conn.replies.pop(0))
+        self.tell(proc, proc.conn.replies)
+
+    def tell(self, proc, queue):
+        event = queue.pop(0)
+        require(event.revision <= self.store.revision, "the store goes back", proc.name, event)
+        proc.conn.received(event)
+        self.deliver(proc, event)
 
     def timer(self, proc, name):
         proc.timers.discard(name)
@@ -475,12 +455,8 @@ class World:
         self.count("cut")
         self.checks.losses += 1
         self.log.append(("cut", proc.name))
+        proc.conn.is_refused = True
         self.lose_connection(proc)
-
-    def fault_stall(self, conn):
-        self.count("stall")
-        self.log.append((conn.name, "stall"))
-        conn.is_stalled = True
 
     def fault_refused(self, proc):
         self.count("refused")
@@ -494,8 +470,10 @@ class World:
         proc.paused = True
         self.log.append(("pause", proc.name))
         if self.random() < 0.6 and proc.conn is not None:
-            self.checks.losses += 1
-            self.lose_connection(proc, "silent")
+            if proc.conn.is_etcd:
+                self.give_up(proc)
+            elif not proc.conn.is_stalled:
+                self.break_off(proc.conn)
 
     def fault_leave(self, proc):
         if proc.leaving or proc.paused:

@@ -181,16 +181,16 @@ def register(member: Member, link: Link) -> None:
     link.registration = registration = Registration(f"{member.agent.agent}/{incarnation}")
     own = keys.node(registration.member)
     ops = earlier_registrations(member, incarnation)
-    ops += [Put(own, member.node().encode(), True), Predecessor(keys.nodes, own)]
+    ops += [Put(own, member.node().encode(), True), Get(own), Predecessor(keys.nodes, own)]
     compares: list[Compare] = [CreatedAt(keys.job, link.job_revision)]
     otherwise: list[Operation] = []
     node_rank = member.rendezvous.node_rank
     if node_rank is not None:
         is_mine, claim = by_hand.claim(member, registration, node_rank)
         compares.append(is_mine)
-        # The last result is the predecessor.
+        # The last results are the registration and its predecessor.
         ops.insert(0, claim)
-        otherwise = [Get(keys.job), Get(claim.key)]
+        otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
     member.watch(Purpose.SEE_SLOT, keys.slot(registration.member))
     member.watch(Purpose.SEE_HEAD, keys.head)
@@ -204,10 +204,11 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
     return [Delete(key(name)) for name in names for key in (member.keys.node, member.keys.slot)]
 
 
-def registered(member: Member, registration: Registration, reply: Reply) -> None:
-    """The registration is confirmed."""
+def registered(member: Member, registration: Registration, own: Entry | None) -> None:
+    """The registration is confirmed: T1 may have been carried out more than once, with the last put here."""
+    assert own is not None
     by_hand.registered(member)
-    registration.create_revision = reply.revision
+    registration.create_revision = own.create_revision
     member.joining.was_registered = True
     member.joining.trouble = None
     for timer in ("connect", "connect_news", "store_lost"):
@@ -215,14 +216,26 @@ def registered(member: Member, registration: Registration, reply: Reply) -> None
     member.arm("give_up", member.settings.patience)
 
 
-def refused(member: Member, link: Link, reply: Reply) -> None:
-    """T1 was refused: the job is another one, or somebody has the node rank."""
+def refused(member: Member, link: Link, registration: Registration, reply: Reply) -> bool:
+    """T1 was refused: the job is another one, or somebody has the node rank. Return true if that is this very
+    registration: T1 was carried out before, and the answer lost with a connection.
+    """
     job = reply.entry(0) if reply.results else None
     if job is None or job.create_revision != link.job_revision:
         fence(member, OTHER_JOB)
-        return
+        return False
+    own = own_registration(reply)
+    if own is not None:
+        registered(member, registration, own)
+        return True
     by_hand.refused(member, reply.entry(1))
     retry(member)
+    return False
+
+
+def own_registration(reply: Reply) -> Entry | None:
+    """Return the registration that a refused T1 has made before, if it has."""
+    return reply.entry(2)
 
 
 def job_seen(member: Member, link: Link, entry: Entry | None) -> None:

@@ -185,11 +185,12 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
     match purpose:
         case Purpose.REGISTER:
             if reply.ok:
-                joining.registered(member, registration, reply)
+                joining.registered(member, registration, reply.entry(-2))
                 succession.follow(member, registration, reply.entry(-1))
                 rounds.look(member)
-            else:
-                joining.refused(member, link, reply)
+            elif joining.refused(member, link, registration, reply):
+                succession.find_predecessor(member, registration)
+                rounds.look(member)
         case Purpose.SEE_SLOT:
             for entry in reply.entries():
                 rounds.take_slot(member, registration, entry)
