@@ -1,7 +1,7 @@
 """The coordination store as its clients see it: what they ask, what they hear, the session for both.
 
-A :class:`Session` is one connection and one lease; it never reconnects. Whoever writes one for another store
-than ours has to give:
+A :class:`Session` is one lease. It may lose its connection and find another one, or a store that was away,
+as long as the lease lasts; that is only late. Whoever writes one for another store than ours has to give:
 
 - transactions of at most :data:`MAX_OPERATIONS` compares and as many operations, each one revision; none
   names a key twice among what it puts and deletes;
@@ -9,10 +9,12 @@ than ours has to give:
   without;
 - watches of keys and prefixes, from a snapshot or a revision on: each revision whole and in order, as far as
   the watch covers it. Several watches need no order among each other, nor with replies. A session never has
-  two that cover the same key, but one may be asked for again. A watch whose past the store has forgotten
-  tells, as one revision, what has become of its keys;
+  two that cover the same key, but one may be asked for again. A watch whose past the store has forgotten,
+  or that was taken up on another connection, tells, as one revision, what has become of its keys;
 - requests carried out in their order, and replies in that order; an :class:`Unwatch` holds for all that the
-  store does from then on;
+  store does from then on. Those whose answer was lost with a connection may be carried out again, in their
+  order: whoever asks bears that, and a request that is refused because it has been carried out before;
+- leases that last: the store ends none before the session has told of the loss, and a little longer;
 - :class:`ConnectionLost` as the last event of a session, whatever ended it.
 """
 
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
 
     class Session(Protocol):
-        """One connection to a store, and the lease that ends with it."""
+        """The way to a store, and the lease that ends with it."""
 
         @property
         def fd(self) -> int:
@@ -200,12 +202,17 @@ class Unwatch(Value):
 
 
 class Connected(Value):
-    """The session has begun, at this revision of the store; ``local_address`` is our end of the
-    connection.
+    """The session has begun.
+
+    Args:
+        revision: of the store.
+        local_address: our end of the connection.
+        ttl: seconds without a sign of life after which the store ends the lease; 0: as was asked for.
     """
 
     revision: int
     local_address: str
+    ttl: float = 0.0
 
 
 class Reply(Value):

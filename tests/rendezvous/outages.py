@@ -66,6 +66,8 @@ class Outages:
 
     def expire(self, conn):
         self.log.append(("expire", conn.name))
+        if conn.open:
+            self.checks.losses += 1
         self.store.end_session(conn)
         self.store.conns = [each for each in self.store.conns if not each.dead or each.requests or each.open]
 

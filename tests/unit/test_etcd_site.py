@@ -90,7 +90,12 @@ def test_every_back_end_of_etcd_is_the_same_one_and_v2_says_so():
 def test_who_is_lost_when():
     met = described(lease_ttl="8")[0]
     assert (met.settings.ttl, met.etcd.ttl) == (8, 8)
-    assert met.settings.settle == 30 + 8 + 5
+    assert met.settings.settle == 30 + 2 * 8 + 5
+    assert described(store_grace="8")[0] == met
+    assert (
+        mistake(store_grace=8, lease_ttl=9)
+        == "rdzv_configs: lease_ttl and store_grace are the same: leave one out"
+    )
     assert mistake(settle=4) == ("rdzv_configs: settle: got 4, expected seconds, more than lease_ttl (5)")
 
 

@@ -41,10 +41,19 @@ def test_defaults():
     )
 
 
-def test_settle_is_the_longest_stop_and_the_lease_and_a_margin():
-    assert settings().settle == 30 + 5 + 5
+@pytest.mark.parametrize(("given", "attempts"), [("15", 15), ("14.5", 15), ("1", 3)])
+def test_how_long_the_store_may_be_away_is_the_lease(given, attempts):
+    assert settings(store_grace=given) == settings(keep_alive_max_attempt=attempts)
+    assert settings(store_grace=given, keep_alive_interval="2").ttl == 2 * max(3, (attempts + 1) // 2)
+    assert mistake(store_grace="0.5") == "--rdzv-conf: store_grace: got '0.5', expected seconds, 1 to 86400"
+    both = mistake(store_grace=given, keep_alive_max_attempt=5)
+    assert both == "--rdzv-conf: store_grace and keep_alive_max_attempt cannot be combined"
+
+
+def test_settle_is_the_longest_stop_two_leases_and_a_margin():
+    assert settings().settle == 30 + 2 * 5 + 5
     values = {"keep_alive_interval": "0.5", "keep_alive_max_attempt": 4}
-    assert read_settings(values, {}, grace=7)[0].settle == 7 + 2 + 5
+    assert read_settings(values, {}, grace=7)[0].settle == 7 + 2 * 2 + 5
     assert settings(settle="6.5").settle == 6.5
 
 
@@ -224,7 +233,7 @@ def test_no_key_is_untested_here():
     tested = ANY_SECONDS | SOME_SECONDS | set(NO_EFFECT)
     for test in (test_values, test_bad_values):
         tested |= {case[0] for case in test.pytestmark[0].args[1]}
-    assert tested == set(NAMES)
+    assert tested | {"store_grace"} == set(NAMES)
 
 
 # --- the token ---
@@ -331,6 +340,10 @@ def test_a_path_may_be_a_path(tmp_path):
 def test_an_agent_has_its_own_times():
     made, _ = read_settings({"join_timeout": "7"}, {})
     adapted = made.adapted(grace=3, exit_barrier_timeout=2)
-    assert (adapted.join_timeout, adapted.settle, adapted.exit_barrier_timeout) == (7, 3 + made.ttl + 5, 2)
+    assert (adapted.join_timeout, adapted.settle, adapted.exit_barrier_timeout) == (
+        7,
+        3 + 2 * made.ttl + 5,
+        2,
+    )
     given, _ = read_settings({"settle": "77"}, {})
     assert given.adapted(grace=3, exit_barrier_timeout=2).settle == 77

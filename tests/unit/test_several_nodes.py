@@ -78,7 +78,7 @@ def test_settings_come_along(launch):
         "--exit-barrier-timeout=9",
     ).job.rendezvous.settings
     assert (made.join_timeout, made.token, made.drain, made.order_hint) == (0.5, b"a=b", "job", 3)
-    assert (made.settle, made.exit_barrier_timeout) == (7 + 5 + 5, 9)
+    assert (made.settle, made.exit_barrier_timeout) == (7 + 2 * 5 + 5, 9)
     barrier = "--rdzv-conf=exit_barrier_timeout=2"
     assert launch(*C10D, barrier).job.rendezvous.settings.exit_barrier_timeout == 2
     both = launch(*C10D, barrier, "--exit-barrier-timeout=9", TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT="6")

@@ -42,7 +42,7 @@ def refused(member: Member, entry: Entry | None) -> None:
             joining.claim = entry.value
         else:
             if joining.rank_holder is None:
-                member.arm("rank", member.settings.rank_timeout)
+                member.arm("rank", member.settings.rank_timeout + member.more_lease)
             joining.rank_holder = shown
     member.do(Disconnect())
     member.forget_connection()

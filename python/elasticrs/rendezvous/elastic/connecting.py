@@ -30,7 +30,10 @@ LONGEST_DELAY = 0.5
 FIRST_NEWS = 5.0
 """Seconds without a connection before the user is told why."""
 
-FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", "denied"})
+OTHER = "other"
+"""What answers is not the store that this agent has met: it was started empty, or from another copy."""
+
+FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", "denied", OTHER})
 """Losses of a connection that no waiting cures."""
 
 
@@ -71,6 +74,9 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
         member.link = None
         member.exit(Outcome("refused", event.message))
         return
+    if event.kind == OTHER and member.leaving is None:
+        # Going on there would restart the counts of rounds and restarts, by which scripts fence.
+        _give_up(member, Outcome("lost", event.message))
     lose(member, by_hand.why_lost(member, event))
 
 
@@ -135,7 +141,11 @@ def store_lost(member: Member) -> None:
         return
     where = f"lost {member.rendezvous.store} in round {member.age.seen}"
     seconds, why = member.rendezvous.store_lost_timeout, member.joining.trouble
-    todo = "start the job again, or put its store on a node that stays: python -m elasticrs.store"
+    todo = (
+        "start the job again; it outlives the loss of any node with etcd on three of them"
+        " (--rdzv-backend etcd --rdzv-conf host=1), and the death of a store of its own that keeps its state"
+        " (python -m elasticrs.store --state FILE)"
+    )
     if member.rendezvous.etcd is not None:
         todo = "start the job again when etcd answers: most of its members have to be up"
     text = f"{where} and could not reach it again within {seconds:g} s ({why}); {todo}"

@@ -85,8 +85,8 @@ KEYS = (
 )  # fmt: skip
 """The settings that only etcd has."""
 
-_ALIASES = {"cacert": "ca_cert", "cert": "ssl_cert", "key": "ssl_cert_key"}
-"""The names of torch's back end ``etcd``, and those of ``etcd-v2`` for the same."""
+_ALIASES = {"cacert": "ca_cert", "cert": "ssl_cert", "key": "ssl_cert_key", "store_grace": "lease_ttl"}
+"""Other names: those of torch's back end ``etcd-v2``, and of our own store's settings."""
 
 _FIELDS = {"etcd_prefix": "prefix", "lease_ttl": "ttl", "read_timeout": "read_timeout"}
 NAMES = (*(key.name for key in KEYS), *_ALIASES)

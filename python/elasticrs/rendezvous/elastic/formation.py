@@ -36,7 +36,8 @@ def slow_members(view: View) -> set[str]:
 def decide(member: Member, leader: Leader, view: View) -> None:
     """Decide what to do while no round runs."""
     settings, head = member.settings, view.head
-    is_settled = not slow_members(view) or has_passed(member, leader, "settle", settings.settle)
+    settle = settings.settle + 2 * member.more_lease
+    is_settled = not slow_members(view) or has_passed(member, leader, "settle", settle)
     if head is not None and not is_settled:
         return
     alive: list[str] = []

@@ -99,7 +99,7 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
 def _connected(member: Member, event: Connected) -> None:
     if member.phase is not Phase.CONNECTING or member.link is not None:
         return
-    member.joining.address = event.local_address
+    member.joining.address, member.joining.ttl = event.local_address, event.ttl
     link = member.link = Link()
     if member.leaving is not None and member.leaving.closing is not None:
         leaving.abort(member, link)

@@ -28,6 +28,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from dataclasses import KW_ONLY
+    from typing import Any
 
     from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
 
@@ -47,7 +48,8 @@ class Key(Value):
         default: its value when nobody sets it.
         read: text (or what a Python program passes) to value; raises ``ValueError`` with what is expected.
         help: what it means, with the unit.
-        is_stored: it is an attribute of :class:`Settings`; otherwise it is read and has no effect.
+        is_stored: it is an attribute of :class:`Settings`; otherwise it stands for another one, or has no
+            effect.
     """
 
     name: str
@@ -190,7 +192,7 @@ KEYS: tuple[Key, ...] = (
     Key("scale_up_delay", 1.0, seconds(0),
         "seconds between the arrival of a new node and the restart that includes it"),
     Key("settle", None, seconds(0, above=True),
-        "seconds to wait for nodes of a lost round to stop; default: grace + lease + 5"),
+        "seconds to wait for nodes of a lost round to stop; default: grace + 2 leases + 5"),
     Key("close_timeout", 30.0, seconds(0),
         "seconds that the host of the store waits for the others at the end"),
     Key("exit_barrier_timeout", DEFAULT_EXIT_BARRIER_TIMEOUT, seconds(0),
@@ -200,6 +202,9 @@ KEYS: tuple[Key, ...] = (
     Key("connect_timeout", 5.0, seconds(0, above=True), "seconds for one attempt to connect"),
     Key("keep_alive_interval", 1.0, seconds(0.05, 3600), "seconds between two keep-alive messages"),
     Key("keep_alive_max_attempt", 5, whole(3), "missed keep-alive messages after which a node is lost"),
+    Key("store_grace", None, seconds(1, 86400),
+        "seconds that the store may be away, or a node silent, before the node is lost; in place of"
+        " keep_alive_max_attempt", is_stored=False),
     Key("stall_timeout", 60.0, _or_off(seconds(1)),
         "seconds that an agent may hang before it counts as lost; or off"),
     # --- how often ---
@@ -243,7 +248,8 @@ class Settings(Value):
         grace: seconds that workers may take to stop on this node.
 
     Attributes:
-        settle: where it is not set, the grace, the lease and 5 s together.
+        settle: where it is not set, the grace, two leases and 5 s together: a store that was away, for less
+            than a lease, counts leases anew.
         is_settle_given: it is set.
     """
 
@@ -285,7 +291,7 @@ class Settings(Value):
         is_settle_given = given.get("settle") is not None
         object.__setattr__(self, "is_settle_given", is_settle_given)
         if not is_settle_given:
-            object.__setattr__(self, "settle", grace + self.ttl + _SETTLE_MARGIN)
+            object.__setattr__(self, "settle", grace + 2 * self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
         """Return a copy for an agent whose times were not known when these were read; ``grace``: seconds that
@@ -454,8 +460,15 @@ def read_settings(
             raise UsageError(
                 f"{source}: unknown key {name}{_suggestion(name, known)}; known: {', '.join(known)}"
             )
-    values = {name: read_value(_BY_NAME[name], value, source) for name, value in given.items()}
+    values: dict[str, Any] = {
+        name: read_value(_BY_NAME[name], value, source) for name, value in given.items()
+    }
     notices: list[str] = []
+    if (store_grace := values.get("store_grace")) is not None:
+        if "keep_alive_max_attempt" in values:
+            raise UsageError(f"{source}: store_grace and keep_alive_max_attempt cannot be combined")
+        interval = values.get("keep_alive_interval", _BY_NAME["keep_alive_interval"].default)
+        values["keep_alive_max_attempt"] = max(3, int(-(-store_grace // interval)))
     values["token"] = _find_token(values, environ, source, notices)
     if exit_barrier_timeout is not None:
         values["exit_barrier_timeout"] = exit_barrier_timeout

@@ -119,6 +119,7 @@ class Joining(Record):
         delay: seconds until the next attempt to connect.
         trouble: why there is no connection.
         address: this end of the last connection.
+        ttl: of the lease, in seconds, if the store grants a longer one than was asked for.
         incarnation: of the next registration.
         job: value of the job's record that was checked.
         was_registered: there was a registration once.
@@ -132,6 +133,7 @@ class Joining(Record):
     delay: float = 0.0
     trouble: str | None = None
     address: str = ""
+    ttl: float = 0.0
     incarnation: int = 1
     job: bytes = b""
     was_registered: bool = False
@@ -284,6 +286,11 @@ class Member:
     def head(self) -> Head | None:
         """The job's state, as far as it was heard on this connection."""
         return None if self.link is None else self.link.head
+
+    @property
+    def more_lease(self) -> float:
+        """Seconds by which the lease is longer than the settings say."""
+        return max(0.0, self.joining.ttl - self.settings.ttl)
 
     # --- actions ---
 

@@ -1,0 +1,105 @@
+"""What a member makes of a store that was away: requests carried out twice, longer leases, another store."""
+
+import pytest
+
+from elasticrs.coordination import Connected, ConnectionLost, Txn
+from elasticrs.rendezvous.elastic import messages as m
+from elasticrs.rendezvous.elastic.machine import step
+from rendezvous import agents
+from rendezvous.cluster import Cluster, end_all, running
+from rendezvous.rules_off import rule_off
+
+WHY = "the rendezvous store at head:29400 is not the one that this node has met"
+
+
+def all_is_carried_out_twice(cluster):
+    """The first answer to each transaction is lost with a connection."""
+    serve = cluster.store.serve
+
+    def twice(conn):
+        request = conn.requests[0]
+        if isinstance(request, Txn):
+            waiting = len(conn.replies)
+            serve(conn)
+            del conn.replies[waiting:]
+            conn.requests.insert(0, request)
+        serve(conn)
+
+    cluster.store.serve = twice
+
+
+def a_job(**settings):
+    """A job whose requests are all carried out twice."""
+    cluster = Cluster(min_nodes=3, max_nodes=3, max_restarts=1, **settings)
+    all_is_carried_out_twice(cluster)
+    how = [{"node_rank": rank} if "port" in settings else {} for rank in range(3)]
+    return cluster, [cluster.add(name, **each) for name, each in zip("abc", how, strict=True)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"backend": "static", "port": 29500}])
+def test_requests_may_be_carried_out_twice(settings):
+    cluster, nodes = a_job(**settings)
+    assert [[start.round for start in each.starts] for each in nodes] == [[1]] * 3
+    nodes[1].fail()
+    end_all(nodes)
+    assert [each.starts[-1].round for each in nodes] == [2] * 3
+    assert (cluster.head.used, len(cluster.store.conns)) == (1, 3)
+    for each in nodes:
+        each.send(m.WorkersDone())
+    assert [each.outcome for each in nodes] == [m.Outcome("succeeded")] * 3
+
+
+def test_a_registration_carried_out_twice_is_that_of_the_first_time():
+    cluster, nodes = a_job()
+    for each in nodes:
+        entry = cluster.store.get(each.key)
+        assert each.member.registration.create_revision == entry.create_revision < entry.mod_revision
+    with rule_off("registered_when_it_was_last_put"):
+        assert not a_job()[1][0].starts
+
+
+def test_an_own_registration_refuses_nobody():
+    with rule_off("refused_by_itself"):
+        _, nodes = a_job(backend="static", port=29500)
+        assert not any(each.starts for each in nodes)
+
+
+@pytest.mark.parametrize(("granted", "settle"), [(0.0, 45.0), (5.0, 45.0), (15.0, 65.0)])
+def test_what_waits_for_leases_waits_for_those_that_the_store_grants(granted, settle):
+    cluster, (a, b) = running(2)
+    for each in (a, b):
+        each.member.joining.ttl = granted
+    a.fail()
+    assert a.timers["settle/1"] == settle
+    assert cluster.head.state == "ENDED"
+
+
+def test_the_store_says_how_long_a_lease_is():
+    member = agents.member("01", "a")
+    step(member, m.Begin())
+    step(member, Connected(1, "10.0.0.1", 15.0))
+    assert member.more_lease == 10.0
+
+
+def test_another_store_is_not_waited_for():
+    _, (a, _) = running(2)
+    a.refuses = ("other", WHY)
+    a.lose("other", WHY)
+    assert a.outcome is None
+    assert a.all(m.Stop)[-1].fenced
+    a.send(m.GroupEnded())
+    assert a.outcome == m.Outcome("lost", WHY)
+
+
+def test_another_store_ends_a_node_without_workers():
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    a = cluster.add("a")
+    a.lose("other", WHY)
+    assert a.outcome == m.Outcome("lost", WHY)
+
+
+def test_another_store_refuses_whoever_has_not_joined():
+    member = agents.member("01", "a")
+    step(member, m.Begin())
+    _, actions = step(member, ConnectionLost("other", WHY))
+    assert actions[-1] == m.Exit(m.Outcome("refused", WHY))
