@@ -231,3 +231,45 @@ def test_handlers(name):
     assert get_rendezvous_handler(RendezvousParameters("etcd", "", "j", 1, 1)).get_backend() == "etcd"
     with pytest.raises(ValueError, match="rdzv_endpoint is needed"):
         get_rendezvous_handler(RendezvousParameters("etcd", "", "j", 1, 2))
+
+
+# --- hosted by the agents ---
+
+
+def test_seats_have_two_ports():
+    made = site("a,b:7000,[::1]", host=1)
+    found = [("::1", 2379, 2380), ("a", 2379, 2380), ("b", 7000, 7001)]
+    assert [each.values() for each in made.seats] == found
+    assert made.seats == site("[::1],b:7000,a", host=1).seats
+    assert made.seats[0].peer_url == "http://[::1]:2380"
+    made = site("a,b,c", host="true", peer_port="9")
+    assert {each.peer_port for each in made.seats} == {9}
+    assert site("a,b,c").seats == site("a,b", host=0).seats == ()
+
+
+def test_where_hosted_members_listen_may_be_said():
+    met, notices = described("a", host=1, bind_addr="10.0.0.1", is_host=1)
+    assert met.settings.bind_addr == "10.0.0.1"
+    assert notices == ["rdzv_configs: is_host: no effect with etcd, which has lease_ttl"]
+
+
+def test_a_token_is_for_hosted_members():
+    assert described("a", host=1, token="secret")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "config", "line"),
+    [
+        ("a,b", {}, "rdzv_endpoint: got 2 endpoints, expected 1, 3 or 5 with host=1"),
+        ("a,b,c,d,e,f,g", {}, "got 7 endpoints"),
+        ("https://a", {}, "host=1 and https cannot be combined"),
+        ("a", {"user": "u", "password_file": "/proc/version"}, "host=1 and user cannot be combined"),
+        ("a:1,a:2,a:4", {}, "got the same one twice"),
+        ("a:1,a:3,a:5", {"peer_port": 9}, "got the same one twice"),
+        ("a:65535", {}, "or one that is too high"),
+        ("a", {"host": "maybe"}, "rdzv_configs: host: got 'maybe', expected 1 or 0"),
+        ("a", {"host": 0, "peer_port": 9}, "peer_port is for members that the agents host: add host=1"),
+    ],
+)
+def test_mistakes_about_hosted_members(endpoint, config, line):
+    assert line in mistake(endpoint, **{"host": 1, **config})

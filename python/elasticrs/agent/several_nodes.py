@@ -132,7 +132,7 @@ class SeveralNodes(Decisions):
     def fd_ready(self, fd: int) -> list[machine.Action] | None:
         if self._names is not None and self._supervisor is not None and fd == self._names.fd:
             return self._begin(self._supervisor, self._names)
-        if self._driver is None or fd != self._driver.fd:
+        if self._driver is None or fd not in self._driver.fds:
             return None
         return self._translate(self._driver.poll())
 

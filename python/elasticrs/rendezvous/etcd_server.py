@@ -18,6 +18,8 @@ from http.client import HTTPConnection, HTTPException
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import TYPE_CHECKING
 
+from elasticrs.rendezvous.etcd_keeper import find_program
+
 if TYPE_CHECKING:
     from typing import IO
 
@@ -109,7 +111,7 @@ class EtcdServer:
             RuntimeError: it ended before it answered.
             TimeoutError: it did not answer in time.
         """
-        program = _program()
+        program = find_program()
         base = self._base_data_dir = self._base_data_dir or tempfile.mkdtemp(prefix="elasticrs_etcd_data")
         self._starter = os.getpid()
         atexit.register(self._stop_at_exit)
@@ -175,15 +177,3 @@ class EtcdServer:
             return False
         finally:
             connection.close()
-
-
-def _program() -> str:
-    given = os.environ.get("TORCHELASTIC_ETCD_BINARY_PATH")
-    found = shutil.which(given or "etcd")
-    if found is not None:
-        return found
-    why = f"{given!r} (TORCHELASTIC_ETCD_BINARY_PATH) is no program" if given else "etcd is not in PATH"
-    raise FileNotFoundError(
-        f"{why}: install it (Debian, Ubuntu: apt-get install etcd-server; others: "
-        "https://github.com/etcd-io/etcd/releases), or set TORCHELASTIC_ETCD_BINARY_PATH to its path"
-    )

@@ -138,7 +138,7 @@ def describe(
         host, given_port = parse_endpoint(words.endpoint, endpoint)
     else:
         host, given_port = own.etcd.endpoints[0]
-        if settings.token is not None:
+        if settings.token is not None and not own.etcd.seats:
             notices.append("the token has no effect: etcd's own users and permissions say who may take part")
     port = DEFAULT_PORT if given_port is None else given_port
     if high == 1 and port == 0 and is_loopback_name(host):

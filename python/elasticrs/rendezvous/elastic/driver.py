@@ -34,6 +34,8 @@ _FAREWELL = "farewell"
 
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
+_MARGIN = 5.0
+"""Seconds for a member of etcd to end."""
 
 _PORT = "port"
 """The driver's own timer: the next attempt to take the lent port back."""
@@ -129,6 +131,12 @@ class Driver:
             return left
         for event in drop_stale(self.meeting_point.take(), self._member.keys.head):
             left += self.tell(event)
+        for kind, text in self.meeting_point.take_from_etcd():
+            if kind == "refused" and not self._member.joining.was_registered:
+                left += self.tell(ConnectionLost("cannot_host", text))
+            else:
+                # As a client this node goes on.
+                left.append(messages.Announce(text))
         for name in self._timers.take_due():
             if name == _PORT:
                 left += self._take_port_back()
@@ -141,9 +149,10 @@ class Driver:
         return self._timers.seconds_left(limit)
 
     @property
-    def fd(self) -> int | None:
-        """Readable when :meth:`poll` has something to do."""
-        return self.meeting_point.fd
+    def fds(self) -> tuple[int, ...]:
+        """One of them is readable when :meth:`poll` has something to do."""
+        found = (self.meeting_point.fd, self.meeting_point.etcd_fd)
+        return tuple(fd for fd in found if fd is not None)
 
     def lose(self, why: str) -> list[LoopAction]:
         """End the connection, if there still is one, as lost."""
@@ -208,17 +217,21 @@ class Driver:
 
     def _begin_exit(self, action: messages.Exit) -> list[LoopAction]:
         self._exit = action
-        if self._stays or self.meeting_point.others() == 0:
+        if self._stays:
+            return [action]
+        self.meeting_point.leave(action.outcome.kind)
+        if not self.meeting_point.is_needed():
             return [action]
         self._timers = Timers()
-        self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout)
+        margin = 0.0 if self.meeting_point.etcd_fd is None else _MARGIN
+        self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout + margin)
         self._timers.arm(_FAREWELL_TICK, _TICK)
         return []
 
     def _farewell(self, name: str) -> list[LoopAction]:
         if self._exit is None:
             return []
-        if name == _FAREWELL or self.meeting_point.others() == 0:
+        if name == _FAREWELL or not self.meeting_point.is_needed():
             self._timers = Timers()
             return [self._exit]
         self._timers.arm(_FAREWELL_TICK, _TICK)

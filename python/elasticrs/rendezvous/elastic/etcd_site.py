@@ -17,12 +17,14 @@ import os
 from elasticrs._value import Value
 from elasticrs.config import UsageError
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
+from elasticrs.rendezvous.elastic.etcd_membership import Seat
 from elasticrs.rendezvous.elastic.settings import (
     Key,
     path,
     read_secret,
     read_value,
     seconds,
+    truth,
     whole,
 )
 from elasticrs.rendezvous.endpoint import parse_endpoint, shown_endpoint
@@ -82,6 +84,9 @@ KEYS = (
     Key("etcd_prefix", "/torchelastic/p2p", _prefix, "put before the names of all keys"),
     Key("lease_ttl", 5, _ttl, "seconds without a sign of life after which a node is lost, 2 or more"),
     Key("read_timeout", 60.0, seconds(0, above=True), "seconds for an answer of etcd"),
+    Key("host", False, truth, "1: the agents of the endpoints host etcd for the job; 1, 3 or 5 of them"),
+    Key("peer_port", None, whole(1),
+        "port of hosted members for each other; default: the port of the endpoint + 1"),
 )  # fmt: skip
 """The settings that only etcd has."""
 
@@ -91,7 +96,10 @@ _ALIASES = {"cacert": "ca_cert", "cert": "ssl_cert", "key": "ssl_cert_key", "sto
 _FIELDS = {"etcd_prefix": "prefix", "lease_ttl": "ttl", "read_timeout": "read_timeout"}
 NAMES = (*(key.name for key in KEYS), *_ALIASES)
 _HOSTING = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_attempt")
-"""Settings for a store of ours, which etcd has no use for."""
+"""Settings for a store of ours, which etcd has no use for; ``bind_addr`` is for members hosted here, too."""
+
+_SIZES = (1, 3, 5)
+_LAST_PORT = 65535
 
 
 class EtcdSite(Value):
@@ -108,6 +116,7 @@ class EtcdSite(Value):
         prefix: put before the names of all keys.
         ttl: of a lease, in seconds.
         read_timeout: seconds for an answer.
+        seats: of the members that the agents host; empty where etcd is there without them.
     """
 
     endpoints: tuple[tuple[str, int], ...]
@@ -121,6 +130,7 @@ class EtcdSite(Value):
     prefix: str = ""
     ttl: int = 5
     read_timeout: float = 60.0
+    seats: tuple[Seat, ...] = ()
 
     @property
     def keep_alive(self) -> dict[str, object]:
@@ -220,13 +230,19 @@ def read_site(
             f"{source}: protocol: got {given['protocol']!r}, but {option} has {scheme}://: leave one out"
         )
     notices: list[str] = []
-    in_vain = [name for name in _HOSTING if rest.pop(name, None) is not None]
+    is_hosted = bool(read.get("host"))
+    useless = [name for name in _HOSTING if not (is_hosted and name == "bind_addr")]
+    in_vain = [name for name in useless if rest.pop(name, None) is not None]
     if in_vain:
         notices.append(f"{source}: {', '.join(in_vain)}: no effect with etcd, which has lease_ttl")
     is_tls = protocol == "https"
     defaults = {key.name: key.default for key in KEYS}
     fields: dict[str, Any] = {field: read.get(name, defaults[name]) for name, field in _FIELDS.items()}
     fields |= _files(read, source, is_tls=is_tls) | _user(read, source, notices)
+    if is_hosted:
+        fields["seats"] = _seats(endpoints, read, source, option, is_tls=is_tls)
+    elif "peer_port" in read:
+        raise UsageError(f"{source}: peer_port is for members that the agents host: add host=1")
     site = EtcdSite(endpoints, is_tls=is_tls, **fields)
     if site.user is not None and not is_tls and not all(is_loopback_name(host) for host, _ in endpoints):
         notices.append(f"{source}: user: the password goes to etcd unencrypted: use https")
@@ -265,6 +281,30 @@ def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int
     if len(schemes) > 1 or not schemes <= {None, *_SCHEMES} or any(port == 0 for _, port in found):
         raise UsageError(f"{option}: got {text!r}, expected {EXPECTED}")
     return schemes.pop(), tuple(dict.fromkeys(found))
+
+
+def _seats(
+    endpoints: tuple[tuple[str, int], ...], read: Mapping[str, Any], source: str, option: str, *, is_tls: bool
+) -> tuple[Seat, ...]:
+    """Where the members are that the agents host."""
+    if len(endpoints) not in _SIZES:
+        raise UsageError(
+            f"{option}: got {len(endpoints)} endpoints, expected 1, 3 or 5 with host=1: most members have to "
+            "be up, so an even number bears no more losses than one less, and more than 5 are only slower"
+        )
+    if is_tls or "user" in read:
+        what = "https" if is_tls else "user"
+        raise UsageError(f"{source}: host=1 and {what} cannot be combined: hosted members have none")
+    port = read.get("peer_port")
+    # In an order that does not depend on the user: the names of members are made of it.
+    seats = tuple(Seat(host, own, own + 1 if port is None else port) for host, own in sorted(endpoints))
+    taken = [(seat.host, each) for seat in seats for each in (seat.port, seat.peer_port)]
+    if len(set(taken)) < len(taken) or any(each > _LAST_PORT for _, each in taken):
+        raise UsageError(
+            f"{option}: with host=1 each endpoint has two ports, that for clients and peer_port (by default "
+            "the next one): got the same one twice, or one that is too high"
+        )
+    return seats
 
 
 def _files(read: Mapping[str, Any], source: str, *, is_tls: bool) -> dict[str, Any]:

@@ -197,11 +197,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def _leave_home(self) -> bool:
         """Give the other nodes time to read how the last run ended."""
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
-        while self.home.sessions() and time.monotonic() < deadline:
+        self.home.leave()
+        while (is_needed := self.home.is_needed()) and time.monotonic() < deadline:
             time.sleep(_FAREWELL_TICK)
-        knows = self.home.sessions() == 0
         self.home.close()
-        return knows
+        return not is_needed
 
     # --- under the lock ---
 
@@ -331,7 +331,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                         return
                     self._take(driver.poll())
                     seconds = driver.seconds_left(_TICK)
-                    fds = [self._wake, *(() if driver.fd is None else (driver.fd,))]
+                    fds = [self._wake, *driver.fds]
                 poll = select.poll()
                 for fd in fds:
                     poll.register(fd, select.POLLIN)

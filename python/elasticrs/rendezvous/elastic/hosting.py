@@ -165,6 +165,24 @@ def _by_address(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     )
 
 
+def listening_address(host: str, resolver: Resolver) -> str | None:
+    """Return where a server listens that others reach at this host: an address of this machine, all of them
+    where only a loopback one is known for a name that means more; ``None``: it is another machine.
+
+    Raises:
+        OSError: the name is not known.
+    """
+    if is_loopback(host):
+        return host
+    if plain(host) == "localhost":
+        return _LOOPBACK[0]
+    own = [address for address in resolver.resolve(host) if resolver.is_local(address)]
+    usable = next((address for address in own if not is_loopback(address)), None)
+    if usable is not None or not own:
+        return usable
+    return ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1]
+
+
 def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
     """Tell the user that the endpoint's name never became known, and what the last attempt said."""
     option = "--master-addr" if rendezvous.backend == "static" else "--rdzv-endpoint"

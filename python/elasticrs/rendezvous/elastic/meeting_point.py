@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.coordination import Request, Session, StoreEvent
+    from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.store import Store
 
@@ -73,16 +74,26 @@ class Home(Record):
 
     runs: int = 0
     server: Server | None = None
+    etcd: EtcdHost | None = None
 
-    def sessions(self) -> int:
-        """How many clients the store has; 0 where it is elsewhere."""
-        return 0 if self.server is None else self.server.sessions()
+    def is_needed(self) -> bool:
+        """True if the store that is hosted here may have others who use it; call :meth:`leave` first."""
+        if self.etcd is not None:
+            self.etcd.take()
+            return self.etcd.fd is not None
+        return self.server is not None and self.server.sessions() > 0
+
+    def leave(self) -> None:
+        """Say that no run follows."""
+        if self.etcd is not None:
+            self.etcd.leave("succeeded")
 
     def close(self) -> None:
         """End the store. Idempotent."""
-        if self.server is not None:
-            self.server.close()
-            self.server = None
+        for store in (self.server, self.etcd):
+            if store is not None:
+                store.close()
+        self.server = self.etcd = None
 
 
 class MeetingPoint:
@@ -120,6 +131,7 @@ class MeetingPoint:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._server: Server | None = None
+        self._etcd: EtcdHost | None = None
         self._session: Session | None = None
         self._may_decide_again = False
         self._has_met = False
@@ -153,6 +165,20 @@ class MeetingPoint:
         return self._session.fd if self._session is not None else None
 
     @property
+    def etcd_fd(self) -> int | None:
+        """Readable when :meth:`take_from_etcd` has something; ``None`` where no member of etcd is hosted."""
+        return self._etcd.fd if self._etcd is not None else None
+
+    def take_from_etcd(self) -> list[tuple[str, str]]:
+        """What the member of etcd that is hosted here tells: see :meth:`.etcd_host.EtcdHost.take`."""
+        if self._etcd is None:
+            return []
+        fd, news = self._etcd.fd, self._etcd.take()
+        if self._supervisor is not None and fd is not None and self._etcd.fd is None:
+            self._supervisor.unwatch_fd(fd)
+        return news
+
+    @property
     def clock(self) -> Clock:
         """The store's wall clock, as well as it is known."""
         estimate = self._session.clock() if self._session is not None else None
@@ -166,6 +192,8 @@ class MeetingPoint:
         Raises:
             CannotHost: it was told to, and cannot.
         """
+        if self._rendezvous.etcd is not None and self._rendezvous.etcd.seats:
+            self._host_etcd()
         if not self._hosting.may_host:
             return
         if self._home is not None and self._home.server is not None:
@@ -193,6 +221,16 @@ class MeetingPoint:
                 f"the rendezvous store cannot {error.strerror or error}{other}; choose another port with "
                 f"{option} on all nodes"
             ) from error
+
+    def _host_etcd(self) -> None:
+        from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
+
+        if self._home is not None and self._home.etcd is not None:
+            self._etcd, self._home.etcd = self._home.etcd, None
+        else:
+            self._etcd = EtcdHost(self._rendezvous)
+        if self._supervisor is not None and self._etcd.fd is not None:
+            self._supervisor.watch_fd(self._etcd.fd)
 
     def connect(self) -> ConnectionLost | None:
         """Begin to connect; :class:`Connected` or :class:`ConnectionLost` comes out of :meth:`take`.
@@ -333,12 +371,21 @@ class MeetingPoint:
         if self._session is not None:
             self._session.send(request)
 
-    def others(self) -> int:
-        """How many others are connected to the store of this process; 0 where it is elsewhere."""
+    def leave(self, outcome: str) -> None:
+        """End the session, so that a member of etcd that is hosted here may go when it is the last one."""
+        if self._etcd is not None:
+            self.close_shared_store()
+            self.disconnect()
+            self._etcd.leave(outcome)
+
+    def is_needed(self) -> bool:
+        """True if others use the store that is hosted here; call :meth:`leave` first."""
+        if self._etcd is not None:
+            return self._etcd.fd is not None
         if self._server is None:
-            return 0
+            return False
         own = (self._session is not None) + (self._shared is not None)
-        return max(0, self._server.sessions() - own)
+        return self._server.sessions() > own
 
     def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
         """Open a store for users, shared by the nodes of a round, on a connection of its own; an earlier
@@ -408,11 +455,15 @@ class MeetingPoint:
         """
         self.close_shared_store()
         self.disconnect()
-        if self._server is not None and self._home is not None and stays:
-            self._home.server, self._server = self._server, None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._supervisor is not None and self.etcd_fd is not None:
+            self._supervisor.unwatch_fd(self.etcd_fd)
+        if self._home is not None and stays:
+            self._home.server, self._home.etcd = self._server, self._etcd
+            self._server = self._etcd = None
+        for store in (self._server, self._etcd):
+            if store is not None:
+                store.close()
+        self._server = self._etcd = None
 
 
 def node_name() -> str:

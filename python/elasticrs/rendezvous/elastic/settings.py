@@ -120,7 +120,7 @@ def _or_off(read: Callable[[object], object]) -> Callable[[object], object]:
     return read_or_off
 
 
-def _truth(value: object) -> bool:
+def truth(value: object) -> bool:
     if isinstance(value, (bool, int, str)):
         found = _TRUTH.get(str(int(value) if isinstance(value, bool) else value).lower())
         if found is not None:
@@ -208,22 +208,22 @@ KEYS: tuple[Key, ...] = (
     Key("stall_timeout", 60.0, _or_off(seconds(1)),
         "seconds that an agent may hang before it counts as lost; or off"),
     # --- how often ---
-    Key("scale_up", True, _truth, "1: restart a running job to include new nodes; 0: they wait as spares"),
+    Key("scale_up", True, truth, "1: restart a running job to include new nodes; 0: they wait as spares"),
     Key("max_node_losses", None, _or_off(whole(0)),
         "how many lost nodes the job survives; default: any number"),
     Key("max_short_losses", 10, whole(1),
         "the job fails after this many short rounds in a row that lost a node"),
     Key("short_round", 60.0, seconds(0), "seconds; a round that loses a node sooner is a short one"),
     # --- who ---
-    Key("is_host", None, _truth,
+    Key("is_host", None, truth,
         "1: this agent hosts the store; 0: it does not; default: decided by the endpoint"),
     Key("bind_addr", None, _address, "address on which the store listens; default: all interfaces"),
     Key("worker_port_range", None, _port_range,
         "LOW-HIGH, ports for the workers' store; default: any free port"),
     Key("order_hint", None, whole(0), "nodes with a smaller number get smaller ranks; default: --node-rank"),
     Key("rank", None, whole(0), "rank of this node with static; on the command line use --node-rank"),
-    Key("homogeneous", False, _truth, "1: refuse a node with another number of workers or another role"),
-    Key("fresh", False, _truth, "1: start over if all agents of an earlier job with this id have died"),
+    Key("homogeneous", False, truth, "1: refuse a node with another number of workers or another role"),
+    Key("fresh", False, truth, "1: start over if all agents of an earlier job with this id have died"),
     Key("drain", "node", _drain, "what a signal to one agent ends: its node, or the whole job"),
     Key("token", None, _token,
         "shared secret of all agents; visible to all users of the machine, so prefer token_file"),

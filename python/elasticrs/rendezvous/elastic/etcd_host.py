@@ -1,0 +1,107 @@
+"""A member of etcd that this agent hosts for its job, as the agent sees it: a program that it starts, hears
+of and ends. What happens in there is in :mod:`elasticrs.rendezvous.etcd_host_program`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+
+import elasticrs
+from elasticrs.rendezvous.elastic.etcd_membership import label_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[2]); "
+    "from elasticrs.rendezvous.etcd_host_program import main; sys.exit(main())"
+)
+_OVER = frozenset({"succeeded", "failed", "closed", "aborted", "timeout", "spare"})
+"""How an agent ends when the job does."""
+
+_LONGEST_END = 5.0
+"""Seconds; the program ends etcd sooner."""
+
+
+class EtcdHost:
+    """A member of the cluster of a job, if one of its endpoints is on this machine; it may take a while.
+
+    Args:
+        rendezvous: of a job whose agents host etcd.
+
+    Attributes:
+        fd: readable when :meth:`take` has something, or the program has ended; ``None`` afterwards.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        site, settings = rendezvous.etcd, rendezvous.settings
+        assert site is not None
+        self._folder = os.path.join(tempfile.gettempdir(), f"elasticrs_etcd_{os.urandom(8).hex()}")
+        root = os.path.dirname(elasticrs.__path__[0])
+        self._program = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # Ctrl-C is for the agent, which ends the program.
+            start_new_session=True,
+        )
+        assert self._program.stdout is not None
+        self.fd: int | None = self._program.stdout.fileno()
+        os.set_blocking(self.fd, False)
+        self._unread = b""
+        orders = {
+            "seats": [list(seat.values()) for seat in site.seats],
+            "label": label_of(rendezvous.run_id, site.prefix, settings.token),
+            "bind_addr": settings.bind_addr,
+            "folder": self._folder,
+            "prefix": site.prefix,
+            "close_timeout": settings.close_timeout,
+        }
+        self._say(json.dumps(orders))
+
+    def _say(self, line: str) -> None:
+        assert self._program.stdin is not None
+        # It may have ended.
+        with suppress(OSError):
+            os.write(self._program.stdin.fileno(), line.encode() + b"\n")
+
+    def take(self) -> list[tuple[str, str]]:
+        """What the program tells: ``say`` or ``refused``, and a line for the user; never blocks."""
+        if self.fd is None:
+            return []
+        try:
+            data = os.read(self.fd, 65536)
+        except BlockingIOError:
+            return []
+        if not data:
+            self.fd = None
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [tuple(json.loads(line)) for line in lines]
+
+    def leave(self, outcome: str) -> None:
+        """The agent ends like this; :attr:`fd` becomes ``None`` when the member may go."""
+        self._say("over" if outcome in _OVER else "leave")
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        program = self._program
+        if program.poll() is None:
+            program.terminate()
+            try:
+                program.wait(_LONGEST_END)
+            except subprocess.TimeoutExpired:
+                program.kill()
+                program.wait()
+        self.fd = None
+        for pipe in (program.stdin, program.stdout):
+            if pipe is not None:
+                pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,239 @@
+"""What the host of a member of etcd does next so that it belongs to the job's cluster; pure.
+
+The endpoints of the job are *seats*: at each of them one member runs. Its data are gone when its agent ends,
+so a member that comes back is another one: it takes part under a new id. Raft counts votes by id, and one
+that forgets its vote or what it has acknowledged breaks what Raft promises.
+
+- **MEMB-1** A cluster is made by all seats at once, and only while no seat answers as a member of one. A
+  member belongs to one as soon as it has published where its clients connect: that takes a quorum.
+- **MEMB-2** Into a cluster that is there, a seat comes as a learner, which has no vote, under an id of its
+  own. What was at the seat before is removed first. It gets its vote when it has caught up.
+- **MEMB-3** A learner that has gone is removed by the next seat that wants to come: etcd allows one at a
+  time.
+- **MEMB-4** An etcd that is not of this job is left alone: the names of members begin with a label that is
+  made from the name of the job and its token.
+"""
+
+from __future__ import annotations
+
+from elasticrs._value import Value
+from elasticrs.rendezvous.endpoint import shown_endpoint
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from dataclasses import KW_ONLY
+    from typing import Any, TypeAlias
+
+
+class Seat(Value):
+    """Where one member is: a host without brackets, and its ports for clients and for other members."""
+
+    host: str
+    port: int
+    peer_port: int
+
+    @property
+    def url(self) -> str:
+        """For clients."""
+        return f"http://{shown_endpoint(self.host, self.port)}"
+
+    @property
+    def peer_url(self) -> str:
+        """For other members."""
+        return f"http://{shown_endpoint(self.host, self.peer_port)}"
+
+
+class Entry(Value):
+    """A member as the others list it.
+
+    Args:
+        id: which it has in the cluster.
+        name: empty until a learner has started.
+        peer_urls: where other members reach it.
+        has_published: it has told where clients connect, so it has been part of a cluster with a quorum.
+        is_learner: it has no vote yet.
+    """
+
+    id: int
+    name: str
+    peer_urls: tuple[str, ...]
+    _: KW_ONLY
+    has_published: bool
+    is_learner: bool = False
+
+    @classmethod
+    def read(cls, told: Any) -> Entry:
+        """Read one of the list that a member gives to another one, or of the answer to a change.
+
+        Raises:
+            LookupError: something is missing.
+            TypeError: it is something else.
+            ValueError: the same.
+        """
+        return cls(
+            int(told["id"] if "id" in told else told["ID"]),
+            str(told.get("name", "")),
+            tuple(told["peerURLs"]),
+            has_published=bool(told.get("clientURLs")),
+            is_learner=bool(told.get("isLearner", False)),
+        )
+
+
+class Bootstrap(Value):
+    """Make the cluster, as all others do."""
+
+
+class Remove(Value):
+    """Ask for the removal of a member."""
+
+    id: int
+
+
+class Add(Value):
+    """Ask for a learner at this seat, and start it."""
+
+
+class Promote(Value):
+    """Ask for a vote for this learner."""
+
+    id: int
+
+
+class Belongs(Value):
+    """The member of this seat has its vote."""
+
+
+class StartOver(Value):
+    """The cluster of this seat's learner is gone, or has removed it: forget the learner."""
+
+
+class Wait(Value):
+    """Look again in a moment."""
+
+
+class Refuse(Value):
+    """No cluster can become of it; the text says why and what to do."""
+
+    why: str
+
+
+Step: TypeAlias = "Bootstrap | Remove | Add | Promote | Belongs | StartOver | Wait | Refuse"
+
+
+class View(Value):
+    """What is known when a step is chosen.
+
+    Args:
+        seats: of all members.
+        mine: which of them is this one.
+        label: of this job's members.
+        answers: by seat, the list of members that it gives; ``None``: no answer.
+        own: id of the learner that was added for this seat and runs.
+        is_sure: where nobody answers, nobody is there.
+        gone: seats that have not answered for a while.
+    """
+
+    seats: tuple[Seat, ...]
+    mine: int
+    label: str
+    answers: Sequence[tuple[Entry, ...] | None]
+    own: int | None = None
+    is_sure: bool = True
+    gone: frozenset[int] = frozenset()
+
+
+def label_of(run_id: str, prefix: str, token: bytes | None) -> str:
+    """Return how the names of a job's members begin; tells nothing of the token."""
+    import hashlib
+    import hmac
+
+    told = f"{prefix}\0{run_id}".encode(errors="surrogateescape")
+    return "elasticrs-" + hmac.new(token or b"", told, hashlib.sha256).hexdigest()[:16]
+
+
+def name_of(label: str, index: int) -> str:
+    """Return the name of the member at a seat."""
+    return f"{label}-{index}"
+
+
+def initial_cluster(view: View, entries: Iterable[Entry] | None = None) -> str:
+    """Return who is there at the start, in etcd's words: all seats, or the members of a cluster.
+
+    The name of a member counts only for the one that starts.
+    """
+    if entries is None:
+        pairs = [(name_of(view.label, index), seat.peer_url) for index, seat in enumerate(view.seats)]
+    else:
+        own = view.seats[view.mine].peer_url
+        pairs = [
+            (name_of(view.label, view.mine) if url == own else f"member{entry.id:x}", url)
+            for entry in entries
+            for url in entry.peer_urls
+        ]
+    return ",".join(f"{name}={url}" for name, url in pairs)
+
+
+def next_step(view: View) -> Step:
+    """Decide what comes next for this seat's member."""
+    why = _mistake(view)
+    if why is not None:
+        return Refuse(why)
+    lists = [answer for answer in others(view) if any(entry.has_published for entry in answer)]
+    if view.own is not None:
+        return _of_learner(view.own, lists)
+    if not lists:
+        # Those that answer all the same are about to make the cluster.
+        return Bootstrap() if view.is_sure else Wait()
+    mine = view.seats[view.mine].peer_url
+    for entry in (entry for entries in lists for entry in entries):
+        if mine in entry.peer_urls:
+            is_awaited = entry.name == name_of(view.label, view.mine) and not entry.has_published
+            # Of those that have made the cluster, and has not come yet: etcd looks at the same.
+            return Bootstrap() if is_awaited and not entry.is_learner else Remove(entry.id)
+        if entry.is_learner:
+            index = _seat_of(view, entry)
+            return Remove(entry.id) if index is None or index in view.gone else Wait()
+    return Add()
+
+
+def _of_learner(own: int, lists: list[tuple[Entry, ...]]) -> Step:
+    if not lists:
+        # They may be electing a leader, or have been cut off for a moment.
+        return Wait()
+    # Each list is as old as what its member has heard.
+    found = [entry for entries in lists for entry in entries if entry.id == own]
+    if not found:
+        return StartOver()
+    return Promote(own) if all(entry.is_learner for entry in found) else Belongs()
+
+
+def others(view: View) -> list[tuple[Entry, ...]]:
+    """The answers of other seats."""
+    return [answer for index, answer in enumerate(view.answers) if index != view.mine and answer is not None]
+
+
+def _seat_of(view: View, entry: Entry) -> int | None:
+    found = (index for index, seat in enumerate(view.seats) if seat.peer_url in entry.peer_urls)
+    return next(found, None)
+
+
+def _mistake(view: View) -> str | None:
+    urls = {seat.peer_url for seat in view.seats}
+    for index, answer in enumerate(view.answers):
+        if index == view.mine or answer is None:
+            continue
+        seat = view.seats[index]
+        where = shown_endpoint(seat.host, seat.peer_port)
+        if any(entry.name and not entry.name.startswith(f"{view.label}-") for entry in answer):
+            return (
+                f"an etcd that is not of this job answers at {where}: give each job ports of its own in "
+                "--rdzv-endpoint (or another peer_port), and all nodes the same --rdzv-id and token"
+            )
+        strange = next((url for entry in answer for url in entry.peer_urls if url not in urls), None)
+        if strange is not None:
+            return (
+                f"the etcd at {where} has a member at {strange}, which is not in --rdzv-endpoint: all nodes "
+                "have to have the same endpoints"
+            )
+    return None

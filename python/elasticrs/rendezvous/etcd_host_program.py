@@ -1,0 +1,543 @@
+"""The program under which one member of an etcd runs that the agents of a job host.
+
+:class:`elasticrs.rendezvous.elastic.etcd_host.EtcdHost` starts it and says on the first line of its standard
+input what to do. It finds a seat, makes or joins the cluster, starts etcd again when that ends, and in the
+end waits until nobody needs it. What it prints, one JSON object per line, is for the agent.
+
+- **MEMBER-1** When the agent ends, however that happens, etcd ends and its data are removed. etcd is told to
+  end, so that a leader hands over first.
+- **MEMBER-2** An agent that leaves a job which goes on takes its member out of the cluster. At the end of
+  the job a member stays until no agent has a session any more, or most members have gone.
+- **MEMBER-3** One thread does all that takes long. Another one hears of the agent's end meanwhile.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+from elasticrs._value import Value
+from elasticrs.rendezvous.elastic import etcd_membership as membership
+from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat, View
+from elasticrs.rendezvous.elastic.hosting import SystemResolver, listening_address
+from elasticrs.rendezvous.endpoint import shown_endpoint
+from elasticrs.rendezvous.etcd_gateway import GatewayError, ask, members_at
+from elasticrs.rendezvous.etcd_keeper import end, find_program, spawn
+
+_TICK = 0.05
+_PATIENCE = 5.0
+"""Seconds before a seat that does not answer is empty, or a cluster that nobody speaks for is gone."""
+
+_DOUBT = 2.0
+"""Seconds before what may pass is told as a mistake."""
+
+_QUESTION = 1.5
+"""Seconds for one answer of etcd."""
+
+_LAST_QUESTION = 0.5
+"""The same in the end, when others may have gone already."""
+
+_TRIES_UNSURE = 3
+"""How often to ask where nobody answers, but somebody may be there."""
+
+_GRACE_MS = 2000
+_LEAVING = 3.0
+_RETRY = 1.0
+_SHORT = 10.0
+"""Seconds; an etcd that ends sooner is not helped by being started again with its data."""
+
+_MOST_SHORT = 3
+
+_OPTIONS = (
+    # The names of peers say who may change what, see `etcd_membership`.
+    *("--strict-reconfig-check=false", "--pre-vote"),
+    # Nothing of a member is used after its agent: it need not outlast the machine, nor wait for its disk.
+    "--unsafe-no-fsync",
+    *("--auto-compaction-mode=revision", "--auto-compaction-retention=10000", "--snapshot-count=10000"),
+    *("--logger=zap", "--log-level=warn", "--log-outputs=stderr"),
+)
+
+
+class Orders(Value):
+    """What the agent says at the start.
+
+    Args:
+        seats: host, port and port for peers of each.
+        label: of the members of this job.
+        bind_addr: where to listen; ``None``: at the seat's address.
+        folder: for data and log, made and removed here.
+        prefix: of the keys of sessions.
+        close_timeout: seconds to wait for the sessions of others in the end.
+    """
+
+    seats: list[list[Any]]
+    label: str
+    bind_addr: str | None
+    folder: str
+    prefix: str
+    close_timeout: float
+
+
+class _Asked(Exception):  # noqa: N818 -- no error
+    """The agent has said that it ends."""
+
+
+class _Ended(Exception):  # noqa: N818 -- told of, not raised to anybody else
+    """etcd has ended by itself; the text says why."""
+
+
+def tell(kind: str, text: str = "") -> None:
+    """Tell the agent something: ``say``, ``refused``, ``member``."""
+    try:
+        os.write(1, json.dumps([kind, text]).encode() + b"\n")
+    except OSError:
+        # It has ended, which is heard of elsewhere.
+        return
+
+
+class Member:
+    """One member, from the search for its seat to its end."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._seats = tuple(Seat(*each) for each in orders.seats)
+        self._mine = -1
+        self._address = ""
+        self._claim: socket.socket | None = None
+        self._pid = self._pidfd = -1
+        self._guard = threading.Lock()
+        self._news = os.eventfd(0, os.EFD_CLOEXEC)
+        self._order = ""
+        self._belongs = self._is_voter = False
+        self._heard: dict[int, float] = {}
+        self._data = os.path.join(orders.folder, "data")
+        self._log = os.path.join(orders.folder, "etcd.log")
+
+    # --- the thread that listens ---
+
+    def listen(self, agent: int, signals: int) -> None:
+        """Hear what the agent says, or that it has ended, or a signal."""
+        poll = select.poll()
+        for fd in (0, agent, signals):
+            poll.register(fd, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poll.poll()]
+            said = os.read(0, 4096) if ready == [0] else b""
+            if not said:
+                self._abandon()
+            self._order = said.decode().split()[-1]
+            os.eventfd_write(self._news, 1)
+
+    def _abandon(self) -> NoReturn:
+        with self._guard:
+            self._end(_GRACE_MS)
+            shutil.rmtree(self._orders.folder, ignore_errors=True)
+            os._exit(0)
+
+    # --- the thread that works ---
+
+    def live(self) -> None:
+        """Be a member until the agent says otherwise."""
+        shorts = 0
+        try:
+            if not self._take_seat():
+                return
+            while shorts < _MOST_SHORT:
+                begun = time.monotonic()
+                try:
+                    self._join()
+                    self._stay()
+                except _Ended as error:
+                    shorts = shorts + 1 if time.monotonic() - begun < _SHORT else 1
+                    self._after_end(str(error), shorts)
+            self._stay()
+        except _Asked:
+            if self._belongs:
+                self._say_goodbye()
+        finally:
+            with self._guard:
+                self._end(0 if self._order == "over" else _GRACE_MS)
+                shutil.rmtree(self._orders.folder, ignore_errors=True)
+
+    def _stay(self) -> NoReturn:
+        while True:
+            self._pause(3600)
+
+    def _after_end(self, why: str, shorts: int) -> None:
+        known = f"this node's member of etcd has ended: {why}"
+        if shorts < _MOST_SHORT:
+            tell("say", f"{known}; it is started again")
+            if shorts > 1 or not self._is_voter:
+                self._forget()
+            self._pause(_RETRY)
+        else:
+            tell("refused", f"{known}; this node has none any more")
+
+    def _pause(self, seconds: float) -> None:
+        """Wait.
+
+        Raises:
+            _Asked: the agent ends.
+            _Ended: etcd has ended.
+        """
+        poll = select.poll()
+        poll.register(self._news, select.POLLIN)
+        if self._pidfd >= 0:
+            poll.register(self._pidfd, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll(int(seconds * 1000))]
+        if self._news in ready or self._order:
+            raise _Asked
+        if ready:
+            with self._guard:
+                code = self._reap()
+            raise _Ended(f"{_last_words(self._log)} (exit code {code})")
+
+    # --- a seat ---
+
+    def _take_seat(self) -> bool:
+        """Find the first seat of this machine that no other agent has; false if there is none here."""
+        begun = time.monotonic()
+        while True:
+            is_here, is_known = False, True
+            for index, seat in enumerate(self._seats):
+                try:
+                    address = listening_address(seat.host, SystemResolver())
+                except OSError:
+                    # In a cluster names appear after the containers do.
+                    is_known = False
+                    continue
+                if address is None:
+                    continue
+                is_here = True
+                if self._claimed(seat):
+                    self._mine, self._address = index, self._orders.bind_addr or address
+                    return self._is_free(seat)
+            if is_known and not is_here:
+                return False
+            # Another agent of this machine may end.
+            self._pause(_RETRY if time.monotonic() - begun > _PATIENCE else _TICK)
+
+    def _claimed(self, seat: Seat) -> bool:
+        # A name of the network namespace, like the port; it goes with this process.
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(f"\0elasticrs/etcd/{shown_endpoint(seat.host, seat.port)}")
+        except OSError:
+            sock.close()
+            return False
+        self._claim = sock
+        return True
+
+    def _is_free(self, seat: Seat) -> bool:
+        """True once the ports of the seat can be listened on."""
+        deadline = time.monotonic() + _DOUBT
+        for port in (seat.port, seat.peer_port):
+            while (why := _trouble_with(self._address, port)) is not None:
+                if time.monotonic() > deadline:
+                    where = shown_endpoint(self._address, port)
+                    tell(
+                        "refused",
+                        f"this node cannot host a member of etcd at {where}: {why}; choose other ports in "
+                        "--rdzv-endpoint (or another peer_port) on all nodes",
+                    )
+                    self._stay()
+                self._pause(_TICK)
+        return True
+
+    # --- into the cluster ---
+
+    def _join(self) -> None:
+        """Make the cluster, or become a member of it.
+
+        Raises:
+            _Asked: the agent ends.
+            _Ended: etcd has ended.
+        """
+        program = _program()
+        if program is None:
+            self._stay()
+        if os.path.isdir(self._data):
+            # Nothing was forgotten: the same member goes on.
+            self._start(program, "new", membership.initial_cluster(self._view([])))
+            return self._await_own()
+        os.makedirs(self._orders.folder, mode=0o700, exist_ok=True)
+        own: int | None = None
+        tries, refused_since, heard_at = 0, None, time.monotonic()
+        while True:
+            answers, is_sure = self._look()
+            tries += 1
+            view = self._view(answers, own, is_sure=is_sure or tries > _TRIES_UNSURE)
+            step = membership.next_step(view)
+            now = time.monotonic()
+            if any(answer is not None for answer in answers):
+                heard_at = now
+            is_cut_off = own is not None and now - heard_at > _PATIENCE
+            refused_since = (refused_since or now) if isinstance(step, membership.Refuse) else None
+            if isinstance(step, membership.Bootstrap):
+                self._is_voter = True
+                self._start(program, "new", membership.initial_cluster(view))
+                return self._await_own()
+            if isinstance(step, membership.Belongs):
+                return self._has_joined()
+            if isinstance(step, membership.StartOver) or is_cut_off:
+                self._forget()
+                own, heard_at = None, now
+            elif isinstance(step, membership.Add):
+                own = self._add(program, view)
+            elif isinstance(step, membership.Remove):
+                self._change(view, "remove", {"ID": str(step.id)})
+            elif isinstance(step, membership.Promote):
+                self._change(view, "promote", {"ID": str(step.id)})
+            elif isinstance(step, membership.Refuse) and now - (refused_since or now) > _DOUBT:
+                tell("refused", step.why)
+                self._stay()
+            self._pause(_TICK)
+
+    def _view(
+        self,
+        answers: list[tuple[Entry, ...] | None],
+        own: int | None = None,
+        *,
+        is_sure: bool = True,
+    ) -> View:
+        now = time.monotonic()
+        gone = {index for index, at in self._heard.items() if now - at > _PATIENCE}
+        return View(
+            self._seats, self._mine, self._orders.label, answers, own, is_sure=is_sure, gone=frozenset(gone)
+        )
+
+    def _look(self) -> tuple[list[tuple[Entry, ...] | None], bool]:
+        """Ask all other seats at once; also: where nobody answers, nobody is there."""
+        answers: list[tuple[Entry, ...] | None] = [None] * len(self._seats)
+        unsure: set[int] = set()
+
+        def question(index: int) -> None:
+            try:
+                answers[index] = members_at(self._seats[index], _QUESTION)
+            except (GatewayError, ConnectionRefusedError):
+                return
+            except OSError:
+                unsure.add(index)
+
+        threads = [
+            threading.Thread(target=question, args=(index,), daemon=True)
+            for index in range(len(self._seats))
+            if index != self._mine
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * _QUESTION)
+        now = time.monotonic()
+        for index, answer in enumerate(answers):
+            if answer is not None or index not in self._heard:
+                self._heard[index] = now
+        return answers, not unsure
+
+    def _add(self, program: str, view: View) -> int | None:
+        seat = self._seats[self._mine]
+        answer = self._change(view, "add", {"peerURLs": [seat.peer_url], "isLearner": True})
+        if answer is None:
+            return None
+        own = Entry.read(answer["member"])
+        entries = [Entry.read(each) for each in answer["members"]]
+        self._start(program, "existing", membership.initial_cluster(view, entries))
+        return own.id
+
+    def _change(self, view: View, what: str, body: dict[str, Any]) -> Any:
+        """Ask the members in turn for a change; ``None`` if none carries it out."""
+        for index, answer in enumerate(view.answers):
+            if answer is None or index == self._mine:
+                continue
+            seat = self._seats[index]
+            try:
+                return ask(seat.host, seat.port, f"/v3/cluster/member/{what}", body, _QUESTION)
+            except (OSError, GatewayError):
+                # No leader, not in sync yet, carried out already: what is there is looked at next.
+                continue
+        return None
+
+    def _await_own(self) -> None:
+        """Wait until this member has taken part in a cluster with a quorum."""
+        seat = self._seats[self._mine]
+        while True:
+            try:
+                entries = members_at(Seat(_reached(self._address), seat.port, seat.peer_port), _QUESTION)
+            except (OSError, GatewayError):
+                entries = ()
+            if any(entry.has_published and seat.peer_url in entry.peer_urls for entry in entries):
+                self._belongs = True
+                return
+            self._pause(_TICK)
+
+    def _has_joined(self) -> None:
+        self._belongs = self._is_voter = True
+        seat = self._seats[self._mine]
+        tell("say", f"the member of etcd at {shown_endpoint(seat.host, seat.port)} belongs to the cluster")
+
+    # --- etcd ---
+
+    def _start(self, program: str, state: str, initial: str) -> None:
+        seat = self._seats[self._mine]
+        listen = [f"http://{shown_endpoint(self._address, port)}" for port in (seat.port, seat.peer_port)]
+        command = [
+            *(program, "--name", membership.name_of(self._orders.label, self._mine)),
+            *("--data-dir", self._data, *_OPTIONS),
+            *("--listen-client-urls", listen[0], "--advertise-client-urls", seat.url),
+            *("--listen-peer-urls", listen[1], "--initial-advertise-peer-urls", seat.peer_url),
+            *("--initial-cluster-token", self._orders.label),
+            *("--initial-cluster-state", state, "--initial-cluster", initial),
+        ]
+        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            with self._guard:
+                self._pid = spawn(command, log)
+                self._pidfd = os.pidfd_open(self._pid)
+        finally:
+            os.close(log)
+
+    def _end(self, grace_ms: int) -> None:
+        """End etcd, if it runs; under the guard."""
+        if self._pid < 0:
+            return
+        if grace_ms:
+            end(self._pid, self._pidfd, grace_ms)
+        else:
+            os.kill(self._pid, signal.SIGKILL)
+        self._reap()
+
+    def _reap(self) -> int:
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        os.close(self._pidfd)
+        self._pid = self._pidfd = -1
+        return code
+
+    def _forget(self) -> None:
+        with self._guard:
+            self._end(_GRACE_MS)
+        shutil.rmtree(self._data, ignore_errors=True)
+        self._belongs = self._is_voter = False
+
+    # --- the end ---
+
+    def _say_goodbye(self) -> None:
+        if self._order == "leave":
+            self._until(_LEAVING, self._has_left)
+        else:
+            self._until(self._orders.close_timeout, self._is_alone)
+
+    def _until(self, seconds: float, is_done: Any) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_done() and time.monotonic() < deadline:
+            time.sleep(_TICK / 2)
+
+    def _has_left(self) -> bool:
+        """Hand over, and take this member out of the cluster; true if that has been done, or cannot be."""
+        try:
+            status = self._own("maintenance/status", {})
+            listed = self._own("cluster/member/list", {})["members"]
+            own, voters = status["header"]["member_id"], [e["ID"] for e in listed if not e.get("isLearner")]
+            rest = [each for each in voters if each != own]
+            if not rest or own not in voters:
+                return True
+            if status.get("leader") == own:
+                self._own("maintenance/transfer-leadership", {"targetID": rest[0]})
+            self._own("cluster/member/remove", {"ID": own})
+        except (OSError, GatewayError, LookupError):
+            return self._is_useless()
+        return True
+
+    def _is_alone(self) -> bool:
+        first, last = (self._orders.prefix + end for end in ("~sessions/", "~sessions0"))
+        body = {"key": _encoded(first), "range_end": _encoded(last), "count_only": True}
+        try:
+            return int(self._own("kv/range", body).get("count", 0)) == 0
+        except (OSError, GatewayError):
+            return self._is_useless()
+
+    def _is_useless(self) -> bool:
+        """True if most members have gone: then nobody is served."""
+        answers, _ = self._look()
+        # This one answers as well.
+        return 2 * (1 + sum(answer is not None for answer in answers)) <= len(self._seats)
+
+    def _own(self, path: str, body: dict[str, Any]) -> Any:
+        port = self._seats[self._mine].port
+        return ask(_reached(self._address), port, f"/v3/{path}", body, _LAST_QUESTION)
+
+
+def _program() -> str | None:
+    try:
+        return find_program()
+    except FileNotFoundError as error:
+        tell("refused", f"this node cannot host a member of etcd: {error}")
+        return None
+
+
+def _encoded(text: str) -> str:
+    return base64.b64encode(text.encode(errors="surrogateescape")).decode()
+
+
+def _reached(address: str) -> str:
+    """Where a server that listens on an address is reached from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+
+
+def _trouble_with(address: str, port: int) -> str | None:
+    """Why a server cannot listen there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((address, port))
+            sock.listen()
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def _last_words(path: str) -> str:
+    """The last error in a log of etcd."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return str(error)
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("level") in {"error", "fatal", "panic"}:
+            return ": ".join(str(record[key]) for key in ("msg", "error") if record.get(key))
+    return lines[-1] if lines else "it has written nothing"
+
+
+def main() -> int:
+    """Run a member; return the exit code."""
+    parent = int(sys.argv[1])
+    agent = os.pidfd_open(parent)
+    if os.getppid() != parent:
+        return 1
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(writer)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)
+    with open(0, "rb", buffering=0, closefd=False) as orders:
+        line = orders.readline()
+    if not line:
+        return 1
+    member = Member(Orders(**json.loads(line)))
+    threading.Thread(target=member.listen, args=(agent, reader), daemon=True).start()
+    member.live()
+    return 0

@@ -1,0 +1,207 @@
+"""Jobs whose agents host the etcd in which they meet: on loopback, one member for each agent."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from helpers import ports
+from helpers.etcd import binary
+from helpers.nodes import RANKS, READY, Worker
+from helpers.procs import reap_adopted, wait_until
+
+from elasticrs.rendezvous.elastic.etcd_membership import Seat
+from elasticrs.rendezvous.etcd_gateway import GatewayError, members_at
+
+pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(180)]
+
+SUCCEED = signal.SIGUSR1
+
+
+def is_closed(port):
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) != 0
+
+
+def pair():
+    """A port for clients, before one for other members."""
+    while True:
+        port = ports.free()
+        if is_closed(port + 1):
+            return port
+
+
+class Job:
+    """Three seats on this machine, and the agents of one job."""
+
+    def __init__(self, launch, folder):
+        if binary() is None:
+            pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
+        self._launch, self._folder = launch, folder
+        self.ports = [pair() for _ in range(3)]
+
+    @property
+    def endpoint(self):
+        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
+
+    def agent(self, *options, env=None, conf="", nnodes="1:3"):
+        # A lease that no election on a loaded machine ends.
+        pairs = f"host=1,lease_ttl=30,last_call_timeout=60,restart_call_timeout=0{conf}"
+        return self._launch(
+            *("--rdzv-backend=etcd", f"--rdzv-endpoint={self.endpoint}", "--rdzv-id=a/job"),
+            *(f"--rdzv-conf={pairs}", f"--nnodes={nnodes}", "--max-restarts=0", *options, RANKS),
+            env={"TORCHELASTIC_ETCD_BINARY_PATH": binary(), **(env or {})},
+        )
+
+    def listed(self, index):
+        """What the member at a seat says of all, by seat; nothing if it does not answer."""
+        port = self.ports[index]
+        try:
+            entries = members_at(Seat("127.0.0.1", port, port + 1), 5)
+        except (OSError, GatewayError):
+            return {}
+        urls = [f"http://127.0.0.1:{each + 1}" for each in self.ports]
+        return {urls.index(each.peer_urls[0]): each for each in entries}
+
+    def are_members(self, *seats):
+        """True if these seats, and no others, have members that all agree so."""
+        return all(
+            set(listed) == set(seats)
+            and all(each.has_published and not each.is_learner for each in listed.values())
+            for listed in (self.listed(seat) for seat in seats)
+        )
+
+    def programs(self):
+        """The etcds of the job, by pid."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(word.startswith(os.fsencode(self._folder / "elasticrs_etcd_")) for word in words):
+                found.append(int(path.parent.name))
+        return found
+
+    def left(self):
+        """What the job has left on this machine."""
+        listening = [port for each in self.ports for port in (each, each + 1) if not is_closed(port)]
+        return listening, self.programs(), list(self._folder.glob("elasticrs_etcd_*"))
+
+
+@pytest.fixture
+def job(launch, tmp_path):
+    return Job(launch, tmp_path)
+
+
+def round_of(agents, numbers):
+    """The workers of a round: each agent's so many-th."""
+    found = []
+    for agent, number in zip(agents, numbers, strict=True):
+        line = agent.wait_for_lines(READY.pattern, number, "stdout")[number - 1]
+        found.append(Worker.parse(line[1]))
+    assert sorted(each.rank for each in found) == list(range(len(agents)))
+    assert {(each.world, each.restart) for each in found} == {(len(agents), 0)}
+    return found
+
+
+def finish(agents, workers):
+    for worker in workers:
+        os.kill(worker.pid, SUCCEED)
+    for agent in agents:
+        agent.exits(0)
+
+
+def test_agents_meet_in_an_etcd_of_their_own_and_leave_nothing(job):
+    agents = [job.agent(nnodes="3") for _ in range(3)]
+    workers = round_of(agents, [1, 1, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    finish(agents, workers)
+    assert job.left() == ([], [], [])
+
+
+def test_a_job_may_lose_all_its_nodes_one_after_the_other(job):
+    agents, numbers = [job.agent() for _ in range(3)], [1, 1, 1]
+    workers = round_of(agents, numbers)
+    for turn in range(3):
+        wait_until(lambda: job.are_members(0, 1, 2))
+        # The one with rank 0 first, then those that have been there from the start.
+        lost = next(i for i, each in enumerate(workers) if each.rank == 0) if turn == 0 else 0
+        killed, _ = agents.pop(lost), numbers.pop(lost)
+        killed.signal(signal.SIGKILL)
+        killed.wait()
+        numbers = [number + 1 for number in numbers]
+        round_of(agents, numbers)
+        agents, numbers = [*agents, job.agent()], [*(number + 1 for number in numbers), 1]
+        workers = round_of(agents, numbers)
+    wait_until(lambda: job.are_members(0, 1, 2))
+    finish(agents, workers)
+    reap_adopted()
+    assert job.left() == ([], [], [])
+
+
+def test_a_node_that_leaves_takes_its_member_out(job):
+    agents = [job.agent() for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    # One after the other: with its member still counted, the last one would have no quorum.
+    for number in (2, 3):
+        leaver = agents.pop(0)
+        leaver.signal(signal.SIGTERM)
+        leaver.exits(1)
+        workers = round_of(agents, [number] * len(agents))
+    finish(agents, workers)
+    assert job.left() == ([], [], [])
+
+
+def test_a_member_that_ends_is_started_again_and_no_worker_is(job):
+    agents = [job.agent(nnodes="3") for _ in range(3)]
+    workers = round_of(agents, [1, 1, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    killed = job.programs()[0]
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: killed not in (found := job.programs()) and len(found) == 3)
+    wait_until(lambda: job.are_members(0, 1, 2))
+    finish(agents, workers)
+    assert "this node's member of etcd has ended: " in "".join(agent.stderr for agent in agents)
+
+
+def test_a_signal_before_there_is_a_quorum(job):
+    agent = job.agent()
+    wait_until(lambda: any(job.listed(index) for index in range(3)))
+    agent.signal(signal.SIGTERM)
+    agent.exits(1)
+    assert job.left() == ([], [], [])
+
+
+# --- what cannot be ---
+
+
+def refused(agent, *says):
+    agent.exits(1)
+    lines = [line for line in agent.stderr.splitlines() if says[0] in line]
+    assert len(lines) == 1, agent.stderr
+    for each in says:
+        assert each in lines[0]
+
+
+def test_a_machine_without_etcd_is_told_where_to_get_it(job):
+    agent = job.agent(env={"TORCHELASTIC_ETCD_BINARY_PATH": "/no/etcd"})
+    refused(agent, "this node cannot host a member of etcd: '/no/etcd'", "is no program: install it (Debian")
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["for clients", "for members"])
+def test_a_port_that_another_program_has(job, which):
+    with socket.create_server(("127.0.0.1", job.ports[0] + which)) as other:
+        agent = job.agent()
+        port = other.getsockname()[1]
+        refused(agent, f"this node cannot host a member of etcd at 127.0.0.1:{port}: Address already in use")
+        other.close()
+    assert job.left() == ([], [], [])
+
+
+def test_an_etcd_of_somebody_else(job, etcd):
+    # Where this job looks for a member of its own.
+    port = job.ports[2] = etcd.server.members[0].peers - 1
+    refused(job.agent(), f"an etcd that is not of this job answers at 127.0.0.1:{port + 1}")

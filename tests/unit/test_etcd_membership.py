@@ -1,0 +1,231 @@
+"""The decisions of a host of etcd: examples, and a world of seats that die and come back."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticrs.rendezvous.elastic.etcd_membership import (
+    Add,
+    Belongs,
+    Bootstrap,
+    Entry,
+    Promote,
+    Refuse,
+    Remove,
+    Seat,
+    StartOver,
+    View,
+    Wait,
+    initial_cluster,
+    label_of,
+    name_of,
+    next_step,
+)
+
+LABEL = label_of("job", "/p", None)
+
+
+def seats(count):
+    return tuple(Seat(f"n{index}", 2379, 2380) for index in range(count))
+
+
+def entry(index, number=None, *, published=True, learner=False, label=LABEL, host=None):
+    name = "" if learner and not published else f"{label}-{index}"
+    url = f"http://{host or f'n{index}'}:2380"
+    return Entry(
+        index if number is None else number, name, (url,), has_published=published, is_learner=learner
+    )
+
+
+ALL = tuple(entry(index) for index in range(3))
+FORMING = tuple(entry(index, published=False) for index in range(3))
+
+
+def step(*answers, mine=0, **more):
+    return next_step(View(seats(3), mine, LABEL, answers, **more))
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ((None, None, None), Bootstrap()),
+        ((None, FORMING, None), Bootstrap()),
+        # The cluster is there, and waits for this seat.
+        ((None, (FORMING[0], *ALL[1:]), None), Bootstrap()),
+        # It was here before, whatever others have heard of that.
+        ((None, FORMING, ALL), Remove(0)),
+        ((None, ALL, None), Remove(0)),
+        # It was a learner.
+        ((None, (*ALL[1:], entry(0, 9, published=False, learner=True)), None), Remove(9)),
+        ((None, ALL[1:], ALL[1:]), Add()),
+        # Somebody else is about to come.
+        ((None, ALL[1:2], (*ALL[1:2], entry(2, 9, learner=True))), Wait()),
+    ],
+)
+def test_the_first_steps(answers, expected):
+    assert step(*answers) == expected
+
+
+def test_where_somebody_may_be_there_no_cluster_is_made():
+    assert step(None, None, None, is_sure=False) == Wait()
+
+
+def test_a_learner_that_has_gone_makes_room():
+    answers = (None, (ALL[1], entry(2, 9, learner=True)), None)
+    assert step(*answers, gone=frozenset([2])) == Remove(9)
+    assert step(*answers, gone=frozenset([1])) == Wait()
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ((None, (*ALL[1:], entry(0, 9, published=False, learner=True)), None), Promote(9)),
+        ((None, (*ALL[1:], entry(0, 9, learner=True)), (*ALL[1:], entry(0, 9))), Belongs()),
+        # One of them has not heard of it yet.
+        ((None, ALL[1:], (*ALL[1:], entry(0, 9, learner=True))), Promote(9)),
+        ((None, ALL[1:], None), StartOver()),
+        ((None, None, None), Wait()),
+        ((None, FORMING, None), Wait()),
+    ],
+)
+def test_a_learner(answers, expected):
+    assert step(*answers, own=9) == expected
+
+
+def test_an_etcd_of_somebody_else_is_left_alone():
+    strange = entry(1, label="default")
+    found = step(None, (strange,), None)
+    assert isinstance(found, Refuse)
+    assert "an etcd that is not of this job answers at n1:2380" in found.why
+
+
+def test_other_endpoints_are_a_mistake():
+    found = step(None, (*FORMING[:2], entry(2, host="m2")), None)
+    assert isinstance(found, Refuse)
+    assert "the etcd at n1:2380 has a member at http://m2:2380" in found.why
+
+
+def test_the_label_tells_jobs_and_tokens_apart():
+    labels = {label_of("j", "/p", None), label_of("j", "/q", None), label_of("k", "/p", None)}
+    labels |= {label_of("j", "/p", b"secret"), label_of("j", "/p", b"secret2")}
+    assert len(labels) == 5
+    assert all("secret" not in label for label in labels)
+
+
+def test_who_is_there_at_the_start():
+    view = View(seats(3), 1, LABEL, ())
+    urls = [f"http://n{index}:2380" for index in range(3)]
+    assert initial_cluster(view) == ",".join(f"{name_of(LABEL, i)}={url}" for i, url in enumerate(urls))
+    found = initial_cluster(view, (entry(2, 7), entry(1, 9, published=False, learner=True)))
+    assert found == f"member7={urls[2]},{name_of(LABEL, 1)}={urls[1]}"
+
+
+# --- a world ---
+
+
+class World:
+    """The truth about a cluster, and the hosts at its seats, which see it late."""
+
+    def __init__(self, count):
+        self.seats, self.count = seats(count), count
+        self.entries = []
+        self.alive = set()
+        """Ids of members that run."""
+        self.ran = set()
+        """Ids that have been part of a cluster with a quorum."""
+        self.hosts = dict.fromkeys(range(count))
+        """By seat: not there, or own id, 0 before it is known, and the list that it knows."""
+        self.next_id = 100
+
+    def listed(self, number):
+        return next((each for each in self.entries if each.id == number), None)
+
+    def has_quorum(self):
+        voters = [each for each in self.entries if not each.is_learner]
+        return 2 * sum(each.id in self.alive for each in voters) > len(voters)
+
+    def publish(self):
+        if self.has_quorum():
+            self.ran |= {each.id for each in self.entries if each.id in self.alive}
+            self.entries = [
+                entry(self.seat(each), each.id, published=each.id in self.ran, learner=each.is_learner)
+                for each in self.entries
+            ]
+
+    def seat(self, each):
+        return next(i for i, seat in enumerate(self.seats) if seat.peer_url in each.peer_urls)
+
+    def answers(self):
+        found = [None] * self.count
+        for each in self.entries:
+            if each.id in self.alive:
+                found[self.seat(each)] = tuple(self.entries)
+        return found
+
+    def come(self, index):
+        if self.hosts[index] is None:
+            self.hosts[index] = 0
+
+    def die(self, index):
+        """With its member and its data."""
+        self.hosts[index] = None
+        self.alive -= {each.id for each in self.entries if self.seat(each) == index}
+
+    def is_member(self, index):
+        return any(
+            each.id in self.alive and not each.is_learner for each in self.entries if self.seat(each) == index
+        )
+
+    def act(self, index):
+        own = self.hosts[index]
+        if own is None or self.is_member(index):
+            return
+        gone = frozenset(i for i, answer in enumerate(self.answers()) if answer is None)
+        chosen = next_step(View(self.seats, index, LABEL, self.answers(), own=own or None, gone=gone))
+        if isinstance(chosen, Bootstrap):
+            if not any(each.id in self.alive for each in self.entries):
+                self.entries = [entry(i, i, published=False) for i in range(self.count)]
+                self.ran = set()
+            assert index not in self.ran, "a member that has forgotten its votes is back under its id"
+            self.alive.add(index)
+        elif isinstance(chosen, Remove) and self.has_quorum():
+            assert chosen.id not in self.alive, "a member that runs is removed"
+            self.entries = [each for each in self.entries if each.id != chosen.id]
+        elif isinstance(chosen, Add) and self.has_quorum():
+            self.next_id += 1
+            self.entries.append(entry(index, self.next_id, published=False, learner=True))
+            self.alive.add(self.next_id)
+            self.hosts[index] = self.next_id
+        elif isinstance(chosen, Promote) and self.has_quorum() and chosen.id in self.ran:
+            self.entries = [entry(index, each.id) if each.id == chosen.id else each for each in self.entries]
+        elif isinstance(chosen, StartOver):
+            self.alive.discard(own)
+            self.hosts[index] = 0
+        assert not isinstance(chosen, Refuse)
+        self.publish()
+
+    def check(self):
+        where = [self.seat(each) for each in self.entries]
+        assert len(where) == len(set(where)), "two members at one seat"
+        assert sum(each.is_learner for each in self.entries) <= 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([1, 3, 5]), st.lists(st.tuples(st.sampled_from("acd"), st.integers(0, 4)), max_size=60)
+)
+def test_a_cluster_whose_nodes_die_and_come_back(count, schedule):
+    world = World(count)
+    for what, number in schedule:
+        {"a": world.act, "c": world.come, "d": world.die}[what](number % count)
+        world.check()
+    if world.entries and world.alive and not world.has_quorum() and world.ran:
+        # Those that are left wait for the others, or for the end of their job.
+        return
+    for index in range(count):
+        world.come(index)
+    for _ in range(8 * count):
+        for index in range(count):
+            world.act(index)
+            world.check()
+    assert all(world.is_member(index) for index in range(count))
