@@ -39,17 +39,15 @@ class Job:
         if binary() is None:
             pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
         self._launch, self._folder = launch, folder
-        self.ports = [pair() for _ in range(3)]
+        # In the order in which agents look for a free one.
+        self.ports = sorted(pair() for _ in range(3))
 
-    @property
-    def endpoint(self):
-        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
-
-    def agent(self, *options, env=None, conf="", nnodes="1:3"):
+    def agent(self, *options, env=None, conf="", nnodes="1:3", last=()):
+        endpoint = ",".join((*(f"127.0.0.1:{port}" for port in self.ports[: 3 - len(last)]), *last))
         # A lease that no election on a loaded machine ends.
         pairs = f"host=1,lease_ttl=30,last_call_timeout=60,restart_call_timeout=0{conf}"
         return self._launch(
-            *("--rdzv-backend=etcd", f"--rdzv-endpoint={self.endpoint}", "--rdzv-id=a/job"),
+            *("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=a/job"),
             *(f"--rdzv-conf={pairs}", f"--nnodes={nnodes}", "--max-restarts=0", *options, RANKS),
             env={"TORCHELASTIC_ETCD_BINARY_PATH": binary(), **(env or {})},
         )
@@ -203,5 +201,6 @@ def test_a_port_that_another_program_has(job, which):
 
 def test_an_etcd_of_somebody_else(job, etcd):
     # Where this job looks for a member of its own.
-    port = job.ports[2] = etcd.server.members[0].peers - 1
-    refused(job.agent(), f"an etcd that is not of this job answers at 127.0.0.1:{port + 1}")
+    port = etcd.server.members[0].peers
+    agent = job.agent(last=[f"localhost:{port - 1}"])
+    refused(agent, f"an etcd that is not of this job answers at localhost:{port}")
