@@ -79,5 +79,5 @@ def _event(event: _core.StoreEvent) -> StoreEvent:
     if isinstance(event, _core.Changes):
         return coordination.Changes(event.revision, event.changes)
     if isinstance(event, _core.Connected):
-        return coordination.Connected(event.revision, event.local_address)
+        return coordination.Connected(event.revision, event.local_address, event.ttl)
     return coordination.ConnectionLost(event.kind, event.message)

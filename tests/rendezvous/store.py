@@ -90,6 +90,8 @@ class Conn:
         """The same, each once, and those of watches that have ended."""
         self.known = {}
         """By watch: the modify revisions that the client knows of, by key."""
+        self.heard = []
+        self.has = -1, False
 
     def send(self, request):
         if self.is_here:
@@ -127,12 +129,9 @@ class Conn:
         if self.is_etcd:
             return
         if isinstance(event, Changes):
+            self.heard.append(event)
             for watch, known in self.known.items():
-                for change in event.changes:
-                    if covers(watch, change.key):
-                        known[change.key] = change.mod_revision
-                    if change.value is None:
-                        known.pop(change.key, None)
+                learn(watch, known, event)
             return
         place = next((i for i, each in enumerate(self.sent) if getattr(each, "tag", None) == event.tag), None)
         if place is None:
@@ -141,8 +140,12 @@ class Conn:
         request = self.sent[place]
         del self.sent[: place + 1]
         if isinstance(request, Watch) and Unwatch(request.prefix, request.exact) not in self.sent:
-            found = {entry.key: entry.mod_revision for entry in event.entries()}
-            self.known[request.prefix, request.exact] = found
+            watch = request.prefix, request.exact
+            known = self.known[watch] = {entry.key: entry.mod_revision for entry in event.entries()}
+            for later in self.heard:
+                # Here an answer may be overtaken by what follows it.
+                if later.revision > event.revision:
+                    learn(watch, known, later)
 
     def lose(self, last, has_reply, are_carried_out):
         """The connection breaks.
@@ -152,6 +155,9 @@ class Conn:
             has_reply: also of the answers at that revision.
             are_carried_out: requests that are on the way still get there.
         """
+        # What it has received does not get lost with a later connection.
+        self.has = max(self.has, (last, has_reply))
+        last, has_reply = self.has
         self.is_stalled = True
         self.connection += 1
         self.watches.clear()
@@ -172,12 +178,19 @@ class Conn:
     def news(self, watch, found, revision):
         """What the client has to be told, so that it knows what there is at this revision."""
         known = dict(self.known[watch])
-        for change in (change for told in self.queues[0] for change in told.changes):
-            if covers(watch, change.key):
-                known[change.key] = change.mod_revision
+        for event in self.queues[0]:
+            learn(watch, known, event)
         here = {entry.key for entry in found}
         gone = [Entry(key, None, 0, revision) for key in known if key not in here]
         return [*(each for each in found if known.get(each.key) != each.mod_revision), *gone]
+
+
+def learn(watch, known, event):
+    for change in event.changes:
+        if covers(watch, change.key):
+            known[change.key] = change.mod_revision
+        if change.value is None:
+            known.pop(change.key, None)
 
 
 def covers(watch, key):

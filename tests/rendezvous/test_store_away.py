@@ -98,6 +98,20 @@ def test_another_store_ends_a_node_without_workers():
     assert a.outcome == m.Outcome("lost", WHY)
 
 
+def test_an_older_copy_of_the_state_is_another_store():
+    cluster, (a, b) = running(2)
+    before = cluster.store.revision - 1
+    for each in (a, b):
+        each.refuses = ("refused", "connection refused")
+        each.lose()
+        each.send(m.GroupEnded())
+    cluster.store.revision = before
+    a.refuses = None
+    a.fire("reconnect")
+    why = "the rendezvous store head:29400: it goes on from an older copy of its state; start the job again"
+    assert a.outcome == m.Outcome("lost", why)
+
+
 def test_another_store_refuses_whoever_has_not_joined():
     member = agents.member("01", "a")
     step(member, m.Begin())

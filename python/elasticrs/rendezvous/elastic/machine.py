@@ -101,7 +101,10 @@ def _connected(member: Member, event: Connected) -> None:
         return
     member.joining.address, member.joining.ttl = event.local_address, event.ttl
     link = member.link = Link()
-    if member.leaving is not None and member.leaving.closing is not None:
+    if member.joining.has_seen_round and event.revision < member.joining.revision:
+        text = "it goes on from an older copy of its state; start the job again"
+        member.exit(Outcome("lost", f"{member.rendezvous.store}: {text}"))
+    elif member.leaving is not None and member.leaving.closing is not None:
         leaving.abort(member, link)
     else:
         joining.check_job(member)
@@ -111,6 +114,7 @@ def _changes(member: Member, event: Changes) -> None:
     link, registration = member.link, member.registration
     if link is None or registration is None:
         return
+    member.joining.seen(event.revision)
     _take_in(member, link, registration, event.changes)
     if member.leader is not None:
         oversight.changed(member, member.leader, event)
@@ -149,6 +153,7 @@ def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of
     link = member.link
     if link is None:
         return
+    member.joining.seen(reply.revision)
     purpose = link.purposes.pop(reply.tag, None)
     match purpose:
         case None | Purpose.NOTHING:

@@ -121,6 +121,7 @@ class Joining(Record):
         address: this end of the last connection.
         ttl: of the lease, in seconds, if the store grants a longer one than was asked for.
         incarnation: of the next registration.
+        revision: the highest of the store that was told.
         job: value of the job's record that was checked.
         was_registered: there was a registration once.
         has_seen_round: a head of this job was seen: another job of the same name is not ours.
@@ -135,12 +136,17 @@ class Joining(Record):
     address: str = ""
     ttl: float = 0.0
     incarnation: int = 1
+    revision: int = 0
     job: bytes = b""
     was_registered: bool = False
     has_seen_round: bool = False
     claim: bytes | None = None
     rank_holder: str | None = None
     told_of_port: bool = False
+
+    def seen(self, revision: int) -> None:
+        """The store was at this revision."""
+        self.revision = max(self.revision, revision)
 
 
 class Listener(Record):
