@@ -73,8 +73,8 @@ demo: build ## train a real model with 4 workers; one is killed midway, and the 
 demo-hang: build ## the same, but one stops in a collective: it is found, its stack kept, and the job recovers
 	@$(PY) examples/hang/demo.py
 
-demo-etcd: build ## three agents meet in an etcd of three members; the one with rank 0 is killed, then a member of etcd
-	@$(PY) examples/ddp_multinode/demo_etcd.py
+demo-etcd: build ## three agents meet in an etcd of three members; the one with rank 0 is killed, then a member of etcd (HOSTED=1: the agents host it)
+	@$(PY) examples/ddp_multinode/demo_etcd.py $(if $(HOSTED),--hosted)
 
 demo-multinode: build ## three hosts train; one is cut off, the job goes on with two, it comes back (namespaces if root)
 	@$(PY) examples/ddp_multinode/demo.py

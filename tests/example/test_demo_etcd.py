@@ -4,18 +4,22 @@ import pytest
 from helpers import etcd
 from helpers.procs import reap_adopted
 
-EPOCHS = "16"
-
 
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.timeout(300)
-def test_an_agent_and_a_member_of_etcd_are_killed(run_demo):
+@pytest.mark.parametrize(
+    ("options", "worlds"),
+    [(("--epochs=16",), (3, 2)), (("--epochs=24", "--hosted"), (3, 2, 3))],
+    ids=["etcd of a site", "hosted"],
+)
+def test_an_agent_and_a_member_of_etcd_are_killed(run_demo, options, worlds):
     if etcd.binary() is None:
         pytest.skip("needs etcd")
-    printed = run_demo("ddp_multinode/demo_etcd.py", "--epochs", EPOCHS)
+    printed = run_demo("ddp_multinode/demo_etcd.py", *options)
     # The nursery of the killed agent.
     reap_adopted()
     told = [line[11:].split(":")[0] for line in printed.splitlines() if line[8:9] == "s"]
-    assert [line for line in told if "workers train" in line] == ["3 workers train", "2 workers train"]
+    expected = [f"{world} workers train" for world in worlds]
+    assert [line for line in told if "workers train" in line] == expected
     assert "NOT AS PROMISED" not in printed

@@ -24,12 +24,15 @@ def is_closed(port):
         return sock.connect_ex(("127.0.0.1", port)) != 0
 
 
-def pair():
-    """A port for clients, before one for other members."""
-    while True:
-        port = ports.free()
-        if is_closed(port + 1):
-            return port
+def pairs(count):
+    """Ports for clients, each before one for other members, in order."""
+    found = set()
+    while len(found) < count:
+        # Even ones, so that no two overlap.
+        port = ports.free() & ~1
+        if is_closed(port) and is_closed(port + 1):
+            found.add(port)
+    return sorted(found)
 
 
 class Job:
@@ -40,15 +43,15 @@ class Job:
             pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
         self._launch, self._folder = launch, folder
         # In the order in which agents look for a free one.
-        self.ports = sorted(pair() for _ in range(3))
+        self.ports = pairs(3)
 
     def agent(self, *options, env=None, conf="", nnodes="1:3", last=()):
         endpoint = ",".join((*(f"127.0.0.1:{port}" for port in self.ports[: 3 - len(last)]), *last))
         # A lease that no election on a loaded machine ends.
-        pairs = f"host=1,lease_ttl=30,last_call_timeout=60,restart_call_timeout=0{conf}"
+        conf = f"host=1,lease_ttl=30,last_call_timeout=60,restart_call_timeout=0{conf}"
         return self._launch(
             *("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=a/job"),
-            *(f"--rdzv-conf={pairs}", f"--nnodes={nnodes}", "--max-restarts=0", *options, RANKS),
+            *(f"--rdzv-conf={conf}", f"--nnodes={nnodes}", "--max-restarts=0", *options, RANKS),
             env={"TORCHELASTIC_ETCD_BINARY_PATH": binary(), **(env or {})},
         )
 
