@@ -48,7 +48,7 @@ class Checks:
 
     def ended(self, conn):
         world = self.world
-        still = not conn.is_refused and not conn.is_revoked and world.has_workers(world.owner(conn), conn)
+        still = not conn.is_refused and not conn.is_revoked and world.has_workers(conn.owner, conn)
         require(not still, "I-13 workers run on after their node was counted as lost", conn.name)
 
     def put(self, old, entry, conn):

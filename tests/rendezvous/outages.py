@@ -50,12 +50,9 @@ class Outages:
 
     # --- leases ---
 
-    def owner(self, conn):
-        return next(proc for proc in self.procs if proc.name == conn.name)
-
     def may_end(self, conn):
         """The lease may be over: the client gives it up so early that its workers are gone by then."""
-        proc = self.owner(conn)
+        proc = conn.owner
         if conn.open:
             # A host that is stopped does not notice.
             return proc.paused and conn.is_stalled and not conn.is_etcd
@@ -74,7 +71,7 @@ class Outages:
     def has_dead_lease(self):
         """Somebody whose lease will end is still there for the others."""
         return any(
-            not conn.open or conn.dead or (conn.is_stalled and self.owner(conn).paused)
+            not conn.open or conn.dead or (conn.is_stalled and conn.owner.paused)
             for conn in self.store.leases.values()
         )
 

@@ -62,8 +62,9 @@ class TakeUp(Value):
 class Conn:
     """One session, one lease; and its connection, if there is one."""
 
-    def __init__(self, name, is_etcd=False):
+    def __init__(self, name, is_etcd=False, owner=None):
         self.name = name
+        self.owner = owner
         self.is_etcd = is_etcd
         self.open = True
         """The client still has the session."""

@@ -339,7 +339,7 @@ class World(Outages):
                     add((0.1, self.timer, proc, name))
             elif kind not in HARD:
                 # A store that was away for that long is worth a look.
-                is_away = kind == "settle" and any(each.is_stalled for each in self.store.conns)
+                is_away = kind == "settle" and any(each.is_stalled and each.open for each in self.store.conns)
                 add((5 if is_away else 0.5, self.timer, proc, name))
             elif faults and not self.kinds["calm"]:
                 add((HARD_WEIGHTS.get(kind, 0.02), self.timer, proc, name))
@@ -386,7 +386,7 @@ class World(Outages):
             self.deliver(proc, ConnectionLost("refused", "connection refused"))
             return
         self.sync()
-        proc.conn = Conn(proc.name, self.kinds["etcd"])
+        proc.conn = Conn(proc.name, self.kinds["etcd"], proc)
         self.store.conns.append(proc.conn)
         self.deliver(proc, Connected(self.store.revision, f"10.0.0.{proc.name[1:]}"))
 
