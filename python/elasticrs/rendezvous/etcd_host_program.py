@@ -46,9 +46,6 @@ _QUESTION = 1.5
 _LAST_QUESTION = 0.5
 """The same in the end, when others may have gone already."""
 
-_TRIES_UNSURE = 3
-"""How often to ask where nobody answers, but somebody may be there."""
-
 _GRACE_MS = 2000
 _LEAVING = 3.0
 _RETRY = 1.0
@@ -132,7 +129,8 @@ class Member:
         while True:
             ready = [fd for fd, _ in poll.poll()]
             said = os.read(0, 4096) if ready == [0] else b""
-            if not said:
+            if not said or not self._belongs:
+                # Nobody waits for this member. The other thread may wait for a name server.
                 self._abandon()
             self._order = said.decode().split()[-1]
             os.eventfd_write(self._news, 1)
@@ -161,8 +159,7 @@ class Member:
                     self._after_end(str(error), shorts)
             self._stay()
         except _Asked:
-            if self._belongs:
-                self._say_goodbye()
+            self._say_goodbye()
         finally:
             with self._guard:
                 self._end(0 if self._order == "over" else _GRACE_MS)
@@ -181,6 +178,7 @@ class Member:
             self._pause(_RETRY)
         else:
             tell("refused", f"{known}; this node has none any more")
+            self._forget()
 
     def _pause(self, seconds: float) -> None:
         """Wait.
@@ -271,11 +269,10 @@ class Member:
             return self._await_own()
         os.makedirs(self._orders.folder, mode=0o700, exist_ok=True)
         own: int | None = None
-        tries, refused_since, heard_at = 0, None, time.monotonic()
+        refused_since, heard_at = None, time.monotonic()
         while True:
-            answers, is_sure = self._look()
-            tries += 1
-            view = self._view(answers, own, is_sure=is_sure or tries > _TRIES_UNSURE)
+            answers, hidden = self._look()
+            view = self._view(answers, own, hidden)
             step = membership.next_step(view)
             now = time.monotonic()
             if any(answer is not None for answer in answers):
@@ -306,19 +303,16 @@ class Member:
         self,
         answers: list[tuple[Entry, ...] | None],
         own: int | None = None,
-        *,
-        is_sure: bool = True,
+        hidden: frozenset[int] = frozenset(),
     ) -> View:
         now = time.monotonic()
         gone = {index for index, at in self._heard.items() if now - at > _PATIENCE}
-        return View(
-            self._seats, self._mine, self._orders.label, answers, own, is_sure=is_sure, gone=frozenset(gone)
-        )
+        return View(self._seats, self._mine, self._orders.label, answers, own, hidden, frozenset(gone))
 
-    def _look(self) -> tuple[list[tuple[Entry, ...] | None], bool]:
-        """Ask all other seats at once; also: where nobody answers, nobody is there."""
+    def _look(self) -> tuple[list[tuple[Entry, ...] | None], frozenset[int]]:
+        """Ask all other seats at once; also returns where somebody may be who does not answer."""
         answers: list[tuple[Entry, ...] | None] = [None] * len(self._seats)
-        unsure: set[int] = set()
+        hidden: set[int] = set()
 
         def question(index: int) -> None:
             try:
@@ -326,7 +320,7 @@ class Member:
             except (GatewayError, ConnectionRefusedError):
                 return
             except OSError:
-                unsure.add(index)
+                hidden.add(index)
 
         threads = [
             threading.Thread(target=question, args=(index,), daemon=True)
@@ -341,7 +335,7 @@ class Member:
         for index, answer in enumerate(answers):
             if answer is not None or index not in self._heard:
                 self._heard[index] = now
-        return answers, not unsure
+        return answers, frozenset(hidden)
 
     def _add(self, program: str, view: View) -> int | None:
         seat = self._seats[self._mine]

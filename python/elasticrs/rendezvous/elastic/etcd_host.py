@@ -49,7 +49,6 @@ class EtcdHost:
             [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), root],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             # Ctrl-C is for the agent, which ends the program.
             start_new_session=True,
         )
@@ -82,9 +81,18 @@ class EtcdHost:
         except BlockingIOError:
             return []
         if not data:
-            self.fd = None
+            return self._over()
         *lines, self._unread = (self._unread + data).split(b"\n")
         return [tuple(json.loads(line)) for line in lines]
+
+    def _over(self) -> list[tuple[str, str]]:
+        self.fd = None
+        try:
+            code = self._program.wait(_LONGEST_END)
+        except subprocess.TimeoutExpired:
+            return []
+        why = f"the program that runs this node's member of etcd ended with exit code {code}"
+        return [("say", why)] if code else []
 
     def leave(self, outcome: str) -> None:
         """The agent ends like this; :attr:`fd` becomes ``None`` when the member may go."""

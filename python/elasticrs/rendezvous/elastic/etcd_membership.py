@@ -4,8 +4,9 @@ The endpoints of the job are *seats*: at each of them one member runs. Its data 
 so a member that comes back is another one: it takes part under a new id. Raft counts votes by id, and one
 that forgets its vote or what it has acknowledged breaks what Raft promises.
 
-- **MEMB-1** A cluster is made by all seats at once, and only while no seat answers as a member of one. A
-  member belongs to one as soon as it has published where its clients connect: that takes a quorum.
+- **MEMB-1** A cluster is made by all seats at once, and only when most of them, this one included, are
+  known not to be members of one: a cluster with a quorum would have one among them. A member belongs to one
+  as soon as it has published where its clients connect: that takes a quorum.
 - **MEMB-2** Into a cluster that is there, a seat comes as a learner, which has no vote, under an id of its
   own. What was at the seat before is removed first. It gets its vote when it has caught up.
 - **MEMB-3** A learner that has gone is removed by the next seat that wants to come: etcd allows one at a
@@ -130,7 +131,7 @@ class View(Value):
         label: of this job's members.
         answers: by seat, the list of members that it gives; ``None``: no answer.
         own: id of the learner that was added for this seat and runs.
-        is_sure: where nobody answers, nobody is there.
+        hidden: seats that do not answer, though somebody may be there.
         gone: seats that have not answered for a while.
     """
 
@@ -139,7 +140,7 @@ class View(Value):
     label: str
     answers: Sequence[tuple[Entry, ...] | None]
     own: int | None = None
-    is_sure: bool = True
+    hidden: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
 
 
@@ -184,7 +185,7 @@ def next_step(view: View) -> Step:
         return _of_learner(view.own, lists)
     if not lists:
         # Those that answer all the same are about to make the cluster.
-        return Bootstrap() if view.is_sure else Wait()
+        return Bootstrap() if 2 * len(view.hidden) < len(view.seats) else Wait()
     mine = view.seats[view.mine].peer_url
     for entry in (entry for entries in lists for entry in entries):
         if mine in entry.peer_urls:
