@@ -46,7 +46,9 @@ _QUESTION = 1.5
 _LAST_QUESTION = 0.5
 """The same in the end, when others may have gone already."""
 
-_GRACE_MS = 2000
+_GRACE_MS, _SHORT_GRACE_MS = 2000, 300
+"""Between SIGTERM and SIGKILL; shorter when nobody is served any more."""
+
 _LEAVING = 3.0
 _RETRY = 1.0
 _SHORT = 10.0
@@ -137,7 +139,7 @@ class Member:
 
     def _abandon(self) -> NoReturn:
         with self._guard:
-            self._end(_GRACE_MS)
+            self._end()
             shutil.rmtree(self._orders.folder, ignore_errors=True)
             os._exit(0)
 
@@ -162,7 +164,7 @@ class Member:
             self._say_goodbye()
         finally:
             with self._guard:
-                self._end(0 if self._order == "over" else _GRACE_MS)
+                self._end()
                 shutil.rmtree(self._orders.folder, ignore_errors=True)
 
     def _stay(self) -> NoReturn:
@@ -399,15 +401,11 @@ class Member:
         finally:
             os.close(log)
 
-    def _end(self, grace_ms: int) -> None:
-        """End etcd, if it runs; under the guard."""
-        if self._pid < 0:
-            return
-        if grace_ms:
-            end(self._pid, self._pidfd, grace_ms)
-        else:
-            os.kill(self._pid, signal.SIGKILL)
-        self._reap()
+    def _end(self) -> None:
+        """End etcd, if it runs, so that a leader hands over; under the guard."""
+        if self._pid >= 0:
+            end(self._pid, self._pidfd, _SHORT_GRACE_MS if self._order == "over" else _GRACE_MS)
+            self._reap()
 
     def _reap(self) -> int:
         code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
@@ -417,7 +415,7 @@ class Member:
 
     def _forget(self) -> None:
         with self._guard:
-            self._end(_GRACE_MS)
+            self._end()
         shutil.rmtree(self._data, ignore_errors=True)
         self._belongs = self._is_voter = False
 
