@@ -12,7 +12,7 @@ from helpers.nodes import RANKS, READY, Worker
 from helpers.procs import reap_adopted, wait_until
 
 from elasticrs.rendezvous.elastic.etcd_membership import Seat
-from elasticrs.rendezvous.etcd_gateway import GatewayError, members_at
+from elasticrs.rendezvous.etcd_gateway import Gateway, GatewayError
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(180)]
 
@@ -35,13 +35,19 @@ def pairs(count):
     return sorted(found)
 
 
+def _order(files):
+    """As :class:`Gateway` takes them."""
+    return () if files is None else (files.ca, files.cert, files.key)
+
+
 class Job:
     """Three seats on this machine, and the agents of one job."""
 
-    def __init__(self, launch, folder):
+    def __init__(self, launch, folder, files=None):
         if binary() is None:
             pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
-        self._launch, self._folder = launch, folder
+        self._launch, self._folder, self._gateway = launch, folder, Gateway(_order(files))
+        self._scheme = "http" if files is None else "https"
         # In the order in which agents look for a free one.
         self.ports = pairs(3)
 
@@ -59,10 +65,10 @@ class Job:
         """What the member at a seat says of all, by seat; nothing if it does not answer."""
         port = self.ports[index]
         try:
-            entries = members_at(Seat("127.0.0.1", port, port + 1), 5)
+            entries = self._gateway.members_at(Seat("127.0.0.1", port, port + 1, self._scheme), 5)
         except (OSError, GatewayError):
             return {}
-        urls = [f"http://127.0.0.1:{each + 1}" for each in self.ports]
+        urls = [f"{self._scheme}://127.0.0.1:{each + 1}" for each in self.ports]
         return {urls.index(each.peer_urls[0]): each for each in entries}
 
     def are_members(self, *seats):
@@ -176,7 +182,45 @@ def test_a_signal_before_there_is_a_quorum(job):
     assert job.left() == ([], [], [])
 
 
+# --- with certificates ---
+
+
+def secured(files):
+    return f",protocol=https,ca_cert={files.ca},ssl_cert={files.cert},ssl_cert_key={files.key}"
+
+
+def test_members_and_agents_know_each_other_by_certificates(launch, tmp_path, authority):
+    files = authority.issue("node")
+    job = Job(launch, tmp_path, files)
+    agents = [job.agent(conf=secured(files)) for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    stranger = Gateway()
+    for index, port in enumerate(job.ports):
+        assert job.listed(index)
+        with pytest.raises((OSError, GatewayError)):
+            stranger.members_at(Seat("127.0.0.1", port, port + 1), 5)
+    killed = agents.pop(0)
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    round_of(agents, [2, 2])
+    agents.append(job.agent(conf=secured(files)))
+    workers = round_of(agents, [3, 3, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    finish(agents, workers)
+    reap_adopted()
+    assert job.left() == ([], [], [])
+
+
 # --- what cannot be ---
+
+
+def test_files_that_hold_no_certificates(job, tmp_path):
+    file = tmp_path / "nothing"
+    file.write_text("nothing")
+    agent = job.agent(conf=f",protocol=https,ca_cert={file},ssl_cert={file}")
+    agent.exits(1)
+    assert "certificate" in agent.stderr
 
 
 def refused(agent, *says):

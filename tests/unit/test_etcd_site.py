@@ -238,10 +238,12 @@ def test_handlers(name):
 
 def test_seats_have_two_ports():
     made = site("a,b:7000,[::1]", host=1)
-    found = [("::1", 2379, 2380), ("a", 2379, 2380), ("b", 7000, 7001)]
+    found = [("::1", 2379, 2380, "http"), ("a", 2379, 2380, "http"), ("b", 7000, 7001, "http")]
     assert [each.values() for each in made.seats] == found
     assert made.seats == site("[::1],b:7000,a", host=1).seats
     assert made.seats[0].peer_url == "http://[::1]:2380"
+    made = site("https://a", host=1, ca_cert="/proc/version", ssl_cert="/proc/version")
+    assert (made.seats[0].url, made.seats[0].peer_url) == ("https://a:2379", "https://a:2380")
     made = site("a,b,c", host="true", peer_port="9")
     assert {each.peer_port for each in made.seats} == {9}
     assert site("a,b,c").seats == site("a,b", host=0).seats == ()
@@ -262,7 +264,7 @@ def test_a_token_is_for_hosted_members():
     [
         ("a,b", {}, "rdzv_endpoint: got 2 endpoints, expected 1, 3 or 5 with host=1"),
         ("a,b,c,d,e,f,g", {}, "got 7 endpoints"),
-        ("https://a", {}, "host=1 and https cannot be combined"),
+        ("https://a", {}, "host=1 with https needs ca_cert and ssl_cert, which"),
         ("a", {"user": "u", "password_file": "/proc/version"}, "host=1 and user cannot be combined"),
         ("a:1,a:2,a:4", {}, "got the same one twice"),
         ("a:1,a:3,a:5", {"peer_port": 9}, "got the same one twice"),

@@ -1,4 +1,4 @@
-"""Questions to etcd over plain HTTP: its gateway for JSON, and what members tell each other.
+"""Questions to etcd by HTTP: its gateway for JSON, and what members tell each other.
 
 Only for what the agents' client in the core does not do: members that come and go. Without
 :mod:`http.client`, whose import takes longer than all the rest of a start.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat
 from elasticrs.rendezvous.endpoint import shown_endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _OK = 200
 _MOST = 1 << 20
@@ -22,56 +25,105 @@ class GatewayError(Exception):
     """etcd has answered with an error; the text is its own."""
 
 
-def members_at(seat: Seat, seconds: float) -> tuple[Entry, ...]:
-    """Return the members of the cluster of a seat's member; of one without a quorum those that it is to have.
-
-    Raises:
-        GatewayError: another program answers.
-        OSError: nobody does, in time.
-    """
-    answer = ask(seat.host, seat.peer_port, "/members", None, seconds)
-    try:
-        return tuple(Entry.read(each) for each in answer)
-    except (LookupError, TypeError, ValueError, AttributeError):
-        raise GatewayError("another program answers") from None
-
-
-def ask(host: str, port: int, path: str, body: dict[str, Any] | None, seconds: float) -> Any:
-    """Ask, and return what the answer says; POST with a body.
+class Gateway:
+    """Asks members.
 
     Args:
-        host: without brackets.
-        port: of a member, for clients or for members.
-        path: what to ask for.
-        body: for the gateway.
-        seconds: for each of: to connect, to send, and each part of the answer.
+        files: of the authorities, the certificate and its key, for members that speak TLS.
 
     Raises:
-        GatewayError: etcd refuses, or another program answers.
-        OSError: no answer.
+        OSError: a file cannot be read, or holds something else.
     """
-    data = b"" if body is None else json.dumps(body).encode()
-    # Of version 1.0, so that the answer comes whole and the connection ends with it.
-    head = (
-        f"{'GET' if body is None else 'POST'} {path} HTTP/1.0\r\nHost: {shown_endpoint(host, port)}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    with socket.create_connection((host, port), seconds) as sock:
-        sock.sendall(head.encode("ascii", "replace") + data)
-        with sock.makefile("rb") as answered:
-            status = answered.readline(_MOST).split()
-            length = _MOST
-            while (line := answered.readline(_MOST).strip().lower()) != b"":
-                name, _, value = line.partition(b":")
-                if name == b"content-length" and value.strip().isdigit():
-                    length = min(_MOST, int(value))
-            content = answered.read(length)
-    try:
-        answer = json.loads(content)
-        code = int(status[1])
-    except (ValueError, IndexError):
-        raise GatewayError("another program answers") from None
-    if code != _OK:
-        why = answer.get("error") or answer.get("message") if isinstance(answer, dict) else None
-        raise GatewayError(str(why or f"status {code}"))
-    return answer
+
+    def __init__(self, files: Sequence[str] = ()) -> None:
+        self._context = None
+        if files:
+            import ssl
+
+            ca, cert, key = files
+            self._context = ssl.create_default_context(cafile=ca)
+            self._context.load_cert_chain(cert, key)
+
+    def members_at(self, seat: Seat, seconds: float, address: str | None = None) -> tuple[Entry, ...]:
+        """Return the members of the cluster of a seat's member; of one without a quorum those that it is to
+        have.
+
+        Args:
+            seat: of the member.
+            seconds: as for :meth:`ask`.
+            address: where it is reached, if not at its host.
+
+        Raises:
+            GatewayError: another program answers.
+            OSError: nobody does, in time.
+        """
+        answer = self._ask(seat, seat.peer_port, "/members", None, seconds, address)
+        try:
+            return tuple(Entry.read(each) for each in answer)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise GatewayError("another program answers") from None
+
+    def ask(
+        self, seat: Seat, path: str, body: dict[str, Any], seconds: float, address: str | None = None
+    ) -> Any:
+        """Ask the gateway of a member, and return what the answer says.
+
+        Args:
+            seat: of the member.
+            path: what to ask for, below ``/v3/``.
+            body: the question.
+            seconds: for each of: to connect, to send, and each part of the answer.
+            address: where it is reached, if not at its host.
+
+        Raises:
+            GatewayError: etcd refuses, or another program answers.
+            OSError: no answer.
+        """
+        return self._ask(seat, seat.port, f"/v3/{path}", body, seconds, address)
+
+    def _ask(
+        self,
+        seat: Seat,
+        port: int,
+        path: str,
+        body: dict[str, Any] | None,
+        seconds: float,
+        address: str | None,
+    ) -> Any:
+        data = b"" if body is None else json.dumps(body).encode()
+        # Of version 1.0, so that the answer comes whole.
+        method, host = "GET" if body is None else "POST", shown_endpoint(seat.host, port)
+        head = (
+            f"{method} {path} HTTP/1.0\r\nHost: {host}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        with self._connection(address or seat.host, port, seat.host, seconds) as sock:
+            sock.sendall(head.encode("ascii", "replace") + data)
+            status, content = _answer(sock)
+        try:
+            answer, code = json.loads(content), int(status[1])
+        except (ValueError, IndexError):
+            raise GatewayError("another program answers") from None
+        if code != _OK:
+            why = answer.get("error") or answer.get("message") if isinstance(answer, dict) else None
+            raise GatewayError(str(why or f"status {code}"))
+        return answer
+
+    def _connection(self, address: str, port: int, name: str, seconds: float) -> socket.socket:
+        sock = socket.create_connection((address, port), seconds)
+        if self._context is None:
+            return sock
+        # Closes it if this fails.
+        return self._context.wrap_socket(sock, server_hostname=name)
+
+
+def _answer(sock: socket.socket) -> tuple[list[bytes], bytes]:
+    """The words of the status line, and the content, which may end before the connection does."""
+    with sock.makefile("rb") as answered:
+        status = answered.readline(_MOST).split()
+        length = _MOST
+        while (line := answered.readline(_MOST).strip().lower()) != b"":
+            name, _, value = line.partition(b":")
+            if name == b"content-length" and value.strip().isdigit():
+                length = min(_MOST, int(value))
+        return status, answered.read(length)

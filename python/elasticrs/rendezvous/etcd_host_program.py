@@ -23,15 +23,18 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elasticrs._value import Value
 from elasticrs.rendezvous.elastic import etcd_membership as membership
 from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat, View
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, listening_address
 from elasticrs.rendezvous.endpoint import shown_endpoint
-from elasticrs.rendezvous.etcd_gateway import GatewayError, ask, members_at
+from elasticrs.rendezvous.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.etcd_keeper import end, find_program, spawn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _TICK = 0.05
 _PATIENCE = 5.0
@@ -73,6 +76,7 @@ class Orders(Value):
         seats: host, port and port for peers of each.
         label: of the members of this job.
         bind_addr: where to listen; ``None``: at the seat's address.
+        files: of the authorities, this node's certificate and its key; empty without TLS.
         folder: for data and log, made and removed here.
         prefix: of the keys of sessions.
         close_timeout: seconds to wait for the sessions of others in the end.
@@ -81,6 +85,7 @@ class Orders(Value):
     seats: list[list[Any]]
     label: str
     bind_addr: str | None
+    files: list[str]
     folder: str
     prefix: str
     close_timeout: float
@@ -109,6 +114,7 @@ class Member:
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         self._seats = tuple(Seat(*each) for each in orders.seats)
+        self._gateway = Gateway(orders.files)
         self._mine = -1
         self._address = ""
         self._claim: socket.socket | None = None
@@ -318,7 +324,7 @@ class Member:
 
         def question(index: int) -> None:
             try:
-                answers[index] = members_at(self._seats[index], _QUESTION)
+                answers[index] = self._gateway.members_at(self._seats[index], _QUESTION)
             except (GatewayError, ConnectionRefusedError):
                 return
             except OSError:
@@ -356,7 +362,7 @@ class Member:
                 continue
             seat = self._seats[index]
             try:
-                return ask(seat.host, seat.port, f"/v3/cluster/member/{what}", body, _QUESTION)
+                return self._gateway.ask(seat, f"cluster/member/{what}", body, _QUESTION)
             except (OSError, GatewayError):
                 # No leader, not in sync yet, carried out already: what is there is looked at next.
                 continue
@@ -367,7 +373,7 @@ class Member:
         seat = self._seats[self._mine]
         while True:
             try:
-                entries = members_at(Seat(_reached(self._address), seat.port, seat.peer_port), _QUESTION)
+                entries = self._gateway.members_at(seat, _QUESTION, _reached(self._address))
             except (OSError, GatewayError):
                 entries = ()
             if any(entry.has_published and seat.peer_url in entry.peer_urls for entry in entries):
@@ -384,10 +390,10 @@ class Member:
 
     def _start(self, program: str, state: str, initial: str) -> None:
         seat = self._seats[self._mine]
-        listen = [f"http://{shown_endpoint(self._address, port)}" for port in (seat.port, seat.peer_port)]
+        listen = [seat.url_at(self._address, port) for port in (seat.port, seat.peer_port)]
         command = [
             *(program, "--name", membership.name_of(self._orders.label, self._mine)),
-            *("--data-dir", self._data, *_OPTIONS),
+            *("--data-dir", self._data, *_OPTIONS, *_tls(self._orders.files)),
             *("--listen-client-urls", listen[0], "--advertise-client-urls", seat.url),
             *("--listen-peer-urls", listen[1], "--initial-advertise-peer-urls", seat.peer_url),
             *("--initial-cluster-token", self._orders.label),
@@ -463,8 +469,16 @@ class Member:
         return 2 * (1 + sum(answer is not None for answer in answers)) <= len(self._seats)
 
     def _own(self, path: str, body: dict[str, Any]) -> Any:
-        port = self._seats[self._mine].port
-        return ask(_reached(self._address), port, f"/v3/{path}", body, _LAST_QUESTION)
+        seat = self._seats[self._mine]
+        return self._gateway.ask(seat, path, body, _LAST_QUESTION, _reached(self._address))
+
+
+def _tls(files: list[str]) -> Iterator[str]:
+    """Options by which clients and members show certificates, and check those of others."""
+    for prefix in ("--", "--peer-") if files else ():
+        for name, file in zip(("trusted-ca-file", "cert-file", "key-file"), files, strict=True):
+            yield f"{prefix}{name}={file}"
+        yield f"{prefix}client-cert-auth"
 
 
 def _program() -> str | None:
@@ -529,7 +543,11 @@ def main() -> int:
         line = orders.readline()
     if not line:
         return 1
-    member = Member(Orders(**json.loads(line)))
+    try:
+        member = Member(Orders(**json.loads(line)))
+    except OSError as error:
+        tell("refused", f"this node cannot host a member of etcd: its certificates cannot be used: {error}")
+        return 0
     threading.Thread(target=member.listen, args=(agent, reader), daemon=True).start()
     member.live()
     return 0

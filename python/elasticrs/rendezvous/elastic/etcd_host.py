@@ -60,6 +60,7 @@ class EtcdHost:
             "seats": [list(seat.values()) for seat in site.seats],
             "label": label_of(rendezvous.run_id, site.prefix, settings.token),
             "bind_addr": settings.bind_addr,
+            "files": [site.ca_cert, site.cert, site.key] if site.is_tls else [],
             "folder": self._folder,
             "prefix": site.prefix,
             "close_timeout": settings.close_timeout,

@@ -33,16 +33,21 @@ class Seat(Value):
     host: str
     port: int
     peer_port: int
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
         """For clients."""
-        return f"http://{shown_endpoint(self.host, self.port)}"
+        return self.url_at(self.host, self.port)
 
     @property
     def peer_url(self) -> str:
         """For other members."""
-        return f"http://{shown_endpoint(self.host, self.peer_port)}"
+        return self.url_at(self.host, self.peer_port)
+
+    def url_at(self, host: str, port: int) -> str:
+        """The same elsewhere."""
+        return f"{self.scheme}://{shown_endpoint(host, port)}"
 
 
 class Entry(Value):

@@ -292,12 +292,18 @@ def _seats(
             f"{option}: got {len(endpoints)} endpoints, expected 1, 3 or 5 with host=1: most members have to "
             "be up, so an even number bears no more losses than one less, and more than 5 are only slower"
         )
-    if is_tls or "user" in read:
-        what = "https" if is_tls else "user"
-        raise UsageError(f"{source}: host=1 and {what} cannot be combined: hosted members have none")
-    port = read.get("peer_port")
+    if "user" in read:
+        raise UsageError(f"{source}: host=1 and user cannot be combined: hosted members have none")
+    if is_tls and not {"ca_cert", "ssl_cert"} <= read.keys():
+        raise UsageError(
+            f"{source}: host=1 with https needs ca_cert and ssl_cert, which tell members and agents from "
+            "strangers"
+        )
+    scheme, port = "https" if is_tls else "http", read.get("peer_port")
     # In an order that does not depend on the user: the names of members are made of it.
-    seats = tuple(Seat(host, own, own + 1 if port is None else port) for host, own in sorted(endpoints))
+    seats = tuple(
+        Seat(host, own, own + 1 if port is None else port, scheme) for host, own in sorted(endpoints)
+    )
     taken = [(seat.host, each) for seat in seats for each in (seat.port, seat.peer_port)]
     if len(set(taken)) < len(taken) or any(each > _LAST_PORT for _, each in taken):
         raise UsageError(
