@@ -273,3 +273,18 @@ def test_a_user_may_touch_what_is_the_users(agent, refused, etcd_auth, password)
     one = agent(nnodes="1", endpoint=endpoint, prefix=etcd_auth.prefix, conf=conf)
     finish([one], formed([one]))
     assert left(etcd_auth) == FOR_GOOD
+
+
+def test_a_user_who_may_no_longer_is_told_what_to_mend(agent, etcd_auth, password):
+    server, user = etcd_auth.server, etcd_auth.server.user
+    conf = f"lease_ttl=600,store_lost_timeout=1,user={user.name},password_file={password(user.password)}"
+    one = agent(nnodes="1", endpoint=etcd_auth.endpoint, prefix=etcd_auth.prefix, conf=conf)
+    (worker,) = formed([one])
+    server.ask("auth/user/revoke", name=user.name, role="trainer")
+    try:
+        kill([worker], SUCCEED)
+        one.exits(1)
+    finally:
+        server.ask("auth/user/grant", user=user.name, role="trainer")
+    (line,) = [line for line in one.stderr.splitlines() if "could not reach it again within 1 s" in line]
+    assert "permission denied; user and password_file in --rdzv-conf have to be those of" in line

@@ -2,11 +2,11 @@
 
 import pytest
 
-from elasticrs.coordination import Connected, ConnectionLost, DeletePrefix, Put
+from elasticrs.coordination import Connected, ConnectionLost, Delete, DeletePrefix, Put
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Phase, step
 from rendezvous import agents
-from rendezvous.cluster import Cluster, running
+from rendezvous.cluster import Cluster, end_all, running
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,11 @@ def test_a_fresh_job_forgets_the_closed_one():
 def test_a_fresh_job_forgets_settings_that_nobody_has_any_more():
     cluster = Cluster(min_nodes=2, max_nodes=2)
     cluster.add("a").kill()
-    assert cluster.add("b", max_restarts=5).outcome.kind == "refused"
+    refused = cluster.add("b", max_restarts=5).outcome
+    assert refused.kind == "refused"
+    assert refused.message.endswith(
+        "max_restarts=0; no agent of that job is there: if it is over, use a different id, or fresh=1"
+    )
     c = cluster.add("c", max_restarts=5, fresh=True)
     assert c.outcome is None
     assert cluster.add("d", max_restarts=5).starts
@@ -99,6 +103,18 @@ def test_a_job_whose_agents_have_died_goes_on():
     a.kill()
     b = cluster.add("b")
     assert (b.starts[0].round, b.starts[0].restarts) == (3, 1)
+
+
+@pytest.mark.parametrize("removed", ["head", "job"])
+def test_a_record_that_somebody_removes_ends_the_job(removed):
+    cluster, (a, b) = running(2)
+    cluster.store.apply([Delete(getattr(cluster.keys, removed))], None)
+    cluster.run()
+    end_all([a, b])
+    for agent in (a, b):
+        assert agent.all(m.Stop)[-1].fenced
+        assert agent.all(m.Stop)[-1].why.endswith("of this job was removed")
+        assert agent.outcome.kind == "lost"
 
 
 def test_connecting_is_tried_again_with_growing_delays():

@@ -139,13 +139,22 @@ def test_the_lease_of_a_job():
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["http://a,b", "http://a,https://b", "ftp://a", "a:0", "unix:///run/etcd", "https://http://a"],
+    [
+        "http://a,b",
+        "http://a,https://b",
+        "ftp://a",
+        "a:0",
+        "unix:///run/etcd",
+        "https://http://a",
+        "a,",
+        "a,,b",
+    ],
 )
 def test_endpoints_that_are_none(endpoint):
     assert mistake(endpoint) == f"rdzv_endpoint: got {endpoint!r}, expected {EXPECTED}"
 
 
-@pytest.mark.parametrize("endpoint", ["a,", "a b", "http://a/v3", "a:x", "[::1", "http://"])
+@pytest.mark.parametrize("endpoint", ["a b", "http://a/v3", "a:x", "[::1", "http://"])
 def test_endpoints_of_which_one_is_none(endpoint):
     assert mistake(endpoint).endswith(", expected HOST[:PORT]")
 
@@ -184,6 +193,11 @@ def test_several_nodes_need_an_endpoint():
 )
 def test_settings_that_are_none(config, line):
     assert mistake(**config).startswith(f"rdzv_configs: {line}")
+
+
+def test_the_keys_that_there_are_are_named_once_each():
+    named = mistake(zzz="x").partition("known: ")[2].split(", ")
+    assert len(named) == len(set(named))
 
 
 def test_two_schemes_are_one_too_many():

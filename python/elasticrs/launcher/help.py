@@ -81,8 +81,8 @@ def _settings() -> Iterator[str]:
     yield from _rows(etcd_site.KEYS)
     yield from _wrapped(
         "Torch's timeout is the join_timeout of static and etcd; its store_type is tcp, or file with c10d: "
-        "nodes then meet in the file that --rdzv-endpoint names. Torch's heartbeat_timeout, read_timeout and "
-        "cas_backoff_max_seconds are accepted and have no effect.",
+        "nodes then meet in the file that --rdzv-endpoint names. Torch's heartbeat_timeout, "
+        "cas_backoff_max_seconds and, but for etcd, read_timeout are accepted and have no effect.",
         "",
     )
 

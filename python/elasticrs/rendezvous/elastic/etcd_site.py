@@ -76,7 +76,7 @@ def _ttl(value: object) -> int:
 
 KEYS = (
     Key("protocol", "http", _protocol, "http or https; or write https:// before each endpoint"),
-    Key("ca_cert", None, path, "file with the certificates of the authorities that etcd's is checked with"),
+    Key("ca_cert", None, path, "file with the authorities for etcd's certificate; default: the system's"),
     Key("ssl_cert", None, path, "file with this node's certificate, for an etcd that asks for one"),
     Key("ssl_cert_key", None, path, "file with its key; default: the file of the certificate"),
     Key("user", None, _name, "user of etcd"),
@@ -272,6 +272,8 @@ def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int
     schemes: set[str | None] = set()
     found: list[tuple[str, int]] = []
     for each in text.split(","):
+        if not each.strip():
+            raise UsageError(f"{option}: got {text!r}, expected {EXPECTED}")
         scheme, slashes, rest = each.strip().rpartition("://")
         schemes.add(scheme.lower() if slashes else None)
         if not schemes <= {None, *_SCHEMES}:

@@ -41,6 +41,8 @@ FORGET_EARLIER = 60
 
 OTHER_JOB = "another job was started with this id"
 
+_NOBODY_LEFT = "; no agent of that job is there: if it is over, use a different id, or fresh=1"
+
 
 # --- the job's record ---
 
@@ -107,15 +109,15 @@ def mismatch(member: Member, job: dict[str, Any]) -> str | None:
 
 def job_found_again(member: Member, link: Link, reply: Reply) -> None:
     """Go on in the job that this agent took part in, if the store still knows it."""
-    job = reply.entry(0) if reply.ok else None
-    if job is None:
+    job, head = (reply.entry(0), reply.entry(1)) if reply.ok else (None, None)
+    if job is None or head is None:
         text = "the store was restarted and no longer knows this job; start the job again"
         if member.rendezvous.etcd is not None:
             text = "the record of this job is gone (removed, or etcd was restored); start the job again"
         member.exit(Outcome("lost", f"{member.rendezvous.store}: {text}"))
         return
     link.job_revision = job.create_revision
-    if not _is_closed(member, reply.entry(1)):
+    if not _is_closed(member, head):
         register(member, link)
 
 
@@ -128,7 +130,7 @@ def job_found(member: Member, link: Link, reply: Reply) -> None:
     job, head = reply.entry(0), reply.entry(1)
     assert job is not None
     value = job.value or b""
-    difference = _difference(member, job.key, value)
+    difference = _difference(member, job.key, value, is_alone=not reply.results[2])
     if member.settings.fresh and not reply.results[2] and (head is not None or difference is not None):
         _forget_job(member, job, 0 if head is None else head.mod_revision)
         return
@@ -139,11 +141,13 @@ def job_found(member: Member, link: Link, reply: Reply) -> None:
         register(member, link)
 
 
-def _difference(member: Member, key: str, value: bytes) -> str | None:
+def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> str | None:
     try:
-        return mismatch(member, job_of(value))
+        found = mismatch(member, job_of(value))
     except DamagedError as error:
         return f"{damage(key, error)}; use a different id for another job"
+    # A job may be over that was not closed: all its agents were stopped, or have died.
+    return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found
 
 
 def _forget_job(member: Member, job: Entry, head_revision: int) -> None:
@@ -240,5 +244,7 @@ def own_registration(reply: Reply) -> Entry | None:
 
 def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
     """The job's record: is it still the one that was checked?"""
-    if entry is None or entry.value is None or entry.create_revision != link.job_revision:
+    if entry is None or entry.value is None:
+        fence(member, "the record of this job was removed")
+    elif entry.create_revision != link.job_revision:
         fence(member, OTHER_JOB)

@@ -356,7 +356,8 @@ class MeetingPoint:
     def _explained(self, lost: ConnectionLost) -> str:
         etcd = self._rendezvous.etcd
         if etcd is not None:
-            todo = None if self._has_met else _REMEDIES_OF_ETCD.get(lost.kind)
+            is_passing = self._has_met and lost.kind in (*_BEFORE_MEETING, "closed")
+            todo = None if is_passing else _REMEDIES_OF_ETCD.get(lost.kind)
             return lost.message if todo is None else f"{lost.message}; {todo.format(prefix=etcd.prefix)}"
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)

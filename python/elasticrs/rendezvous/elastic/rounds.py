@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.state import Link, Member, Registration
 
 GONE = "the store no longer has this node's registration"
+REMOVED = "the state of this job was removed"
 
 
 # --- what the store tells ---
@@ -64,7 +65,12 @@ def _slot_damaged(member: Member, registration: Registration, error: DamagedErro
 
 def take_head(member: Member, link: Link, entry: Entry) -> None:
     """Take in a new state of the job."""
-    if entry.value is None or entry.mod_revision <= link.head_revision:
+    if entry.mod_revision <= link.head_revision:
+        return
+    if entry.value is None:
+        if link.head is not None:
+            # Nobody could end a round any more.
+            fence(member, REMOVED)
         return
     head = Head.read(entry)
     is_news = link.head is not None

@@ -456,7 +456,7 @@ def read_settings(
     """
     for name in given:
         if name not in _BY_NAME:
-            known = (*_BY_NAME, *others)
+            known = tuple(dict.fromkeys((*_BY_NAME, *others)))
             raise UsageError(
                 f"{source}: unknown key {name}{_suggestion(name, known)}; known: {', '.join(known)}"
             )
