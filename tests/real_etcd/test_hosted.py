@@ -11,11 +11,12 @@ from helpers.etcd import binary
 from helpers.nodes import RANKS, READY, Worker
 from helpers.procs import reap_adopted, wait_until
 
-from elasticrs.rendezvous.elastic.etcd_membership import Seat
-from elasticrs.rendezvous.etcd_gateway import Gateway, GatewayError
+from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
+from elasticrs.rendezvous.elastic.etcd_membership import Seat, password_of
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(180)]
 
+PREFIX = "/torchelastic/p2p"
 SUCCEED = signal.SIGUSR1
 
 
@@ -207,6 +208,45 @@ def test_members_and_agents_know_each_other_by_certificates(launch, tmp_path, au
     agents.append(job.agent(conf=secured(files)))
     workers = round_of(agents, [3, 3, 1])
     wait_until(lambda: job.are_members(0, 1, 2))
+    finish(agents, workers)
+    reap_adopted()
+    assert job.left() == ([], [], [])
+
+
+# --- with a token ---
+
+
+def test_members_serve_only_those_who_have_the_token(job):
+    env = {"ELASTICRS_TOKEN": "secret"}
+    agents = [job.agent(env=env) for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+
+    def is_refused(gateway):
+        seat = Seat("127.0.0.1", job.ports[0], job.ports[0] + 1)
+        try:
+            gateway.ask(seat, "kv/range", {"key": "YQ=="}, 5)
+        except GatewayError:
+            return True
+        return False
+
+    def refuses_other_tokens():
+        # Its member finds others that are not of this job, or its session is refused.
+        assert "token" in job.agent(env={"ELASTICRS_TOKEN": "other"}).exits(1).stderr
+
+    assert is_refused(Gateway())
+    assert is_refused(Gateway((), "wrong"))
+    assert not is_refused(Gateway((), password_of("a/job", PREFIX, b"secret")))
+    killed = agents.pop(0)
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    round_of(agents, [2, 2])
+    # With a seat, and then without.
+    refuses_other_tokens()
+    agents.append(job.agent(env=env))
+    workers = round_of(agents, [3, 3, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    refuses_other_tokens()
     finish(agents, workers)
     reap_adopted()
     assert job.left() == ([], [], [])

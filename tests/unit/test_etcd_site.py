@@ -270,7 +270,10 @@ def test_where_hosted_members_listen_may_be_said():
 
 
 def test_a_token_is_for_hosted_members():
-    assert described("a", host=1, token="secret")[1] == []
+    met, notices = described("a", host=1, token="secret")
+    assert (notices, met.etcd.user) == ([], "root")
+    assert met.etcd.password != described("a", host=1, token="other")[0].etcd.password
+    assert met.etcd.password not in repr(met.etcd)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from elasticrs._value import Value
 from elasticrs.rendezvous.elastic import etcd_membership as membership
+from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat, View
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, listening_address
 from elasticrs.rendezvous.endpoint import shown_endpoint
-from elasticrs.rendezvous.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.etcd_keeper import end, find_program, spawn
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ _OPTIONS = (
     # Nothing of a member is used after its agent: it need not outlast the machine, nor wait for its disk.
     "--unsafe-no-fsync",
     *("--auto-compaction-mode=revision", "--auto-compaction-retention=10000", "--snapshot-count=10000"),
+    # Passwords are as long as what they are made of is secret: to guess them is no easier.
+    "--bcrypt-cost=4",
     *("--logger=zap", "--log-level=warn", "--log-outputs=stderr"),
 )
 
@@ -77,6 +79,7 @@ class Orders(Value):
         label: of the members of this job.
         bind_addr: where to listen; ``None``: at the seat's address.
         files: of the authorities, this node's certificate and its key; empty without TLS.
+        password: of the user of etcd; ``None``: everybody is served.
         folder: for data and log, made and removed here.
         prefix: of the keys of sessions.
         close_timeout: seconds to wait for the sessions of others in the end.
@@ -86,6 +89,7 @@ class Orders(Value):
     label: str
     bind_addr: str | None
     files: list[str]
+    password: str | None
     folder: str
     prefix: str
     close_timeout: float
@@ -114,7 +118,7 @@ class Member:
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         self._seats = tuple(Seat(*each) for each in orders.seats)
-        self._gateway = Gateway(orders.files)
+        self._gateway = Gateway(orders.files, orders.password)
         self._mine = -1
         self._address = ""
         self._claim: socket.socket | None = None
@@ -377,9 +381,17 @@ class Member:
             except (OSError, GatewayError):
                 entries = ()
             if any(entry.has_published and seat.peer_url in entry.peer_urls for entry in entries):
-                self._belongs = True
-                return
+                break
             self._pause(_TICK)
+        self._belongs = True
+        self._protect(seat)
+
+    def _protect(self, seat: Seat) -> None:
+        while True:
+            try:
+                return self._gateway.protect(seat, _QUESTION, _reached(self._address))
+            except (OSError, GatewayError, LookupError):  # noqa: PERF203 -- it waits anyway
+                self._pause(_TICK)
 
     def _has_joined(self) -> None:
         self._belongs = self._is_voter = True

@@ -152,6 +152,8 @@ def describe(
         notices += _check_static(words, endpoint, host, given_port)
     if not 0 < len(run_id.encode(errors="surrogateescape")) <= _MAX_RUN_ID:
         raise UsageError(f"{words.run_id}: got {run_id!r}, expected 1 to {_MAX_RUN_ID} bytes")
+    if own.etcd is not None and own.etcd.seats and settings.token is not None:
+        own.etcd = own.etcd.with_token(run_id, settings.token)
     rendezvous = Rendezvous(
         kind,
         host,

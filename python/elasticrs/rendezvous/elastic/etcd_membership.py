@@ -151,11 +151,20 @@ class View(Value):
 
 def label_of(run_id: str, prefix: str, token: bytes | None) -> str:
     """Return how the names of a job's members begin; tells nothing of the token."""
+    return "elasticrs-" + _derived("label", run_id, prefix, token)[:16]
+
+
+def password_of(run_id: str, prefix: str, token: bytes) -> str:
+    """Return the password of etcd's user ``root``, by which agents with the token know each other."""
+    return _derived("password", run_id, prefix, token)
+
+
+def _derived(what: str, run_id: str, prefix: str, token: bytes | None) -> str:
     import hashlib
     import hmac
 
-    told = f"{prefix}\0{run_id}".encode(errors="surrogateescape")
-    return "elasticrs-" + hmac.new(token or b"", told, hashlib.sha256).hexdigest()[:16]
+    told = f"{what}\0{prefix}\0{run_id}".encode(errors="surrogateescape")
+    return hmac.new(token or b"", told, hashlib.sha256).hexdigest()
 
 
 def name_of(label: str, index: int) -> str:

@@ -17,7 +17,7 @@ import os
 from elasticrs._value import Value
 from elasticrs.config import UsageError
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
-from elasticrs.rendezvous.elastic.etcd_membership import Seat
+from elasticrs.rendezvous.elastic.etcd_membership import Seat, password_of
 from elasticrs.rendezvous.elastic.settings import (
     Key,
     path,
@@ -98,6 +98,9 @@ NAMES = (*(key.name for key in KEYS), *_ALIASES)
 _HOSTING = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_attempt")
 """Settings for a store of ours, which etcd has no use for; ``bind_addr`` is for members hosted here, too."""
 
+ROOT = "root"
+"""The user of hosted members."""
+
 _SIZES = (1, 3, 5)
 _LAST_PORT = 65535
 
@@ -131,6 +134,15 @@ class EtcdSite(Value):
     ttl: int = 5
     read_timeout: float = 60.0
     seats: tuple[Seat, ...] = ()
+
+    @property
+    def files(self) -> list[str]:
+        """Of the authorities, the certificate and its key, for hosted members; empty without TLS."""
+        return [str(file) for file in (self.ca_cert, self.cert, self.key)] if self.is_tls else []
+
+    def with_token(self, run_id: str, token: bytes) -> EtcdSite:
+        """Return the same for hosted members that serve only those who have the token of the job."""
+        return self.replaced(user=ROOT, password=password_of(run_id, self.prefix, token))
 
     @property
     def keep_alive(self) -> dict[str, object]:

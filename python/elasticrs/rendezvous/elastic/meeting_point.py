@@ -257,6 +257,8 @@ class MeetingPoint:
             except DistNetworkError:
                 # The connection of the agent itself, which comes next, tells why, if it fails as well.
                 self._shared = None
+        if not self._is_protected():
+            return ConnectionLost("refused", f"{self._rendezvous.store} is not there yet")
         try:
             self._session = self._connected()
         except OSError as error:
@@ -264,6 +266,25 @@ class MeetingPoint:
         if self._supervisor is not None:
             self._supervisor.watch_fd(self._session.fd)
         return None
+
+    def _is_protected(self) -> bool:
+        """False while hosted members that are to ask for a password serve everybody: a session that begins
+        now would not last.
+        """
+        etcd = self._rendezvous.etcd
+        if etcd is None or not etcd.seats or etcd.password is None or self._has_met:
+            return True
+        from elasticrs.rendezvous.elastic.etcd_gateway import Gateway
+
+        def ask() -> bool:
+            try:
+                gateway = Gateway(etcd.files, etcd.password)
+            except OSError:
+                # The session tells what is wrong with the files.
+                return True
+            return gateway.is_protected(etcd.seats, _PATIENCE / len(etcd.seats))
+
+        return bool(self._ask(ask, 2 * _PATIENCE))
 
     def _connected(self) -> Session:
         settings, supervisor = self._rendezvous.settings, self._supervisor
@@ -358,6 +379,8 @@ class MeetingPoint:
         if etcd is not None:
             is_passing = self._has_met and lost.kind in (*_BEFORE_MEETING, "closed")
             todo = None if is_passing else _REMEDIES_OF_ETCD.get(lost.kind)
+            if etcd.seats and lost.kind == "denied":
+                todo = _REMEDIES["token"]
             return lost.message if todo is None else f"{lost.message}; {todo.format(prefix=etcd.prefix)}"
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)

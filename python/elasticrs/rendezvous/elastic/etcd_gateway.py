@@ -14,9 +14,10 @@ from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat
 from elasticrs.rendezvous.endpoint import shown_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _OK = 200
+_ROOT = "root"
 _MOST = 1 << 20
 """Bytes of an answer."""
 
@@ -30,13 +31,16 @@ class Gateway:
 
     Args:
         files: of the authorities, the certificate and its key, for members that speak TLS.
+        password: of the user ``root``, for members that serve nobody else.
 
     Raises:
         OSError: a file cannot be read, or holds something else.
     """
 
-    def __init__(self, files: Sequence[str] = ()) -> None:
+    def __init__(self, files: Sequence[str] = (), password: str | None = None) -> None:
         self._context = None
+        self._password = password
+        self._tokens: dict[Seat, str] = {}
         if files:
             import ssl
 
@@ -57,7 +61,7 @@ class Gateway:
             GatewayError: another program answers.
             OSError: nobody does, in time.
         """
-        answer = self._ask(seat, seat.peer_port, "/members", None, seconds, address)
+        answer = self._ask(seat, seat.peer_port, "/members", None, seconds, address, "")
         try:
             return tuple(Entry.read(each) for each in answer)
         except (LookupError, TypeError, ValueError, AttributeError):
@@ -79,7 +83,65 @@ class Gateway:
             GatewayError: etcd refuses, or another program answers.
             OSError: no answer.
         """
-        return self._ask(seat, seat.port, f"/v3/{path}", body, seconds, address)
+        if self._password is not None and seat not in self._tokens:
+            self._log_in(seat, seconds, address)
+        token = self._tokens.get(seat, "")
+        try:
+            return self._ask(seat, seat.port, f"/v3/{path}", body, seconds, address, token)
+        except GatewayError:
+            # It may have run out.
+            self._tokens.pop(seat, None)
+            raise
+
+    def protect(self, seat: Seat, seconds: float, address: str | None = None) -> None:
+        """From now on have the cluster serve only those who know the password; nothing if there is none.
+
+        Raises:
+            GatewayError: etcd refuses: it has no leader, or another password.
+            OSError: no answer.
+        """
+        user = {"name": _ROOT, "password": self._password}
+        if self._password is None or self._log_in(seat, seconds, address):
+            return
+        for path, body in (
+            ("user/add", user),
+            ("role/add", {"name": _ROOT}),
+            ("user/grant", {"user": _ROOT, "role": _ROOT}),
+            ("enable", {}),
+        ):
+            try:
+                self._ask(seat, seat.port, f"/v3/auth/{path}", body, seconds, address, "")
+            except GatewayError:  # noqa: PERF203 -- there are few
+                # Another seat was faster: what counts is that it can be logged in.
+                continue
+        if not self._log_in(seat, seconds, address):
+            raise GatewayError("no password could be set")
+
+    def is_protected(self, seats: Iterable[Seat], seconds: float) -> bool:
+        """True if a member asks for a password, be it another one, and none serves those without."""
+        found = False
+        for seat in seats:
+            try:
+                if not self._log_in(seat, seconds, None):
+                    return False
+                found = True
+            except GatewayError as error:  # noqa: PERF203 -- there are few
+                found |= "authentication failed" in str(error)
+            except OSError:
+                continue
+        return found
+
+    def _log_in(self, seat: Seat, seconds: float, address: str | None) -> bool:
+        """False if a password is not asked for (yet)."""
+        body = {"name": _ROOT, "password": self._password}
+        try:
+            answer = self._ask(seat, seat.port, "/v3/auth/authenticate", body, seconds, address, "")
+        except GatewayError as error:
+            if "not enabled" in str(error):
+                return False
+            raise
+        self._tokens[seat] = str(answer["token"])
+        return True
 
     def _ask(
         self,
@@ -89,13 +151,15 @@ class Gateway:
         body: dict[str, Any] | None,
         seconds: float,
         address: str | None,
+        token: str,
     ) -> Any:
         data = b"" if body is None else json.dumps(body).encode()
         # Of version 1.0, so that the answer comes whole.
         method, host = "GET" if body is None else "POST", shown_endpoint(seat.host, port)
         head = (
             f"{method} {path} HTTP/1.0\r\nHost: {host}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+            f"{f'Authorization: {token}' if token else 'Accept: */*'}\r\n\r\n"
         )
         with self._connection(address or seat.host, port, seat.host, seconds) as sock:
             sock.sendall(head.encode("ascii", "replace") + data)
