@@ -25,6 +25,7 @@ from elasticrs.rendezvous.elastic.hosting import (
     decide_again,
     fallback_address,
     host_identity,
+    listening_address,
     look_up,
     unresolved,
 )
@@ -413,3 +414,28 @@ def test_a_real_endpoint_is_decided():
     assert not decide(rendezvous("192.0.2.1"), SystemResolver()).may_host
     served = decide(rendezvous("localhost", 0), SystemResolver()).listen
     assert served == (("127.0.0.1", 0),)
+
+
+@pytest.mark.parametrize(
+    ("machine", "host", "address"),
+    [
+        (NODE1, "127.0.0.1", "127.0.0.1"),
+        (NODE1, "localhost", "127.0.0.1"),
+        (NODE1, "10.0.0.1", "10.0.0.1"),
+        (NODE2, "node2", "10.0.0.2"),
+        (NODE2, "fd00::2", "fd00::2"),
+        # Its own name means a loopback address to it, and another one to others.
+        (NODE1, "node1", "::"),
+        (Machine("node9"), "node9", "::"),
+        (Machine(known={"a": ["127.0.1.1"]}, own=["127.0.1.1"], has_ipv6=False), "a", "0.0.0.0"),
+        (NODE1, "node2", None),
+        (NODE2, "10.0.0.1", None),
+    ],
+)
+def test_where_a_member_listens(machine, host, address):
+    assert listening_address(host, machine) == address
+
+
+def test_a_name_that_is_not_known_may_be_of_this_machine():
+    with pytest.raises(OSError, match="not known"):
+        listening_address("node9", NODE1)

@@ -60,12 +60,12 @@ _SHORT = 10.0
 _MOST_SHORT = 3
 
 _OPTIONS = (
-    # The names of peers say who may change what, see `etcd_membership`.
+    # Its check refuses learners for 5 s after a member has gone; what it guards against does not occur here.
     *("--strict-reconfig-check=false", "--pre-vote"),
     # Nothing of a member is used after its agent: it need not outlast the machine, nor wait for its disk.
     "--unsafe-no-fsync",
     *("--auto-compaction-mode=revision", "--auto-compaction-retention=10000", "--snapshot-count=10000"),
-    # Passwords are as long as what they are made of is secret: to guess them is no easier.
+    # Derived passwords have 256 bits: guesses need not be made slow.
     "--bcrypt-cost=4",
     *("--logger=zap", "--log-level=warn", "--log-outputs=stderr"),
 )
@@ -103,8 +103,8 @@ class _Ended(Exception):  # noqa: N818 -- told of, not raised to anybody else
     """etcd has ended by itself; the text says why."""
 
 
-def tell(kind: str, text: str = "") -> None:
-    """Tell the agent something: ``say``, ``refused``, ``member``."""
+def tell(kind: str, text: str) -> None:
+    """Tell the agent something: ``say`` or ``refused``, and a line for the user."""
     try:
         os.write(1, json.dumps([kind, text]).encode() + b"\n")
     except OSError:

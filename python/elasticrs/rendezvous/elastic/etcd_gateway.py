@@ -63,7 +63,8 @@ class Gateway:
         """
         answer = self._ask(seat, seat.peer_port, "/members", None, seconds, address, "")
         try:
-            return tuple(Entry.read(each) for each in answer)
+            # One member at least.
+            return tuple(Entry.read(each) for each in answer or [None])
         except (LookupError, TypeError, ValueError, AttributeError):
             raise GatewayError("another program answers") from None
 

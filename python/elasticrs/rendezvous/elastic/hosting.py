@@ -137,8 +137,7 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
         return Hosting(_listen(rendezvous, resolver), "told to host the store", is_explicit=True, doubt=doubt)
     if is_loopback_name(rendezvous.host):
         return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is this machine")
-    name = plain(rendezvous.host)
-    if any(plain(own) == name for own in resolver.host_names()):
+    if _is_own_name(rendezvous.host, resolver):
         return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is the name of this host")
     return _by_address(rendezvous, resolver)
 
@@ -165,6 +164,11 @@ def _by_address(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     )
 
 
+def _is_own_name(host: str, resolver: Resolver) -> bool:
+    name = plain(host)
+    return any(plain(own) == name for own in resolver.host_names())
+
+
 def listening_address(host: str, resolver: Resolver) -> str | None:
     """Return where a server listens that others reach at this host: an address of this machine, all of them
     where only a loopback one is known for a name that means more; ``None``: it is another machine.
@@ -176,9 +180,15 @@ def listening_address(host: str, resolver: Resolver) -> str | None:
         return host
     if plain(host) == "localhost":
         return _LOOPBACK[0]
-    own = [address for address in resolver.resolve(host) if resolver.is_local(address)]
+    is_own_name = _is_own_name(host, resolver)
+    try:
+        own = [address for address in resolver.resolve(host) if resolver.is_local(address)]
+    except OSError:
+        if not is_own_name:
+            raise
+        own = []
     usable = next((address for address in own if not is_loopback(address)), None)
-    if usable is not None or not own:
+    if usable is not None or not (own or is_own_name):
         return usable
     return ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1]
 

@@ -1,0 +1,97 @@
+"""Questions to members by HTTP: answers of etcd, and of what is not etcd."""
+
+import socket
+import threading
+
+import pytest
+
+from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
+from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat
+
+OK = b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%s"
+LISTED = (
+    b'[{"id":7,"peerURLs":["http://a:2380"],"name":"x","clientURLs":["http://a:2379"]},'
+    b'{"id":8,"peerURLs":["http://b:2380"],"isLearner":true}]'
+)
+
+
+@pytest.fixture
+def answering():
+    """A server that answers once, and stays connected; returns its seat, and what it was asked."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as nobody:
+        kept, asked = [nobody], []
+
+        def answering(*answers):
+            def serve():
+                for answer in answers:
+                    kept.append(server.accept()[0])
+                    asked.append(kept[-1].recv(65536))
+                    kept[-1].sendall(answer)
+
+            threading.Thread(target=serve, daemon=True).start()
+            port = server.getsockname()[1]
+            return Seat("127.0.0.1", port, port), asked
+
+        yield answering
+        for each in kept:
+            each.close()
+
+
+def test_the_members_that_one_lists(answering):
+    seat, asked = answering(OK % (len(LISTED), LISTED))
+    assert Gateway().members_at(seat, 5) == (
+        Entry(7, "x", ("http://a:2380",), has_published=True),
+        Entry(8, "", ("http://b:2380",), has_published=False, is_learner=True),
+    )
+    assert asked[0].startswith(b"GET /members HTTP/1.0\r\n")
+
+
+def test_a_question_to_the_gateway(answering):
+    seat, asked = answering(OK % (2, b"{}"))
+    assert Gateway().ask(seat, "kv/range", {"key": "YQ=="}, 5) == {}
+    assert asked[0].startswith(b"POST /v3/kv/range HTTP/1.0\r\n")
+    assert asked[0].endswith(b'\r\n\r\n{"key": "YQ=="}')
+
+
+def test_a_refusal_has_etcds_own_words(answering):
+    text = b'{"error":"etcdserver: no leader","code":14}'
+    seat, _ = answering(
+        b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)
+    )
+    with pytest.raises(GatewayError, match=r"^etcdserver: no leader$"):
+        Gateway().ask(seat, "kv/range", {}, 5)
+
+
+def test_a_password_is_said_once(answering):
+    login = b'{"token":"t.1"}'
+    seat, asked = answering(OK % (len(login), login), OK % (2, b"{}"), OK % (2, b"{}"))
+    gateway = Gateway((), "secret")
+    gateway.ask(seat, "x", {}, 5)
+    gateway.ask(seat, "y", {}, 5)
+    assert [each.split()[1] for each in asked] == [b"/v3/auth/authenticate", b"/v3/x", b"/v3/y"]
+    assert all(b"Authorization: t.1\r\n" in each for each in asked[1:])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH\r\n\r\n" * 2,
+        b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        OK % (2, b"{}"),
+        OK % (9, b'[{"id":1}]'[:9]),
+        OK % (10, b'[{"id":1}]'),
+    ],
+)
+def test_what_is_not_etcd(answering, answer):
+    seat, _ = answering(answer if answer.startswith(b"HTTP") else answer + b"HTTP")
+    # One that says no length, and stays connected, is silent.
+    with pytest.raises((GatewayError, TimeoutError)):
+        Gateway().members_at(seat, 1)
+
+
+def test_nobody(answering):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            Gateway().members_at(Seat("127.0.0.1", port, port), 5)
