@@ -59,8 +59,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 /// Sessions by hand, one descriptor each: the memory that they take is the server's.
 fn sessions_of(port: u16, count: usize) -> io::Result<Vec<TcpStream>> {
-    let hello =
-        Hello { version: VERSION, run_id: String::new(), interval_ms: 3_600_000, attempts: 1_000, challenge: [0; 32] };
+    let hello = Hello {
+        version: VERSION,
+        run_id: String::new(),
+        interval_ms: 3_600_000,
+        attempts: 1_000,
+        challenge: [0; 32],
+        resume: None,
+        confirmed: None,
+    };
     let hello = [&MAGIC[..], &Request::Hello(hello).encode()].concat();
     let mut streams = Vec::new();
     for number in 0..count {

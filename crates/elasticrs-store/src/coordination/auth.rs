@@ -3,7 +3,7 @@
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-use super::protocol::Digest;
+use super::protocol::{Digest, Secret};
 
 /// Who proves; a proof of one side is none of the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,11 +35,16 @@ pub(super) fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id
     mac(token, challenge, run_id, direction).verify_slice(answer).is_ok()
 }
 
-/// A challenge that nobody can foresee.
-pub(super) fn challenge() -> std::io::Result<Digest> {
-    let mut bytes = [0; 32];
+/// Bytes that nobody can foresee: a challenge, the secret of a session, the name of a store.
+pub(super) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
     getrandom::fill(&mut bytes)?;
     Ok(bytes)
+}
+
+/// Whether two secrets are the same; takes as long for a wrong one as for the right one.
+pub(super) fn is_same(one: &Secret, other: &Secret) -> bool {
+    one.iter().zip(other).fold(0, |differing, (a, b)| differing | (a ^ b)) == 0
 }
 
 #[cfg(test)]
@@ -48,7 +53,7 @@ mod tests {
 
     #[test]
     fn a_proof_is_bound_to_token_challenge_run_and_direction() {
-        let challenge = challenge().unwrap();
+        let challenge = random().unwrap();
         let answer = proof(b"secret", &challenge, "run", Direction::Client);
         assert!(is_proof(&answer, b"secret", &challenge, "run", Direction::Client));
         assert!(!is_proof(&answer, b"Secret", &challenge, "run", Direction::Client));

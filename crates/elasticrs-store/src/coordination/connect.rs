@@ -232,7 +232,7 @@ struct Greeter<'a> {
 
 impl Greeter<'_> {
     async fn meet(&mut self) -> Result<Met, Lost> {
-        let nonce = auth::challenge()
+        let nonce = auth::random()
             .map_err(|error| Lost::new(LostKind::Protocol, format!("no random bytes: {}", plain(&error))))?;
         let milliseconds = |duration: Duration| u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
         let hello = Hello {
@@ -241,6 +241,8 @@ impl Greeter<'_> {
             interval_ms: milliseconds(self.options.interval),
             attempts: self.options.attempts,
             challenge: nonce,
+            resume: None,
+            confirmed: None,
         };
         let sent = boot_now();
         self.send(&[&MAGIC[..], &Request::Hello(hello).encode()].concat()).await;
@@ -259,7 +261,7 @@ impl Greeter<'_> {
         }
         self.prove(challenge.as_ref()).await?;
         match self.answer().await? {
-            Answer::Ready { session, revision, pace, proof } => {
+            Answer::Ready { session, revision, pace, proof, .. } => {
                 self.check(proof.as_ref(), &nonce)?;
                 if pace.interval_ms == 0 || pace.ttl_ms <= pace.interval_ms {
                     return Err(Malformed("no time to live").into());

@@ -11,7 +11,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth::{self, Direction};
-use super::hub::{Hub, Refusal};
+use super::hub::{Entered, Hub, Refusal};
 use super::leases::Leases;
 use super::outbox::Outbox;
 use super::protocol::{Answer, Hello, Request, VERSION};
@@ -29,8 +29,10 @@ const MAX_DROPPED: usize = 4 * MAX_REQUEST;
 
 /// How a connection came to its end.
 enum End {
-    /// The other side closed it, or it broke.
+    /// The other side closed it, or we have said why it ends.
     Gone,
+    /// Nobody knows of the other side: it was reset, or timed out.
+    Broken,
     /// Bytes of another program.
     Foreign,
     /// We end it, and say why.
@@ -39,8 +41,7 @@ enum End {
 
 impl From<io::Error> for End {
     fn from(_: io::Error) -> Self {
-        // Reset, timed out, unreachable: for a session all of them are the same.
-        Self::Gone
+        Self::Broken
     }
 }
 
@@ -88,21 +89,25 @@ pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
         }
     };
     connection.frames.set_limit(MAX_REQUEST);
-    let guard = SessionGuard { hub: Rc::clone(&connection.hub), session };
+    let (hub, outbox) = (Rc::clone(&connection.hub), Rc::clone(&connection.outbox));
+    let mut user = User { hub, outbox, session, is_broken: false };
     let end = connection.converse(session).await;
-    drop(guard);
+    user.is_broken = matches!(end, End::Broken);
+    drop(user);
     connection.part(end).await;
 }
 
-/// A session ends with its connection, however that ends.
-struct SessionGuard {
+/// The session learns of the end of its connection, however that comes.
+struct User {
     hub: Rc<Hub>,
+    outbox: Rc<Outbox>,
     session: SessionId,
+    is_broken: bool,
 }
 
-impl Drop for SessionGuard {
+impl Drop for User {
     fn drop(&mut self) {
-        self.hub.end(self.session);
+        self.hub.leave(self.session, &self.outbox, self.is_broken);
     }
 }
 
@@ -127,9 +132,9 @@ impl Connection {
         let run_id = self.check(&hello)?;
         let Some(token) = self.hub.config.token.clone() else {
             self.welcome(run_id, None);
-            return Ok(self.ready(&hello, None));
+            return self.ready(&hello, None);
         };
-        let challenge = auth::challenge()?;
+        let challenge = auth::random()?;
         self.welcome(run_id.clone(), Some(challenge));
         let answer = loop {
             if let Some(frame) = self.frames.cut()? {
@@ -144,7 +149,7 @@ impl Connection {
             return Err(End::Refused((LostKind::Token, "the client's token differs from the store's".into())));
         }
         let own = auth::proof(&token, &hello.challenge, &run_id, Direction::Store);
-        Ok(self.ready(&hello, Some(own)))
+        self.ready(&hello, Some(own))
     }
 
     /// The run that this client takes part in.
@@ -168,10 +173,12 @@ impl Connection {
         self.tell(Answer::Welcome { version: VERSION, run_id, challenge }.encode());
     }
 
-    fn ready(&self, hello: &Hello, proof: Option<[u8; 32]>) -> SessionId {
-        let (session, revision, pace) = self.hub.begin(&self.outbox, hello.interval_ms, hello.attempts);
-        self.tell(Answer::Ready { session, revision, pace, proof }.encode());
-        session
+    fn ready(&self, hello: &Hello, proof: Option<[u8; 32]>) -> Result<SessionId, End> {
+        let entered = self.hub.enter(&self.outbox, hello).map_err(End::Refused)?;
+        let Entered { session, secret, revision, pace } = entered;
+        let ids = self.hub.ids.clone();
+        self.tell(Answer::Ready { session, revision, pace, proof, secret, ids }.encode());
+        Ok(session)
     }
 
     fn tell(&self, message: Vec<u8>) {
@@ -240,7 +247,12 @@ impl Connection {
     async fn read(&mut self) -> Result<(), End> {
         self.frames.rest();
         loop {
-            let is_sent = self.outbox.flush(&self.stream)?;
+            let is_sent = match self.outbox.flush(&self.stream) {
+                Ok(is_sent) => is_sent,
+                // Its end has come before the reset: that is still to be read, behind what was sent before it.
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => true,
+                Err(error) => return Err(error.into()),
+            };
             let interest = if is_sent { Interest::READABLE } else { Interest::READABLE | Interest::WRITABLE };
             tokio::select! {
                 ready = self.stream.ready(interest) => { ready?; }
@@ -276,7 +288,7 @@ impl Connection {
     /// Ends the connection; a reason is sent first, and there is a while to read it.
     async fn part(mut self, end: End) {
         match end {
-            End::Gone => {}
+            End::Gone | End::Broken => {}
             End::Foreign => {
                 let what = describe(self.frames.unread());
                 return self.hub.notices.say(format!("closed a connection from {}: {what}", self.outbox.peer));

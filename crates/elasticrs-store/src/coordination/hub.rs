@@ -2,7 +2,10 @@
 //!
 //! - **HUB-1** everything that a revision tells a client is queued before the reply of that revision is;
 //! - **HUB-2** all sessions that end in one wake-up end in one revision;
-//! - **HUB-3** what clients make the server hold stays below its limit: whoever holds the most is ended.
+//! - **HUB-3** what clients make the server hold stays below its limit: whoever holds the most is ended;
+//! - **HUB-4** a session is its lease, not its connection. The end of the connection that it uses ends it, for a process that
+//!   is gone is the one thing that closes it; a connection that broke leaves it absent until it is taken up again, or its
+//!   time to live is over.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -17,16 +20,20 @@ use elasticrs_runtime::notices::Notices;
 use tokio::sync::Notify;
 use tokio::task::{JoinSet, yield_now};
 
+use super::auth;
 use super::leases::Leases;
 use super::memory::{CONNECTION_COST, Held, Message};
 use super::outbox::Outbox;
-use super::protocol::{Answer, Pace, Request, WatchFrom, encode_changes};
+use super::protocol::{Answer, Hello, Pace, Request, Secret, StoreId, WatchFrom, encode_changes};
 use super::state::{Revision, SessionId, State};
 use super::types::{LostKind, OpResult, Txn};
 use super::watches::{Watches, covered};
 
 /// The most watches of one client.
 const MAX_WATCHES: usize = 1024;
+
+/// What an absent session takes beside its keys.
+const ABSENT_COST: usize = 512;
 
 /// How long freed memory is left to the allocator, which may need it again at once.
 const TRIM_AFTER: Duration = Duration::from_millis(100);
@@ -52,12 +59,30 @@ pub const MAX_BYTES: usize = 256 << 20;
 /// [`Config::request_timeout`] when nobody says how long: the largest request at a fifth of a slow line's megabit.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// A session that has not ended.
+#[derive(Debug)]
+struct Session {
+    secret: Secret,
+    /// Of its connection; `None`: it is absent.
+    outbox: Option<Rc<Outbox>>,
+}
+
+/// What a session has at its beginning, and when it is taken up again.
+pub(super) struct Entered {
+    pub(super) session: SessionId,
+    pub(super) secret: Secret,
+    pub(super) revision: u64,
+    pub(super) pace: Pace,
+}
+
 #[derive(Debug)]
 struct Shared {
     state: State,
     watches: Watches,
     leases: Leases,
-    open: HashMap<SessionId, Rc<Outbox>>,
+    sessions: HashMap<SessionId, Session>,
+    /// How many of them have no connection.
+    absent: usize,
     /// Sessions that are over, but whose keys are still there.
     ended: Vec<SessionId>,
     next_session: SessionId,
@@ -69,6 +94,8 @@ struct Shared {
 #[derive(Debug)]
 pub(super) struct Hub {
     pub(super) config: Config,
+    /// Our name, then those of the stores whose state this one goes on with, the newest first.
+    pub(super) ids: Vec<StoreId>,
     pub(super) notices: Notices,
     pub(super) sessions: Arc<AtomicUsize>,
     pub(super) tasks: RefCell<JoinSet<()>>,
@@ -85,18 +112,20 @@ pub(super) struct Hub {
 pub(super) type Refusal = (LostKind, String);
 
 impl Hub {
-    pub(super) fn new(config: Config, notices: Notices, sessions: Arc<AtomicUsize>) -> Self {
+    pub(super) fn new(config: Config, ids: Vec<StoreId>, notices: Notices, sessions: Arc<AtomicUsize>) -> Self {
         let shared = Shared {
             state: State::new(config.max_bytes),
             watches: Watches::default(),
             leases: Leases::default(),
-            open: HashMap::new(),
+            sessions: HashMap::new(),
+            absent: 0,
             ended: Vec::new(),
             next_session: 1,
             peak: 0,
         };
         Self {
             config,
+            ids,
             notices,
             sessions,
             tasks: RefCell::default(),
@@ -109,31 +138,102 @@ impl Hub {
         }
     }
 
-    /// Begins a session: its number, the revision, and its pace.
-    pub(super) fn begin(&self, outbox: &Rc<Outbox>, interval_ms: u32, attempts: u16) -> (SessionId, u64, Pace) {
+    /// Begins a session, or takes one up again.
+    pub(super) fn enter(&self, outbox: &Rc<Outbox>, hello: &Hello) -> Result<Entered, Refusal> {
+        if hello.confirmed.is_some_and(|id| !self.ids.contains(&id)) {
+            let said = "this is not the store that this node has met before: it was started empty, or goes on with \
+                        another copy of that store's state";
+            return Err((LostKind::Other, said.into()));
+        }
+        match &hello.resume {
+            Some((session, secret)) => self.resume(outbox, *session, secret),
+            None => self.begin(outbox, hello.interval_ms, hello.attempts),
+        }
+    }
+
+    fn begin(&self, outbox: &Rc<Outbox>, interval_ms: u32, attempts: u16) -> Result<Entered, Refusal> {
+        let secret = auth::random()
+            .map_err(|error| (LostKind::Limit, format!("the store has no secret for a session: {error}")))?;
         let mut shared = self.shared.borrow_mut();
         let session = shared.next_session;
         shared.next_session += 1;
         shared.state.begin_session(session);
-        shared.open.insert(session, Rc::clone(outbox));
-        self.sessions.store(shared.open.len(), Ordering::Relaxed);
+        shared.sessions.insert(session, Session { secret, outbox: Some(Rc::clone(outbox)) });
+        self.sessions.store(shared.sessions.len(), Ordering::Relaxed);
         let pace = shared.leases.begin(session, interval_ms, attempts, boot_now());
         self.replan.notify_one();
-        (session, shared.state.revision(), pace)
+        Ok(Entered { session, secret, revision: shared.state.revision(), pace })
     }
 
-    /// The session is over; its keys go with all that end in this wake-up.
-    pub(super) fn end(&self, session: SessionId) {
+    /// Whoever has the secret has the session, also where its last connection still seems to live: that one is dropped.
+    fn resume(&self, outbox: &Rc<Outbox>, session: SessionId, secret: &Secret) -> Result<Entered, Refusal> {
         let mut shared = self.shared.borrow_mut();
-        self.end_in(&mut shared, session);
+        let shared = &mut *shared;
+        let known = shared.sessions.get_mut(&session).filter(|known| auth::is_same(&known.secret, secret));
+        let pace = known.as_ref().and_then(|_| shared.leases.renew(session, boot_now()));
+        let (Some(known), Some(pace)) = (known, pace) else {
+            return Err((LostKind::Gone, "the session of this node has ended here".into()));
+        };
+        match known.outbox.replace(Rc::clone(outbox)) {
+            Some(last) => last.discard(),
+            None => shared.absent -= 1,
+        }
+        shared.watches.remove_client(session);
+        self.replan.notify_one();
+        Ok(Entered { session, secret: *secret, revision: shared.state.revision(), pace })
+    }
+
+    /// A session of a store whose state this one goes on with: absent, and granted as much as `ttl_ms` from now.
+    #[cfg_attr(not(test), expect(dead_code, reason = "no store outlives its process yet"))]
+    pub(super) fn restore(&self, session: SessionId, secret: Secret, interval_ms: u32, attempts: u16, ttl_ms: u32) {
+        let mut shared = self.shared.borrow_mut();
+        shared.next_session = shared.next_session.max(session + 1);
+        shared.state.begin_session(session);
+        shared.sessions.insert(session, Session { secret, outbox: None });
+        shared.absent += 1;
+        self.sessions.store(shared.sessions.len(), Ordering::Relaxed);
+        shared.leases.restore(session, interval_ms, attempts, ttl_ms, boot_now());
+        self.replan.notify_one();
+    }
+
+    /// A connection has ended. If the session still uses it, it is over, and its keys go with all that end in this wake-up;
+    /// after a break, it is absent.
+    pub(super) fn leave(&self, session: SessionId, outbox: &Rc<Outbox>, is_broken: bool) {
+        let mut shared = self.shared.borrow_mut();
+        let uses = |known: &Session| known.outbox.as_ref().is_some_and(|current| Rc::ptr_eq(current, outbox));
+        let may_wait = is_broken && self.may_wait(&shared);
+        match shared.sessions.get_mut(&session).filter(|known| uses(known)) {
+            Some(known) if may_wait => {
+                known.outbox = None;
+                shared.absent += 1;
+                shared.watches.remove_client(session);
+            }
+            Some(_) => self.end_in(&mut shared, session),
+            None => {}
+        }
         self.keep_within_limit(&mut shared);
+    }
+
+    /// Whether there is room for one more absent session: clients that only connect and break off end nobody.
+    fn may_wait(&self, shared: &Shared) -> bool {
+        shared.absent < self.config.max_connections && self.has_room_in(shared)
+    }
+
+    /// Tells all clients that the store ends and will not be there again.
+    pub(super) fn say_farewell(&self) {
+        for outbox in self.shared.borrow().sessions.values().filter_map(|session| session.outbox.as_ref()) {
+            outbox.refuse(LostKind::Closed, "the store was closed".into());
+        }
     }
 
     /// Whether there is room for one more connection. An eighth is left for what is said on those that there are: strangers
     /// who only connect end nobody.
     pub(super) fn has_room(&self) -> bool {
-        let shared = self.shared.borrow();
-        self.used(&shared) + CONNECTION_COST <= shared.state.shared_limit() / 8 * 7
+        self.has_room_in(&self.shared.borrow())
+    }
+
+    fn has_room_in(&self, shared: &Shared) -> bool {
+        self.used(shared) + CONNECTION_COST <= shared.state.shared_limit() / 8 * 7
     }
 
     /// A client has begun a request, of which so much has come.
@@ -143,23 +243,22 @@ impl Hub {
     }
 
     fn used(&self, shared: &Shared) -> usize {
-        self.held.get() + shared.watches.bytes() + shared.state.entry_bytes()
+        self.held.get() + shared.watches.bytes() + shared.state.entry_bytes() + shared.absent * ABSENT_COST
     }
 
     /// HUB-3. Keys are limited by themselves, so it always ends.
     fn keep_within_limit(&self, shared: &mut Shared) {
         let limit = shared.state.shared_limit();
         while self.used(shared) > limit {
-            let held = shared.open.iter().map(|(id, outbox)| (outbox.holds() + shared.watches.bytes_of(*id), *id));
-            let Some((bytes, session)) = held.max() else { break };
-            if let Some(outbox) = shared.open.get(&session).cloned() {
-                let said = format!(
-                    "the store is full: of what its clients have begun to send, not read or watch, this one has the \
-                     most, {bytes} bytes"
-                );
-                self.notices.say(format!("refused {}: {said}", outbox.peer));
-                outbox.abandon(LostKind::Limit, said);
-            }
+            let present = shared.sessions.iter().filter_map(|(id, known)| Some((id, known.outbox.as_ref()?)));
+            let held = present.map(|(id, outbox)| (outbox.holds() + shared.watches.bytes_of(*id), *id, outbox));
+            let Some((bytes, session, outbox)) = held.max_by_key(|(bytes, id, _)| (*bytes, *id)) else { break };
+            let said = format!(
+                "the store is full: of what its clients have begun to send, not read or watch, this one has the most, \
+                 {bytes} bytes"
+            );
+            self.notices.say(format!("refused {}: {said}", outbox.peer));
+            outbox.abandon(LostKind::Limit, said);
             self.end_in(shared, session);
         }
         let used = self.used(shared);
@@ -171,11 +270,12 @@ impl Hub {
     }
 
     fn end_in(&self, shared: &mut Shared, session: SessionId) {
-        if shared.open.remove(&session).is_some() {
+        if let Some(over) = shared.sessions.remove(&session) {
+            shared.absent -= usize::from(over.outbox.is_none());
             shared.watches.remove_client(session);
             shared.leases.end(session);
             shared.ended.push(session);
-            self.sessions.store(shared.open.len(), Ordering::Relaxed);
+            self.sessions.store(shared.sessions.len(), Ordering::Relaxed);
             self.reap.notify_one();
         }
     }
@@ -262,10 +362,10 @@ impl Hub {
             let changes = positions.iter().map(|position| &revision.changes[*position]);
             let message = Message::new(&self.held, encode_changes(revision.number, changes));
             for client in clients {
-                let slow = shared.open.get(&client).filter(|outbox| !outbox.push(Rc::clone(&message)));
-                if let Some(outbox) = slow.cloned() {
+                let outbox = shared.sessions.get(&client).and_then(|known| known.outbox.as_ref());
+                if let Some(slow) = outbox.filter(|outbox| !outbox.push(Rc::clone(&message))) {
                     let (kind, message) = too_slow();
-                    outbox.refuse(kind, message);
+                    slow.refuse(kind, message);
                     self.end_in(shared, client);
                 }
             }
@@ -311,7 +411,7 @@ impl Hub {
             yield_now().await;
             let mut shared = self.shared.borrow_mut();
             for session in shared.leases.expired() {
-                if let Some(outbox) = shared.open.get(&session) {
+                if let Some(outbox) = shared.sessions.get(&session).and_then(|known| known.outbox.as_ref()) {
                     outbox.refuse(LostKind::Silent, "the store did not hear from this client in time".into());
                 }
                 self.end_in(&mut shared, session);
@@ -329,39 +429,4 @@ fn too_slow() -> Refusal {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::mpsc::channel;
-
-    use tokio::sync::mpsc::unbounded_channel;
-    use tokio::task::{LocalSet, spawn_local};
-
-    use super::super::server::run;
-    use super::*;
-
-    #[tokio::test(flavor = "current_thread")]
-    #[expect(clippy::await_holding_refcell_ref, reason = "what makes the other side panic")]
-    async fn a_server_in_which_nobody_would_die_ends_loudly() {
-        let (told, notices) = channel();
-        let notices_of_it = Notices::new(Box::new(move |line| told.send(line).unwrap()));
-        let config = Config {
-            run_id: None,
-            token: None,
-            max_connections: 1,
-            max_bytes: MAX_BYTES,
-            request_timeout: REQUEST_TIMEOUT,
-        };
-        let hub = Rc::new(Hub::new(config, notices_of_it, Arc::default()));
-        let (commands, inbox) = unbounded_channel();
-        let serving = async {
-            let serving = spawn_local(run(Rc::clone(&hub), Vec::new(), inbox));
-            let taken = hub.shared.borrow_mut();
-            hub.reap.notify_one();
-            commands.closed().await;
-            drop(taken);
-            serving.await
-        };
-        LocalSet::new().run_until(serving).await.unwrap();
-        let line = notices.recv().unwrap();
-        assert!(line.starts_with("the store has ended"), "{line}");
-    }
-}
+mod tests;

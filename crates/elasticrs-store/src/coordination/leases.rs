@@ -52,6 +52,16 @@ impl Leases {
         pace
     }
 
+    /// A session of a store whose state this one goes on with: it was granted as much as `ttl_ms`, which begins anew.
+    pub(super) fn restore(&mut self, session: SessionId, interval_ms: u32, attempts: u16, ttl_ms: u32, now: u64) {
+        let pace = self.begin(session, interval_ms, attempts, now);
+        if let Some(lease) = self.held.get_mut(&session) {
+            self.deadlines.remove(&(lease.deadline, session));
+            lease.deadline += u64::from(ttl_ms.saturating_sub(pace.ttl_ms)) * MS;
+            self.deadlines.insert((lease.deadline, session));
+        }
+    }
+
     /// A keep-alive has come; what the session is to do from now on.
     pub(super) fn renew(&mut self, session: SessionId, now: u64) -> Option<Pace> {
         let mut lease = self.held.remove(&session)?;

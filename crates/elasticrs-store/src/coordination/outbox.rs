@@ -106,15 +106,21 @@ impl Outbox {
     pub(super) fn abandon(&self, kind: LostKind, message: String) {
         // It is on its way out, and what ends others must not count for what is still open.
         self.connection.set(0);
-        if self.sent.replace(0) == 0 {
+        if self.sent.get() == 0 {
             return self.refuse(kind, message);
         }
+        self.discard();
+    }
+
+    /// Nothing of this is sent any more, and nothing is said: the session has gone on to another connection.
+    pub(super) fn discard(&self) {
+        self.sent.set(0);
         self.queue.take();
         self.is_closing.set(true);
         self.wake.notify_one();
     }
 
-    /// Whether [`Self::refuse`] was called.
+    /// Whether the connection is to end.
     pub(super) fn is_closing(&self) -> bool {
         self.is_closing.get()
     }

@@ -11,10 +11,19 @@ use super::types::{Change, Compare, Entry, LostKind, MAX_KEY, MAX_RUN_ID, MAX_ST
 use super::wire::{Cursor, Field, Malformed, Writer, kinds, record, texts};
 
 /// What this code speaks. Another first number: no understanding.
-pub const VERSION: (u16, u16) = (1, 0);
+pub const VERSION: (u16, u16) = (2, 0);
 
 /// A challenge, a proof: as long as SHA-256.
 pub type Digest = [u8; 32];
+
+/// What a session is taken up with, beside its number.
+pub type Secret = [u8; 32];
+
+/// Names a store from its start to its end.
+pub type StoreId = [u8; 16];
+
+/// The most names that a store tells of: its own, and those of its forerunners.
+pub const MAX_IDS: usize = 64;
 
 /// The first message of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +35,10 @@ pub struct Hello {
     pub attempts: u16,
     /// What the store is to prove its token with.
     pub challenge: Digest,
+    /// The session to take up again; `None`: a new one.
+    pub resume: Option<(u64, Secret)>,
+    /// A store that this client has met before: only that one will do, or one that goes on with its state.
+    pub confirmed: Option<StoreId>,
 }
 
 /// How often to tell that one lives, in milliseconds.
@@ -82,6 +95,10 @@ pub enum Answer {
         pace: Pace,
         /// The store's answer to the client's challenge, when it has a token.
         proof: Option<Digest>,
+        /// What the session can be taken up with when the connection breaks.
+        secret: Secret,
+        /// The store's own name, then those of the stores whose state it goes on with, the newest first.
+        ids: Vec<StoreId>,
     },
     /// The connection ends, and why.
     Refused { kind: LostKind, message: Box<str> },
@@ -168,7 +185,7 @@ kinds! { Request, "an unknown kind of request";
 
 kinds! { Answer, "an unknown kind of answer";
     0x81 => Welcome { version, run_id, challenge },
-    0x82 => Ready { session, revision, pace, proof },
+    0x82 => Ready { session, revision, pace, proof, secret, ids },
     0x83 => Refused { kind, message },
     0x84 => Reply { tag, ok, revision, results },
     CHANGES => Changes { revision, changes },
@@ -198,7 +215,7 @@ kinds! { OpResult, "an unknown kind of result";
     2 => Entries(entries),
 }
 
-record!(Hello { version, run_id, interval_ms, attempts, challenge });
+record!(Hello { version, run_id, interval_ms, attempts, challenge, resume, confirmed });
 record!(Pace { interval_ms, ttl_ms });
 record!(Txn { compares, then, otherwise });
 record!(Watch { exact, prefix });

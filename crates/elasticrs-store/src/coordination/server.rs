@@ -16,13 +16,13 @@ use elasticrs_runtime::threads::ask;
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::task::{JoinError, JoinSet};
+use tokio::task::{JoinError, JoinSet, yield_now};
 
-use super::connection;
 use super::hub::Hub;
 pub use super::hub::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT};
 use super::outbox::Outbox;
 use super::types::LostKind;
+use super::{auth, connection};
 
 pub(super) enum Command {
     StopListening(SyncSender<()>),
@@ -69,8 +69,9 @@ impl Server {
         let sessions = Arc::new(AtomicUsize::new(0));
         let (commands, inbox) = unbounded_channel();
         let counted = Arc::clone(&sessions);
+        let ids = vec![auth::random()?];
         let is_running = runtime.spawn(Box::new(move || {
-            let hub = Rc::new(Hub::new(config, Notices::new(tell), counted));
+            let hub = Rc::new(Hub::new(config, ids, Notices::new(tell), counted));
             Box::pin(run(hub, listeners, inbox))
         }));
         if is_running { Ok(Self { commands, sessions, addresses }) } else { Err(ServerError::Ended) }
@@ -81,7 +82,7 @@ impl Server {
         self.addresses[0].1
     }
 
-    /// How many clients are connected.
+    /// How many clients have a session.
     pub fn sessions(&self) -> usize {
         self.sessions.load(Ordering::Relaxed)
     }
@@ -153,6 +154,11 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
         }
     };
     accepting.shutdown().await;
+    if closed.is_some() {
+        hub.say_farewell();
+        // Each connection sends it when it runs next; a client that does not hear it waits for as long as its lease lasts.
+        yield_now().await;
+    }
     // Taken out first: connections that end in here look for their hub.
     let mut tasks = std::mem::take(&mut *hub.tasks.borrow_mut());
     tasks.shutdown().await;

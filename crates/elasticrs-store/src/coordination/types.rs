@@ -130,6 +130,10 @@ named_enum! {
         Protocol = "protocol",
         /// A limit of the store was reached.
         Limit = "limit",
+        /// The session that was to be taken up again has ended in the store.
+        Gone = "gone",
+        /// This store is not the one that the client has met before.
+        Other = "other",
         /// No encrypted connection: a certificate, or a side that speaks no TLS. Of etcd alone.
         Tls = "tls",
         /// The store does not let this user in, or not at these keys. Of etcd alone.

@@ -254,6 +254,8 @@ impl Field for bool {
 }
 
 impl<const N: usize> Field for [u8; N] {
+    const MOST: usize = super::protocol::MAX_IDS;
+
     fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
         c.array()
     }

@@ -49,6 +49,19 @@ fn nor_is_a_stop_in_the_middle_of_a_look() {
 }
 
 #[test]
+fn a_restored_session_has_the_longest_time_that_it_was_ever_granted() {
+    let mut leases = Leases::default();
+    leases.restore(1, 1000, 5, 15_000, 10 * S);
+    assert_eq!(expired(&mut leases, 25 * S - 1), NOBODY);
+    assert_eq!(expired(&mut leases, 25 * S), [1]);
+    leases.restore(1, 1000, 5, 1000, 30 * S);
+    assert_eq!(expired(&mut leases, 35 * S - 1), NOBODY);
+    assert_eq!(leases.renew(1, 35 * S), Some(Pace { interval_ms: 1000, ttl_ms: 5000 }));
+    leases.end(1);
+    assert_eq!(leases.plan(99 * S), None);
+}
+
+#[test]
 fn very_many_sessions_are_asked_for_fewer_keep_alives() {
     let mut leases = Leases::default();
     for session in 0..10_000 {

@@ -39,10 +39,11 @@ fn a_result() -> impl Strategy<Value = OpResult> {
 }
 
 fn a_request() -> impl Strategy<Value = Request> {
-    let hello = (any::<(u16, u16)>(), "[a-z]{0,9}", any::<(u32, u16)>(), any::<Digest>());
+    let back = (prop::option::of(any::<(u64, Secret)>()), prop::option::of(any::<StoreId>()));
+    let hello = (any::<(u16, u16)>(), "[a-z]{0,9}", any::<(u32, u16)>(), any::<Digest>(), back);
     prop_oneof![
-        hello.prop_map(|(version, run_id, (interval_ms, attempts), challenge)| {
-            Request::Hello(Hello { version, run_id, interval_ms, attempts, challenge })
+        hello.prop_map(|(version, run_id, (interval_ms, attempts), challenge, (resume, confirmed))| {
+            Request::Hello(Hello { version, run_id, interval_ms, attempts, challenge, resume, confirmed })
         }),
         any::<Digest>().prop_map(Request::Prove),
         (any::<u64>(), a_txn()).prop_map(|(tag, txn)| Request::Txn { tag, txn }),
@@ -58,14 +59,21 @@ fn a_request() -> impl Strategy<Value = Request> {
 }
 
 fn an_answer() -> impl Strategy<Value = Answer> {
-    let ready = (any::<(u64, u64)>(), a_pace(), a_digest());
+    let ready = (any::<(u64, u64)>(), a_pace(), a_digest(), any::<Secret>(), vec(any::<StoreId>(), 0..4));
     prop_oneof![
         (any::<(u16, u16)>(), "[a-z]{0,9}", a_digest()).prop_map(|(version, run_id, challenge)| Answer::Welcome {
             version,
             run_id,
             challenge
         }),
-        ready.prop_map(|((session, revision), pace, proof)| Answer::Ready { session, revision, pace, proof }),
+        ready.prop_map(|((session, revision), pace, proof, secret, ids)| Answer::Ready {
+            session,
+            revision,
+            pace,
+            proof,
+            secret,
+            ids
+        }),
         (prop::sample::select(&LostKind::ALL[..]), "[a-z ]{0,9}")
             .prop_map(|(kind, message)| Answer::Refused { kind, message: message.into() }),
         (any::<(u64, bool, u64)>(), vec(a_result(), 0..4)).prop_map(|((tag, ok, revision), results)| Answer::Reply {

@@ -1,0 +1,126 @@
+use std::sync::mpsc::channel;
+
+use tokio::sync::mpsc::unbounded_channel;
+use tokio::task::{LocalSet, spawn_local};
+
+use elasticrs_runtime::notices::Tell;
+
+use super::super::protocol::VERSION;
+use super::super::server::run;
+use super::*;
+
+const OWN: StoreId = [1; 16];
+const FORERUNNER: StoreId = [2; 16];
+
+fn a_hub(tell: Tell) -> Hub {
+    let config = Config {
+        run_id: None,
+        token: None,
+        max_connections: 1,
+        max_bytes: MAX_BYTES,
+        request_timeout: REQUEST_TIMEOUT,
+    };
+    Hub::new(config, vec![OWN, FORERUNNER], Notices::new(tell), Arc::default())
+}
+
+fn an_outbox(hub: &Hub) -> Rc<Outbox> {
+    Rc::new(Outbox::new(&hub.held, ([127, 0, 0, 1], 1).into()))
+}
+
+fn enter(
+    hub: &Hub,
+    outbox: &Rc<Outbox>,
+    resume: Option<(u64, Secret)>,
+    confirmed: Option<StoreId>,
+) -> Result<Entered, LostKind> {
+    let hello = Hello {
+        version: VERSION,
+        run_id: String::new(),
+        interval_ms: 1000,
+        attempts: 5,
+        challenge: [0; 32],
+        resume,
+        confirmed,
+    };
+    hub.enter(outbox, &hello).map_err(|(kind, _)| kind)
+}
+
+fn sessions(hub: &Hub) -> usize {
+    hub.sessions.load(Ordering::Relaxed)
+}
+
+#[test]
+fn a_broken_connection_leaves_its_session_to_whoever_has_the_secret() {
+    let hub = a_hub(Box::new(drop));
+    let (first, second) = (an_outbox(&hub), an_outbox(&hub));
+    let Entered { session, secret, .. } = enter(&hub, &first, None, None).unwrap();
+    hub.leave(session, &first, true);
+    assert_eq!(sessions(&hub), 1);
+    let mut wrong = secret;
+    wrong[31] ^= 1;
+    for refused in [(session, wrong), (session + 1, secret)] {
+        assert_eq!(enter(&hub, &second, Some(refused), None).err(), Some(LostKind::Gone));
+    }
+    let again = enter(&hub, &second, Some((session, secret)), None).unwrap();
+    assert_eq!((again.session, again.secret), (session, secret));
+    hub.leave(session, &first, false);
+    assert_eq!(sessions(&hub), 1, "the end of another connection says nothing");
+    hub.leave(session, &second, false);
+    assert_eq!(sessions(&hub), 0);
+    assert_eq!(enter(&hub, &first, Some((session, secret)), None).err(), Some(LostKind::Gone));
+}
+
+#[test]
+fn a_session_goes_on_where_it_was_taken_up_last() {
+    let hub = a_hub(Box::new(drop));
+    let (first, second) = (an_outbox(&hub), an_outbox(&hub));
+    let Entered { session, secret, .. } = enter(&hub, &first, None, None).unwrap();
+    enter(&hub, &second, Some((session, secret)), None).unwrap();
+    assert!(first.is_closing() && !second.is_closing());
+    hub.leave(session, &first, true);
+    enter(&hub, &first, Some((session, secret)), None).unwrap();
+    assert_eq!((sessions(&hub), hub.shared.borrow().absent), (1, 0));
+}
+
+#[test]
+fn as_many_sessions_may_be_absent_as_there_may_be_connections() {
+    let hub = a_hub(Box::new(drop));
+    let both = [an_outbox(&hub), an_outbox(&hub)];
+    let begun = both.each_ref().map(|outbox| enter(&hub, outbox, None, None).unwrap());
+    for (outbox, begun) in both.iter().zip(&begun) {
+        hub.leave(begun.session, outbox, true);
+    }
+    let back = begun.map(|begun| enter(&hub, &both[0], Some((begun.session, begun.secret)), None).is_ok());
+    assert_eq!(back, [true, false]);
+}
+
+#[test]
+fn a_restored_session_is_taken_up_and_its_number_not_given_again() {
+    let hub = a_hub(Box::new(drop));
+    hub.restore(7, [7; 32], 1000, 5, 15_000);
+    assert_eq!((sessions(&hub), hub.shared.borrow().absent), (1, 1));
+    let outbox = an_outbox(&hub);
+    assert_eq!(enter(&hub, &outbox, Some((7, [7; 32])), Some(FORERUNNER)).unwrap().session, 7);
+    assert_eq!(enter(&hub, &an_outbox(&hub), None, Some(OWN)).unwrap().session, 8);
+    assert_eq!(enter(&hub, &outbox, Some((7, [7; 32])), Some([3; 16])).err(), Some(LostKind::Other));
+    assert_eq!(enter(&hub, &outbox, None, Some([3; 16])).err(), Some(LostKind::Other));
+}
+
+#[tokio::test(flavor = "current_thread")]
+#[expect(clippy::await_holding_refcell_ref, reason = "what makes the other side panic")]
+async fn a_server_in_which_nobody_would_die_ends_loudly() {
+    let (told, notices) = channel();
+    let hub = Rc::new(a_hub(Box::new(move |line| told.send(line).unwrap())));
+    let (commands, inbox) = unbounded_channel();
+    let serving = async {
+        let serving = spawn_local(run(Rc::clone(&hub), Vec::new(), inbox));
+        let taken = hub.shared.borrow_mut();
+        hub.reap.notify_one();
+        commands.closed().await;
+        drop(taken);
+        serving.await
+    };
+    LocalSet::new().run_until(serving).await.unwrap();
+    let line = notices.recv().unwrap();
+    assert!(line.starts_with("the store has ended"), "{line}");
+}
