@@ -920,6 +920,14 @@ class Changes:
     def changes(self) -> list[Change]: ...
 
 @final
+class StoreNotice:
+    """The store does not answer, or answers again: only of sessions that may be taken up again."""
+
+    @property
+    def message(self) -> str:
+        """One line for the user."""
+
+@final
 class ConnectionLost:
     """The session is over; always the last event."""
 
@@ -940,12 +948,14 @@ class ConnectionLost:
         "slow",
         "protocol",
         "limit",
+        "gone",
+        "other",
     ]: ...
     @property
     def message(self) -> str:
         """One line for the user."""
 
-StoreEvent: TypeAlias = Connected | Reply | Changes | ConnectionLost
+StoreEvent: TypeAlias = Connected | Reply | Changes | StoreNotice | ConnectionLost
 
 @final
 class CoordinationServer:
@@ -1009,7 +1019,7 @@ class CoordinationServer:
 
 @final
 class CoordinationClient:
-    """One connection, one session, one lease. It never reconnects: after its end make a new one.
+    """One session, one lease. After its end make a new one.
 
     Args:
         host, port: of the store.
@@ -1022,6 +1032,12 @@ class CoordinationClient:
         stall_timeout: keep-alives stop when :meth:`take` was not called for so many seconds, and nobody waits
             in :meth:`wait` either: a hung program is no member of anything. ``None``: never. Default: 60.
         supervisor: run on its thread; otherwise on one that all clients without a supervisor share.
+        resume: the session outlives its connection. It is taken up again on another one until its lease is
+            over; requests that were not answered are made again, so that they may be carried out twice, and
+            watches are told of what they have missed, as one revision. :class:`StoreNotice` tells of a store
+            that is away for more than a second.
+        met: a store that was met before, as :attr:`met` says. Another one is refused (``other``), unless it
+            goes on with that one's state.
 
     Raises:
         ValueError: an interval or a number of attempts that no store takes, an empty token.
@@ -1041,6 +1057,8 @@ class CoordinationClient:
         connect_timeout: float = 5.0,
         stall_timeout: float | None = ...,
         supervisor: Supervisor | None = None,
+        resume: bool = False,
+        met: tuple[bytes, int] | None = None,
     ) -> CoordinationClient: ...
     @staticmethod
     def etcd(
@@ -1093,6 +1111,11 @@ class CoordinationClient:
     @property
     def fd(self) -> int:
         """Readable while :meth:`take` has something."""
+    @property
+    def met(self) -> tuple[bytes, int] | None:
+        """The name of the store that was met last, and the highest revision that was seen there; ``None``
+        before the first, and of etcd.
+        """
     def take(self) -> list[StoreEvent]:
         """What has happened since the last call: first :class:`Connected` or :class:`ConnectionLost`. Never
         blocks.
@@ -1139,6 +1162,9 @@ class CoordinationClient:
             snapshot: the reply holds what is there at its revision; the watch goes on right after it.
             from_revision: begin with the changes of this revision. They follow the reply, those of this watch
                 alone. The watch is refused when the store does not remember them any more.
+
+        Raises:
+            ValueError: a revision, in a session that may be taken up again.
         """
     def unwatch(self, prefix: str, *, exact: bool = False) -> None:
         """End a watch; what is on its way still comes."""

@@ -250,13 +250,21 @@ class Changes(Value):
     changes: Sequence[Entry]
 
 
+class Notice(Value):
+    """The store does not answer, or answers again: a line for the user, and nothing that has happened to the
+    session.
+    """
+
+    message: str
+
+
 class ConnectionLost(Value):
     """There is no session, or no longer; nothing of it is told after this event.
 
     Args:
         kind: ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,
-            ``run``, ``closed``, ``silent``, ``slow``, ``protocol`` or ``limit``; of etcd also ``tls`` and
-            ``denied``, of the rendezvous ``cannot_host``.
+            ``run``, ``closed``, ``silent``, ``slow``, ``protocol``, ``limit``, ``gone`` or ``other``; of etcd
+            also ``tls`` and ``denied``, of the rendezvous ``cannot_host``.
         message: one line for the user.
     """
 
@@ -266,4 +274,4 @@ class ConnectionLost(Value):
 
 if TYPE_CHECKING:
     Request: TypeAlias = Txn | Watch | Unwatch
-    StoreEvent: TypeAlias = Connected | Reply | Changes | ConnectionLost
+    StoreEvent: TypeAlias = Connected | Reply | Changes | Notice | ConnectionLost

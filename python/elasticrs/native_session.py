@@ -25,6 +25,11 @@ class NativeSession:
         self._client = client
         self.fd = client.fd
 
+    @property
+    def met(self) -> tuple[bytes, int] | None:
+        """What a later client of the same store is made with; ``None`` if no store of ours was met."""
+        return self._client.met
+
     def take(self) -> list[StoreEvent]:
         return [_event(event) for event in self._client.take()]
 
@@ -80,4 +85,6 @@ def _event(event: _core.StoreEvent) -> StoreEvent:
         return coordination.Changes(event.revision, event.changes)
     if isinstance(event, _core.Connected):
         return coordination.Connected(event.revision, event.local_address, event.ttl)
+    if isinstance(event, _core.StoreNotice):
+        return coordination.Notice(event.message)
     return coordination.ConnectionLost(event.kind, event.message)

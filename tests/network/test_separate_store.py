@@ -192,7 +192,7 @@ def test_a_store_that_was_started_anew_is_not_the_same(hosts, multinode):
         assert job.ended() == [1, 1]
     procs.assert_gone(pids(workers))
     for agent in agents:
-        assert "no longer knows this job" in agent.launched.stderr, job.story("no reason")
+        assert "not the store that this node has met before" in agent.launched.stderr, job.story("no reason")
     job.assert_empty(*machines)
 
 

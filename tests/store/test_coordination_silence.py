@@ -226,8 +226,8 @@ def test_a_session_that_is_lost_does_not_end_its_connection_before_the_workers_h
         connection, _ = listener.accept()
     with connection:
         connection.settimeout(procs.HANG)
-        welcome = struct.pack("<HH", 1, 0) + text(RUN) + b"\0"
-        ready = struct.pack("<QQII", 1, 0, 1000, 60_000) + b"\0"
+        welcome = struct.pack("<HH", 2, 0) + text(RUN) + b"\0"
+        ready = struct.pack("<QQII", 1, 0, 1000, 60_000) + b"\0" + bytes(32) + b"\1" + bytes(3 + 16)
         for kind, body in ((0x81, welcome), (0x82, ready)):
             connection.sendall(
                 (MAGIC if kind == 0x81 else b"") + struct.pack("<IB", len(body) + 1, kind) + body

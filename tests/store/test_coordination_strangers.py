@@ -80,7 +80,7 @@ def test_another_version_is_told_both():
     with serving() as store:
         client = store.raw()
         client.hello(major=7)
-        assert client.refusal() == "the store speaks version 1 of its protocol, this client version 7"
+        assert client.refusal() == "the store speaks version 2 of its protocol, this client version 7"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_name_that_does_not_exist():
         (MAGIC + b"\xff\xff\xff\x7f", "the store does not take a message of 2147483647 bytes"),
         (MAGIC + b"\x00\x00\x00\x00", "the store does not take a message of 0 bytes"),
         (MAGIC + b"\x01\x00\x00\x00\x06", "the first message is no hello"),
-        (MAGIC + b"\x05\x00\x00\x00\x01\x01\x00\x00\x00", "a field ends beyond its frame"),
+        (MAGIC + b"\x05\x00\x00\x00\x01\x02\x00\x00\x00", "a field ends beyond its frame"),
     ],
 )
 def test_strangers_are_closed_with_one_notice_each(sent, notice):

@@ -3,21 +3,25 @@
 //! Each COMMAND is one worker (arguments separated by blanks) with the agent's standard output. The agent connects to
 //! the port on 127.0.0.1, gives the connection to the nursery, starts the workers and says `nursery PID workers PID …`.
 //! Requests come as lines on standard input: `fence MILLISECONDS` answers `fence at NANOSECONDS` (`CLOCK_BOOTTIME`),
-//! `release` answers `released`. What happens is told as a line each. It goes on until it is killed, or its input ends.
+//! `release` answers `released`; `beside` connects once more, has that connection held as well and answers `held`; `older` lets
+//! go of the first and answers `let go`. What happens is told as a line each. It goes on until it is killed, or its input ends.
 
 use std::error::Error;
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use elasticrs_core::nursery::connections::Release;
 use elasticrs_core::nursery::launch::NurseryImage;
 use elasticrs_core::signal::Signal;
 use elasticrs_core::spec::{Descendants, GroupSpec, ProcessSpec, Stdio, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_runtime::clock::boot_now;
+use elasticrs_runtime::runtime::Spawn;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -67,8 +71,29 @@ fn tell(event: Event, supervisor: &Supervisor) -> Result<()> {
     Ok(())
 }
 
-fn serve(request: &str, supervisor: &Supervisor) -> Result<()> {
-    if let Some(milliseconds) = request.strip_prefix("fence ") {
+fn serve(request: &str, supervisor: &Supervisor, connections: &mut Vec<TcpStream>) -> Result<()> {
+    if request == "beside" {
+        let second = TcpStream::connect(connections[0].peer_addr()?)?;
+        let (keeper, copy) = (supervisor.keeper(), OwnedFd::from(second.try_clone()?));
+        connections.push(second);
+        let (held, is_held) = channel();
+        Spawn::spawn(
+            supervisor,
+            Box::new(move || {
+                Box::pin(async move {
+                    keeper.hold_beside(copy).await;
+                    let _ = held.send(());
+                })
+            }),
+        );
+        is_held.recv()?;
+        say("held")?;
+    } else if request == "older" {
+        supervisor.keeper().release(Release::Older);
+        supervisor.drain(Duration::ZERO)?;
+        connections.remove(0);
+        say("let go")?;
+    } else if let Some(milliseconds) = request.strip_prefix("fence ") {
         let at = boot_now() + milliseconds.parse::<u64>()? * 1_000_000;
         supervisor.fence().set(Some(at));
         say(&format!("fence at {at}"))?;
@@ -94,6 +119,7 @@ fn main() -> Result<()> {
     let mut input = io::stdin();
     supervisor.queue()?.watch(input.as_raw_fd());
     let mut buffer = [0; 256];
+    let mut connections = vec![connection];
     loop {
         match supervisor.next(None)? {
             Next::Event(event) => tell(event, &supervisor)?,
@@ -103,7 +129,7 @@ fn main() -> Result<()> {
                     return Ok(());
                 }
                 for request in std::str::from_utf8(&buffer[..count])?.lines() {
-                    serve(request, &supervisor)?;
+                    serve(request, &supervisor, &mut connections)?;
                 }
             }
             Next::TimedOut | Next::Interrupted => {}

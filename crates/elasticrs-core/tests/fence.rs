@@ -4,6 +4,7 @@
 mod common;
 
 use std::fs;
+use std::io::{ErrorKind, Read};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -167,6 +168,20 @@ fn a_nursery_that_replaces_a_lost_one_guards_as_well() {
     assert!(!open_in(second).contains(&socket), "released before the worker was started");
     close(supervisor);
     wait_for_end(second);
+}
+
+#[test]
+fn a_nursery_that_ends_before_its_agent_does_not_end_the_connection() {
+    let supervisor = supervisor();
+    let (connection, peer) = UnixStream::pair().unwrap();
+    supervisor.guard_connection(connection.try_clone().unwrap().into()).unwrap();
+    run(&supervisor, &[&["sleep"]]);
+    close(supervisor);
+    peer.set_nonblocking(true).unwrap();
+    let error = (&peer).read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::WouldBlock);
+    drop(connection);
+    assert_eq!((&peer).read(&mut [0]).unwrap(), 0);
 }
 
 fn open_in(pid: i32) -> Vec<PathBuf> {

@@ -24,6 +24,7 @@ use nix::unistd::Pid;
 /// `examples/guarded-agent.rs`, and the peer of its connection.
 struct Guarded {
     agent: Agent,
+    listener: TcpListener,
     peer: TcpStream,
 }
 
@@ -35,7 +36,8 @@ impl Guarded {
         let arguments: Vec<String> = std::iter::once(port).chain(workers).collect();
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let agent = Agent::start("guarded-agent", &arguments, commands.len());
-        Self { agent, peer: listener.accept().unwrap().0 }
+        let (peer, _) = listener.accept().unwrap();
+        Self { agent, listener, peer }
     }
 
     fn ask(&mut self, request: &str) -> String {
@@ -49,12 +51,16 @@ impl Guarded {
 
     /// True if the peer has seen the end of the connection by now.
     fn connection_has_ended(&mut self) -> bool {
-        self.peer.set_nonblocking(true).unwrap();
-        match self.peer.read(&mut [0]) {
-            Ok(0) => true,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => false,
-            other => panic!("{other:?}"),
-        }
+        has_ended(&mut self.peer)
+    }
+}
+
+fn has_ended(peer: &mut TcpStream) -> bool {
+    peer.set_nonblocking(true).unwrap();
+    match peer.read(&mut [0]) {
+        Ok(0) => true,
+        Err(error) if error.kind() == ErrorKind::WouldBlock => false,
+        other => panic!("{other:?}"),
     }
 }
 
@@ -78,6 +84,52 @@ fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
     let left: Vec<i32> = guarded.agent.tree.below().filter(|&pid| is_running(pid)).collect();
     assert_eq!(left, [0; 0], "the connection has ended before them");
     assert!(guarded.connection_has_ended());
+    guarded.agent.kill();
+}
+
+#[test]
+fn the_peer_is_told_of_the_end_although_nobody_read_what_it_sent() {
+    let mut guarded = Guarded::start(&["sleep"]);
+    // With this unread, the kernel would reset the connection.
+    guarded.peer.write_all(&[7; 1000]).unwrap();
+    guarded.agent.process.kill().unwrap();
+    wait_readable(&guarded.peer, "the end of the connection");
+    assert!(guarded.connection_has_ended(), "an end, no reset");
+    guarded.agent.kill();
+}
+
+#[test]
+fn while_a_session_moves_both_connections_last_until_the_last_worker_is_gone() {
+    let mut guarded = Guarded::start(&["ignore-term", "daemonise", "alloc 256"]);
+    assert_eq!(guarded.ask("beside"), "held");
+    let (mut second, _) = guarded.listener.accept().unwrap();
+    second.write_all(&[7; 1000]).unwrap();
+    guarded.agent.process.kill().unwrap();
+    wait_readable(&guarded.peer, "the end of the first connection");
+    let left: Vec<i32> = guarded.agent.tree.below().filter(|&pid| is_running(pid)).collect();
+    assert_eq!(left, [0; 0], "the connection has ended before them");
+    wait_readable(&second, "the end of the second connection");
+    assert!(guarded.connection_has_ended() && has_ended(&mut second));
+    guarded.agent.kill();
+}
+
+#[test]
+fn when_a_session_has_moved_only_its_new_connection_is_held() {
+    let mut guarded = Guarded::start(&["sleep"]);
+    let nursery = guarded.agent.tree.nursery;
+    assert_eq!(guarded.ask("beside"), "held");
+    let (mut second, _) = guarded.listener.accept().unwrap();
+    assert_eq!(guarded.ask("older"), "let go");
+    wait_readable(&guarded.peer, "the end of the first connection");
+    assert!(guarded.connection_has_ended());
+    send(nursery, libc::SIGSTOP);
+    wait_for_state(nursery, 'T');
+    guarded.agent.process.kill().unwrap();
+    guarded.agent.process.wait().unwrap();
+    assert!(!has_ended(&mut second));
+    send(nursery, libc::SIGCONT);
+    wait_readable(&second, "the end of the second connection");
+    assert!(has_ended(&mut second));
     guarded.agent.kill();
 }
 
@@ -185,7 +237,9 @@ fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
     let mut client = Client::start_from(NurseryImage::Program { path: "/bin/sh".into(), args });
     let fence = Fence::new().unwrap();
     let page = fence.descriptors().unwrap().remove(0);
-    for (request, fds) in [(Request::Hold, vec![page]), (Request::Fence, fence.descriptors().unwrap())] {
+    for (request, fds) in
+        [(Request::Hold { beside: false }, vec![page]), (Request::Fence, fence.descriptors().unwrap())]
+    {
         client.nursery.link.send(&request, fds).unwrap();
         assert_eq!(client.next().0, Reply::NotGuarded { errno: libc::EMFILE });
     }

@@ -9,6 +9,7 @@ use elasticrs_runtime::notices::List;
 use elasticrs_store::coordination::client::{Client, Options};
 use elasticrs_store::coordination::events::{Event, Events};
 use elasticrs_store::coordination::leases::Leases;
+use elasticrs_store::coordination::protocol::StoreId;
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
 use elasticrs_store::etcd::{client as etcd, tls};
@@ -142,7 +143,7 @@ impl CoordinationClient {
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     #[pyo3(signature = (
         host, port, *, run_id, token=None, interval=1.0, attempts=5, connect_timeout=5.0, stall_timeout=Some(60.0),
-        supervisor=None
+        supervisor=None, resume=false, met=None
     ))]
     fn new(
         py: Python<'_>,
@@ -155,6 +156,8 @@ impl CoordinationClient {
         connect_timeout: f64,
         stall_timeout: Option<f64>,
         supervisor: Option<Py<Supervisor>>,
+        resume: bool,
+        met: Option<(StoreId, u64)>,
     ) -> PyResult<Self> {
         check_run_id(&run_id)?;
         let interval = duration(interval, "interval")?;
@@ -172,6 +175,8 @@ impl CoordinationClient {
             attempts,
             connect_timeout: duration(connect_timeout, "connect_timeout")?,
             stall_timeout: stall_timeout.map(|seconds| duration(seconds, "stall_timeout")).transpose()?,
+            resume,
+            met,
         };
         let guard = lease::guard(supervisor.as_ref());
         let home = Home::new(supervisor)?;
@@ -231,6 +236,11 @@ impl CoordinationClient {
     #[getter]
     fn fd(&self) -> i32 {
         self.inner.events().fd().as_raw_fd()
+    }
+
+    #[getter]
+    fn met<'py>(&self, py: Python<'py>) -> Option<(Bound<'py, PyBytes>, u64)> {
+        self.inner.events().met().map(|(store, revision)| (PyBytes::new(py, &store), revision))
     }
 
     fn take(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
@@ -446,6 +456,11 @@ pub struct Changes {
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct StoreNotice {
+    message: String,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
 pub struct ConnectionLost {
     kind: &'static str,
     message: String,
@@ -482,6 +497,7 @@ fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
             let changes = changes.into_iter().map(|change| Py::new(py, change_of(py, &change)));
             object(py, Changes { revision, changes: changes.collect::<PyResult<_>>()? })
         }
+        Event::Notice { message } => object(py, StoreNotice { message }),
         Event::Lost { kind, message } => object(py, ConnectionLost { kind: kind.name(), message }),
     }
 }

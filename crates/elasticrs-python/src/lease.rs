@@ -1,7 +1,10 @@
 //! What holds the agent's lease while the agent itself cannot: its nursery.
 
+use std::cell::Cell;
 use std::os::fd::BorrowedFd;
+use std::pin::Pin;
 
+use elasticrs_core::nursery::connections::Release;
 use elasticrs_core::supervisor::Keeper;
 use elasticrs_store::coordination::guard::{Guard, NoGuard};
 use pyo3::prelude::*;
@@ -9,31 +12,57 @@ use pyo3::prelude::*;
 use crate::supervisor::Supervisor;
 
 /// Passes on to the nursery what a client of the store says of its session.
-struct Nursery(Keeper);
+struct Nursery {
+    keeper: Keeper,
+    /// It holds a second connection, to which the session may move.
+    has_two: Cell<bool>,
+}
 
 impl Guard for Nursery {
     fn connected(&self, socket: BorrowedFd<'_>) {
         // Without a descriptor the connection ends with this process, and the nursery still has the deadline.
         if let Ok(duplicate) = socket.try_clone_to_owned() {
-            self.0.guard(Some(duplicate));
+            self.keeper.hold(duplicate);
+        }
+    }
+
+    fn resuming(&self, socket: BorrowedFd<'_>) -> Pin<Box<dyn Future<Output = ()>>> {
+        let (keeper, duplicate) = (self.keeper.clone(), socket.try_clone_to_owned());
+        self.has_two.set(duplicate.is_ok());
+        Box::pin(async move {
+            if let Ok(duplicate) = duplicate {
+                keeper.hold_beside(duplicate).await;
+            }
+        })
+    }
+
+    fn resumed(&self) {
+        if self.has_two.take() {
+            self.keeper.release(Release::Older);
+        }
+    }
+
+    fn not_resumed(&self) {
+        if self.has_two.take() {
+            self.keeper.release(Release::Newest);
         }
     }
 
     fn deadline(&self, boot_ns: u64) {
         // A deadline that had passed is told as `Fenced`.
-        let _ = self.0.fence(Some(boot_ns));
+        let _ = self.keeper.fence(Some(boot_ns));
     }
 
     fn closed(&self) {
-        self.0.guard(None);
-        let _ = self.0.fence(None);
+        self.keeper.release(Release::All);
+        let _ = self.keeper.fence(None);
     }
 }
 
 /// The guard of a client that runs on a supervisor's thread, or of one that stands alone.
 pub fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
     match supervisor {
-        Some(supervisor) => Box::new(Nursery(supervisor.get().inner.keeper())),
+        Some(supervisor) => Box::new(Nursery { keeper: supervisor.get().inner.keeper(), has_two: Cell::new(false) }),
         None => Box::new(NoGuard),
     }
 }

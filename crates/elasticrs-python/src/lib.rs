@@ -28,7 +28,7 @@ mod _core {
 
     #[pymodule_export]
     use crate::coordination::{
-        Change, Changes, Connected, ConnectionLost, CoordinationClient, CoordinationServer, Entry, Reply,
+        Change, Changes, Connected, ConnectionLost, CoordinationClient, CoordinationServer, Entry, Reply, StoreNotice,
     };
     #[pymodule_export]
     use crate::error::SupervisorError;

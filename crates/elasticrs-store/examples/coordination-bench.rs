@@ -107,6 +107,8 @@ fn connect(runtime: &Runtime, port: u16) -> io::Result<Client> {
         attempts: 60,
         connect_timeout: HANG,
         stall_timeout: None,
+        resume: false,
+        met: None,
     };
     Client::start(runtime, options, Box::new(NoGuard))
 }

@@ -13,4 +13,5 @@
 
 pub mod coordination;
 pub mod etcd;
+mod watched;
 pub mod worker;

@@ -2,18 +2,18 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod common;
+
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use common::{HANG, is_change, is_lost, is_reply, lease, options, put, serve, until, watch};
 use elasticrs_runtime::runtime::Runtime;
-use elasticrs_store::coordination::client::{Client, Options};
-use elasticrs_store::coordination::events::Event;
+use elasticrs_store::coordination::client::Client;
 use elasticrs_store::coordination::guard::{Guard, NoGuard};
-use elasticrs_store::coordination::server::{Config, MAX_BYTES, REQUEST_TIMEOUT, Server};
-use elasticrs_store::coordination::types::{Op, Txn, Watch};
-
-const HANG: Duration = Duration::from_secs(30);
+use elasticrs_store::coordination::server::Server;
 
 #[derive(Debug, Default)]
 struct Seen {
@@ -30,6 +30,14 @@ impl Guard for Recorder {
         self.0.lock().unwrap().duplicate = Some(socket.try_clone_to_owned().unwrap());
     }
 
+    fn resuming(&self, _socket: BorrowedFd<'_>) -> Pin<Box<dyn Future<Output = ()>>> {
+        unreachable!("no session of these tests is taken up again");
+    }
+
+    fn resumed(&self) {}
+
+    fn not_resumed(&self) {}
+
     fn deadline(&self, boot_ns: u64) {
         self.0.lock().unwrap().deadlines.push(boot_ns);
     }
@@ -39,58 +47,8 @@ impl Guard for Recorder {
     }
 }
 
-fn serve(runtime: &Runtime) -> Server {
-    let config = Config {
-        run_id: None,
-        token: None,
-        max_connections: 100,
-        max_bytes: MAX_BYTES,
-        request_timeout: REQUEST_TIMEOUT,
-    };
-    Server::start(runtime, &[("127.0.0.1".into(), 0)], config, Box::new(drop)).unwrap()
-}
-
 fn connect(runtime: &Runtime, server: &Server, interval: Duration, guard: impl Guard + 'static) -> Client {
-    let options = Options {
-        host: "127.0.0.1".into(),
-        port: server.port(),
-        run_id: "run".into(),
-        token: None,
-        interval,
-        attempts: 100,
-        connect_timeout: HANG,
-        stall_timeout: None,
-    };
-    Client::start(runtime, options, Box::new(guard)).unwrap()
-}
-
-/// Takes events until one is found.
-fn until(client: &Client, mut found: impl FnMut(&Event) -> bool) {
-    loop {
-        assert!(client.events().wait(Some(HANG)).unwrap());
-        if client.events().take().iter().any(&mut found) {
-            return;
-        }
-    }
-}
-
-fn is_reply(event: &Event) -> bool {
-    matches!(event, Event::Reply { .. })
-}
-
-fn is_change(event: &Event) -> bool {
-    matches!(event, Event::Changes { .. })
-}
-
-fn lease(client: &Client) {
-    let put = Op::Put { key: "member".into(), value: [].into(), leased: true };
-    client.txn(1, Txn { then: vec![put], ..Txn::default() }).unwrap();
-    until(client, is_reply);
-}
-
-fn watch(client: &Client) {
-    client.watch(1, Watch { prefix: "member".into(), exact: true }, false, None).unwrap();
-    until(client, is_reply);
+    Client::start(runtime, options(server.port(), interval), Box::new(guard)).unwrap()
 }
 
 #[test]
@@ -106,9 +64,8 @@ fn the_session_of_a_dead_process_lasts_until_the_duplicate_is_closed() {
     until(&watcher, is_change);
     // Whatever runs the client is gone; nothing of it has closed the session.
     drop(doomed);
-    until(&client, |event| matches!(event, Event::Lost { .. }));
-    let put = Op::Put { key: "other".into(), value: [].into(), leased: false };
-    watcher.txn(2, Txn { then: vec![put], ..Txn::default() }).unwrap();
+    until(&client, is_lost);
+    watcher.txn(2, put("other", false)).unwrap();
     until(&watcher, is_reply);
     assert_eq!(server.sessions(), 2);
     drop(guard.0.lock().unwrap().duplicate.take());
@@ -152,7 +109,7 @@ fn every_answered_keep_alive_moves_the_deadline() {
     assert!(*deadlines.last().unwrap() <= now + 990_000_000);
     // Its end by itself leaves the last deadline and the duplicate: its owner has to act before that.
     drop(server);
-    until(&client, |event| matches!(event, Event::Lost { .. }));
+    until(&client, is_lost);
     let seen = guard.0.lock().unwrap();
     assert_eq!((seen.closed, seen.duplicate.is_some()), (0, true));
 }

@@ -7,12 +7,13 @@
 use elasticrs_runtime::clock::Stamp;
 use serde::{Deserialize, Serialize};
 
+use super::connections::Release;
 use crate::exit::{Usage, WorkerExit};
 use crate::spec::ProcessSpec;
 use crate::sys::stage::Stage;
 
 /// Changes with every change of this file.
-pub const PROTOCOL: u32 = 7;
+pub const PROTOCOL: u32 = 8;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
@@ -30,9 +31,9 @@ impl Message for Request {
     fn descriptors(&self) -> usize {
         match self {
             Self::Spawn { process, .. } => process.pass_fds.len(),
-            Self::Hold => 1,
+            Self::Hold { .. } => 1,
             Self::Fence => 2,
-            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::Release | Self::Leave => 0,
+            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::Release(_) | Self::Leave => 0,
         }
     }
 }
@@ -72,11 +73,14 @@ pub enum Request {
         /// After this long, what cannot be killed is reported instead of waited for, milliseconds.
         give_up_ms: u64,
     },
-    /// Hold the descriptor that comes with this, in place of an earlier one, for as long as there is a nursery. When it
-    /// is a duplicate of the agent's connection, that connection ends only after whatever a dead agent leaves.
-    Hold,
-    /// Close what is held.
-    Release,
+    /// Hold the descriptor that comes with this, for as long as there is a nursery. When it is a duplicate of the agent's
+    /// connection, that connection ends only after whatever a dead agent leaves.
+    Hold {
+        /// Not in place of those that are held, but as well.
+        beside: bool,
+    },
+    /// Close what is held, or some of it.
+    Release(Release),
     /// Look at the deadline in the page that comes with this whenever the timer expires that comes with it as well; see
     /// [`super::fence`].
     Fence,

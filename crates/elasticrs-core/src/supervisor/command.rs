@@ -9,11 +9,13 @@ use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use elasticrs_runtime::runtime::Task;
+use tokio::sync::oneshot;
 
 use super::counters::Counters;
 use super::evidence::EvidenceFiles;
 use super::queue::Queue;
 use crate::logs::{Logs, NotDrained};
+use crate::nursery::connections::Release;
 use crate::nursery::fence::Fence;
 use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
@@ -85,12 +87,21 @@ pub(super) enum Command {
     RenewNursery,
     Drain(Duration, Reply<Vec<NotDrained>>),
     Spawn(Task),
-    Guard(Option<OwnedFd>),
+    Guard(Guarded),
     WatchTimers(Option<PathBuf>, Reply<Result<PathBuf, SupervisorError>>),
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
     WatchExits(OwnedFd, Option<Duration>),
     Close { keep_descendants: bool },
+}
+
+/// What becomes of the sockets that the nursery holds.
+pub(super) enum Guarded {
+    Hold(OwnedFd),
+    /// As well as those that are held. Answered when a nursery has it, or will have it before it looks for the end of this
+    /// process; not answered where none can be told.
+    Beside(OwnedFd, oneshot::Sender<()>),
+    Release(Release),
 }
 
 /// What is known of a process that Python started; see [`super::Supervisor::adopt`].

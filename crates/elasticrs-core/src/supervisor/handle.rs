@@ -11,8 +11,9 @@ use std::time::Duration;
 use elasticrs_runtime::runtime::{self, Spawn, Task};
 use elasticrs_runtime::{lock, threads};
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
 
-use super::command::{Adopted, Command, Config, Reply, Shared, SupervisorError};
+use super::command::{Adopted, Command, Config, Guarded, Reply, Shared, SupervisorError};
 use super::counters::Counters;
 use super::event::Heartbeat;
 use super::evidence::EvidenceFiles;
@@ -20,6 +21,7 @@ use super::queue::{Next, Queue};
 use super::task;
 use super::task::exits::open_notices;
 use crate::logs::{Console, LogStream, Logs, NotDrained};
+use crate::nursery::connections::Release;
 use crate::nursery::fence::Fence;
 use crate::signal::Signal;
 use crate::spec::{GroupSpec, StopPolicy};
@@ -34,11 +36,29 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// As [`Supervisor::guard_connection`]; `None` as [`Supervisor::release_connection`]. Nothing, once it has ended.
-    pub fn guard(&self, connection: Option<OwnedFd>) {
+    /// As [`Supervisor::guard_connection`]. Nothing, once it has ended; likewise below.
+    pub fn hold(&self, connection: OwnedFd) {
+        self.send(Guarded::Hold(connection));
+    }
+
+    /// The nursery holds this connection beside the one that it has: the session is about to move there. Returns when this
+    /// process may be killed: then it is the nursery that ends both.
+    pub async fn hold_beside(&self, connection: OwnedFd) {
+        let (held, is_held) = oneshot::channel();
+        self.send(Guarded::Beside(connection, held));
+        // Not told: there is no nursery, or one that is ending, and the workers with it.
+        let _ = is_held.await;
+    }
+
+    /// Which of the connections the nursery holds no longer.
+    pub fn release(&self, which: Release) {
+        self.send(Guarded::Release(which));
+    }
+
+    fn send(&self, guarded: Guarded) {
         if let Some(commands) = self.commands.upgrade() {
             // Refused only when the runtime has ended, and the nursery with it.
-            let _ = commands.send(Command::Guard(connection));
+            let _ = commands.send(Command::Guard(guarded));
         }
     }
 
@@ -215,12 +235,12 @@ impl Supervisor {
     /// ends then, not before. A nursery that replaces a lost one gets it as well. What goes wrong later is told as
     /// [`super::Event::Degraded`].
     pub fn guard_connection(&self, connection: OwnedFd) -> Result<(), SupervisorError> {
-        self.tell(Command::Guard(Some(connection)))
+        self.tell(Command::Guard(Guarded::Hold(connection)))
     }
 
     /// Undoes [`Self::guard_connection`].
     pub fn release_connection(&self) -> Result<(), SupervisorError> {
-        self.tell(Command::Guard(None))
+        self.tell(Command::Guard(Guarded::Release(Release::All)))
     }
 
     /// What a task needs that holds this agent's lease.

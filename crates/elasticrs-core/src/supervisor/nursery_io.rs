@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio::sync::oneshot;
 
 use crate::exit::WorkerExit;
+use crate::nursery::connections::Release;
 use crate::nursery::launch::{
     LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again, stage_reached,
 };
@@ -49,6 +51,8 @@ pub(super) struct Nursery {
     link: AsyncFd<AgentLink>,
     pidfd: AsyncFd<OwnedFd>,
     stages: OwnedFd,
+    /// Whoever waits until all that was sent is in the kernel.
+    waiting: Vec<oneshot::Sender<()>>,
     link_is_open: bool,
     has_died: bool,
     /// Since when it is to be dead.
@@ -95,6 +99,7 @@ impl Nursery {
             link: register(link, Interest::READABLE | Interest::WRITABLE)?,
             pidfd: register(pidfd, Interest::READABLE)?,
             stages,
+            waiting: Vec::new(),
             link_is_open: true,
             has_died: false,
             ending: None,
@@ -109,9 +114,28 @@ impl Nursery {
         }
     }
 
+    /// Tells when all that was sent before is where the nursery finds it, whatever becomes of this process; drops `told` where
+    /// it will not be.
+    pub(super) fn tell_sent(&mut self, told: oneshot::Sender<()>) {
+        self.waiting.push(told);
+        self.check_sent();
+    }
+
+    fn check_sent(&mut self) {
+        if !self.link_is_open {
+            self.waiting.clear();
+        } else if !self.link.get_ref().has_unsent() {
+            for told in self.waiting.drain(..) {
+                // Nobody waits any more.
+                let _ = told.send(());
+            }
+        }
+    }
+
     /// After an error of the link. As a rule the nursery is dying; one that is not would be waited for in vain.
     fn give_up(&mut self) {
         self.link_is_open = false;
+        self.waiting.clear();
         self.kill();
     }
 
@@ -171,6 +195,7 @@ impl Nursery {
                 Ok(None) if self.link_is_open && !self.has_died => {}
                 end @ (Ok(None) | Err(_)) => {
                     self.link_is_open = false;
+                    self.waiting.clear();
                     self.end_what_it_executes();
                     if end.is_err_and(|error| error.kind() != ErrorKind::UnexpectedEof) {
                         self.give_up();
@@ -190,6 +215,7 @@ impl Nursery {
                     if self.link.get_mut().flush().is_err() {
                         self.give_up();
                     }
+                    self.check_sent();
                 }
                 _ = self.pidfd.readable() => self.has_died = true,
                 () = lost_sentinel(self.import.as_ref()) => self.end_unguarded(),
@@ -201,6 +227,8 @@ impl Nursery {
     /// Tells it to leave what is there alone, or hangs up, which makes it end everything; waits until it is gone. `None` if it
     /// is not.
     pub(super) async fn end(mut self, leave: bool, limit: Duration) -> Option<WorkerExit> {
+        // We live, and so does our session.
+        self.send(&Request::Release(Release::Quietly), Vec::new());
         if leave {
             self.send(&Request::Leave, Vec::new());
         }

@@ -20,6 +20,7 @@ use super::nursery_io::{FromNursery, Import, Nursery};
 use super::start::{Starting, spawn_requests};
 use super::state::{Effect, End, Group, Input};
 use super::watch::{self, Watched};
+use crate::nursery::connections::Connections;
 use crate::nursery::protocol::{PROTOCOL, Reply as FromLink};
 use crate::nursery::token::Token;
 use crate::procfs;
@@ -104,7 +105,7 @@ struct Task {
     /// Nurseries that are ending.
     retired: JoinSet<()>,
     /// What the nursery holds for us; kept for the next one.
-    guard: Option<OwnedFd>,
+    guard: Connections,
     /// The number of the last request for a sweep.
     sweeps: u32,
     /// Answers to earlier ones, while the answer to the last one follows.
@@ -153,7 +154,7 @@ impl Task {
             watched: JoinSet::new(),
             tasks: JoinSet::new(),
             retired: JoinSet::new(),
-            guard: None,
+            guard: Connections::default(),
             sweeps: 0,
             swept: Swept::default(),
             own_sweep: None,
@@ -302,7 +303,7 @@ impl Task {
             Command::WatchHangs(limits) => self.hangs.limits = Some(limits),
             Command::KeepEvidence(files, py_spy) => (self.hangs.files, self.hangs.py_spy) = (files, py_spy),
             Command::WatchExits(notices, limit) => self.watch_exits(notices, limit),
-            Command::Guard(connection) => self.guard(connection),
+            Command::Guard(guarded) => self.guard(guarded),
             Command::Close { .. } => unreachable!("taken by `wake`"),
         }
     }

@@ -1,9 +1,10 @@
-//! The client: one connection, one session, one lease. After its end, make a new one.
+//! The client: one session, one lease. After its end, make a new one.
 //!
 //! - **CLIENT-1** requests are sent in the order in which they were made, and nothing is sent after the end;
 //! - **CLIENT-2** the session is given up one interval before the store would end it, counted on the boot clock from the
 //!   sending of the last answered keep-alive; whatever arrives after that moment is not looked at;
-//! - **CLIENT-3** the end is told once, and last.
+//! - **CLIENT-3** the end is told once, and last;
+//! - **CLIENT-4** a session that may be taken up again survives its connection until then ([`Options::resume`]).
 
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -20,24 +21,31 @@ use super::guard::Guard;
 use super::protocol::{Request, WatchFrom};
 use super::session::{Command, Ended, Session};
 use super::types::{LostKind, Txn, Watch};
+use super::unanswered::Kind;
 use super::wire::MAX_REQUEST;
 
 /// The request cannot be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a request of {0} bytes; the store takes {MAX_REQUEST}")]
-pub struct TooLarge(pub usize);
+pub enum Unsendable {
+    #[error("a request of {0} bytes; the store takes {MAX_REQUEST}")]
+    TooLarge(usize),
+    #[error("a session that may be taken up again has no watches from a revision of the past")]
+    Past,
+}
 
 /// A session with a store. Dropping it closes it.
 #[derive(Debug)]
 pub struct Client {
     commands: UnboundedSender<Command>,
     events: Arc<Events>,
+    resume: bool,
 }
 
 impl Client {
     /// Begins to connect. [`Event::Connected`] or [`Event::Lost`] follows.
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
         let events = Arc::new(Events::new()?);
+        let resume = options.resume;
         let (commands, inbox) = unbounded_channel();
         let told = Arc::clone(&events);
         let is_running = runtime.spawn(Box::new(move || {
@@ -47,7 +55,7 @@ impl Client {
         if !is_running {
             drop(Ending(Arc::clone(&events)));
         }
-        Ok(Self { commands, events })
+        Ok(Self { commands, events, resume })
     }
 
     /// What happens.
@@ -56,27 +64,33 @@ impl Client {
     }
 
     /// Sends a transaction; its reply carries the tag.
-    pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), TooLarge> {
-        self.send(&Request::Txn { tag, txn })
+    pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
+        self.send(Kind::Plain, &Request::Txn { tag, txn })
     }
 
     /// Begins a watch; its reply carries the tag.
-    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), TooLarge> {
-        self.send(&Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
+    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
+        if self.resume && from_revision.is_some() {
+            return Err(Unsendable::Past);
+        }
+        let kind = Kind::Watch { watch: watch.clone(), wants_snapshot: snapshot };
+        // Without it nobody would know what is missing after a break.
+        let snapshot = snapshot || self.resume;
+        self.send(kind, &Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
     }
 
     /// Ends a watch; what is on its way still comes.
-    pub fn unwatch(&self, watch: Watch) -> Result<(), TooLarge> {
-        self.send(&Request::Unwatch(watch))
+    pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
+        self.send(Kind::Unwatch(watch.clone()), &Request::Unwatch(watch))
     }
 
-    fn send(&self, request: &Request) -> Result<(), TooLarge> {
+    fn send(&self, kind: Kind, request: &Request) -> Result<(), Unsendable> {
         let frame = request.encode();
         if frame.len() - 4 > MAX_REQUEST {
-            return Err(TooLarge(frame.len() - 4));
+            return Err(Unsendable::TooLarge(frame.len() - 4));
         }
         // A session that is over answers nothing; its end is among the events.
-        let _ = self.commands.send(Command::Send(frame));
+        let _ = self.commands.send(Command::Send(kind, frame));
         Ok(())
     }
 
@@ -120,7 +134,7 @@ async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: U
     let ended = match opened {
         Ok(opened) => {
             tell_connected(events, guard, &opened);
-            Session::new(options, opened, events, guard, early).run(&mut inbox).await
+            Session::new(options, opened, events, guard).run(early, &mut inbox).await
         }
         Err(lost) => Ended::Lost(lost),
     };
@@ -139,7 +153,8 @@ fn tell_connected(events: &Events, guard: &dyn Guard, opened: &Opened) {
 
     guard.connected(opened.stream.as_fd());
     guard.deadline(opened.deadline());
-    let Met { revision, session, pace, sent } = opened.met;
+    let Met { revision, session, pace, sent, store, .. } = opened.met;
+    events.meet(store, revision);
     events.renewed(opened.deadline(), sent, sent, None);
     let connected = Event::Connected {
         revision,
@@ -153,11 +168,11 @@ fn tell_connected(events: &Events, guard: &dyn Guard, opened: &Opened) {
 }
 
 /// Keeps requests until they can be sent; returns when the user has closed the client.
-async fn until_close(inbox: &mut UnboundedReceiver<Command>, early: &mut Vec<u8>) -> Option<SyncSender<()>> {
+async fn until_close(inbox: &mut UnboundedReceiver<Command>, early: &mut Vec<Command>) -> Option<SyncSender<()>> {
     loop {
         match inbox.recv().await {
-            Some(Command::Send(frame)) => early.extend(frame),
             Some(Command::Close(reply)) => return Some(reply),
+            Some(request) => early.push(request),
             None => return None,
         }
     }

@@ -3,17 +3,20 @@
 use std::cell::Cell;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::os::fd::AsFd;
 use std::thread::Builder;
 use std::time::Duration;
 
 use elasticrs_runtime::clock::boot_now;
 use elasticrs_runtime::{stream, threads};
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth::{self, Direction};
+use super::events::MetStore;
+use super::guard::Guard;
 use super::probe::is_tcp_store;
-use super::protocol::{Answer, Digest, Hello, Pace, Request, VERSION};
+use super::protocol::{Answer, Digest, Hello, Pace, Request, Secret, StoreId, VERSION};
 use super::types::LostKind;
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
 
@@ -31,6 +34,10 @@ pub struct Options {
     pub connect_timeout: Duration,
     /// Keep-alives stop when the user has not asked for events for so long; `None`: never.
     pub stall_timeout: Option<Duration>,
+    /// The session outlives its connection: it is taken up again until its lease is over. Requests may be carried out twice.
+    pub resume: bool,
+    /// A store that was met before: no other will do, unless it goes on with that one's state.
+    pub met: Option<MetStore>,
 }
 
 /// Why there is no session, or no longer.
@@ -62,10 +69,20 @@ pub(super) struct Opened {
     pub(super) met: Met,
 }
 
+/// What is asked for in the handshake.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wanted {
+    /// `None`: a new session.
+    pub(super) resume: Option<(u64, Secret)>,
+    pub(super) met: Option<MetStore>,
+}
+
 /// What the handshake gives.
 #[derive(Debug)]
 pub(super) struct Met {
     pub(super) session: u64,
+    pub(super) secret: Secret,
+    pub(super) store: StoreId,
     pub(super) revision: u64,
     pub(super) pace: Pace,
     /// Boot clock: when the hello was sent. The store counts from a later moment.
@@ -138,7 +155,8 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
     // Without it small messages would wait; that it can fail is no reason to do without a session.
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
-    let mut greeter = Greeter { options, stream, frames: Frames::new(MAX_ANSWER) };
+    let wanted = Wanted { resume: None, met: options.met };
+    let mut greeter = Greeter { options, wanted, stream, frames: Frames::new(MAX_ANSWER) };
     let met = tokio::select! {
         met = greeter.meet() => met,
         () = until_suspicious(options, peer) => return Err(not_ours(options, TCP_STORE)),
@@ -153,6 +171,39 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, L
     };
     let Greeter { stream, frames, .. } = greeter;
     Ok(Opened { stream, frames, local, peer, met })
+}
+
+/// Takes a session up on a new connection, within `patience`.
+pub(super) async fn reopen(
+    options: &Options,
+    guard: &dyn Guard,
+    wanted: Wanted,
+    patience: Duration,
+) -> Result<Opened, Lost> {
+    let end = Instant::now() + patience;
+    let at = options.endpoint();
+    let late = |_| Lost::new(LostKind::Timeout, format!("no answer from {at} within {} s", patience.as_secs_f64()));
+    let connected = async {
+        let addresses = resolve(&options.host, options.port).await?;
+        connect(&at, &addresses, patience, |_| ()).await
+    };
+    let (stream, peer) = timeout_at(end, connected).await.map_err(late)??;
+    let _ = stream.set_nodelay(true);
+    let local = stream.local_addr().unwrap_or(peer);
+    guard.resuming(stream.as_fd()).await;
+    let mut greeter = Greeter { options, wanted, stream, frames: Frames::new(MAX_ANSWER) };
+    let met = timeout_at(end, greeter.meet()).await.map_err(late);
+    let Greeter { stream, frames, .. } = greeter;
+    match met {
+        Ok(Ok(met)) => Ok(Opened { stream, frames, local, peer, met }),
+        Ok(Err(lost)) | Err(lost) => {
+            // The store may find this connection later, and take it for the session's. Its end must not be that of a client
+            // that is gone; a reset says nothing.
+            let _ = stream.set_zero_linger();
+            guard.not_resumed();
+            Err(lost)
+        }
+    }
 }
 
 /// All addresses of the host.
@@ -226,6 +277,7 @@ pub(crate) fn plain(error: &io::Error) -> String {
 
 struct Greeter<'a> {
     options: &'a Options,
+    wanted: Wanted,
     stream: TcpStream,
     frames: Frames,
 }
@@ -241,8 +293,8 @@ impl Greeter<'_> {
             interval_ms: milliseconds(self.options.interval),
             attempts: self.options.attempts,
             challenge: nonce,
-            resume: None,
-            confirmed: None,
+            resume: self.wanted.resume,
+            confirmed: self.wanted.met.map(|(store, _)| store),
         };
         let sent = boot_now();
         self.send(&[&MAGIC[..], &Request::Hello(hello).encode()].concat()).await;
@@ -261,12 +313,19 @@ impl Greeter<'_> {
         }
         self.prove(challenge.as_ref()).await?;
         match self.answer().await? {
-            Answer::Ready { session, revision, pace, proof, .. } => {
+            Answer::Ready { session, revision, pace, proof, secret, ids } => {
                 self.check(proof.as_ref(), &nonce)?;
+                let Some(&store) = ids.first() else { return Err(Malformed("a store without a name").into()) };
+                if let Some((_, seen)) = self.wanted.met.filter(|(_, seen)| revision < *seen) {
+                    let what = format!(
+                        "went back from revision {seen} to {revision}: it was started with an older copy of its state"
+                    );
+                    return Err(self.said(LostKind::Other, &what));
+                }
                 if pace.interval_ms == 0 || pace.ttl_ms <= pace.interval_ms {
                     return Err(Malformed("no time to live").into());
                 }
-                Ok(Met { session, revision, pace, sent })
+                Ok(Met { session, secret, store, revision, pace, sent })
             }
             _ => Err(Malformed("no session").into()),
         }

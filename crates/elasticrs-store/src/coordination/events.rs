@@ -14,6 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::sync::Notify;
 
 use super::offset::Offset;
+use super::protocol::StoreId;
 use super::types::{Change, LostKind, OpResult};
 
 /// What has happened.
@@ -33,6 +34,8 @@ pub enum Event {
     Reply { tag: u64, ok: bool, revision: u64, results: Vec<OpResult> },
     /// What one revision did to the keys that are watched.
     Changes { revision: u64, changes: Vec<Change> },
+    /// A line for the user: the store is away, or there again.
+    Notice { message: String },
     /// The session is over; always last.
     Lost { kind: LostKind, message: String },
 }
@@ -46,7 +49,13 @@ struct State {
     deadline: Option<u64>,
     is_over: bool,
     offset: Offset,
+    /// Why the store would not have answered by then.
+    trouble: Option<(LostKind, String)>,
+    met: Option<MetStore>,
 }
+
+/// A store that was met, and the highest revision that was seen in it.
+pub type MetStore = (StoreId, u64);
 
 /// Between the runtime thread and the user's threads.
 #[derive(Debug)]
@@ -91,6 +100,11 @@ impl Events {
             return;
         }
         state.is_over = matches!(event, Event::Lost { .. });
+        if let (Event::Reply { revision, .. } | Event::Changes { revision, .. }, Some((_, seen))) =
+            (&event, &mut state.met)
+        {
+            *seen = *revision.max(seen);
+        }
         state.bytes += bytes;
         state.events.push_back(event);
         self.wake.set();
@@ -108,6 +122,26 @@ impl Events {
         if let Some(wall) = wall {
             state.offset.add(sent, received, wall);
         }
+    }
+
+    /// This store is there.
+    pub(crate) fn meet(&self, store: StoreId, revision: u64) {
+        lock(&self.state).met = Some((store, revision));
+    }
+
+    /// The store that was met last.
+    pub fn met(&self) -> Option<MetStore> {
+        lock(&self.state).met
+    }
+
+    /// Why the store does not answer, as far as that is known.
+    pub(crate) fn set_trouble(&self, trouble: Option<(LostKind, String)>) {
+        lock(&self.state).trouble = trouble;
+    }
+
+    /// As it was set.
+    pub(crate) fn trouble(&self) -> Option<(LostKind, String)> {
+        lock(&self.state).trouble.clone()
     }
 
     /// Whether nothing more will come.
@@ -131,7 +165,8 @@ impl Events {
         self.wake.clear();
         if !state.is_over && state.deadline.is_some_and(|deadline| now >= deadline) {
             state.is_over = true;
-            state.events.push_back(Event::Lost { kind: LostKind::Silent, message: SILENT.into() });
+            let (kind, message) = state.trouble.take().unwrap_or_else(|| (LostKind::Silent, SILENT.into()));
+            state.events.push_back(Event::Lost { kind, message });
             self.wake_task.notify_one();
         }
         if std::mem::take(&mut state.bytes) > MAX_UNTAKEN {

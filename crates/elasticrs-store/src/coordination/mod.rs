@@ -1,15 +1,16 @@
 //! The store in which the agents of a job meet.
 //!
-//! Keys with revisions, transactions, watches that push, and sessions: a session is a connection, and what it leased
-//! ends with it. [`state`], [`watches`] and [`leases`] decide, as plain functions; [`server`] and [`client`] carry out.
+//! Keys with revisions, transactions, watches that push, and sessions: a session is a lease, and what it leased ends with
+//! it. [`state`], [`watches`] and [`leases`] decide, as plain functions; [`server`] and [`client`] carry out.
 //! The bytes between them are in [`protocol`] and [`wire`].
 //!
 //! A server's hub owns keys, watches and leases; a connection's task owns its socket, and shares with the hub only what it has
 //! not sent yet. A client's task owns its socket and its deadline; its user owns the list of events. The invariants stand where
-//! they are kept: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server, `CLIENT` and `CLOCK` for the client, `WIRE` and `PROTO` for
+//! they are kept: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server, `CLIENT`, `ASKED` and `CLOCK` for the client, `WIRE` and `PROTO` for
 //! the bytes.
 
 mod auth;
+mod away;
 pub mod client;
 pub(crate) mod connect;
 mod connection;
@@ -26,5 +27,6 @@ pub mod server;
 mod session;
 mod state;
 pub mod types;
+mod unanswered;
 mod watches;
 pub mod wire;

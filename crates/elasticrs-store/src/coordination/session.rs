@@ -1,5 +1,6 @@
-//! An open session of a client: requests out, answers in, keep-alives in time.
+//! An open session of a client: requests out, answers in, keep-alives in time, over one connection after the other.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::mpsc::SyncSender;
@@ -12,16 +13,19 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::yield_now;
 
-use super::connect::{Lost, Opened, Options, deadline, plain};
+use super::away::{Away, LAST_PAUSE};
+use super::connect::{Lost, Opened, Options, Wanted, deadline, plain, reopen};
 use super::events::{Event, Events, SILENT};
 use super::guard::Guard;
-use super::protocol::{Answer, Pace, Request};
-use super::types::LostKind;
+use super::protocol::{Answer, Pace, Request, Secret};
+use super::types::{LostKind, OpResult};
+use super::unanswered::{Heard, Kind, Unanswered};
 use super::wire::{Broken, Frames};
+use crate::watched::Told;
 
 /// What the user of a client asks of its task.
 pub(super) enum Command {
-    Send(Vec<u8>),
+    Send(Kind, Vec<u8>),
     Close(SyncSender<()>),
 }
 
@@ -32,9 +36,16 @@ pub(super) enum Ended {
     Closed(Option<SyncSender<()>>),
 }
 
-impl From<Lost> for Ended {
+/// Why a connection is not used on.
+enum Halt {
+    /// Another one may do.
+    Broken(Lost),
+    Ended(Ended),
+}
+
+impl From<Lost> for Halt {
     fn from(lost: Lost) -> Self {
-        Self::Lost(lost)
+        Self::Ended(Ended::Lost(lost))
     }
 }
 
@@ -45,18 +56,35 @@ enum Turn {
     Time,
 }
 
+/// The connection in use, or the last one: until the session has moved, its end would be that of the session.
+struct Connection {
+    stream: TcpStream,
+    frames: Frames,
+    unsent: Vec<u8>,
+    /// Boot clock: the keep-alives that were not answered yet.
+    beats: VecDeque<u64>,
+}
+
+impl Connection {
+    fn new(stream: TcpStream, frames: Frames, unsent: Vec<u8>) -> Self {
+        Self { stream, frames, unsent, beats: VecDeque::new() }
+    }
+}
+
 pub(super) struct Session<'a> {
     options: &'a Options,
     events: &'a Events,
     guard: &'a dyn Guard,
-    stream: TcpStream,
-    frames: Frames,
-    unsent: Vec<u8>,
+    number: u64,
+    secret: Secret,
+    connection: Connection,
+    /// `None`: the session ends with its connection.
+    unanswered: Option<Unanswered>,
     pace: Pace,
     /// Boot clock: when this side gives up.
     deadline: u64,
     next_beat: u64,
-    /// The keep-alive that was answered last.
+    /// The keep-alive that was answered last, or the hello.
     answered: u64,
     is_stalled: bool,
     chunk: Box<[u8]>,
@@ -65,48 +93,56 @@ pub(super) struct Session<'a> {
 /// Bytes that are read at a time.
 const CHUNK: usize = 16 * 1024;
 
+/// The most that an unanswered keep-alive lets us wait on one connection.
+const MAX_PATIENCE_MS: u32 = 3_000;
+
 impl<'a> Session<'a> {
-    pub(super) fn new(
-        options: &'a Options,
-        opened: Opened,
-        events: &'a Events,
-        guard: &'a dyn Guard,
-        unsent: Vec<u8>,
-    ) -> Self {
+    pub(super) fn new(options: &'a Options, opened: Opened, events: &'a Events, guard: &'a dyn Guard) -> Self {
         Self {
             options,
             events,
             guard,
+            number: opened.met.session,
+            secret: opened.met.secret,
             deadline: opened.deadline(),
-            stream: opened.stream,
-            frames: opened.frames,
-            unsent,
+            connection: Connection::new(opened.stream, opened.frames, Vec::new()),
+            unanswered: options.resume.then(Unanswered::default),
             pace: opened.met.pace,
             next_beat: boot_now(),
-            answered: 0,
+            answered: opened.met.sent,
             is_stalled: false,
             chunk: vec![0; CHUNK].into(),
         }
     }
 
-    pub(super) async fn run(mut self, inbox: &mut UnboundedReceiver<Command>) -> Ended {
+    pub(super) async fn run(mut self, early: Vec<Command>, inbox: &mut UnboundedReceiver<Command>) -> Ended {
+        for command in early {
+            if let Err(Halt::Ended(ended)) = self.command(Some(command)) {
+                return ended;
+            }
+        }
         loop {
-            if let Err(ended) = self.turn(inbox).await {
+            let mut halt = self.turn(inbox).await;
+            if let Err(Halt::Broken(lost)) = halt {
+                halt = if self.unanswered.is_some() { self.move_on(lost, inbox).await } else { Err(lost.into()) };
+            }
+            if let Err(Halt::Ended(ended)) = halt {
                 return ended;
             }
         }
     }
 
-    async fn turn(&mut self, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Ended> {
+    async fn turn(&mut self, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Halt> {
         // First of all: after a stop of this process or of the machine nothing counts that came too late.
         let now = boot_now();
         self.check_deadline(now)?;
         self.take_frames()?;
+        self.check_answers(now)?;
         self.beat(now);
         let is_sent = self.flush();
         match self.next(inbox, is_sent, now).await {
             Turn::Time => Ok(()),
-            Turn::Command(command) => self.command(command, inbox),
+            Turn::Command(command) => self.commands(command, inbox),
             Turn::Socket(ready) => {
                 self.check_deadline(boot_now())?;
                 ready.map_err(|error| self.broken(&error))?;
@@ -119,7 +155,7 @@ impl<'a> Session<'a> {
     }
 
     async fn next(&self, inbox: &mut UnboundedReceiver<Command>, is_sent: bool, now: u64) -> Turn {
-        let wake = self.next_beat.min(self.deadline).saturating_sub(now);
+        let wake = self.next_beat.min(self.deadline).min(self.overdue()).saturating_sub(now);
         // A user who does not take events gets no more of them.
         let interest = match (self.events.is_full(), is_sent) {
             (false, true) => Some(Interest::READABLE),
@@ -129,7 +165,7 @@ impl<'a> Session<'a> {
         };
         let socket = async {
             match interest {
-                Some(interest) => self.stream.ready(interest).await.map(drop),
+                Some(interest) => self.connection.stream.ready(interest).await.map(drop),
                 None => std::future::pending().await,
             }
         };
@@ -141,7 +177,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn check_deadline(&self, now: u64) -> Result<(), Ended> {
+    fn check_deadline(&self, now: u64) -> Result<(), Lost> {
         if now < self.deadline && !self.events.is_over() {
             return Ok(());
         }
@@ -153,10 +189,39 @@ impl<'a> Session<'a> {
             )
         } else if self.events.is_full() {
             Lost::new(LostKind::Slow, "this program does not read its events")
+        } else if let Some((kind, message)) = self.events.trouble() {
+            Lost::new(kind, message)
         } else {
             Lost::new(LostKind::Silent, format!("{SILENT} ({})", self.options.endpoint()))
+        })
+    }
+
+    /// How long a connection may leave a keep-alive unanswered.
+    fn patience(&self) -> Duration {
+        let Pace { interval_ms, ttl_ms } = self.pace;
+        Duration::from_millis((ttl_ms / 5).min(MAX_PATIENCE_MS).max(interval_ms.saturating_mul(2)).into())
+    }
+
+    /// When the connection is left for being silent. A user who takes no events lets nothing be read.
+    fn overdue(&self) -> u64 {
+        match self.connection.beats.front() {
+            Some(sent) if self.unanswered.is_some() && !self.events.is_full() => sent + nanoseconds(self.patience()),
+            _ => u64::MAX,
         }
-        .into())
+    }
+
+    fn check_answers(&mut self, now: u64) -> Result<(), Halt> {
+        if now < self.overdue() {
+            return Ok(());
+        }
+        // What has come while we were stopped counts.
+        while self.read()? {}
+        self.take_frames()?;
+        if now < self.overdue() {
+            return Ok(());
+        }
+        let why = format!("no keep-alive was answered for {} s", self.patience().as_secs_f64());
+        Err(Halt::Broken(Lost::new(LostKind::Silent, why)))
     }
 
     fn beat(&mut self, now: u64) {
@@ -166,68 +231,76 @@ impl<'a> Session<'a> {
         self.next_beat = now + u64::from(self.pace.interval_ms) * 1_000_000;
         self.is_stalled = self.events.is_stalled(self.options.stall_timeout);
         if !self.is_stalled {
-            self.unsent.extend(Request::KeepAlive { sent: now }.encode());
+            self.connection.unsent.extend(Request::KeepAlive { sent: now }.encode());
+            self.connection.beats.push_back(now);
         }
     }
 
-    fn command(&mut self, command: Option<Command>, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Ended> {
-        let mut next = command;
-        loop {
-            match next {
-                Some(Command::Send(frame)) => self.unsent.extend(frame),
-                Some(Command::Close(reply)) => return Err(self.close(Some(reply))),
-                None => return Err(self.close(None)),
+    fn commands(&mut self, command: Option<Command>, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Halt> {
+        self.command(command)?;
+        // Requests that were made together go out together.
+        while let Ok(command) = inbox.try_recv() {
+            self.command(Some(command))?;
+        }
+        Ok(())
+    }
+
+    fn command(&mut self, command: Option<Command>) -> Result<(), Halt> {
+        match command {
+            Some(Command::Send(kind, frame)) => {
+                self.connection.unsent.extend(&frame);
+                if let Some(unanswered) = &mut self.unanswered {
+                    unanswered.ask(kind, frame);
+                }
+                Ok(())
             }
-            // Requests that were made together go out together.
-            match inbox.try_recv() {
-                Ok(command) => next = Some(command),
-                Err(_) => return Ok(()),
-            }
+            Some(Command::Close(reply)) => Err(self.close(Some(reply))),
+            None => Err(self.close(None)),
         }
     }
 
     /// Ends the session for good: a duplicate of the socket, held elsewhere, does not keep it.
-    fn close(&mut self, reply: Option<SyncSender<()>>) -> Ended {
+    fn close(&mut self, reply: Option<SyncSender<()>>) -> Halt {
         self.flush();
         // An error: it is not connected any more.
-        let _ = shutdown(self.stream.as_raw_fd(), Shutdown::Both);
-        Ended::Closed(reply)
+        let _ = shutdown(self.connection.stream.as_raw_fd(), Shutdown::Both);
+        Halt::Ended(Ended::Closed(reply))
     }
 
     /// Hands the kernel what it takes; true when nothing is left.
     fn flush(&mut self) -> bool {
+        let Connection { stream, unsent, .. } = &mut self.connection;
         let mut sent = 0;
-        while sent < self.unsent.len() {
-            match self.stream.try_write(&self.unsent[sent..]) {
+        while sent < unsent.len() {
+            match stream.try_write(&unsent[sent..]) {
                 Ok(count) => sent += count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => {
                     // Why the connection has ended is still to be read from it.
-                    sent = self.unsent.len();
+                    sent = unsent.len();
                 }
             }
         }
-        if sent == self.unsent.len() {
-            self.unsent.clear();
-            if self.unsent.capacity() > 4 * CHUNK {
-                self.unsent = Vec::new();
+        if sent == unsent.len() {
+            unsent.clear();
+            if unsent.capacity() > 4 * CHUNK {
+                *unsent = Vec::new();
             }
         } else {
-            self.unsent.drain(..sent);
+            unsent.drain(..sent);
         }
-        self.unsent.is_empty()
+        unsent.is_empty()
     }
 
     /// Reads what has arrived; whether there may be more of it.
-    fn read(&mut self) -> Result<bool, Ended> {
-        match self.stream.try_read(&mut self.chunk) {
-            Ok(0) => Err(Lost::new(
+    fn read(&mut self) -> Result<bool, Halt> {
+        match self.connection.stream.try_read(&mut self.chunk) {
+            Ok(0) => Err(Halt::Broken(Lost::new(
                 LostKind::Closed,
                 format!("the store at {} closed the connection", self.options.endpoint()),
-            )
-            .into()),
+            ))),
             Ok(length) => {
-                self.frames.feed(&self.chunk[..length]);
+                self.connection.frames.feed(&self.chunk[..length]);
                 Ok(length == CHUNK)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
@@ -235,55 +308,164 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn broken(&self, error: &io::Error) -> Ended {
+    fn broken(&self, error: &io::Error) -> Halt {
         let message = format!("the connection to the store at {} broke: {}", self.options.endpoint(), plain(error));
-        Lost::new(LostKind::Closed, message).into()
+        Halt::Broken(Lost::new(LostKind::Closed, message))
     }
 
-    fn take_frames(&mut self) -> Result<(), Ended> {
+    fn take_frames(&mut self) -> Result<(), Lost> {
         loop {
-            let (answer, length) = match self.frames.cut() {
-                Ok(Some(frame)) => (Answer::decode(frame).map_err(Lost::from)?, frame.len()),
+            let (answer, length) = match self.connection.frames.cut() {
+                Ok(Some(frame)) => (Answer::decode(frame)?, frame.len()),
                 Ok(None) => break,
                 Err(error @ (Broken::Foreign | Broken::Length(_))) => {
-                    return Err(Lost::new(LostKind::Protocol, format!("the store sent {error}")).into());
+                    return Err(Lost::new(LostKind::Protocol, format!("the store sent {error}")));
                 }
             };
             self.answer(answer, length)?;
         }
-        self.frames.rest();
+        self.connection.frames.rest();
         Ok(())
     }
 
-    fn answer(&mut self, answer: Answer, length: usize) -> Result<(), Ended> {
+    fn answer(&mut self, answer: Answer, length: usize) -> Result<(), Lost> {
         match answer {
-            Answer::Reply { tag, ok, revision, results } => {
-                self.events.push(Event::Reply { tag, ok, revision, results }, length);
+            Answer::Reply { tag, ok, revision, results } => self.reply(tag, ok, revision, results, length)?,
+            Answer::Changes { revision, changes } => {
+                let told = Told { revision, changes };
+                let heard = match &mut self.unanswered {
+                    Some(unanswered) => unanswered.changes(told),
+                    None => Heard::Changes(told),
+                };
+                self.tell(heard, length);
             }
-            Answer::Changes { revision, changes } => self.events.push(Event::Changes { revision, changes }, length),
             Answer::Alive { sent, wall_ns, pace } => self.alive(sent, wall_ns, pace)?,
             Answer::Refused { kind, message } => {
                 let at = self.options.endpoint();
-                return Err(Lost::new(kind, format!("the store at {at} ended the session: {message}")).into());
+                return Err(Lost::new(kind, format!("the store at {at} ended the session: {message}")));
             }
             Answer::Welcome { .. } | Answer::Ready { .. } => {
-                return Err(Lost::new(LostKind::Protocol, "the store began a second handshake").into());
+                return Err(Lost::new(LostKind::Protocol, "the store began a second handshake"));
             }
         }
         Ok(())
     }
 
-    fn alive(&mut self, sent: u64, wall_ns: u64, pace: Pace) -> Result<(), Ended> {
+    fn reply(&mut self, tag: u64, ok: bool, revision: u64, results: Vec<OpResult>, length: usize) -> Result<(), Lost> {
+        let heard = match &mut self.unanswered {
+            Some(unanswered) => unanswered.reply(ok, revision, results)?,
+            None => Heard::Reply(results),
+        };
+        match heard {
+            Heard::Reply(results) => self.events.push(Event::Reply { tag, ok, revision, results }, length),
+            heard => self.tell(heard, length),
+        }
+        Ok(())
+    }
+
+    fn tell(&self, heard: Heard, length: usize) {
+        if let Heard::Changes(Told { revision, changes }) = heard {
+            self.events.push(Event::Changes { revision, changes }, length);
+        }
+    }
+
+    fn alive(&mut self, sent: u64, wall_ns: u64, pace: Pace) -> Result<(), Lost> {
         let now = boot_now();
         if sent <= self.answered || sent > now || pace.interval_ms == 0 || pace.ttl_ms <= pace.interval_ms {
-            return Err(Lost::new(LostKind::Protocol, "the store answered a keep-alive that was never sent").into());
+            return Err(Lost::new(LostKind::Protocol, "the store answered a keep-alive that was never sent"));
         }
-        self.answered = sent;
-        self.pace = pace;
-        self.deadline = deadline(sent, pace);
+        while self.connection.beats.front().is_some_and(|beat| *beat <= sent) {
+            self.connection.beats.pop_front();
+        }
+        self.renew(sent, pace);
         self.next_beat = self.next_beat.min(now + u64::from(pace.interval_ms) * 1_000_000);
-        self.guard.deadline(self.deadline);
         self.events.renewed(self.deadline, sent, now, Some(wall_ns));
         Ok(())
     }
+
+    /// The store has counted from a moment after `sent`.
+    fn renew(&mut self, sent: u64, pace: Pace) {
+        self.answered = sent;
+        self.pace = pace;
+        self.deadline = deadline(sent, pace);
+        self.guard.deadline(self.deadline);
+    }
+
+    /// Takes the session up on another connection, for as long as the lease lasts. The last connection stays open until then.
+    async fn move_on(&mut self, lost: Lost, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Halt> {
+        let mut away = Away::new(self.options.endpoint(), boot_now(), self.answered, self.deadline);
+        let mut why = lost;
+        loop {
+            self.events.set_trouble(Some(away.trouble(why.kind, &why.message)));
+            let opened = self.attempt(&mut away, &why.message, inbox).await?;
+            match opened {
+                Ok(opened) => {
+                    self.resume(opened, &away);
+                    return Ok(());
+                }
+                // It knows us, and does not take us.
+                Err(lost @ Lost { kind: LostKind::Gone | LostKind::Other | LostKind::Run | LostKind::Token, .. }) => {
+                    return Err(lost.into());
+                }
+                Err(lost) => why = lost,
+            }
+        }
+    }
+
+    async fn attempt(
+        &mut self,
+        away: &mut Away,
+        why: &str,
+        inbox: &mut UnboundedReceiver<Command>,
+    ) -> Result<Result<Opened, Lost>, Halt> {
+        let (options, guard, pause) = (self.options, self.guard, away.pause());
+        let wanted = Wanted { resume: Some((self.number, self.secret)), met: self.events.met() };
+        let patience = self.patience().max(Duration::from_secs(1)).min(options.connect_timeout);
+        let events = self.events;
+        let attempt = async move {
+            tokio::time::sleep(pause).await;
+            // It would renew the lease.
+            while events.is_stalled(options.stall_timeout) {
+                tokio::time::sleep(LAST_PAUSE).await;
+            }
+            reopen(options, guard, wanted, patience).await
+        };
+        tokio::pin!(attempt);
+        loop {
+            let now = boot_now();
+            self.is_stalled = self.events.is_stalled(self.options.stall_timeout);
+            self.check_deadline(now)?;
+            if let Some(message) = away.news(now, why) {
+                self.events.push(Event::Notice { message }, 0);
+            }
+            let wake = self.deadline.min(away.next_news()).saturating_sub(now);
+            tokio::select! {
+                opened = &mut attempt => {
+                    self.check_deadline(boot_now())?;
+                    return Ok(opened);
+                }
+                command = inbox.recv() => self.commands(command, inbox)?,
+                () = tokio::time::sleep(Duration::from_nanos(wake)) => {}
+                () = self.events.wake_task.notified() => {}
+            }
+        }
+    }
+
+    fn resume(&mut self, opened: Opened, away: &Away) {
+        self.guard.resumed();
+        let again = self.unanswered.as_mut().map(Unanswered::ask_again).unwrap_or_default();
+        self.connection = Connection::new(opened.stream, opened.frames, again);
+        self.renew(opened.met.sent, opened.met.pace);
+        self.next_beat = boot_now();
+        self.events.meet(opened.met.store, opened.met.revision);
+        self.events.renewed(self.deadline, opened.met.sent, opened.met.sent, None);
+        self.events.set_trouble(None);
+        if let Some(message) = away.over(boot_now()) {
+            self.events.push(Event::Notice { message }, 0);
+        }
+    }
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

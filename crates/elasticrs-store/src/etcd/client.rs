@@ -22,7 +22,7 @@ use super::open::{Granted, Opened, open, revoke};
 pub use super::options::{Options, Site};
 use super::session::{Command, Ended, Session};
 use super::tls;
-use crate::coordination::client::{Ending, TooLarge};
+use crate::coordination::client::{Ending, Unsendable};
 use crate::coordination::connect::Lost;
 use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
@@ -68,28 +68,28 @@ impl Client {
     }
 
     /// Sends a transaction; its reply carries the tag.
-    pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), TooLarge> {
+    pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
         self.send(Command::Txn { tag, txn })
     }
 
     /// Begins a watch; its reply carries the tag.
-    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), TooLarge> {
+    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
         self.send(Command::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
     }
 
     /// Ends a watch; what is on its way still comes.
-    pub fn unwatch(&self, watch: Watch) -> Result<(), TooLarge> {
+    pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
         self.send(Command::Unwatch(watch))
     }
 
-    fn send(&self, command: Command) -> Result<(), TooLarge> {
+    fn send(&self, command: Command) -> Result<(), Unsendable> {
         let size = match &command {
             Command::Txn { txn, .. } => size(txn),
             // A key or prefix.
             Command::Watch { .. } | Command::Unwatch(_) | Command::Close(_) => 0,
         };
         if size > MAX_REQUEST {
-            return Err(TooLarge(size));
+            return Err(Unsendable::TooLarge(size));
         }
         // A session that is over answers nothing; its end is among the events.
         let _ = self.commands.send(command);

@@ -7,10 +7,11 @@ use super::grpc::{CallError, Channel, code};
 use super::mapping::{Keys, Unexpected, Write, Written, is_write, unsigned};
 use super::messages as pb;
 use super::open::{RANGE, TXN, keep};
-use super::watching::Watched;
+
 use crate::coordination::connect::Lost;
 use crate::coordination::protocol::WatchFrom;
 use crate::coordination::types::{Entry, LostKind, Op, OpResult, Txn};
+use crate::watched::Watched;
 use std::time::Duration;
 
 /// One thing to do.

@@ -19,12 +19,13 @@ use super::mapping::{Keys, Write, unsigned};
 use super::messages as pb;
 use super::open::{Opened, again, compare, random, revoke};
 use super::options::Options;
-use super::watching::{Heard, Told, Watches};
+use super::watching::{Heard, Watches};
 use crate::coordination::connect::Lost;
 use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
 use crate::coordination::protocol::WatchFrom;
 use crate::coordination::types::{LostKind, Txn, Watch};
+use crate::watched::Told;
 
 /// What the user of a client asks of its task.
 pub(super) enum Command {
@@ -384,9 +385,9 @@ impl<'a> Session<'a> {
     }
 
     fn tell(&self, told: impl IntoIterator<Item = Told>) {
-        for Told { revision, changes } in told {
-            let bytes = changes.iter().map(|change| change.key.len() + change.value.as_ref().map_or(0, |v| v.len()));
-            let bytes = bytes.sum();
+        for told in told {
+            let bytes = told.bytes();
+            let Told { revision, changes } = told;
             self.events.push(Event::Changes { revision, changes }, bytes);
         }
     }

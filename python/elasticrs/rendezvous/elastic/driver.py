@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from elasticrs.coordination import Changes, ConnectionLost, Txn, Unwatch, Watch
+from elasticrs.coordination import Changes, ConnectionLost, Notice, Txn, Unwatch, Watch
 from elasticrs.ports import StorePort
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
@@ -130,7 +130,7 @@ class Driver:
         if self._member is None:
             return left
         for event in drop_stale(self.meeting_point.take(), self._member.keys.head):
-            left += self.tell(event)
+            left += [messages.Announce(event.message)] if isinstance(event, Notice) else self.tell(event)
         for kind, text in self.meeting_point.take_from_etcd():
             if kind == "refused" and not self._member.joining.was_registered:
                 left += self.tell(ConnectionLost("cannot_host", text))
@@ -277,7 +277,8 @@ class Driver:
 
     def _connect(self) -> Sequence[Event]:
         was_host = self.meeting_point.hosts
-        lost = self.meeting_point.connect()
+        has_part = self._member is not None and self._member.joining.has_seen_round
+        lost = self.meeting_point.connect(same=has_part)
         if lost is not None:
             return (lost,)
         if self.meeting_point.hosts and not was_host:

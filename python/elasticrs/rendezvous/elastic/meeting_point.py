@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs.coordination import Request, Session, StoreEvent
+    from elasticrs.coordination import Request, StoreEvent
     from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
     from elasticrs.rendezvous.elastic.settings import Rendezvous
     from elasticrs.store import Store
@@ -39,6 +39,7 @@ _REMEDIES = {
     "run": "give all nodes of a job the same --rdzv-id, and each job a port of its own",
     "token": "give all nodes the same token (ELASTICRS_TOKEN, or token_file=PATH in --rdzv-conf)",
     "version": "install the same release of elasticrs on all nodes",
+    "other": "start the job again",
 }
 """What the user can do, by the kind of loss."""
 _REMEDIES_OF_ETCD = {
@@ -132,7 +133,8 @@ class MeetingPoint:
         self._supervisor = supervisor
         self._server: Server | None = None
         self._etcd: EtcdHost | None = None
-        self._session: Session | None = None
+        self._session: NativeSession | None = None
+        self._met: tuple[bytes, int] | None = None
         self._may_decide_again = False
         self._has_met = False
         self._clock = Clock(0, None)
@@ -232,11 +234,14 @@ class MeetingPoint:
         if self._supervisor is not None and self._etcd.fd is not None:
             self._supervisor.watch_fd(self._etcd.fd)
 
-    def connect(self) -> ConnectionLost | None:
+    def connect(self, *, same: bool = False) -> ConnectionLost | None:
         """Begin to connect; :class:`Connected` or :class:`ConnectionLost` comes out of :meth:`take`.
 
         Until there has been a connection, who hosts the store is decided again before each attempt but the
         first.
+
+        Args:
+            same: the store has to be the one that was met before, or one that goes on with its state.
         """
         self.disconnect()
         if self._supervisor is not None:
@@ -260,7 +265,7 @@ class MeetingPoint:
         if not self._is_protected():
             return ConnectionLost("refused", f"{self._rendezvous.store} is not there yet")
         try:
-            self._session = self._connected()
+            self._session = self._connected(self._met if same else None)
         except OSError as error:
             return ConnectionLost("unreachable", f"no connection to {self._rendezvous.store}: {error}")
         if self._supervisor is not None:
@@ -286,7 +291,7 @@ class MeetingPoint:
 
         return bool(self._ask(ask, 2 * _PATIENCE))
 
-    def _connected(self) -> Session:
+    def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor
         if self._rendezvous.etcd is not None:
             return NativeSession(
@@ -310,6 +315,8 @@ class MeetingPoint:
             # An agent that polls has no say between its calls: it may well be busy with its workers.
             stall_timeout=settings.stall_timeout if supervisor is not None else None,
             supervisor=supervisor,
+            resume=True,
+            met=met,
         )
         return NativeSession(client)
 
@@ -326,6 +333,7 @@ class MeetingPoint:
         if self._session is not None:
             if self._supervisor is not None:
                 self._supervisor.unwatch_fd(self._session.fd)
+            self._met = self._session.met or self._met
             self._session.close()
             self._session = None
 

@@ -6,16 +6,30 @@ use std::os::fd::OwnedFd;
 use elasticrs_runtime::clock::Stamp;
 
 use super::{Nursery, at_once};
+use crate::nursery::connections::Release;
 use crate::nursery::fence::{Fence, Look};
-use crate::nursery::protocol::Reply;
+use crate::nursery::protocol::{Reply, Request};
 
 impl Nursery {
-    pub(super) fn hold(&mut self, fds: Vec<OwnedFd>) {
+    pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool) {
         match fds.into_iter().next() {
-            Some(held) => self.held = Some(held),
+            Some(held) => self.held.hold(held, beside),
             // Our own limit of descriptors.
             None => self.tell(&Reply::NotGuarded { errno: libc::EMFILE }, Vec::new()),
         }
+    }
+
+    /// Nothing is left: the session of an agent that is dead may end.
+    pub(super) fn end_session(&mut self) {
+        // What it sent last is still to be read: the session may have moved, or the agent lives.
+        while let Ok(Some((request, fds))) = self.link.receive() {
+            match request {
+                Request::Hold { beside } => self.hold(fds, beside),
+                Request::Release(which) => self.held.release(which),
+                _ => {}
+            }
+        }
+        self.held.release(Release::All);
     }
 
     pub(super) fn set_fence(&mut self, fds: Vec<OwnedFd>) {

@@ -29,6 +29,7 @@ pub(super) use self::spawn::command;
 use self::spawn::{Begun, Unsettled};
 use self::sweep::{Deadlines, Sweep, Verdict};
 use super::NAME;
+use super::connections::Connections;
 use super::fence::Fence;
 use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
@@ -111,7 +112,7 @@ struct Nursery {
     /// What a sweep has ended that nobody had asked for: told with the next answer.
     untold: Ended,
     /// What is kept open for the agent.
-    held: Option<OwnedFd>,
+    held: Connections,
     fence: Option<Fence>,
     /// Our nice value before the sweep, when it could be lowered.
     nice: Option<i32>,
@@ -167,7 +168,7 @@ impl Nursery {
             postponed: None,
             held_by_tracers: BTreeSet::new(),
             untold: Ended::default(),
-            held: None,
+            held: Connections::default(),
             fence: None,
             nice: None,
             orphaned: false,
@@ -308,8 +309,8 @@ impl Nursery {
                 let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
                 self.begin_sweep(Deadlines::new(Instant::now(), linger, grace, give_up), Some(number));
             }
-            Request::Hold => self.hold(fds),
-            Request::Release => self.held = None,
+            Request::Hold { beside } => self.hold(fds, beside),
+            Request::Release(which) => self.held.release(which),
             Request::Fence => self.set_fence(fds),
             Request::Leave => return Served::Leave,
         }
@@ -334,7 +335,7 @@ impl Nursery {
             Verdict::GoOn => {
                 if self.orphaned && sweep.is_quiet() {
                     // Cleaners are no workers: who waits for the end of this node's need not wait for them.
-                    self.held = None;
+                    self.end_session();
                 }
                 self.sweep = Some(sweep);
             }
@@ -343,6 +344,7 @@ impl Nursery {
                     if let Some(token) = self.watched {
                         kill_by_token(token, LAST_SWEEP);
                     }
+                    self.end_session();
                     return Served::Leave;
                 }
                 // The agent knows that these have ended, whenever their tracers let them go.

@@ -7,22 +7,38 @@ use nix::errno::Errno;
 
 use super::Task;
 use crate::nursery::protocol::Request;
+use crate::supervisor::command::Guarded;
 use crate::supervisor::event::Event;
 
 impl Task {
-    pub(super) fn guard(&mut self, connection: Option<OwnedFd>) {
-        self.guard = connection;
-        match (&self.guard, &mut self.nursery) {
-            (None, Some(nursery)) => nursery.send(&Request::Release, Vec::new()),
-            (Some(_), _) => self.send_guard(),
-            (None, None) => {}
+    pub(super) fn guard(&mut self, guarded: Guarded) {
+        match guarded {
+            Guarded::Hold(connection) => self.hold(connection, false),
+            Guarded::Beside(connection, held) => {
+                self.hold(connection, true);
+                if let Some(nursery) = &mut self.nursery {
+                    nursery.tell_sent(held);
+                }
+            }
+            Guarded::Release(which) => {
+                self.guard.release(which);
+                if let Some(nursery) = &mut self.nursery {
+                    nursery.send(&Request::Release(which), Vec::new());
+                }
+            }
         }
     }
 
+    fn hold(&mut self, connection: OwnedFd, beside: bool) {
+        self.send_descriptors(&Request::Hold { beside }, connection.try_clone().map(|copy| vec![copy]));
+        self.guard.hold(connection, beside);
+    }
+
+    /// For a nursery that is new.
     pub(super) fn send_guard(&mut self) {
-        if let Some(guard) = &self.guard {
-            let guard = guard.try_clone();
-            self.send_descriptors(&Request::Hold, guard.map(|guard| vec![guard]));
+        let held: Vec<_> = self.guard.all().iter().map(OwnedFd::try_clone).collect();
+        for copy in held {
+            self.send_descriptors(&Request::Hold { beside: true }, copy.map(|copy| vec![copy]));
         }
     }
 

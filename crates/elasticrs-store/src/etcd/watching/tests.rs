@@ -2,6 +2,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::watched::{Ages, ages};
 
 const KEYS: [&str; 4] = ["w/a", "w/b", "w/c", "x"];
 

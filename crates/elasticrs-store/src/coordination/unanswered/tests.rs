@@ -1,0 +1,216 @@
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::super::protocol::{Answer, Request};
+use super::super::state::State;
+use super::super::types::{Op, Txn};
+use super::super::watches::Watches;
+use super::*;
+
+const KEYS: [&str; 3] = ["a/1", "a/2", "b"];
+const OTHER: u64 = 2;
+
+/// What happens next.
+#[derive(Debug, Clone)]
+enum Step {
+    /// This client puts a key or deletes it.
+    Write(usize, bool),
+    /// Somebody else does.
+    Elsewhere(usize, bool),
+    Watch(usize, bool),
+    Unwatch(usize),
+    /// The store reads so many of the requests that are on their way.
+    Serve(usize),
+    /// The client reads so many of the answers.
+    Read(usize),
+    /// The connection breaks, with all that is on its way, and the session is taken up again.
+    Break,
+}
+
+fn a_step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        (0..3_usize, any::<bool>()).prop_map(|(key, is_put)| Step::Write(key, is_put)),
+        (0..3_usize, any::<bool>()).prop_map(|(key, is_put)| Step::Elsewhere(key, is_put)),
+        (0..3_usize, any::<bool>()).prop_map(|(watch, snapshot)| Step::Watch(watch, snapshot)),
+        (0..3_usize).prop_map(Step::Unwatch),
+        (1..4_usize).prop_map(Step::Serve),
+        (1..4_usize).prop_map(Step::Read),
+        Just(Step::Break),
+    ]
+}
+
+/// No two of them cover the same key but the first and the last.
+fn watch(index: usize) -> Watch {
+    let (prefix, exact) = [("a/", false), ("b", true), ("a/1", true)][index];
+    Watch { prefix: prefix.into(), exact }
+}
+
+fn write(key: usize, is_put: bool) -> Txn {
+    let key = KEYS[key].into();
+    let op = if is_put { Op::Put { key, value: [1][..].into(), leased: false } } else { Op::Delete(key) };
+    Txn { then: vec![op], ..Txn::default() }
+}
+
+/// A store, its one connection with the client, and what the client's user has been told.
+struct World {
+    state: State,
+    watches: Watches,
+    unanswered: Unanswered,
+    /// On their way: frames without their lengths, and answers.
+    requests: VecDeque<Vec<u8>>,
+    answers: VecDeque<Answer>,
+    tags: VecDeque<u64>,
+    told: Vec<Told>,
+    replied: u64,
+}
+
+impl World {
+    fn new() -> Self {
+        let mut state = State::new(1 << 20);
+        state.begin_session(1);
+        Self {
+            state,
+            watches: Watches::default(),
+            unanswered: Unanswered::default(),
+            requests: VecDeque::new(),
+            answers: VecDeque::new(),
+            tags: VecDeque::new(),
+            told: Vec::new(),
+            replied: 0,
+        }
+    }
+
+    fn ask(&mut self, kind: Kind, request: impl Fn(u64) -> Request) {
+        let tag = self.replied + self.tags.len() as u64 + 1;
+        if !matches!(kind, Kind::Unwatch(_)) {
+            self.tags.push_back(tag);
+        }
+        let frame = request(tag).encode();
+        self.requests.push_back(frame[4..].to_vec());
+        self.unanswered.ask(kind, frame);
+    }
+
+    fn publish(&mut self, txn: &Txn, session: u64) {
+        let Some(revision) = self.state.txn(session, txn).unwrap().revision else { return };
+        for (positions, _) in self.watches.deliveries(&revision) {
+            let changes = positions.iter().map(|position| revision.changes[*position].clone()).collect();
+            self.answers.push_back(Answer::Changes { revision: revision.number, changes });
+        }
+    }
+
+    fn serve(&mut self) {
+        let Some(frame) = self.requests.pop_front() else { return };
+        match Request::decode(&frame).unwrap() {
+            Request::Txn { tag, txn } => {
+                self.publish(&txn, 1);
+                self.reply(tag, Vec::new());
+            }
+            Request::Watch { tag, watch } => {
+                assert!(watch.snapshot, "otherwise nobody knows what is missing after a break");
+                let there = self.state.snapshot(&watch.watch).unwrap();
+                self.reply(tag, there.into_iter().map(|entry| OpResult::Entry(Some(entry))).collect());
+                self.watches.add(1, watch.watch);
+            }
+            Request::Unwatch(watch) => self.watches.remove(1, &watch),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn reply(&mut self, tag: u64, results: Vec<OpResult>) {
+        self.answers.push_back(Answer::Reply { tag, ok: true, revision: self.state.revision(), results });
+    }
+
+    fn read(&mut self) {
+        let heard = match self.answers.pop_front() {
+            Some(Answer::Changes { revision, changes }) => self.unanswered.changes(Told { revision, changes }),
+            Some(Answer::Reply { tag, ok, revision, results }) => {
+                let heard = self.unanswered.reply(ok, revision, results).unwrap();
+                if let Heard::Reply(_) = heard {
+                    assert_eq!(Some(tag), self.tags.pop_front(), "in the order in which they were made");
+                    self.replied += 1;
+                }
+                heard
+            }
+            Some(other) => panic!("{other:?}"),
+            None => return,
+        };
+        if let Heard::Changes(told) = heard {
+            self.told.push(told);
+        }
+    }
+
+    fn reconnect(&mut self) {
+        self.watches.remove_client(1);
+        (self.requests, self.answers) = (VecDeque::new(), VecDeque::new());
+        let mut frames = &self.unanswered.ask_again()[..];
+        while let Some((length, rest)) = frames.split_first_chunk::<4>() {
+            let (frame, rest) = rest.split_at(usize::try_from(u32::from_le_bytes(*length)).unwrap());
+            self.requests.push_back(frame.to_vec());
+            frames = rest;
+        }
+    }
+
+    fn settle(&mut self) {
+        while !self.requests.is_empty() || !self.answers.is_empty() {
+            self.serve();
+            self.read();
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_session_loses_nothing_and_is_told_nothing_twice(steps in vec(a_step(), 0..60)) {
+        let mut world = World::new();
+        for step in steps {
+            match step {
+                Step::Write(key, is_put) => {
+                    world.ask(Kind::Plain, |tag| Request::Txn { tag, txn: write(key, is_put) });
+                }
+                Step::Elsewhere(key, is_put) => world.publish(&write(key, is_put), OTHER),
+                Step::Watch(index, wants_snapshot) => {
+                    let kind = Kind::Watch { watch: watch(index), wants_snapshot };
+                    let from = WatchFrom { watch: watch(index), snapshot: true, from_revision: None };
+                    world.ask(kind, |tag| Request::Watch { tag, watch: from.clone() });
+                }
+                Step::Unwatch(index) => world.ask(Kind::Unwatch(watch(index)), |_| Request::Unwatch(watch(index))),
+                Step::Serve(count) => (0..count).for_each(|_| world.serve()),
+                Step::Read(count) => (0..count).for_each(|_| world.read()),
+                Step::Break => world.reconnect(),
+            }
+        }
+        world.settle();
+        prop_assert!(world.tags.is_empty(), "everything is answered");
+        prop_assert!(world.unanswered.asked.is_empty());
+        // In order, and each change of a key once.
+        let mut last = BTreeMap::new();
+        for told in &world.told {
+            prop_assert!(!told.changes.is_empty());
+            for change in &told.changes {
+                let before = last.insert(change.key.clone(), change.mod_revision);
+                prop_assert!(before < Some(change.mod_revision), "{} was told twice", change.key);
+            }
+        }
+        // What each watch knows is what is there.
+        for (watch, watched) in &mut world.unanswered.watches {
+            let there = world.state.snapshot(watch).unwrap();
+            prop_assert_eq!(watched.catch_up(world.state.revision(), there), None);
+        }
+    }
+}
+
+#[test]
+fn a_watch_that_began_after_a_key_was_there_is_told_of_its_end() {
+    let mut world = World::new();
+    world.publish(&write(0, true), OTHER);
+    let from = WatchFrom { watch: watch(0), snapshot: true, from_revision: None };
+    world
+        .ask(Kind::Watch { watch: watch(0), wants_snapshot: false }, |tag| Request::Watch { tag, watch: from.clone() });
+    world.settle();
+    world.reconnect();
+    world.publish(&write(0, false), OTHER);
+    world.settle();
+    let changes: Vec<_> = world.told.iter().flat_map(|told| &told.changes).collect();
+    assert_eq!(changes.len(), 1);
+    assert_eq!((&*changes[0].key, &changes[0].value, changes[0].create_revision), ("a/1", &None, 1));
+}

@@ -1,0 +1,77 @@
+//! A store and its clients, for tests.
+#![allow(dead_code, reason = "each test uses some of it")]
+
+use std::time::Duration;
+
+use elasticrs_runtime::runtime::Runtime;
+use elasticrs_store::coordination::client::{Client, Options};
+use elasticrs_store::coordination::events::Event;
+use elasticrs_store::coordination::server::{Config, MAX_BYTES, REQUEST_TIMEOUT, Server};
+use elasticrs_store::coordination::types::{Op, Txn, Watch};
+
+/// A guard against hanging, never what is measured.
+pub const HANG: Duration = Duration::from_secs(30);
+
+pub fn serve(runtime: &Runtime) -> Server {
+    let config = Config {
+        run_id: None,
+        token: None,
+        max_connections: 100,
+        max_bytes: MAX_BYTES,
+        request_timeout: REQUEST_TIMEOUT,
+    };
+    Server::start(runtime, &[("127.0.0.1".into(), 0)], config, Box::new(drop)).unwrap()
+}
+
+pub fn options(port: u16, interval: Duration) -> Options {
+    Options {
+        host: "127.0.0.1".into(),
+        port,
+        run_id: "run".into(),
+        token: None,
+        interval,
+        attempts: 100,
+        connect_timeout: HANG,
+        stall_timeout: None,
+        resume: false,
+        met: None,
+    }
+}
+
+/// Takes events until one is found; returns it.
+pub fn until(client: &Client, mut found: impl FnMut(&Event) -> bool) -> Event {
+    loop {
+        assert!(client.events().wait(Some(HANG)).unwrap());
+        // What comes behind it is dropped: a test waits for one thing after the other.
+        if let Some(event) = client.events().take().into_iter().find(&mut found) {
+            return event;
+        }
+    }
+}
+
+pub fn is_reply(event: &Event) -> bool {
+    matches!(event, Event::Reply { .. })
+}
+
+pub fn is_change(event: &Event) -> bool {
+    matches!(event, Event::Changes { .. })
+}
+
+pub fn is_lost(event: &Event) -> bool {
+    matches!(event, Event::Lost { .. })
+}
+
+pub fn put(key: &str, leased: bool) -> Txn {
+    let put = Op::Put { key: key.into(), value: [].into(), leased };
+    Txn { then: vec![put], ..Txn::default() }
+}
+
+pub fn lease(client: &Client) {
+    client.txn(1, put("member", true)).unwrap();
+    until(client, is_reply);
+}
+
+pub fn watch(client: &Client) {
+    client.watch(1, Watch { prefix: "member".into(), exact: true }, false, None).unwrap();
+    until(client, is_reply);
+}
