@@ -970,11 +970,15 @@ class CoordinationServer:
         max_bytes: of all that clients make it hold: keys, values and history, watches, what has come of
             requests and what was not read of answers. What does not fit ends the client that has most of it.
         request_timeout: how many seconds a request may take from its first byte to its last.
+        state: a file in which it keeps what it holds, on disk before anybody is told of it. A store that is
+            started with the file goes on from there; its sessions have their whole time to live to come back.
+        grace: with ``state``, the shortest time to live of a session in seconds.
         supervisor: tell the user something as its :class:`Degraded`; otherwise see :meth:`take_notices`. All
             stores of a process share a thread, which is never the supervisor's.
 
     Raises:
         OSError: an address cannot be had; names address and port. No thread is left.
+        RuntimeError: the state cannot be used; the file is as it was.
         ValueError: no address, an empty token, a run id of more than 512 bytes, a time that is none.
     """
 
@@ -987,6 +991,8 @@ class CoordinationServer:
         max_connections: int = ...,
         max_bytes: int = ...,
         request_timeout: float = ...,
+        state: str | PathLike[str] | None = None,
+        grace: float = 0.0,
         supervisor: Supervisor | None = None,
     ) -> CoordinationServer: ...
     @property

@@ -10,10 +10,12 @@ use elasticrs_store::coordination::client::{Client, Options};
 use elasticrs_store::coordination::events::{Event, Events};
 use elasticrs_store::coordination::leases::Leases;
 use elasticrs_store::coordination::protocol::StoreId;
-use elasticrs_store::coordination::server::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError};
+use elasticrs_store::coordination::server::{
+    Config, Durable, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError,
+};
 use elasticrs_store::coordination::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
 use elasticrs_store::etcd::{client as etcd, tls};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
@@ -39,7 +41,7 @@ impl CoordinationServer {
     #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands out owned values")]
     #[pyo3(signature = (
         addresses, *, run_id, token=None, max_connections=MAX_CONNECTIONS, max_bytes=MAX_BYTES,
-        request_timeout=REQUEST_TIMEOUT.as_secs_f64(), supervisor=None
+        request_timeout=REQUEST_TIMEOUT.as_secs_f64(), state=None, grace=0.0, supervisor=None
     ))]
     fn new(
         py: Python<'_>,
@@ -49,6 +51,8 @@ impl CoordinationServer {
         max_connections: usize,
         max_bytes: usize,
         request_timeout: f64,
+        state: Option<PathBuf>,
+        grace: f64,
         supervisor: Option<Py<Supervisor>>,
     ) -> PyResult<Self> {
         if addresses.is_empty() {
@@ -61,8 +65,11 @@ impl CoordinationServer {
             Duration::ZERO => return Err(PyValueError::new_err("request_timeout must be more than 0 seconds")),
             limit => limit,
         };
+        let grace = duration(grace, "grace")?;
+        let state = state.map(|file| Durable { file, grace });
         let home = Stores::entered()?;
-        let config = Config { run_id, token: checked_token(token)?, max_connections, max_bytes, request_timeout };
+        let config =
+            Config { run_id, token: checked_token(token)?, max_connections, max_bytes, request_timeout, state };
         let notices = Arc::<List>::default();
         let tell = teller(supervisor.as_ref(), &notices);
         let inner = py.detach(|| Server::start(&home, &addresses, config, tell));
@@ -337,6 +344,7 @@ fn server_error(error: &ServerError) -> PyErr {
     match error {
         ServerError::Listen(error) => listen_error(error),
         ServerError::Resources(source) => os_error(source, "start the store"),
+        ServerError::State(error) => PyRuntimeError::new_err(error.to_string()),
         ServerError::Ended => SupervisorError::new_err("the supervisor has ended"),
     }
 }

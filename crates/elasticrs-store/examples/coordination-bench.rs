@@ -35,6 +35,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         max_connections: 100_000,
         max_bytes: MAX_BYTES,
         request_timeout: REQUEST_TIMEOUT,
+        state: None,
     };
     let server = Server::start(&store, &[("127.0.0.1".into(), 0)], config, Box::new(drop))?;
     let port = server.port();

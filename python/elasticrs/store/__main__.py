@@ -1,8 +1,8 @@
 """``python -m elasticrs.store``: the rendezvous store as a separate process, off the training nodes.
 
 Prints one line with its address when it serves. SIGTERM, SIGINT and SIGHUP end it in order, with one line and
-exit code 0; an error within it ends it with exit code 1. What does not fit is one line on stderr, and exit
-code 2.
+exit code 0; an error within it, or a state that cannot be read or written, ends it with exit code 1. What
+does not fit is one line on stderr, and exit code 2.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from elasticrs.native_session import Server, raise_descriptor_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+GRACE = 15.0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,6 +41,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=256,
         help="memory for all that clients make it hold, in MiB (default: 256)",
+    )
+    parser.add_argument("--state", metavar="FILE", help="keep everything in this file, and go on from it")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        metavar="S",
+        help=f"with --state: seconds that the store may be away before nodes give up (default: {GRACE:.0f})",
     )
     return parser
 
@@ -95,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--max-mib and --max-connections must be positive")
     if max(args.max_mib << 20, args.max_connections or 0) >= 1 << 63:
         parser.error("--max-mib and --max-connections are too large")
+    if args.grace is not None and not (args.state and 0 < args.grace <= 3600):
+        parser.error("--grace needs --state, and between 0 and 3600 seconds")
     limits = {} if args.max_connections is None else {"max_connections": args.max_connections}
     token = _token(parser, args.token_file)
     stop, wake = socket.socketpair()
@@ -111,8 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_id=args.run_id,
                 token=token,
                 max_bytes=args.max_mib << 20,
+                state=args.state or None,
+                grace=args.grace or GRACE,
                 **limits,
             )
+        except RuntimeError as error:
+            _say(str(error))
+            return 1
         except (OSError, ValueError) as error:
             parser.error(str(error.strerror if isinstance(error, OSError) and error.strerror else error))
         host = f"[{args.host}]" if ":" in args.host else args.host or "*"

@@ -247,6 +247,7 @@ impl Connection {
     async fn read(&mut self) -> Result<(), End> {
         self.frames.rest();
         loop {
+            self.hub.settled().await;
             let is_sent = match self.outbox.flush(&self.stream) {
                 Ok(is_sent) => is_sent,
                 // Its end has come before the reset: that is still to be read, behind what was sent before it.

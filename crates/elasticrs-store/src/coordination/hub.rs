@@ -9,6 +9,8 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::future::pending;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,6 +23,8 @@ use tokio::sync::Notify;
 use tokio::task::{JoinSet, yield_now};
 
 use super::auth;
+use super::durable::{Granted, Image, StateError, StateFile};
+use super::journal::Journal;
 use super::leases::Leases;
 use super::memory::{CONNECTION_COST, Held, Message};
 use super::outbox::Outbox;
@@ -50,6 +54,24 @@ pub struct Config {
     pub max_bytes: usize,
     /// How long a request may take from its first byte to its last.
     pub request_timeout: Duration,
+    pub state: Option<Durable>,
+}
+
+/// What a store keeps that others go on from.
+#[derive(Debug, Clone)]
+pub struct Durable {
+    /// Where it is kept.
+    pub file: PathBuf,
+    /// The shortest time to live of a session: so long may the store be away.
+    pub grace: Duration,
+}
+
+impl Durable {
+    /// How many attempts of this interval make up the grace.
+    fn attempts_at(&self, interval_ms: u32) -> u16 {
+        let attempts = self.grace.as_millis().div_ceil(u128::from(interval_ms));
+        u16::try_from(attempts).unwrap_or(u16::MAX)
+    }
 }
 
 /// Connections that a server takes when nobody says how many.
@@ -102,6 +124,8 @@ pub(super) struct Hub {
     /// Where bytes are read to, whosever they are.
     pub(super) scratch: RefCell<Vec<u8>>,
     pub(super) held: Rc<Held>,
+    /// Of a store that keeps its state.
+    pub(super) journal: Option<Journal>,
     shared: RefCell<Shared>,
     reap: Notify,
     replan: Notify,
@@ -131,11 +155,27 @@ impl Hub {
             tasks: RefCell::default(),
             scratch: RefCell::new(vec![0; 64 * 1024]),
             held: Rc::default(),
+            journal: None,
             shared: RefCell::new(shared),
             reap: Notify::new(),
             replan: Notify::new(),
             trim: Notify::new(),
         }
+    }
+
+    /// A store that goes on with a state: its sessions are absent, and have all their time from now on.
+    pub(super) fn going_on_with(mut self, file: StateFile, mut image: Image) -> Self {
+        self.shared.get_mut().next_session = image.next_session;
+        // All at once, so that those that do not come back end in one revision.
+        let now = boot_now();
+        self.shared.get_mut().leases.look(now);
+        for (session, granted) in &image.sessions {
+            self.restore(*session, granted, now);
+        }
+        self.shared.get_mut().state.restore(image.revision, std::mem::take(&mut image.entries));
+        self.ids.clone_from(&image.ids);
+        self.journal = Some(Journal::new(file, image));
+        self
     }
 
     /// Begins a session, or takes one up again.
@@ -152,6 +192,8 @@ impl Hub {
     }
 
     fn begin(&self, outbox: &Rc<Outbox>, interval_ms: u32, attempts: u16) -> Result<Entered, Refusal> {
+        let least = self.config.state.as_ref().map_or(0, |state| state.attempts_at(interval_ms));
+        let attempts = attempts.max(least);
         let secret = auth::random()
             .map_err(|error| (LostKind::Limit, format!("the store has no secret for a session: {error}")))?;
         let mut shared = self.shared.borrow_mut();
@@ -162,6 +204,9 @@ impl Hub {
         self.sessions.store(shared.sessions.len(), Ordering::Relaxed);
         let pace = shared.leases.begin(session, interval_ms, attempts, boot_now());
         self.replan.notify_one();
+        if let Some(journal) = &self.journal {
+            journal.begin(session, Granted { secret, interval_ms, attempts, ttl_ms: pace.ttl_ms });
+        }
         Ok(Entered { session, secret, revision: shared.state.revision(), pace })
     }
 
@@ -170,7 +215,7 @@ impl Hub {
         let mut shared = self.shared.borrow_mut();
         let shared = &mut *shared;
         let known = shared.sessions.get_mut(&session).filter(|known| auth::is_same(&known.secret, secret));
-        let pace = known.as_ref().and_then(|_| shared.leases.renew(session, boot_now()));
+        let pace = known.as_ref().and_then(|_| self.renew(&mut shared.leases, session));
         let (Some(known), Some(pace)) = (known, pace) else {
             return Err((LostKind::Gone, "the session of this node has ended here".into()));
         };
@@ -183,17 +228,24 @@ impl Hub {
         Ok(Entered { session, secret: *secret, revision: shared.state.revision(), pace })
     }
 
-    /// A session of a store whose state this one goes on with: absent, and granted as much as `ttl_ms` from now.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no store outlives its process yet"))]
-    pub(super) fn restore(&self, session: SessionId, secret: Secret, interval_ms: u32, attempts: u16, ttl_ms: u32) {
+    fn restore(&self, session: SessionId, granted: &Granted, now: u64) {
+        let Granted { secret, interval_ms, attempts, ttl_ms } = *granted;
         let mut shared = self.shared.borrow_mut();
         shared.next_session = shared.next_session.max(session + 1);
         shared.state.begin_session(session);
         shared.sessions.insert(session, Session { secret, outbox: None });
         shared.absent += 1;
         self.sessions.store(shared.sessions.len(), Ordering::Relaxed);
-        shared.leases.restore(session, interval_ms, attempts, ttl_ms, boot_now());
+        shared.leases.restore(session, interval_ms, attempts, ttl_ms, now);
         self.replan.notify_one();
+    }
+
+    fn renew(&self, leases: &mut Leases, session: SessionId) -> Option<Pace> {
+        let pace = leases.renew(session, boot_now())?;
+        if let Some(journal) = &self.journal {
+            journal.extend(session, pace.ttl_ms);
+        }
+        Some(pace)
     }
 
     /// A connection has ended. If the session still uses it, it is over, and its keys go with all that end in this wake-up;
@@ -302,7 +354,7 @@ impl Hub {
                 shared.watches.remove(session, &watch);
                 return Ok(());
             }
-            Request::KeepAlive { sent } => match shared.leases.renew(session, boot_now()) {
+            Request::KeepAlive { sent } => match self.renew(&mut shared.leases, session) {
                 Some(pace) => Answer::Alive { sent, wall_ns: wall_now(), pace },
                 None => return Ok(()),
             },
@@ -358,6 +410,9 @@ impl Hub {
     }
 
     fn publish(&self, shared: &mut Shared, revision: &Revision) {
+        if let Some(journal) = &self.journal {
+            journal.revise(revision);
+        }
         for (positions, clients) in shared.watches.deliveries(revision) {
             let changes = positions.iter().map(|position| &revision.changes[*position]);
             let message = Message::new(&self.held, encode_changes(revision.number, changes));
@@ -380,10 +435,42 @@ impl Hub {
             yield_now().await;
             let mut shared = self.shared.borrow_mut();
             let ended = std::mem::take(&mut shared.ended);
+            if let Some(journal) = &self.journal {
+                journal.end(&ended);
+            }
             if let Some(revision) = shared.state.end_sessions(&ended) {
                 self.publish(&mut shared, &revision);
             }
             self.keep_within_limit(&mut shared);
+        }
+    }
+
+    /// Waits until what has been said may be heard: JOURNAL-1.
+    pub(super) async fn settled(&self) {
+        if let Some(journal) = &self.journal {
+            journal.settled().await;
+        }
+    }
+
+    /// Puts on disk what changes, batch after batch, until one cannot be put there: the store must not go on.
+    pub(super) async fn save(self: Rc<Self>) -> StateError {
+        let Some(journal) = &self.journal else { return pending().await };
+        loop {
+            journal.changed().await;
+            let shared = self.shared.borrow();
+            if let Err(error) = journal.save(&shared.state, shared.next_session) {
+                return error;
+            }
+        }
+    }
+
+    /// Nothing changes any more.
+    pub(super) fn finish(&self) {
+        let shared = self.shared.borrow();
+        if let Some(journal) = &self.journal
+            && let Err(error) = journal.finish(&shared.state, shared.next_session)
+        {
+            self.notices.say(error.to_string());
         }
     }
 

@@ -16,11 +16,13 @@ use elasticrs_runtime::threads::ask;
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::task::{JoinError, JoinSet, yield_now};
+use tokio::task::{JoinSet, yield_now};
 
+use super::durable::{StateError, StateFile};
 use super::hub::Hub;
-pub use super::hub::{Config, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT};
+pub use super::hub::{Config, Durable, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT};
 use super::outbox::Outbox;
+use super::state::entry_limit;
 use super::types::LostKind;
 use super::{auth, connection};
 
@@ -37,6 +39,8 @@ pub enum ServerError {
     Listen(#[from] ListenError),
     #[error("start the store")]
     Resources(#[from] io::Error),
+    #[error(transparent)]
+    State(#[from] StateError),
     #[error("the runtime has ended")]
     Ended,
 }
@@ -69,10 +73,17 @@ impl Server {
         let sessions = Arc::new(AtomicUsize::new(0));
         let (commands, inbox) = unbounded_channel();
         let counted = Arc::clone(&sessions);
-        let ids = vec![auth::random()?];
+        let id = auth::random()?;
+        let open =
+            |state: &Durable| StateFile::open(&state.file, config.run_id.as_deref(), id, entry_limit(config.max_bytes));
+        let kept = config.state.as_ref().map(open).transpose()?;
         let is_running = runtime.spawn(Box::new(move || {
-            let hub = Rc::new(Hub::new(config, ids, Notices::new(tell), counted));
-            Box::pin(run(hub, listeners, inbox))
+            let hub = Hub::new(config, vec![id], Notices::new(tell), counted);
+            let hub = match kept {
+                Some((file, image)) => hub.going_on_with(file, image),
+                None => hub,
+            };
+            Box::pin(run(Rc::new(hub), listeners, inbox))
         }));
         if is_running { Ok(Self { commands, sessions, addresses }) } else { Err(ServerError::Ended) }
     }
@@ -128,6 +139,8 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
     keepers.spawn_local(Rc::clone(&hub).reap());
     keepers.spawn_local(Rc::clone(&hub).expire());
     keepers.spawn_local(Rc::clone(&hub).trim());
+    let mut saving = JoinSet::new();
+    saving.spawn_local(Rc::clone(&hub).save());
     let mut accepting = JoinSet::new();
     if let Err(error) = listen(&hub, &mut accepting, listeners) {
         hub.notices.say(format!("the store cannot listen: {error}"));
@@ -136,9 +149,14 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
         let command = tokio::select! {
             biased;
             command = inbox.recv() => command,
-            // They have no end but a panic. A store in which nobody dies, or to which nobody comes, is worse than none.
-            Some(ended) = keepers.join_next() => break tell_panic(&hub, &mut inbox, ended),
-            Some(ended) = accepting.join_next() => break tell_panic(&hub, &mut inbox, ended),
+            // They have no end but a panic, or a disk that fails. A store in which nobody dies, or to which nobody comes, is
+            // worse than none.
+            Some(ended) = keepers.join_next() => break tell_end(&hub, &mut inbox, ended.err()),
+            Some(ended) = accepting.join_next() => break tell_end(&hub, &mut inbox, ended.err()),
+            Some(ended) = saving.join_next() => {
+                let error = ended.map_or_else(|panic| panic.to_string(), |error| error.to_string());
+                break tell_end(&hub, &mut inbox, Some(error));
+            }
         };
         match command {
             Some(Command::StopListening(reply)) => {
@@ -154,28 +172,33 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
         }
     };
     accepting.shutdown().await;
-    if closed.is_some() {
+    if closed.is_some() && hub.journal.is_none() {
         hub.say_farewell();
         // Each connection sends it when it runs next; a client that does not hear it waits for as long as its lease lasts.
         yield_now().await;
     }
+    // First, so that no session ends because its connection does now.
+    keepers.shutdown().await;
+    saving.shutdown().await;
+    if closed.is_some() {
+        hub.finish();
+    }
     // Taken out first: connections that end in here look for their hub.
     let mut tasks = std::mem::take(&mut *hub.tasks.borrow_mut());
     tasks.shutdown().await;
-    keepers.shutdown().await;
     if let Some(reply) = closed {
         let _ = reply.send(());
     }
 }
 
 /// Whoever hears of it finds the server ended.
-fn tell_panic(
+fn tell_end(
     hub: &Hub,
     inbox: &mut UnboundedReceiver<Command>,
-    ended: Result<(), JoinError>,
+    error: Option<impl std::fmt::Display>,
 ) -> Option<SyncSender<()>> {
     inbox.close();
-    if let Err(error) = ended {
+    if let Some(error) = error {
         hub.notices.say(format!("the store has ended, and all its connections: {error}"));
     }
     None

@@ -76,12 +76,13 @@ pub(super) struct Done {
     pub(super) revision: Option<Rc<Revision>>,
 }
 
-#[derive(Debug)]
-struct Stored {
-    value: Arc<[u8]>,
-    create_revision: u64,
-    mod_revision: u64,
-    lease: Option<SessionId>,
+/// A key's value, and what is to be known of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Stored {
+    pub(super) value: Arc<[u8]>,
+    pub(super) create_revision: u64,
+    pub(super) mod_revision: u64,
+    pub(super) lease: Option<SessionId>,
 }
 
 /// The store.
@@ -103,6 +104,27 @@ impl State {
     /// An empty store. A fifth of `max_bytes` is for history.
     pub(super) fn new(max_bytes: usize) -> Self {
         Self { max_bytes, ..Self::default() }
+    }
+
+    /// Goes on from there, with sessions that have begun already and no history.
+    pub(super) fn restore(&mut self, revision: u64, entries: BTreeMap<Arc<str>, Stored>) {
+        (self.revision, self.compacted, self.entries) = (revision, revision, entries);
+        self.entry_bytes = cost_of_entries(&self.entries);
+        for (key, stored) in &self.entries {
+            self.by_creation.insert((stored.create_revision, Arc::clone(key)));
+            if let Some(keys) = stored.lease.and_then(|session| self.sessions.get_mut(&session)) {
+                keys.insert(Arc::clone(key));
+            }
+        }
+    }
+
+    /// A key as it is now.
+    pub(super) fn stored(&self, key: &str) -> Option<&Stored> {
+        self.entries.get(key)
+    }
+
+    pub(super) fn entries(&self) -> &BTreeMap<Arc<str>, Stored> {
+        &self.entries
     }
 
     pub(super) fn revision(&self) -> u64 {
@@ -148,7 +170,7 @@ impl State {
         let ok = txn.compares.iter().all(|compare| self.holds(compare));
         let ops = if ok { &txn.then } else { &txn.otherwise };
         let added: usize = ops.iter().map(cost_of_op).sum();
-        let limit = self.max_bytes / 5 * 3;
+        let limit = entry_limit(self.max_bytes);
         if added > 0 && self.entry_bytes + added > limit {
             return Err(Exceeded::Full { held: self.entry_bytes, limit });
         }
@@ -326,6 +348,15 @@ fn told(key: &Arc<str>, stored: &Stored, room: &mut Option<usize>) -> Option<Ent
         create_revision: stored.create_revision,
         mod_revision: stored.mod_revision,
     })
+}
+
+/// What all keys of a store of this size may take.
+pub(super) fn entry_limit(max_bytes: usize) -> usize {
+    max_bytes / 5 * 3
+}
+
+pub(super) fn cost_of_entries(entries: &BTreeMap<Arc<str>, Stored>) -> usize {
+    entries.iter().map(|(key, stored)| cost(key, &stored.value)).sum()
 }
 
 fn cost(key: &str, value: &[u8]) -> usize {

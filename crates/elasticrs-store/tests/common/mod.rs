@@ -19,6 +19,7 @@ pub fn serve(runtime: &Runtime) -> Server {
         max_connections: 100,
         max_bytes: MAX_BYTES,
         request_timeout: REQUEST_TIMEOUT,
+        state: None,
     };
     Server::start(runtime, &[("127.0.0.1".into(), 0)], config, Box::new(drop)).unwrap()
 }

@@ -19,6 +19,7 @@ fn a_hub(tell: Tell) -> Hub {
         max_connections: 1,
         max_bytes: MAX_BYTES,
         request_timeout: REQUEST_TIMEOUT,
+        state: None,
     };
     Hub::new(config, vec![OWN, FORERUNNER], Notices::new(tell), Arc::default())
 }
@@ -97,7 +98,7 @@ fn as_many_sessions_may_be_absent_as_there_may_be_connections() {
 #[test]
 fn a_restored_session_is_taken_up_and_its_number_not_given_again() {
     let hub = a_hub(Box::new(drop));
-    hub.restore(7, [7; 32], 1000, 5, 15_000);
+    hub.restore(7, &Granted { secret: [7; 32], interval_ms: 1000, attempts: 5, ttl_ms: 15_000 }, boot_now());
     assert_eq!((sessions(&hub), hub.shared.borrow().absent), (1, 1));
     let outbox = an_outbox(&hub);
     assert_eq!(enter(&hub, &outbox, Some((7, [7; 32])), Some(FORERUNNER)).unwrap().session, 7);

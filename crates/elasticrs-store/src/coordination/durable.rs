@@ -1,0 +1,390 @@
+//! The state of a store in a file, from which another one goes on.
+//!
+//! A head, then records: each is a batch of changes, and the first ones make up a whole state. A record is added for each
+//! commit. When there are many, and at each start, a new file takes the place of the old one, with what there is by then.
+//! The file that stands there is locked by its store, the new one before it stands there.
+//!
+//! - **DISK-1** what [`StateFile::commit`] has returned for is there after any end of the process or of the machine;
+//! - **DISK-2** a batch is there whole or not at all;
+//! - **DISK-3** a file that is damaged, was cut off, is not ours or in use, stays as it is.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions, canonicalize, metadata, remove_file, rename};
+use std::io::{self, BufReader, ErrorKind, Read};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use sha2::{Digest as _, Sha256};
+
+use super::protocol::{Digest, MAX_IDS, Secret, StoreId};
+use super::state::{SessionId, Stored, cost_of_entries};
+use super::wire::{Cursor, Field, Malformed, Writer, kinds, record};
+
+const MAGIC: [u8; 8] = *b"\x93ERSTAT\n";
+/// What this code writes. Any other number: not understood.
+const FORMAT: u32 = 1;
+/// [`MAGIC`], [`FORMAT`], and how much of the file was on disk before its last record was written.
+const HEAD_LENGTH: usize = 20;
+const HEAD: u64 = HEAD_LENGTH as u64;
+/// Where the last of these stands.
+const SYNCED_AT: u64 = 12;
+/// A record's length and its digest.
+const AROUND: u64 = 4 + 32;
+
+/// How much of a whole state goes into one record, about.
+const CHUNK: usize = 1 << 20;
+/// A file is replaced when it has grown by this, and to the double.
+const GROWTH: u64 = 4 << 20;
+
+/// Why a state cannot be read, or kept.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    #[error("cannot {doing} the state {path}: {why}", path = path.display(), why = words(source))]
+    Io { doing: &'static str, path: PathBuf, source: io::Error },
+    #[error("a running store uses the state {}", .0.display())]
+    Locked(PathBuf),
+    #[error("{} is not the state of a store", .0.display())]
+    Foreign(PathBuf),
+    #[error("a newer version of elasticrs has written the state {path}: in format {found}, this one knows {FORMAT}", path = path.display())]
+    Newer { path: PathBuf, found: u32 },
+    #[error("the state {path} is damaged or was cut off: byte {at} is the first of a part that is not as it was written", path = path.display())]
+    Damaged { path: PathBuf, at: u64 },
+    #[error("the state {path} is of {kept}, and the store is to serve {served}", path = path.display(), kept = run(kept.as_deref()), served = run(served.as_deref()))]
+    Run { path: PathBuf, kept: Option<String>, served: Option<String> },
+    #[error("the state {path} takes {taken} bytes, and the keys of a store with this limit at most {limit}", path = path.display())]
+    Large { path: PathBuf, taken: usize, limit: usize },
+}
+
+fn words(error: &io::Error) -> String {
+    error.raw_os_error().map_or_else(|| error.to_string(), |errno| Errno::from_raw(errno).desc().to_owned())
+}
+
+fn run(run_id: Option<&str>) -> String {
+    run_id.map_or_else(|| "any run".into(), |run_id| format!("run {run_id}"))
+}
+
+/// What a session was granted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Granted {
+    pub(super) secret: Secret,
+    pub(super) interval_ms: u32,
+    pub(super) attempts: u16,
+    /// The longest time to live that it was told.
+    pub(super) ttl_ms: u32,
+}
+
+/// A part of a state, or a change of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Item {
+    /// The run that is served, if it is only one, and the store with its forerunners, the newest first.
+    Store {
+        run_id: Option<String>,
+        ids: Vec<StoreId>,
+    },
+    Counters {
+        revision: u64,
+        next_session: SessionId,
+    },
+    /// `None`: it has ended.
+    Session {
+        id: SessionId,
+        granted: Option<Granted>,
+    },
+    /// `None`: it was deleted.
+    Key {
+        key: Arc<str>,
+        stored: Option<Stored>,
+    },
+}
+
+kinds! { Item, "an unknown kind of item";
+    0 => Store { run_id, ids },
+    1 => Counters { revision, next_session },
+    2 => Session { id, granted },
+    3 => Key { key, stored },
+}
+
+record!(Granted { secret, interval_ms, attempts, ttl_ms });
+record!(Stored { value, create_revision, mod_revision, lease });
+
+/// A whole state.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Image {
+    pub(super) run_id: Option<String>,
+    /// The store's own, then its forerunners', the newest first.
+    pub(super) ids: Vec<StoreId>,
+    pub(super) revision: u64,
+    pub(super) next_session: SessionId,
+    pub(super) sessions: BTreeMap<SessionId, Granted>,
+    pub(super) entries: BTreeMap<Arc<str>, Stored>,
+}
+
+impl Image {
+    fn apply(&mut self, items: impl IntoIterator<Item = Item>) {
+        for item in items {
+            match item {
+                Item::Store { run_id, ids } => (self.run_id, self.ids) = (run_id, ids),
+                Item::Counters { revision, next_session } => {
+                    (self.revision, self.next_session) = (revision, next_session);
+                }
+                Item::Session { id, granted } => set(&mut self.sessions, id, granted),
+                Item::Key { key, stored } => set(&mut self.entries, key, stored),
+            }
+        }
+    }
+
+    /// All of it, with these keys in place of its own.
+    pub(super) fn items(&self, entries: &BTreeMap<Arc<str>, Stored>) -> impl Iterator<Item = Item> {
+        let store = Item::Store { run_id: self.run_id.clone(), ids: self.ids.clone() };
+        let session = |(id, granted): (&SessionId, &Granted)| Item::Session { id: *id, granted: Some(granted.clone()) };
+        let key =
+            |(key, stored): (&Arc<str>, &Stored)| Item::Key { key: Arc::clone(key), stored: Some(stored.clone()) };
+        [store, self.counters()].into_iter().chain(self.sessions.iter().map(session)).chain(entries.iter().map(key))
+    }
+
+    pub(super) fn counters(&self) -> Item {
+        Item::Counters { revision: self.revision, next_session: self.next_session }
+    }
+}
+
+fn set<K: Ord, V>(map: &mut BTreeMap<K, V>, key: K, value: Option<V>) {
+    match value {
+        Some(value) => drop(map.insert(key, value)),
+        None => drop(map.remove(&key)),
+    }
+}
+
+/// The file of a store that runs.
+#[derive(Debug)]
+pub(super) struct StateFile {
+    path: PathBuf,
+    file: Flock<File>,
+    end: u64,
+    /// Of all that was written so far.
+    digest: Digest,
+    /// How long it was when it took its predecessor's place.
+    begun: u64,
+}
+
+impl StateFile {
+    /// Goes on with the state that is there, if any is, in a store of this name, which is to serve this run and whose keys
+    /// have at most `limit` bytes.
+    pub(super) fn open(
+        path: &Path,
+        run_id: Option<&str>,
+        id: StoreId,
+        limit: usize,
+    ) -> Result<(Self, Image), StateError> {
+        // A link stays one.
+        let path = match canonicalize(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => path.to_owned(),
+            real => real.map_err(|source| failed("open", path, source))?,
+        };
+        let held = lock(&path, &path, &mut OpenOptions::new())?;
+        let there = held.as_ref().map_or(Ok(None), |file| load(&path, file))?;
+        let served = || run_id.map(str::to_owned);
+        let mut image = there.unwrap_or_else(|| Image { run_id: served(), next_session: 1, ..Image::default() });
+        if image.run_id.as_deref() != run_id {
+            return Err(StateError::Run { path, kept: image.run_id, served: served() });
+        }
+        let taken = cost_of_entries(&image.entries);
+        if taken > limit {
+            return Err(StateError::Large { path, taken, limit });
+        }
+        image.ids.insert(0, id);
+        image.ids.truncate(MAX_IDS);
+        Ok((Self::begin(path, held.as_deref(), image.items(&image.entries))?, image))
+    }
+
+    /// Adds these in one batch, and returns when they are on disk. After an error nobody knows what is there: the store
+    /// has to end.
+    pub(super) fn commit(&mut self, items: &[Item]) -> Result<(), StateError> {
+        let synced = self.end;
+        self.append(items).and_then(|()| self.sync(synced)).map_err(|source| self.failed(source))
+    }
+
+    /// Whether it is time for a new file.
+    pub(super) fn has_grown(&self) -> bool {
+        self.end - self.begun > self.begun.max(GROWTH)
+    }
+
+    /// Puts a new file with this whole state in place of the one that is there; it is on disk then.
+    pub(super) fn replace(&mut self, whole: impl Iterator<Item = Item>) -> Result<(), StateError> {
+        *self = Self::begin(self.path.clone(), Some(&self.file), whole)?;
+        Ok(())
+    }
+
+    /// Notes that nothing follows: a copy that lacks the end is then known as such.
+    pub(super) fn finish(&mut self) -> Result<(), StateError> {
+        self.sync(self.end).map_err(|source| self.failed(source))
+    }
+
+    /// Makes a file with this whole state, and puts it where `held` stands, or nothing does.
+    fn begin(path: PathBuf, held: Option<&File>, whole: impl Iterator<Item = Item>) -> Result<Self, StateError> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let next = path.with_file_name(format!(".{name}.elasticrs-new"));
+        let Some(file) = lock(&next, &path, OpenOptions::new().create(true).mode(0o600))? else {
+            // Only its folder can be missing.
+            return Err(failed("write", &path, Errno::ENOENT.into()));
+        };
+        let mut begun = Self { path, file, end: HEAD, digest: Digest::default(), begun: HEAD };
+        // Whoever replaces the file holds this lock, so what stands there now stays until it is replaced here.
+        let is_there = match held {
+            Some(held) => stands_at(&begun.path, held),
+            None => begun.path.try_exists().map(|is_there| !is_there),
+        };
+        let written = match is_there {
+            Ok(true) => begun.fill(whole).and_then(|()| put_in_place(&next, &begun.path)),
+            Ok(false) => Err(Errno::EWOULDBLOCK.into()),
+            Err(error) => Err(error),
+        };
+        let Err(source) = written else { return Ok(begun) };
+        // It is of no use to anybody; that it could not be removed is no second error.
+        let _ = remove_file(&next);
+        Err(begun.failed(source))
+    }
+
+    fn fill(&mut self, whole: impl Iterator<Item = Item>) -> io::Result<()> {
+        self.file.set_len(0)?;
+        self.file.write_all_at(&MAGIC, 0)?;
+        self.file.write_all_at(&FORMAT.to_le_bytes(), MAGIC.len() as u64)?;
+        let mut chunk = Vec::new();
+        let mut bytes = 0;
+        for item in whole {
+            bytes += size_of::<Item>();
+            if let Item::Key { stored: Some(stored), .. } = &item {
+                bytes += stored.value.len();
+            }
+            chunk.push(item);
+            if bytes > CHUNK {
+                self.append(&std::mem::take(&mut chunk))?;
+                bytes = 0;
+            }
+        }
+        self.append(&chunk)?;
+        self.begun = self.end;
+        self.sync(self.end)
+    }
+
+    fn append(&mut self, items: &[Item]) -> io::Result<()> {
+        let mut record = Writer::frame(|w| w.list(items.iter()));
+        let digest = chained(&self.digest, &record);
+        record.extend(digest);
+        self.file.write_all_at(&record, self.end)?;
+        (self.digest, self.end) = (digest, self.end + record.len() as u64);
+        Ok(())
+    }
+
+    /// Returns when all is on disk, and the note that so much was before.
+    fn sync(&self, before: u64) -> io::Result<()> {
+        self.file.write_all_at(&before.to_le_bytes(), SYNCED_AT)?;
+        self.file.sync_data()
+    }
+
+    fn failed(&self, source: io::Error) -> StateError {
+        failed("write", &self.path, source)
+    }
+}
+
+fn failed(doing: &'static str, path: &Path, source: io::Error) -> StateError {
+    if source.raw_os_error() == Some(Errno::EWOULDBLOCK as i32) {
+        return StateError::Locked(path.to_owned());
+    }
+    StateError::Io { doing, path: path.to_owned(), source }
+}
+
+fn chained(before: &Digest, record: &[u8]) -> Digest {
+    Sha256::new().chain_update(before).chain_update(record).finalize().into()
+}
+
+/// Opens and locks what stands there; of a name that somebody else replaces meanwhile, what stands there then.
+fn lock(at: &Path, state: &Path, options: &mut OpenOptions) -> Result<Option<Flock<File>>, StateError> {
+    loop {
+        let file = match options.read(true).write(true).open(at) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            opened => opened.map_err(|source| failed("open", state, source))?,
+        };
+        let locked = Flock::lock(file, FlockArg::LockExclusiveNonblock);
+        let file = locked.map_err(|(_, errno)| failed("lock", state, errno.into()))?;
+        if stands_at(at, &file).map_err(|source| failed("open", state, source))? {
+            return Ok(Some(file));
+        }
+    }
+}
+
+fn stands_at(path: &Path, file: &File) -> io::Result<bool> {
+    let (there, ours) = match metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+        there => (there?, file.metadata()?),
+    };
+    Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino()))
+}
+
+fn put_in_place(next: &Path, path: &Path) -> io::Result<()> {
+    rename(next, path)?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+/// What a file holds; `None`: it is empty.
+fn load(path: &Path, file: &File) -> Result<Option<Image>, StateError> {
+    let cannot_read = |source| failed("read", path, source);
+    let foreign = || StateError::Foreign(path.to_owned());
+    let about = file.metadata().map_err(cannot_read)?;
+    if !about.is_file() {
+        return Err(foreign());
+    }
+    if about.len() == 0 {
+        return Ok(None);
+    }
+    let mut reader = BufReader::with_capacity(CHUNK, file);
+    let mut head = [0; HEAD_LENGTH];
+    let has_head = about.len() >= HEAD;
+    if has_head {
+        reader.read_exact(&mut head).map_err(cannot_read)?;
+    }
+    if !has_head || head[..8] != MAGIC {
+        return Err(foreign());
+    }
+    let (found, synced) = Cursor::whole(&head[8..]).map_err(|Malformed(_)| foreign())?;
+    if found != FORMAT {
+        return Err(StateError::Newer { path: path.to_owned(), found });
+    }
+    let mut image = Image::default();
+    let mut digest = Digest::default();
+    let mut at = HEAD;
+    loop {
+        let damaged = || StateError::Damaged { path: path.to_owned(), at };
+        let Some(record) = next_record(&mut reader, about.len() - at, &mut digest).map_err(cannot_read)? else {
+            // Nobody was told of what was on its way to the disk when the store ended.
+            return if at < synced { Err(damaged()) } else { Ok(Some(image)) };
+        };
+        image.apply(Cursor::whole::<Vec<Item>>(&record).map_err(|Malformed(_)| damaged())?);
+        at += AROUND + record.len() as u64;
+    }
+}
+
+/// `None`: what follows is no whole record, or nothing.
+fn next_record(reader: &mut impl Read, left: u64, digest: &mut Digest) -> io::Result<Option<Vec<u8>>> {
+    let mut length = [0; 4];
+    if left < AROUND {
+        return Ok(None);
+    }
+    reader.read_exact(&mut length)?;
+    let bytes = u64::from(u32::from_le_bytes(length));
+    if left < AROUND + bytes {
+        return Ok(None);
+    }
+    let mut record = length.to_vec();
+    reader.take(bytes).read_to_end(&mut record)?;
+    let mut stated = Digest::default();
+    reader.read_exact(&mut stated)?;
+    *digest = chained(digest, &record);
+    Ok((*digest == stated).then(|| record.split_off(length.len())))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,272 @@
+//! A file that is cut off, changed, held, or written while its writer is killed.
+
+use std::env::{current_exe, var, var_os};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+use super::*;
+
+const LIMIT: usize = 1 << 30;
+
+fn open(path: &Path) -> Result<(StateFile, Image), StateError> {
+    StateFile::open(path, None, [9; 16], LIMIT)
+}
+
+fn a_file() -> (TempDir, PathBuf) {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("state");
+    (folder, path)
+}
+
+fn put(key: &str, value: Vec<u8>, mod_revision: u64) -> Item {
+    let stored = Stored { value: value.into(), create_revision: 1, mod_revision, lease: None };
+    Item::Key { key: key.into(), stored: Some(stored) }
+}
+
+fn an_item() -> impl Strategy<Value = Item> {
+    let granted = any::<(Secret, u32, u16, u32)>().prop_map(|(secret, interval_ms, attempts, ttl_ms)| Granted {
+        secret,
+        interval_ms,
+        attempts,
+        ttl_ms,
+    });
+    let stored = (vec(any::<u8>(), 0..40), any::<u64>(), any::<u64>(), any::<Option<u64>>()).prop_map(
+        |(value, create_revision, mod_revision, lease)| Stored {
+            value: value.into(),
+            create_revision,
+            mod_revision,
+            lease,
+        },
+    );
+    let key = prop::sample::select(vec!["", "a", "a/1", "é"]);
+    prop_oneof![
+        1 => (0..4_u64, prop::option::of(granted)).prop_map(|(id, granted)| Item::Session { id, granted }),
+        3 => (key, prop::option::of(stored)).prop_map(|(key, stored)| Item::Key { key: key.into(), stored }),
+        1 => any::<(u64, u64)>().prop_map(|(revision, next_session)| Item::Counters { revision, next_session }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// The process or the machine ends while a batch is on its way to the disk: the file has less of it, or other bytes.
+    #[test]
+    fn of_what_was_on_its_way_nothing_is_left_and_of_the_rest_nothing_is_missing(
+        batches in vec(vec(an_item(), 0..5), 1..6),
+        cut in any::<prop::sample::Index>(),
+        flipped in any::<prop::sample::Index>(),
+    ) {
+        let (_folder, path) = a_file();
+        let (mut file, mut image) = open(&path).unwrap();
+        let mut states = vec![(file.end, image.clone())];
+        for batch in &batches {
+            file.commit(batch).unwrap();
+            image.apply(batch.clone());
+            states.push((file.end, image.clone()));
+        }
+        drop(file);
+        let bytes = std::fs::read(&path).unwrap();
+        let read = |bytes: &[u8]| {
+            std::fs::write(&path, bytes).unwrap();
+            load(&path, &File::open(&path).unwrap())
+        };
+        prop_assert_eq!(&read(&bytes).unwrap().unwrap(), &image);
+        // What the last but one commit has returned for; the last one is on its way.
+        let (synced, before) = &states[states.len() - 2];
+        let synced = usize::try_from(*synced).unwrap();
+        let at = synced + cut.index(bytes.len() - synced);
+        prop_assert_eq!(&read(&bytes[..at]).unwrap().unwrap(), before);
+        let mut torn = bytes.clone();
+        torn[at] ^= 1 << (at % 8);
+        prop_assert_eq!(&read(&torn).unwrap().unwrap(), before);
+        // DISK-3: anything before that was on disk.
+        let at = HEAD_LENGTH + flipped.index(synced - HEAD_LENGTH);
+        let mut flipped = bytes.clone();
+        flipped[at] ^= 1 << (at % 8);
+        for bytes in [&bytes[..at], &flipped[..]] {
+            let is_damaged = matches!(read(bytes), Err(StateError::Damaged { .. }));
+            prop_assert!(is_damaged);
+        }
+    }
+
+    #[test]
+    fn a_new_file_holds_what_the_old_one_did(batches in vec(vec(an_item(), 0..5), 1..6)) {
+        let (_folder, path) = a_file();
+        let (mut file, mut image) = open(&path).unwrap();
+        for batch in &batches {
+            file.commit(batch).unwrap();
+            image.apply(batch.clone());
+            if batch.len() == 2 {
+                file.replace(image.items(&image.entries)).unwrap();
+            }
+        }
+        file.finish().unwrap();
+        drop(file);
+        image.ids.insert(0, [9; 16]);
+        prop_assert_eq!(open(&path).unwrap().1, image);
+    }
+
+    #[test]
+    fn any_other_bytes_are_no_state(bytes in vec(any::<u8>(), 1..200)) {
+        let (_folder, path) = a_file();
+        std::fs::write(&path, &bytes).unwrap();
+        let is_foreign = matches!(open(&path), Err(StateError::Foreign(_)));
+        prop_assert!(is_foreign);
+        prop_assert_eq!(std::fs::read(&path).unwrap(), bytes);
+    }
+}
+
+#[test]
+fn an_empty_file_is_a_state_without_anything() {
+    let (_folder, path) = a_file();
+    std::fs::write(&path, b"").unwrap();
+    let (_file, image) = open(&path).unwrap();
+    assert_eq!(image, Image { ids: vec![[9; 16]], next_session: 1, ..Image::default() });
+}
+
+#[test]
+fn forerunners_are_known_and_their_number_has_a_limit() {
+    let (_folder, path) = a_file();
+    for id in 0..=u8::try_from(MAX_IDS).unwrap() {
+        drop(StateFile::open(&path, None, [id; 16], LIMIT).unwrap());
+    }
+    let (_file, image) = open(&path).unwrap();
+    assert_eq!((image.ids.len(), image.ids[0], image.ids[1], image.ids[63]), (64, [9; 16], [64; 16], [2; 16]));
+}
+
+#[test]
+fn a_file_that_is_open_is_locked_also_after_it_was_replaced() {
+    let (folder, path) = a_file();
+    let (mut file, image) = open(&path).unwrap();
+    let link = folder.path().join("link");
+    std::os::unix::fs::symlink("state", &link).unwrap();
+    for _ in 0..2 {
+        assert!(matches!(open(&path), Err(StateError::Locked(_))));
+        assert!(matches!(open(&link), Err(StateError::Locked(_))));
+        file.replace(image.items(&image.entries)).unwrap();
+    }
+    drop(file);
+    drop(open(&link).unwrap());
+    assert!(link.is_symlink());
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "nothing else is left in the folder");
+    assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+}
+
+#[test]
+fn a_file_that_was_put_in_place_of_ours_is_not_replaced() {
+    let (_folder, path) = a_file();
+    let (mut file, image) = open(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let (_other, _) = open(&path).unwrap();
+    assert!(matches!(file.replace(image.items(&image.entries)), Err(StateError::Locked(_))));
+    drop(file);
+    assert!(matches!(open(&path), Err(StateError::Locked(_))));
+}
+
+#[test]
+fn what_cannot_be_a_state_is_named_and_stays() {
+    let (folder, path) = a_file();
+    let said = |path: &Path, run_id| StateFile::open(path, run_id, [9; 16], LIMIT).unwrap_err().to_string();
+    let name = path.display().to_string();
+    let folder = folder.path();
+    assert_eq!(said(folder, None), format!("cannot open the state {}: Is a directory", folder.display()));
+    assert_eq!(said(Path::new("/dev/null"), None), "/dev/null is not the state of a store");
+    let nowhere = folder.join("absent/state");
+    let absent = format!("cannot write the state {}: No such file or directory", nowhere.display());
+    assert_eq!(said(&nowhere, None), absent);
+
+    let (mut file, _) = StateFile::open(&path, Some("a"), [9; 16], LIMIT).unwrap();
+    file.commit(&[put("k", vec![0; 1000], 1)]).unwrap();
+    file.finish().unwrap();
+    drop(file);
+    let written = std::fs::read(&path).unwrap();
+    assert_eq!(said(&path, Some("b")), format!("the state {name} is of run a, and the store is to serve run b"));
+    assert_eq!(said(&path, None), format!("the state {name} is of run a, and the store is to serve any run"));
+    let large = StateFile::open(&path, Some("a"), [9; 16], 1000).unwrap_err().to_string();
+    assert!(large.contains("takes 1257 bytes") && large.ends_with("at most 1000"), "{large}");
+    assert_eq!(std::fs::read(&path).unwrap(), written);
+
+    let mut newer = written.clone();
+    newer[8] = 2;
+    std::fs::write(&path, &newer).unwrap();
+    let newer = format!("a newer version of elasticrs has written the state {name}: in format 2, this one knows 1");
+    assert_eq!(said(&path, Some("a")), newer);
+    std::fs::write(&path, &written[..written.len() - 1]).unwrap();
+    let short = said(&path, Some("a"));
+    assert!(short.starts_with(&format!("the state {name} is damaged or was cut off: byte ")), "{short}");
+}
+
+#[test]
+fn a_file_grows_to_some_multiple_of_what_it_holds() {
+    let (_folder, path) = a_file();
+    let (mut file, mut image) = open(&path).unwrap();
+    let mut most = 0;
+    for revision in 1..40 {
+        let item = put("k", vec![0; 1 << 20], revision);
+        image.apply([item.clone()]);
+        if file.has_grown() {
+            file.replace(image.items(&image.entries)).unwrap();
+        } else {
+            file.commit(&[item]).unwrap();
+        }
+        most = most.max(std::fs::metadata(&path).unwrap().len());
+    }
+    assert!(most < 8 << 20, "{most}");
+    drop(file);
+    assert_eq!(open(&path).unwrap().1.entries, image.entries);
+}
+
+const KILLED: &str = "ELASTICRS_TEST_STATE";
+
+/// Writes until it is killed, and tells of each commit that has returned. A test in name only: see the next one.
+#[test]
+fn writes_until_it_is_killed() {
+    let Some(path) = var_os(KILLED) else { return };
+    let (mut file, mut image) = open(Path::new(&path)).unwrap();
+    let begun = image.revision;
+    // More than any reader asks for.
+    for revision in begun + 1..begun + 100_000 {
+        let value = vec![u8::try_from(revision % 251).unwrap(); usize::try_from(revision % 7 * 5000).unwrap()];
+        image.revision = revision;
+        let items = [image.counters(), put("a", value.clone(), revision), put("b", value, revision)];
+        image.apply(items.clone());
+        if file.has_grown() {
+            file.replace(image.items(&image.entries)).unwrap();
+        } else {
+            file.commit(&items).unwrap();
+        }
+        writeln!(std::io::stdout(), "{revision}").unwrap();
+    }
+}
+
+#[test]
+fn a_writer_that_is_killed_leaves_all_that_it_told_of() {
+    assert_eq!(var(KILLED).ok(), None);
+    let (_folder, path) = a_file();
+    let name = "coordination::durable::tests::writes_until_it_is_killed";
+    let mut last = 0;
+    for round in 0..20_usize {
+        let mut writer = Command::new(current_exe().unwrap())
+            .args(["--exact", name, "--nocapture", "--test-threads=1"])
+            .env(KILLED, &path)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let told = BufReader::new(writer.stdout.take().unwrap()).lines().map_while(Result::ok);
+        // Others than numbers are of the harness.
+        let mut told = told.filter_map(|line| line.split_whitespace().last()?.parse::<u64>().ok());
+        let told_by_then = told.nth(round * 37 % 40).unwrap();
+        writer.kill().unwrap();
+        let told_last = told.last().unwrap_or(told_by_then);
+        writer.wait().unwrap();
+        let image = load(&path, &File::open(&path).unwrap()).unwrap().unwrap();
+        assert!(image.revision >= told_last && image.revision > last, "{} of {told_last}", image.revision);
+        assert_eq!(image.entries["a"], image.entries["b"]);
+        assert_eq!((image.entries["a"].mod_revision, image.ids.len()), (image.revision, round + 1));
+        last = image.revision;
+    }
+}

@@ -1,0 +1,136 @@
+//! A store that is started again and again from what it has saved, beside one that just goes on.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+use super::super::state::tests::a_txn;
+use super::super::types::Txn;
+use super::*;
+
+#[derive(Debug, Clone)]
+enum Step {
+    Begin,
+    Txn(SessionId, Txn),
+    Extend(SessionId, u32),
+    End(Vec<SessionId>),
+    /// All is on disk.
+    Save,
+    /// The store ends, and another one goes on.
+    Restart,
+}
+
+fn a_step() -> impl Strategy<Value = Step> {
+    let session = || 1..8_u64;
+    prop_oneof![
+        2 => Just(Step::Begin),
+        6 => (session(), a_txn()).prop_map(|(session, txn)| Step::Txn(session, txn)),
+        1 => (session(), 0..100_u32).prop_map(|(session, ttl_ms)| Step::Extend(session, ttl_ms)),
+        1 => vec(session(), 1..3).prop_map(Step::End),
+        2 => Just(Step::Save),
+        1 => Just(Step::Restart),
+    ]
+}
+
+/// A store as its hub has it, without any connection.
+struct Life {
+    state: State,
+    sessions: BTreeMap<SessionId, u32>,
+    next_session: SessionId,
+    journal: Option<Journal>,
+}
+
+impl Life {
+    fn new() -> Self {
+        Self { state: State::new(1 << 20), sessions: BTreeMap::new(), next_session: 1, journal: None }
+    }
+
+    fn from(path: &Path) -> Self {
+        let (file, mut image) = StateFile::open(path, None, [0; 16], usize::MAX).unwrap();
+        let mut life = Self { next_session: image.next_session, ..Self::new() };
+        for (session, granted) in &image.sessions {
+            life.state.begin_session(*session);
+            life.sessions.insert(*session, granted.ttl_ms);
+        }
+        life.state.restore(image.revision, std::mem::take(&mut image.entries));
+        Self { journal: Some(Journal::new(file, image)), ..life }
+    }
+
+    fn carry_out(&mut self, step: &Step) {
+        let Self { state, sessions, next_session, journal } = self;
+        let revision = match step {
+            Step::Begin => {
+                let granted = Granted { secret: [1; 32], interval_ms: 1, attempts: 2, ttl_ms: 0 };
+                sessions.insert(*next_session, 0);
+                state.begin_session(*next_session);
+                if let Some(journal) = journal {
+                    journal.begin(*next_session, granted.clone());
+                }
+                *next_session += 1;
+                None
+            }
+            Step::Txn(session, txn) if sessions.contains_key(session) => state.txn(*session, txn).unwrap().revision,
+            Step::Extend(session, ttl_ms) => {
+                sessions.entry(*session).and_modify(|longest| *longest = (*longest).max(*ttl_ms));
+                if let Some(journal) = journal {
+                    journal.extend(*session, *ttl_ms);
+                }
+                None
+            }
+            Step::End(ended) => {
+                sessions.retain(|session, _| !ended.contains(session));
+                if let Some(journal) = journal {
+                    journal.end(ended);
+                }
+                state.end_sessions(ended)
+            }
+            Step::Txn(..) | Step::Save | Step::Restart => None,
+        };
+        if let (Some(revision), Some(journal)) = (revision, journal) {
+            journal.revise(&revision);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn a_store_that_goes_on_is_as_if_it_had_never_ended(steps in vec(a_step(), 1..60)) {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("state");
+        let mut kept = Life::from(&path);
+        let mut plain = Life::new();
+        // What nobody has seen, for it was not on disk.
+        let mut unsaved = Vec::new();
+        for step in steps {
+            if let Step::Save = step {
+                kept.journal.as_ref().unwrap().save(&kept.state, kept.next_session).unwrap();
+                unsaved.drain(..).for_each(|step| plain.carry_out(&step));
+            } else if let Step::Restart = step {
+                drop(kept);
+                kept = Life::from(&path);
+                unsaved.clear();
+            } else {
+                kept.carry_out(&step);
+                unsaved.push(step);
+            }
+            if unsaved.is_empty() {
+                prop_assert_eq!(kept.state.entries(), plain.state.entries());
+                prop_assert_eq!((kept.state.revision(), kept.next_session), (plain.state.revision(), plain.next_session));
+                prop_assert_eq!(&kept.sessions, &plain.sessions);
+                prop_assert_eq!(kept.state.entry_bytes(), plain.state.entry_bytes());
+                prop_assert!(kept.state.history_from(kept.state.oldest()).is_some());
+            }
+        }
+        // Leases are what they were.
+        unsaved.drain(..).for_each(|step| plain.carry_out(&step));
+        for session in 1..8 {
+            let ended = [&mut kept, &mut plain].map(|life| life.state.end_sessions(&[session]));
+            prop_assert_eq!(&ended[0], &ended[1]);
+        }
+    }
+}

@@ -1,0 +1,320 @@
+"""A store that keeps its state: killed, ended and started again, and what it says to files that are none."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from helpers import procs
+from helpers.coordination import MAGIC, READY, RUN, Client, RawClient, text
+
+from elasticrs import _core
+
+pytestmark = pytest.mark.beyond_torchrun
+
+GRACE = 60.0
+"""Longer than any test."""
+
+
+class Kept:
+    """``python -m elasticrs.store --state`` in a process of its own."""
+
+    def __init__(self, file: Path, *options: str, grace: float = GRACE) -> None:
+        self.clients: list[RawClient] = []
+        command = [
+            sys.executable,
+            "-m",
+            "elasticrs.store",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--state",
+            str(file),
+        ]
+        command += ["--grace", str(grace), *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.port = int(line.rpartition(":")[2]) if line else None
+
+    def client(self, **options: float) -> Client:
+        assert self.port is not None
+        return Client(self.port, interval=60.0, **options).connected()
+
+    def end(self, signum: signal.Signals = signal.SIGKILL) -> tuple[int, str]:
+        """The exit code, and what it has said on stderr."""
+        self.process.send_signal(signum)
+        return self.ended()
+
+    def ended(self) -> tuple[int, str]:
+        _, said = self.process.communicate(timeout=procs.HANG)
+        return self.process.returncode, said
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def keep(state: Path) -> Iterator[Callable[..., Kept]]:
+    """Start a store, with the same state unless another one is named."""
+    started: list[Kept] = []
+
+    def start(*options: str, file: Path = state, grace: float = GRACE) -> Kept:
+        started.append(Kept(file, *options, grace=grace))
+        return started[-1]
+
+    yield start
+    for store in started:
+        store.end()
+        for client in store.clients:
+            client.close()
+
+
+class Patient(Client):
+    """Its session is taken up again, and how long that takes does not matter."""
+
+    def next(self, kind: type | tuple[type, ...] = object, timeout: float = procs.HANG) -> Any:
+        while isinstance(event := super().next(timeout=timeout), _core.StoreNotice):
+            continue
+        assert isinstance(event, kind), event
+        return event
+
+
+class Ready(NamedTuple):
+    """How a session begins, by hand."""
+
+    client: RawClient
+    session: int
+    revision: int
+    ttl_ms: int
+    secret: bytes
+    ids: list[bytes]
+
+
+def hello(
+    store: Kept, *, resume: Ready | None = None, confirmed: bytes | None = None, interval_ms: int = 60_000
+) -> RawClient:
+    assert store.port is not None
+    client = RawClient(store.port)
+    store.clients.append(client)
+    body = struct.pack("<HH", 2, 0) + text(RUN) + struct.pack("<IH", interval_ms, 5) + bytes(32)
+    body += b"\0" if resume is None else struct.pack("<BQ", 1, resume.session) + resume.secret
+    body += b"\0" if confirmed is None else b"\1" + confirmed
+    client.socket.sendall(MAGIC)
+    client.send(0x01, body)
+    assert client.exactly(len(MAGIC)) == MAGIC
+    return client
+
+
+def entered(client: RawClient) -> Ready:
+    ready = client.until(READY)
+    session, revision, _, ttl_ms, has_proof = struct.unpack_from("<QQIIB", ready)
+    assert not has_proof
+    secret, (count,) = ready[25:57], struct.unpack_from("<I", ready, 57)
+    ids = [ready[61 + 16 * at : 77 + 16 * at] for at in range(count)]
+    return Ready(client, session, revision, ttl_ms, secret, ids)
+
+
+def everything(client: Client) -> list[tuple[str, bytes, int, int]]:
+    (entries,) = client.txn(then=[("range", "", 0)]).results
+    return [(each.key, each.value, each.create_revision, each.mod_revision) for each in entries]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_keys_and_revisions_are_those_of_before(keep, signum):
+    store = keep()
+    with closing(store.client()) as client:
+        client.put("a", b"1")
+        client.put("b", b"x" * 100_000)
+        client.put("leased", b"", leased=True)
+        client.put("a", b"2")
+        client.txn(then=[("delete", "b")])
+        before = everything(client)
+        assert before == [("a", b"2", 1, 4), ("leased", b"", 3, 3)]
+        assert store.end(signum)[0] == (0 if signum == signal.SIGTERM else -signum)
+    again = keep()
+    with closing(again.client()) as client:
+        assert everything(client) == before
+        reply = client.watch("", from_revision=1)
+        assert (reply.ok, reply.results) == (False, [6])
+        assert client.put("c") == 6
+
+
+def test_leased_keys_stay_for_the_time_of_their_sessions_and_end_in_one_revision(keep):
+    store = keep(grace=2.0)
+    assert entered(hello(store, interval_ms=100)).ttl_ms == 2000
+    clients = [Client(store.port, interval=0.1).connected() for _ in "ab"]
+    revision = [client.put(key, leased=True) for client, key in zip(clients, "ab", strict=True)][-1]
+    store.end()
+    for client in clients:
+        client.close()
+    begun = time.monotonic()
+    # What was granted counts, not what this store would grant.
+    again = keep(grace=1.0)
+    with closing(again.client()) as client:
+        client.watch("", from_revision=revision + 1)
+        assert sorted(client.changes()) == [("a", None), ("b", None)]
+        assert time.monotonic() - begun >= 2.0
+
+
+def test_a_session_is_taken_up_again_and_ends_with_its_connection(keep):
+    store = keep()
+    first = entered(hello(store))
+    leased = (
+        struct.pack("<BQI", 3, 1, 0)
+        + struct.pack("<I", 1)
+        + b"\0"
+        + text("mine")
+        + b"\1"
+        + bytes(4)
+        + bytes(4)
+    )
+    first.client.socket.sendall(struct.pack("<I", len(leased)) + leased)
+    first.client.until(0x84)
+    store.end()
+    again = keep()
+    with closing(again.client()) as watcher:
+        watcher.watch("mine", exact=True)
+        stranger = hello(again, resume=first._replace(secret=bytes(32)))
+        assert "has ended here" in stranger.refusal()
+        second = entered(hello(again, resume=first, confirmed=first.ids[0]))
+        assert second[1:3] == (first.session, 1)
+        assert second.ids[1:] == first.ids
+        other = entered(hello(again))
+        assert other.session > first.session
+        assert everything(watcher) == [("mine", b"", 1, 1)]
+        second.client.close()
+        assert watcher.changes() == [("mine", None)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_client_that_may_resume_has_lost_nothing(keep, signum):
+    # An address that nobody else uses: its port is free when the store comes back.
+    host = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.1"
+    store = keep("--host", host)
+    with closing(Patient(store.port, host=host, interval=60.0, resume=True).connected()) as client:
+        client.put("mine", b"1", leased=True)
+        client.watch("")
+        store.end(signum)
+        # Asked while there is no store.
+        client.tag += 1
+        client.inner.txn(client.tag, [("exists", "mine")], [("put", "mine", b"2", True)], [])
+        again = keep("--host", host, "--port", str(store.port))
+        reply = client.reply()
+        assert (reply.ok, reply.revision) == (True, 2)
+        assert client.changes() == [("mine", b"2")]
+        assert everything(client) == [("mine", b"2", 1, 2)]
+        with closing(Client(again.port, host=host, interval=60.0).connected()) as watcher:
+            watcher.watch("mine", exact=True)
+            client.close()
+            assert watcher.changes() == [("mine", None)]
+
+
+def test_a_store_that_starts_empty_or_from_a_copy_is_not_the_one_that_was_met(keep, state, tmp_path):
+    keep().end()
+    copy = tmp_path / "copy"
+    shutil.copy(state, copy)
+    store = keep()
+    met = entered(hello(store))
+    for other in (keep(file=copy), keep(file=tmp_path / "empty")):
+        client = hello(other, confirmed=met.ids[0])
+        assert "this is not the store that this node has met before" in client.refusal()
+        assert other.process.stderr is not None
+        assert "refused 127.0.0.1" in other.process.stderr.readline()
+    # Who has met none of the two follows either.
+    entered(hello(store, confirmed=met.ids[1]))
+
+
+def test_what_was_answered_is_there_after_any_kill(keep):
+    answered = 0
+    values: dict[str, bytes] = {}
+    for round_ in range(12):
+        store = keep()
+        with closing(store.client()) as client, closing(store.client()) as other:
+            assert dict(each[:2] for each in everything(client)).items() >= values.items()
+            for tag in range(1, 201):
+                for each, name in ((client, "a"), (other, "b")):
+                    put = ("put", f"{name}/{round_}/{tag}", bytes([tag]) * (tag % 5 * 2000), False)
+                    each.inner.txn(tag + 1000, [], [put], [])
+            for tag in range(1, 10 * round_ + 2):
+                reply = client.next(_core.Reply)
+                assert (reply.tag, reply.ok) == (tag + 1000, True)
+                values[f"a/{round_}/{tag}"] = bytes([tag]) * (tag % 5 * 2000)
+                assert reply.revision > answered
+                answered = reply.revision
+            store.end()
+    with closing(keep().client()) as client:
+        assert dict(each[:2] for each in everything(client)).items() >= values.items()
+        assert client.put("last") > answered
+
+
+def fails(keep: Callable[..., Kept], *options: str, **how: Path) -> str:
+    code, said = keep(*options, **how).ended()
+    assert code == 1
+    assert said.count("\n") == 1, said
+    return said.removeprefix("elasticrs store: ").rstrip("\n")
+
+
+def test_a_file_that_cannot_be_the_state_is_named_and_stays(keep, state, tmp_path):
+    store = keep("--run-id", RUN)
+    assert fails(keep, "--run-id", RUN) == f"a running store uses the state {state}"
+    with closing(store.client()) as client:
+        client.put("a", bytes(5000))
+    store.end(signal.SIGTERM)
+    written = state.read_bytes()
+    assert fails(keep) == f"the state {state} is of run {RUN}, and the store is to serve any run"
+    assert state.read_bytes() == written
+
+    def of(content: bytes) -> str:
+        file = tmp_path / "other"
+        file.write_bytes(content)
+        said = fails(keep, file=file)
+        assert file.read_bytes() == content
+        return said.replace(str(file), "FILE")
+
+    assert of(b"#!/bin/sh\nexit 1\n") == "FILE is not the state of a store"
+    for length in (len(written) - 1, len(written) // 2, 21):
+        assert of(written[:length]).startswith("the state FILE is damaged or was cut off: byte ")
+    newer = "a newer version of elasticrs has written the state FILE: in format 7, this one knows 1"
+    assert of(written[:8] + b"\7" + written[9:]) == newer
+    assert fails(keep, file=tmp_path) == f"cannot open the state {tmp_path}: Is a directory"
+    nowhere = Path("/sys/elasticrs-state")
+    assert re.match(rf"cannot (open|write) the state {nowhere}: \w+", fails(keep, file=nowhere))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["other", "state"]
+
+
+def test_a_disk_that_is_full_ends_the_store_and_damages_nothing(keep, state):
+    store = keep()
+    with closing(store.client()) as client:
+        client.put("a", b"1")
+        size = state.stat().st_size
+        resource.prlimit(store.process.pid, resource.RLIMIT_FSIZE, (size, size))
+        client.inner.txn(9, [], [("put", "b", b"2", False)], [])
+        # No answer comes.
+        assert isinstance(client.next(), _core.ConnectionLost)
+    code, said = store.ended()
+    assert code == 1
+    ended = f"the store has ended, and all its connections: cannot write the state {state}: File too large"
+    assert said == f"elasticrs store: {ended}\n"
+    with closing(keep().client()) as client:
+        assert everything(client) == [("a", b"1", 1, 1)]
+
+
+def test_a_grace_needs_a_state(capfd):
+    command = [sys.executable, "-m", "elasticrs.store", "--port", "0"]
+    for options in (["--grace", "5"], ["--state", "x", "--grace", "0"], ["--state", "x", "--grace", "nan"]):
+        assert subprocess.run([*command, *options], check=False).returncode == 2
+        assert capfd.readouterr().err.endswith("--grace needs --state, and between 0 and 3600 seconds\n")
