@@ -116,7 +116,7 @@ class Etcd:
             tls = ("--trusted-ca-file", str(self.files.ca), "--cert-file", str(self.files.cert))
             tls += ("--key-file", str(self.files.key))
         argv = [
-            *(str(binary()), "--name", member.name, "--data-dir", str(self._data / member.name)),
+            *(str(binary()), "--name", member.name, "--data-dir", str(self.data_of(index))),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
             *("--listen-metrics-urls", f"http://127.0.0.1:{member.health}"),
@@ -144,6 +144,10 @@ class Etcd:
             self._signal(index, signal.SIGCONT)
         else:
             self._start(index)
+
+    def data_of(self, index: int) -> Path:
+        """What this member keeps; whole while it is not running."""
+        return self._data / self.members[index].name
 
     def mend(self) -> None:
         """Bring all members back and wait until they are well."""

@@ -1,5 +1,6 @@
 """The client of etcd v3 when servers, connections, permissions and files are not as they should be."""
 
+import shutil
 import socket
 import threading
 import time
@@ -24,6 +25,31 @@ def refusal(endpoints, **options):
     client.close()
     assert "\n" not in lost.message
     return lost
+
+
+@pytest.fixture
+def lonely_etcd(tmp_path):
+    """One server for one test."""
+    yield from serving_etcd(tmp_path)
+
+
+def test_a_backup_that_was_restored_is_noticed_by_who_asks_for_nothing(lonely_etcd, tmp_path, connect_etcd):
+    idle = connect_etcd(lonely_etcd.endpoints, "/r/", ttl=60.0).connected()
+    idle.watch("key", exact=True)
+    lonely_etcd.kill(0)
+    shutil.copytree(lonely_etcd.data_of(0), tmp_path / "backup")
+    lonely_etcd.mend()
+
+    other = connect_etcd(lonely_etcd.endpoints, "/r/").connected()
+    other.put("key")
+    other.close()
+    assert idle.changes() == [("key", b"")]
+    lonely_etcd.kill(0)
+    shutil.rmtree(lonely_etcd.data_of(0))
+    shutil.copytree(tmp_path / "backup", lonely_etcd.data_of(0))
+    lonely_etcd.mend()
+    lost = idle.lost()
+    assert (lost.kind, "restored from a backup" in lost.message) == ("protocol", True)
 
 
 @contextmanager

@@ -17,6 +17,8 @@ use std::time::Duration;
 /// One thing to do.
 #[derive(Debug, Clone)]
 pub(super) enum Job {
+    /// Looks at the store, behind all that it has told: it may have come back from a backup.
+    Look,
     Txn {
         tag: u64,
         txn: Rc<Txn>,
@@ -35,6 +37,7 @@ pub(super) enum Job {
 /// What has come of it.
 #[derive(Debug)]
 pub(super) enum Done {
+    Looked { revision: i64 },
     Replied { tag: u64, ok: bool, revision: i64, results: Vec<OpResult> },
     Watching { tag: u64, watched: Watched, revision: i64, results: Vec<OpResult> },
     CaughtUp { number: i64, revision: i64, there: Vec<Entry> },
@@ -75,6 +78,7 @@ impl Desk {
     /// Carries a job out; with it the revision at which the session's marker was put, if it was.
     pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Trouble> {
         let done = match job {
+            Job::Look => self.look().await.map(|revision| (Done::Looked { revision }, None)),
             Job::Txn { tag, txn } if is_write(&txn) => self.write(tag, &txn).await,
             Job::Txn { tag, txn } => self.read(tag, &txn).await.map(|done| (done, None)),
             Job::Watch { tag, watch } => self.watch(tag, watch).await.map(|done| (done, None)),
@@ -90,6 +94,13 @@ impl Desk {
             Stop::Call(error) => Trouble::of(error, &self.at),
             Stop::Lost(lost) => Trouble::Fatal(lost),
         })
+    }
+
+    async fn look(&self) -> Result<i64, Stop> {
+        match self.range(&self.keys.find_marker()).await? {
+            (_, kvs) if kvs.is_empty() => Err(Stop::Lost(Lost::new(LostKind::Silent, GONE))),
+            (revision, _) => Ok(revision),
+        }
     }
 
     async fn read(&self, tag: u64, txn: &Txn) -> Result<Done, Stop> {

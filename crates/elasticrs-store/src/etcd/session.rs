@@ -126,6 +126,8 @@ pub(super) struct Session<'a> {
     breaks: (u32, u64),
     /// The highest revision that an answer had.
     seen: i64,
+    /// The highest revision that a watch was told of. Answers may be older.
+    told: u64,
     /// Shows others the connection in use.
     channels: watch::Sender<Option<Channel>>,
 }
@@ -157,6 +159,7 @@ impl<'a> Session<'a> {
             member,
             breaks: (0, 0),
             seen: marker,
+            told: 0,
             channels,
         };
         (session, link)
@@ -324,6 +327,7 @@ impl<'a> Session<'a> {
 
     async fn done(&mut self, live: &mut Live, done: Done) -> Result<(), Halt> {
         match done {
+            Done::Looked { revision } => Ok(self.advance_beyond(self.told, revision)?),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;
                 self.events.push(Event::Reply { tag, ok, revision: unsigned(revision), results }, 0);
@@ -384,18 +388,24 @@ impl<'a> Session<'a> {
         self.credentials.user.is_none() || (self.breaks.0 > 0 && boot_now().saturating_sub(self.breaks.1) < CALM)
     }
 
-    fn tell(&self, told: impl IntoIterator<Item = Told>) {
+    fn tell(&mut self, told: impl IntoIterator<Item = Told>) {
         for told in told {
             let bytes = told.bytes();
             let Told { revision, changes } = told;
+            self.told = self.told.max(revision);
             self.events.push(Event::Changes { revision, changes }, bytes);
         }
     }
 
     /// Revisions never go back: a store in which they do has forgotten what we built on.
     fn advance(&mut self, revision: i64) -> Result<(), Lost> {
-        if revision < self.seen {
-            let message = format!("etcd went back from revision {} to {revision}: restored from a backup?", self.seen);
+        self.advance_beyond(0, revision)
+    }
+
+    fn advance_beyond(&mut self, told: u64, revision: i64) -> Result<(), Lost> {
+        let known = unsigned(self.seen).max(told);
+        if unsigned(revision) < known {
+            let message = format!("etcd went back from revision {known} to {revision}: restored from a backup?");
             return Err(Lost::new(LostKind::Protocol, message));
         }
         self.seen = revision;
@@ -446,6 +456,9 @@ impl<'a> Session<'a> {
         self.breaks = (count, now);
         self.member = (self.member + 1) % self.options.endpoints.len().max(1);
         self.lease.set_trouble(lost.message);
+        if !matches!(self.tasks.front(), Some(Task::Job(Job::Look))) {
+            self.tasks.push_front(Task::Job(Job::Look));
+        }
         let (options, credentials, member) = (self.options, self.credentials, self.member);
         let patience = self.lease.dial_patience();
         let dialled = async move {
