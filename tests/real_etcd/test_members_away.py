@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from helpers.nodes import RANKS, READY, Worker
+from helpers.procs import assert_gone
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
@@ -81,3 +82,16 @@ def test_a_job_ends_when_most_members_stay_away(agents, etcd_cluster):
         ]
         assert "lost etcd at " in line
         assert "most of its members have to be up" in line
+
+
+def test_who_asks_twice_waits_for_no_answer(agents, etcd_cluster):
+    job = agents(lease_ttl=60, close_timeout=600)
+    first = workers(job, 1)
+    for index in (0, 1):
+        etcd_cluster.server.kill(index)
+    for agent in job:
+        agent.signal(signal.SIGTERM)
+    assert_gone(worker.pid for worker in first)
+    for agent in job:
+        agent.insist(signal.SIGTERM)
+        agent.exits(1)

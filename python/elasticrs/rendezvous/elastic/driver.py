@@ -238,10 +238,10 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """The user insists: wait for others no longer. Returns the exit that was being held back, if there is
-        one.
+        """The user insists: wait no longer for others, nor for a store that does not answer. Returns the exit
+        that was being held back, if there is one.
         """
-        return self._farewell(_FAREWELL)
+        return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 
     def close(self) -> None:
         """Release everything. Idempotent."""
