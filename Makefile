@@ -46,7 +46,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-hang demo-etcd demo-multinode test test-rust test-python soak interop lint bench wheel clean force
+.PHONY: help setup build demo demo-hang demo-etcd demo-multinode test test-rust test-python soak soak-store interop lint bench wheel clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,7 +76,7 @@ demo-hang: build ## the same, but one stops in a collective: it is found, its st
 demo-etcd: build ## three agents meet in an etcd of three members; the one with rank 0 is killed, then a member of etcd (HOSTED=1: the agents host it)
 	@$(PY) examples/ddp_multinode/demo_etcd.py $(if $(HOSTED),--hosted)
 
-demo-multinode: build ## three hosts train; one is cut off, the job goes on with two, it comes back (namespaces if root)
+demo-multinode: build ## three hosts train; one is cut off, comes back; their store is killed, comes back (namespaces if root)
 	@$(PY) examples/ddp_multinode/demo.py
 
 test: test-rust test-python ## all tests but those marked slow, then a list of what took longest; ALL=1: every test
@@ -106,6 +106,9 @@ SOAK ?= --seconds 600
 
 soak: build ## random schedules of the rendezvous for ten minutes; SOAK="--seconds N --seed S"
 	@$(PY) -m tests.rendezvous.soak $(SOAK)
+
+soak-store: build ## a store that keeps its state is killed and started again under a running job; KILLS=200
+	@ELASTICRS_STORE_KILLS=$(or $(KILLS),200) $(PY) -m pytest -q -n0 tests/store_away -k no_worker_ends
 
 lint: build ## formatters, linters, types, the stub of the extension, floors and circles, rules of the tree
 	@cargo fmt --all --check

@@ -1,21 +1,23 @@
-"""Trains on three hosts, cuts one of them off in mid-training, takes it in again, and tells what happened.
+"""Trains on three hosts, cuts one of them off in mid-training, takes it in again, kills the store where they
+meet and starts it again, and tells what happened.
 
 The hosts are network namespaces of this machine, each with a name, an address and a cable; that needs root.
 Without, they are three agents on the loopback interface, and "cut off" means stopped: silent just the same.
 The training script is that of `ddp_digits`, as it is. Exits with 1 when anything is not as promised: the job
-does not go on with two, the lost host keeps its old worker, it is not taken in again, too little accuracy.
+does not go on with two, the lost host keeps its old worker, it is not taken in again, a worker ends because
+the store does, too little accuracy.
 """
 
 import argparse
 import os
 import signal
-import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from several_agents import HANG, TRAIN, Agents, is_running
+from several_agents import HANG, TRAIN, UP, Agents, PromiseError, is_running
 
 # isort: split
 # Found by way of the module above.
@@ -24,11 +26,10 @@ from helpers import hosts, ports
 PORT = 29400
 EPOCHS = 60
 BATCH_SIZE = 4
-CUT_AFTER = 4
-HEAL_AFTER = 4
-"""Epochs before the cable is pulled, and before it is plugged in again."""
-LIMIT = 2.0
-"""Seconds of silence after which a host is lost (`keep_alive_interval` times `keep_alive_max_attempt`)."""
+PAUSE = 4
+"""Epochs before the cable is pulled, before it is plugged in again, and before and after the store dies."""
+LIMIT = 8
+"""Seconds of silence after which a host is lost, and for which the store may be away."""
 
 
 class Place:
@@ -37,17 +38,13 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self._network = hosts.Network(folder, 3)
         self.about = "three network namespaces of this machine, with a cable each"
-        self.endpoint = self._network.hosts[0].endpoint(PORT)
+        self.port, self.endpoint = PORT, self._network.hosts[0].endpoint(PORT)
 
     def name(self, node: int) -> str:
         return str(self._network.hosts[node])
 
     def prefix(self, node: int) -> Sequence[str]:
         return self._network.hosts[node].prefix("/")
-
-    def is_hosted(self) -> bool | None:
-        # The endpoint is an address of the first host.
-        return True
 
     def cut_off(self, node: int, _agent: int) -> str:
         self._network.hosts[node].link_down()
@@ -65,7 +62,8 @@ class Loopback:
     """Where the three agents run when there may be no namespaces."""
 
     def __init__(self, why: str) -> None:
-        self.endpoint = f"127.0.0.1:{ports.free()}"
+        self.port = ports.free()
+        self.endpoint = f"127.0.0.1:{self.port}"
         self.about = f"three agents on the loopback interface ({why})"
 
     def name(self, node: int) -> str:
@@ -73,14 +71,6 @@ class Loopback:
 
     def prefix(self, _node: int) -> Sequence[str]:
         return ()
-
-    def is_hosted(self) -> bool | None:
-        address, _, port = self.endpoint.partition(":")
-        try:
-            socket.create_connection((address, int(port))).close()
-        except ConnectionRefusedError:
-            return None
-        return True
 
     def cut_off(self, node: int, agent: int) -> str:
         os.kill(agent, signal.SIGSTOP)
@@ -94,32 +84,55 @@ class Loopback:
         return []
 
 
-class Demo(Agents):
-    """Three agents, their output, and the story so far."""
+class Store:
+    """The store where the agents meet: a program of its own on the first host, which keeps its state."""
 
-    def __init__(self, place: Place | Loopback, folder: Path, *, epochs: int, is_verbose: bool) -> None:
+    def __init__(self, place: Place | Loopback, folder: Path) -> None:
+        command = ["-m", "elasticrs.store", "--port", str(place.port), "--state", str(folder / "state")]
+        command += ["--grace", str(LIMIT)]
+        self.shown = f"python {' '.join(command)}"
+        self._argv = [*place.prefix(0), sys.executable, *command]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it serves."""
+        self._program = subprocess.Popen(self._argv, stdout=subprocess.PIPE)
+        assert self._program.stdout is not None
+        self._program.stdout.readline()
+
+    def kill(self) -> None:
+        self._program.kill()
+        self._program.wait()
+        if self._program.stdout is not None:
+            self._program.stdout.close()
+
+
+class Demo(Agents):
+    """Three agents, their store, their output, and the story so far."""
+
+    def __init__(
+        self, place: Place | Loopback, store: Store, folder: Path, *, epochs: int, is_verbose: bool
+    ) -> None:
         super().__init__(place.name, place.prefix, is_verbose=is_verbose)
-        self._place = place
+        self._place, self._store = place, store
         # The lost host waits for its cable for as long as the others need to train without it.
-        settings = f"last_call_timeout=10,keep_alive_interval={LIMIT / 5:g},store_lost_timeout={HANG:g}"
+        settings = f"last_call_timeout=10,store_grace={LIMIT},store_lost_timeout={HANG:g},is_host=0"
         arguments = ["--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         arguments += ["--rdzv-endpoint", place.endpoint, "--rdzv-id", "demo", "--max-restarts", "3"]
         arguments += ["--rdzv-conf", settings, str(TRAIN)]
         arguments += ["--checkpoint", str(folder / "digits.pt"), "--epochs", str(epochs)]
         arguments += ["--batch-size", str(BATCH_SIZE), "--stamps"]
-        print(f"On {place.about}, each:\n$ elasticrun {' '.join(arguments)}\n", flush=True)
-        for node in range(3):
+        print(f"On {place.about}; on the first:\n$ {store.shown}", flush=True)
+        print(f"and on each:\n$ elasticrun {' '.join(arguments)}\n", flush=True)
+        for _ in range(3):
             self.start(arguments)
-            if node == 0:
-                # On one machine any agent can host the rendezvous; it has to be one that stays.
-                self.until(place.is_hosted, "the first agent listens")
         self.tell("started " + ", ".join(place.name(node) for node in range(3)))
 
     # --- the story ---
 
     def run(self) -> None:
         self.wait_for_workers(3, since=0, where=(0, 1, 2))
-        epoch = self.wait_for_epochs(CUT_AFTER, since=0)
+        epoch = self.wait_for_epochs(PAUSE, since=0)
 
         since = len(self.lines)
         old = self.worker_of(2)
@@ -129,21 +142,34 @@ class Demo(Agents):
         self.tell(f"{self._place.name(2)} has ended its worker itself, {self.now() - cut:.1f} s later")
         self.wait_for_workers(2, since, where=(0, 1))
         self.wait_for_resume(since)
-        epoch = self.wait_for_epochs(HEAL_AFTER, since)
+        epoch = self.wait_for_epochs(PAUSE, since)
 
         since = len(self.lines)
         self.tell(f"after epoch {epoch}: {self._place.heal(2, self.agents[2].pid)}")
         self.wait_for_workers(3, since, where=(0, 1, 2))
         self.wait_for_resume(since)
+        epoch = self.wait_for_epochs(PAUSE, since)
+
+        since = len(self.lines)
+        self._store.kill()
+        self.tell(f"after epoch {epoch}: the store is killed (SIGKILL)")
+        self._store.start()
+        self.tell("it is started again, with the same file")
+        epoch = self.wait_for_epochs(PAUSE, since)
+        if any(UP.search(each.text) for each in self.lines[since:]):
+            raise PromiseError("workers were started again")
+        self.tell(f"after epoch {epoch}: the same workers train")
         self.wait_for_success((0, 1, 2))
 
 
 def run(folder: Path, *, is_loopback: bool, epochs: int, is_verbose: bool) -> int:
     why = "as asked for" if is_loopback else hosts.why_not()
     place = Loopback(why) if why else Place(folder)
+    store = Store(place, folder)
     try:
-        is_kept = Demo(place, folder, epochs=epochs, is_verbose=is_verbose).play()
+        is_kept = Demo(place, store, folder, epochs=epochs, is_verbose=is_verbose).play()
     finally:
+        store.kill()
         left = place.close()
     if left:
         print(f"NOT AS PROMISED: left on the hosts: {left}", flush=True)

@@ -34,4 +34,5 @@ def test_a_host_is_cut_off_and_comes_back(run_demo, tmp_path, options):
         "2 workers train",
         "3 workers train",
     ]
+    assert "the same workers train" in printed
     assert "NOT AS PROMISED" not in printed

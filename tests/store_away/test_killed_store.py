@@ -1,0 +1,213 @@
+"""A store of its own that keeps its state is killed and started again under a running job: nobody notices."""
+
+import os
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ports, procs
+from helpers.launcher import Launched, clean_environment
+from helpers.nodes import RANKS, READY, Worker
+
+SUCCEED, FAIL, KILL = signal.SIGUSR1, signal.SIGUSR2, signal.SIGKILL
+
+TIMES = int(os.environ.get("ELASTICRS_STORE_KILLS", "20"))
+"""`make soak-store` takes 200."""
+
+pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(180 + 6 * TIMES)]
+
+NODES = 3
+GRACE = 120
+"""Seconds: however loaded the machine is, the store is back by then."""
+
+
+class Store:
+    """``python -m elasticrs.store --state``, which may be killed and started again."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.folder, self.options, self.port = folder, options, ports.free()
+        self.program: Launched | None = None
+
+    def start(self, state: str | None = "state", **options: object) -> "Store":
+        argv = [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", str(self.port)]
+        if state is not None:
+            argv += ["--state", str(self.folder / state)]
+            for name, value in {**self.options, **options}.items():
+                argv += [f"--{name}", str(value)]
+        self.program = Launched(argv, env=clean_environment(), cwd=self.folder)
+        procs.bystanders.add(self.program.pid)
+        self.program.wait_for_line("serving at", "stdout")
+        return self
+
+    def kill(self) -> None:
+        self.end(KILL)
+
+    def end(self, signum: int) -> None:
+        assert self.program is not None
+        self.program.signal(signum)
+        self.program.wait()
+        self.close()
+
+    def close(self) -> None:
+        if self.program is not None:
+            procs.bystanders.discard(self.program.pid)
+            self.program.close()
+            self.program = None
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path, grace=GRACE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def job(launch, store):
+    """Start the agents of a job that meet in the store."""
+
+    def job(*options, **conf):
+        pairs = ",".join(f"{name}={value}" for name, value in {"is_host": 0, **conf}.items())
+        return [
+            launch(
+                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=job"),
+                *(f"--rdzv-conf={pairs}", f"--nnodes={NODES}", "--max-restarts=100", *options, RANKS),
+            )
+            for _ in range(NODES)
+        ]
+
+    return job
+
+
+def workers(agents, number):
+    """Those of a round, each agent's `number`-th."""
+    found = [Worker.parse(agent.wait_for_lines(READY.pattern, number, "stdout")[-1][1]) for agent in agents]
+    assert {each.rank for each in found} == set(range(NODES))
+    return found
+
+
+def finish(agents, found):
+    for worker in found:
+        os.kill(worker.pid, SUCCEED)
+    for agent in agents:
+        agent.exits(0)
+
+
+def rounds(agent):
+    """How often its worker has begun."""
+    return len(READY.findall(agent.stdout))
+
+
+def test_no_worker_ends_and_the_job_succeeds(store, job):
+    store.start()
+    agents = job()
+    found = workers(agents, 1)
+    chance = random.Random(1)
+    for _ in range(TIMES):
+        agents[0].read_for(chance.uniform(0, 0.2))
+        store.kill()
+        agents[0].read_for(chance.uniform(0, 0.2))
+        store.start()
+    finish(agents, found)
+    for agent in agents:
+        assert rounds(agent) == 1, agent.stderr
+        assert "killed" not in agent.stderr
+
+
+def test_the_store_dies_while_nodes_meet(store, job):
+    store.start()
+    agents = job()
+    chance = random.Random(2)
+    for _ in range(5):
+        agents[0].read_for(chance.uniform(0, 0.3))
+        store.kill()
+        store.start()
+    found = workers(agents, 1)
+    assert {(each.round, each.restart) for each in found} == {("1", 0)}
+    finish(agents, found)
+
+
+def test_the_store_dies_while_a_restart_is_under_way(store, job):
+    store.start()
+    agents = job()
+    chance = random.Random(3)
+    for number in range(1, 6):
+        found = workers(agents, number)
+        assert {(each.round, each.restart) for each in found} == {(str(number), number - 1)}
+        os.kill(chance.choice(found).pid, FAIL)
+        agents[0].read_for(chance.uniform(0, 0.05))
+        store.kill()
+        store.start()
+    finish(agents, workers(agents, 6))
+
+
+def test_a_store_that_is_ended_in_order_comes_back_as_well(store, job):
+    store.start()
+    agents = job()
+    found = workers(agents, 1)
+    store.end(signal.SIGTERM)
+    store.start()
+    os.kill(found[0].pid, FAIL)
+    again = workers(agents, 2)
+    assert {(each.round, each.restart) for each in again} == {("2", 1)}
+    finish(agents, again)
+
+
+@pytest.mark.parametrize("state", [None, "another"])
+def test_a_store_that_is_started_empty_is_refused(store, job, state):
+    store.start()
+    agents = job()
+    found = workers(agents, 1)
+    store.kill()
+    store.start(state)
+    for agent in agents:
+        agent.exits(1)
+        assert "is not the store that this node has met before" in agent.stderr
+        assert "Traceback" not in agent.stderr
+    procs.assert_gone([each.pid for each in found])
+
+
+def test_of_two_copies_the_first_that_is_met_counts(store, job, tmp_path):
+    store.start()
+    agents = job()
+    found = workers(agents, 1)
+    store.kill()
+    shutil.copy(tmp_path / "state", tmp_path / "copy")
+    store.start()
+    # A restart needs the store: all of them have met this one.
+    os.kill(found[0].pid, FAIL)
+    again = workers(agents, 2)
+    store.kill()
+    store.start("copy")
+    for agent in agents:
+        agent.exits(1)
+    procs.assert_gone([each.pid for each in again])
+    assert store.program is not None
+    store.program.wait_for_line("another", "stderr")
+
+
+def test_a_store_that_stays_away_ends_the_job_in_order(tmp_path, launch):
+    brief = Store(tmp_path, grace=2)
+    try:
+        brief.start()
+        pairs = "is_host=0,keep_alive_interval=0.4,store_lost_timeout=1"
+        agents = [
+            launch(
+                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{brief.port}", "--rdzv-id=job"),
+                *(f"--rdzv-conf={pairs}", f"--nnodes={NODES}", RANKS),
+            )
+            for _ in range(NODES)
+        ]
+        found = workers(agents, 1)
+        brief.kill()
+        for agent in agents:
+            agent.exits(1)
+            (line,) = [each for each in agent.stderr.splitlines() if "could not reach it again" in each]
+            assert "python -m elasticrs.store --state FILE" in line
+            assert "--rdzv-conf host=1" in line
+        procs.assert_gone([each.pid for each in found])
+    finally:
+        brief.close()
