@@ -327,7 +327,8 @@ impl<'a> Session<'a> {
 
     async fn done(&mut self, live: &mut Live, done: Done) -> Result<(), Halt> {
         match done {
-            Done::Looked { revision } => Ok(self.advance_beyond(self.told, revision)?),
+            // What was written before the connection broke may be answered next, at an older one.
+            Done::Looked { revision } => Ok(not_behind(unsigned(self.seen).max(self.told), revision)?),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;
                 self.events.push(Event::Reply { tag, ok, revision: unsigned(revision), results }, 0);
@@ -397,17 +398,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Revisions never go back: a store in which they do has forgotten what we built on.
     fn advance(&mut self, revision: i64) -> Result<(), Lost> {
-        self.advance_beyond(0, revision)
-    }
-
-    fn advance_beyond(&mut self, told: u64, revision: i64) -> Result<(), Lost> {
-        let known = unsigned(self.seen).max(told);
-        if unsigned(revision) < known {
-            let message = format!("etcd went back from revision {known} to {revision}: restored from a backup?");
-            return Err(Lost::new(LostKind::Protocol, message));
-        }
+        not_behind(unsigned(self.seen), revision)?;
         self.seen = revision;
         Ok(())
     }
@@ -479,6 +471,15 @@ impl<'a> Session<'a> {
             }
         }
     }
+}
+
+/// Revisions never go back: a store in which they do has forgotten what we built on.
+fn not_behind(known: u64, revision: i64) -> Result<(), Lost> {
+    if unsigned(revision) >= known {
+        return Ok(());
+    }
+    let message = format!("etcd went back from revision {known} to {revision}: restored from a backup?");
+    Err(Lost::new(LostKind::Protocol, message))
 }
 
 /// What a future gives, if there is one.
