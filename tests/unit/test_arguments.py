@@ -356,7 +356,7 @@ def test_help_names_every_option_and_setting_once():
         re.match(r"[* ] (?:-\w, )?(--[\w-]+|[a-z]\w+)(?: |$)", line) for line in help_text("x").splitlines()
     ]
     names = sorted(match[1] for match in heads if match)
-    settings = [key.name for key in (*KEYS, *etcd_site.KEYS) if key.is_stored]
+    settings = [key.name for key in (*KEYS, *etcd_site.KEYS) if key.is_stored or key.default is None]
     assert names == sorted([*(option.flag for option in OPTIONS), "--help", "--version", *settings])
 
 

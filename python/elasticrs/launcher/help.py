@@ -89,7 +89,8 @@ def _settings() -> Iterator[str]:
 
 def _rows(keys: Iterable[Key]) -> Iterator[str]:
     for key in keys:
-        if key.is_stored:
+        # Torch's are told of below, and have defaults.
+        if key.is_stored or key.default is None:
             yield from _row(f"  {key.name}", key.help + _default(key.default))
 
 
