@@ -19,9 +19,9 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use sha2::{Digest as _, Sha256};
 
-use super::protocol::{Digest, MAX_IDS, Secret, StoreId};
+use super::protocol::{Digest, Secret, StoreId};
 use super::state::{SessionId, Stored, cost_of_entries};
-use super::wire::{Cursor, Field, Malformed, Writer, kinds, record};
+use super::wire::{Cursor, Field, MAX_IDS, Malformed, Writer, kinds, record};
 
 const MAGIC: [u8; 8] = *b"\x93ERSTAT\n";
 /// What this code writes. Any other number: not understood.

@@ -22,9 +22,6 @@ pub type Secret = [u8; 32];
 /// Names a store from its start to its end.
 pub type StoreId = [u8; 16];
 
-/// The most names that a store tells of: its own, and those of its forerunners.
-pub const MAX_IDS: usize = 64;
-
 /// The first message of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {

@@ -17,6 +17,8 @@ pub const MAX_UNPROVEN: usize = 1024;
 pub const MAX_REQUEST: usize = 1 << 20;
 /// The largest answer: a snapshot of all that is under a prefix.
 pub const MAX_ANSWER: usize = 64 << 20;
+/// The most names that a store tells of: its own, and those of its forerunners.
+pub const MAX_IDS: usize = 64;
 
 /// Bytes that are no message of this protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -254,7 +256,7 @@ impl Field for bool {
 }
 
 impl<const N: usize> Field for [u8; N] {
-    const MOST: usize = super::protocol::MAX_IDS;
+    const MOST: usize = MAX_IDS;
 
     fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
         c.array()
