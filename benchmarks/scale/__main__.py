@@ -19,7 +19,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--agents", type=int, action="append", help=f"may be given several times: {SIZES}")
     parser.add_argument("--processes", type=int, default=4, help="that the agents share (default: 4)")
     parser.add_argument("--repeats", type=int, default=3, help="the median counts (default: 3)")
-    parser.add_argument("--store", choices=("own", "etcd"), default="own", help="where they meet")
+    parser.add_argument("--store", choices=("own", "kept", "etcd"), default="own", help="where they meet")
     parser.add_argument("--no-torch", action="store_true", help="leave out torch's handler")
     parser.add_argument("--svg", type=Path, help="where to draw the curves")
     parser.add_argument("--markdown", type=Path, help="where to write the tables")

@@ -35,7 +35,7 @@ class Job:
     Args:
         agents: how many.
         processes: how many the others share.
-        store: ``own`` or ``etcd``.
+        store: ``own``, ``kept`` (a program that keeps its state on disk) or ``etcd``.
         stack: ends them.
     """
 
@@ -63,6 +63,10 @@ class Job:
         cpu = [sum(child.cpu().values()) for child in (self.server, *self.swarms)]
         up, down = (sum(each[way] for each in counts) for way in ("up", "down"))
         return Costs(up, down, traffic["sent"], traffic["received"], cpu[0], cpu[1], sum(cpu[2:]))
+
+    def stops(self) -> int:
+        """How often workers were stopped so far."""
+        return sum(each["stops"] for each in together(self.swarms, "counts"))
 
     def begin_leader(self) -> None:
         """Let the first agent join; returns when it has."""
@@ -115,8 +119,8 @@ def measure(agents: int, processes: int, store: str = "own", idle: float = IDLE)
     Args:
         agents: how many, at least 2.
         processes: that they share.
-        store: ``own`` or ``etcd``. There an agent that "dies" ends its session in order: in one process with
-            others it cannot be killed.
+        store: as for :class:`Job`. With ``etcd`` an agent that "dies" ends its session in order: in one
+            process with others it cannot be killed.
         idle: seconds of doing nothing, to measure what that costs.
     """
     values: Figures = {}
@@ -133,6 +137,8 @@ def measure(agents: int, processes: int, store: str = "own", idle: float = IDLE)
         _join_last(job, values)
         _fail(job, values)
         _idle(job, values, idle)
+        if store == "kept":
+            _restart_store(job, values)
         number = 2
         if agents > 2:
             number = _lose(job, values, number)
@@ -171,6 +177,18 @@ def _idle(job: Job, values: Figures, seconds: float) -> None:
     time.sleep(seconds)
     after = job.costs()
     values["idle: store cpu"] = (after.store_cpu - before.store_cpu) / (time.monotonic() - began) * 100
+
+
+def _restart_store(job: Job, values: Figures) -> None:
+    """The store is killed and started again: agents find it, and nobody's workers are stopped."""
+    job.stamps("confirmed", 0)
+    stops = job.stops()
+    times = job.server.ask("restart")
+    found = job.stamps("confirmed", 1)
+    values["store restarted: back"] = (times["back"] - times["killed"]) / 1e6
+    values["store restarted: all confirmed"] = ms(times["back"], found)
+    values["store restarted: workers stopped"] = job.stops() - stops
+    job.server.stands_for(times["pid"])
 
 
 def _lose(job: Job, values: Figures, number: int) -> int:

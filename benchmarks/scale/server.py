@@ -6,7 +6,10 @@ import resource
 import socket
 import stat
 import struct
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -80,11 +83,58 @@ def serve_etcd() -> None:
     server.stop()
 
 
+class KeptStore:
+    """``python -m elasticrs.store --state`` with a file of its own.
+
+    Args:
+        folder: for the file.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._argv = [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1"]
+        self._argv += ["--state", f"{folder}/state"]
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it listens."""
+        argv = [*self._argv, "--port", str(self.port)]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline().rpartition(":")[2])
+
+    def end(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def serve_kept() -> None:
+    """Our own store as a program that keeps its state, and is killed and started again when it is told so."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = KeptStore(folder)
+        write_line(1, {"port": store.port, "pid": store.process.pid})
+        lines = Lines()
+        while lines.is_open:
+            for command in lines.read():
+                if command["do"] == "restart":
+                    killed = time.monotonic_ns()
+                    store.end()
+                    store.start()
+                    write_line(1, {"killed": killed, "back": time.monotonic_ns(), "pid": store.process.pid})
+                else:
+                    # What it carries is its own to count.
+                    write_line(1, {"connections": 0, "sent": 0, "received": 0})
+        store.end()
+
+
 def main() -> None:
     raise_descriptors()
     arguments = json.loads(sys.argv[1])
     if arguments["store"] == "etcd":
         serve_etcd()
+    elif arguments["store"] == "kept":
+        serve_kept()
     else:
         serve_own(arguments["agents"])
 

@@ -23,9 +23,10 @@ from elasticrs.rendezvous.elastic.settings import Rendezvous, Settings, ThisAgen
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elasticrs.coordination import Session
 
 RUN_ID = "scale"
+LOOK = 0.002
+"""Seconds between two looks at which store has been met."""
 
 CAUSE = {
     "node": "node7",
@@ -55,6 +56,7 @@ class Agent:
         "_handlers",
         "_swarm",
         "_timers",
+        "confirmed",
         "member",
         "registering",
         "round",
@@ -78,7 +80,8 @@ class Agent:
         self._events: deque[Any] = deque()
         self._timers: dict[str, float] = {}
         self.member = machine.Member(rendezvous, this_agent)
-        self.session: Session | None = None
+        self.session: NativeSession | None = None
+        self.confirmed: bytes | None = None
         self.registering = -1
         self.round = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -123,6 +126,14 @@ class Agent:
             del self._timers[name]
             self.handle(messages.TimerFired(name))
 
+    def confirm(self) -> bool:
+        """True if the store is another one than at the last call that said so."""
+        met = None if self.session is None else self.session.met
+        if met is None or met[0] == self.confirmed:
+            return False
+        self.confirmed = met[0]
+        return True
+
     def close(self) -> None:
         """Close the connection, as when the agent is killed."""
         self._disconnect(None)
@@ -132,7 +143,7 @@ class Agent:
         if swarm.site is not None:
             client = swarm.site.client(RUN_ID, connect_timeout=60.0, links=(RUN_ID, None))
         else:
-            client = _core.CoordinationClient("127.0.0.1", swarm.port, run_id=RUN_ID)
+            client = _core.CoordinationClient("127.0.0.1", swarm.port, run_id=RUN_ID, resume=True)
         self.session = NativeSession(client)
         swarm.register(client.fd, self)
 
@@ -160,6 +171,7 @@ class Agent:
         self._swarm.stamp("started", start.round)
 
     def _stop(self, stop: Any) -> None:
+        self._swarm.stops += 1
         self._swarm.stamp("stopped", stop.round)
         self._events.append(messages.GroupEnded())
 
@@ -194,7 +206,7 @@ class Swarm:
         first: number of the first of them.
         count: how many.
         agents: how many there are in all.
-        store: ``own`` or ``etcd``.
+        store: ``own``, ``kept`` or ``etcd``.
     """
 
     def __init__(self, port: int, first: int, count: int, agents: int, store: str) -> None:
@@ -203,6 +215,7 @@ class Swarm:
         self.site = EtcdSite((("127.0.0.1", port),), ttl=60) if store == "etcd" else None
         self.up = 0
         self.down = 0
+        self.stops = 0
         self.texts: Counter[str] = Counter()
         self.timers: list[tuple[float, int, Agent, str]] = []
         self.agents = [Agent(self, number, agents) for number in range(first, first + count)]
@@ -228,6 +241,8 @@ class Swarm:
         self._epoll.register(lines.fd, select.EPOLLIN)
         while lines.is_open:
             timeout = max(0.0, self.timers[0][0] - time.monotonic()) if self.timers else None
+            if self._awaited is not None and self._awaited[0] == "confirmed":
+                timeout = LOOK
             for fd, _ in self._epoll.poll(timeout):
                 if fd == lines.fd:
                     for command in lines.read():
@@ -249,7 +264,8 @@ class Swarm:
             self._awaited = event, number, count
             return
         if do == "counts":
-            write_line(1, {"up": self.up, "down": self.down, "texts": dict(self.texts.most_common(5))})
+            texts = dict(self.texts.most_common(5))
+            write_line(1, {"up": self.up, "down": self.down, "stops": self.stops, "texts": texts})
             return
         chosen = self.agents if agent is None else [self.agents[agent]]
         moment = time.monotonic_ns()
@@ -267,6 +283,10 @@ class Swarm:
     def _tell(self) -> None:
         if self._awaited is not None:
             event, number, count = self._awaited
+            if event == "confirmed":
+                for agent in self.agents:
+                    if agent.confirm():
+                        self.stamp(event, number)
             stamps = self._stamps.get((event, number), [])
             if len(stamps) >= count:
                 self._awaited = None

@@ -16,6 +16,8 @@ TIMES = {
     "loss: started": "an agent dies → all others started again",
     "leader lost: started": "the leader dies → all others started again",
     "success": "the workers are done → all agents have left",
+    "store restarted: back": "kept store: from SIGKILL until it listens again",
+    "store restarted: all confirmed": "… until all agents have taken up their sessions",
 }
 
 COSTS = {
