@@ -2,12 +2,14 @@
 
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
+import trustme
 from helpers import ports
 from helpers.coordination import serving
 from helpers.etcd_client import EtcdClient
@@ -139,10 +141,44 @@ def test_a_client_with_a_certificate_is_served(etcd_tls, authority, connect_etcd
     assert etcd_tls.keys()["/k"] == b"v"
 
 
+@contextmanager
+def authority_that_serves(folder):
+    """A server whose certificate is that of an authority, and the file of that."""
+    ca = trustme.CA()
+    file, pem = folder / "ca.pem", folder / "both.pem"
+    ca.cert_pem.write_to_path(str(file))
+    pem.write_bytes(ca.private_key_pem.bytes() + ca.cert_pem.bytes())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    context.set_alpn_protocols(["h2"])
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                context.wrap_socket(connection, server_side=True).close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname(), file
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_an_authoritys_certificate_as_that_of_the_server(tmp_path):
+    with authority_that_serves(tmp_path) as (endpoint, file):
+        lost = refusal([endpoint], is_tls=True, ca_cert=str(file))
+    assert (lost.kind, "CA:TRUE" in lost.message) == ("tls", True)
+
+
 def test_certificates_that_do_not_do(etcd_tls, authority, other_authority):
     files, endpoints = authority.issue("client"), etcd_tls.server.endpoints
     lost = refusal(endpoints, **tls(files, ca_cert=str(other_authority.ca)))
-    assert (lost.kind, "not signed by the authority" in lost.message) == ("tls", True)
+    assert (lost.kind, "not signed by an authority" in lost.message) == ("tls", True)
     lost = refusal(endpoints, **tls(files, cert=None, key=None))
     assert (lost.kind, "does it ask for a certificate" in lost.message) == ("tls", True)
     lost = refusal(endpoints, **tls(other_authority.issue("stranger"), ca_cert=str(authority.ca)))

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use tokio_rustls::rustls::{CertificateError, ClientConfig, Error, RootCertStore};
+use tokio_rustls::rustls::{AlertDescription, CertificateError, ClientConfig, Error, RootCertStore};
 
 /// Files in PEM.
 #[derive(Debug, Clone, Default)]
@@ -35,8 +35,9 @@ pub(super) fn config(files: &Files) -> Result<Arc<ClientConfig>, String> {
         None => builder.with_no_client_auth(),
         Some((cert, key)) => {
             let unfit = |error: Error| format!("{} and {} do not fit: {error}", cert.display(), key.display());
-            let key = PrivateKeyDer::from_pem_slice(&read(key)?)
-                .map_err(|error| format!("{} holds no private key: {error}", key.display()))?;
+            let key = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|error| {
+                format!("{} holds no private key, or one with a passphrase: {error}", key.display())
+            })?;
             builder.with_client_auth_cert(certificates(cert)?, key).map_err(unfit)?
         }
     };
@@ -79,11 +80,18 @@ pub(super) fn explain(error: &Error) -> String {
             "its certificate is not valid yet, or this host's clock is wrong"
         }
         Error::InvalidCertificate(CertificateError::UnknownIssuer) => {
-            "its certificate was not signed by the authority that was given"
+            "its certificate was not signed by an authority that is trusted here: ca_cert names one"
         }
         Error::InvalidCertificate(
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
         ) => "its certificate is for another name",
+        // The only way to tell: the error is that of another library, as an object.
+        Error::InvalidCertificate(CertificateError::Other(_)) if error.to_string().contains("CaUsedAsEndEntity") => {
+            "its certificate is that of an authority (CA:TRUE), which a server cannot use"
+        }
+        Error::AlertReceived(AlertDescription::HandshakeFailure) => {
+            "it refused this client: does it ask for a certificate, or is its key neither RSA, P-256, P-384 nor Ed25519?"
+        }
         Error::AlertReceived(_) => "it refused this client: does it ask for a certificate?",
         _ => return error.to_string(),
     };
