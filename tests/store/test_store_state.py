@@ -313,6 +313,12 @@ def test_a_disk_that_is_full_ends_the_store_and_damages_nothing(keep, state):
         assert everything(client) == [("a", b"1", 1, 1)]
 
 
+def test_an_empty_name_is_not_taken_for_none(capfd):
+    command = [sys.executable, "-m", "elasticrs.store", "--port", "0", "--state", ""]
+    assert subprocess.run(command, check=False, timeout=procs.HANG).returncode == 2
+    assert capfd.readouterr().err.endswith("--state needs the name of a file\n")
+
+
 def test_a_grace_needs_a_state(capfd):
     command = [sys.executable, "-m", "elasticrs.store", "--port", "0"]
     for options in (["--grace", "5"], ["--state", "x", "--grace", "0"], ["--state", "x", "--grace", "nan"]):

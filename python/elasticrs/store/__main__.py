@@ -104,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--max-mib and --max-connections must be positive")
     if max(args.max_mib << 20, args.max_connections or 0) >= 1 << 63:
         parser.error("--max-mib and --max-connections are too large")
+    if args.state == "":
+        parser.error("--state needs the name of a file")
     if args.grace is not None and not (args.state and 0 < args.grace <= 3600):
         parser.error("--grace needs --state, and between 0 and 3600 seconds")
     limits = {} if args.max_connections is None else {"max_connections": args.max_connections}
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_id=args.run_id,
                 token=token,
                 max_bytes=args.max_mib << 20,
-                state=args.state or None,
+                state=args.state,
                 grace=args.grace or GRACE,
                 **limits,
             )
