@@ -9,14 +9,14 @@
 //! - **DISK-3** a file that is damaged, was cut off, is not ours or in use, stays as it is.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions, canonicalize, metadata, remove_file, rename};
+use std::fs::{File, OpenOptions, Permissions, canonicalize, metadata, remove_file, rename};
 use std::io::{self, BufReader, ErrorKind, Read};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::{Flock, FlockArg, OFlag};
 use sha2::{Digest as _, Sha256};
 
 use super::protocol::{Digest, Secret, StoreId};
@@ -157,6 +157,9 @@ fn set<K: Ord, V>(map: &mut BTreeMap<K, V>, key: K, value: Option<V>) {
     }
 }
 
+/// Sessions can be taken up by whoever reads it.
+const MODE: u32 = 0o600;
+
 /// The file of a store that runs.
 #[derive(Debug)]
 pub(super) struct StateFile {
@@ -226,7 +229,10 @@ impl StateFile {
     fn begin(path: PathBuf, held: Option<&File>, whole: impl Iterator<Item = Item>) -> Result<Self, StateError> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let next = path.with_file_name(format!(".{name}.elasticrs-new"));
-        let Some(file) = lock(&next, &path, OpenOptions::new().create(true).mode(0o600))? else {
+        // Somebody else may have put something there: a link leads nowhere, and what was open to others is no longer.
+        let mut options = OpenOptions::new();
+        options.create(true).mode(MODE).custom_flags(OFlag::O_NOFOLLOW.bits());
+        let Some(file) = lock(&next, &path, &mut options)? else {
             // Only its folder can be missing.
             return Err(failed("write", &path, Errno::ENOENT.into()));
         };
@@ -238,7 +244,9 @@ impl StateFile {
         };
         let written = match is_there {
             Ok(true) => begun.fill(whole).and_then(|()| put_in_place(&next, &begun.path)),
-            Ok(false) => Err(Errno::EWOULDBLOCK.into()),
+            Ok(false) if begun.path.exists() => Err(Errno::EWOULDBLOCK.into()),
+            // It was removed.
+            Ok(false) => Err(Errno::ENOENT.into()),
             Err(error) => Err(error),
         };
         let Err(source) = written else { return Ok(begun) };
@@ -248,6 +256,7 @@ impl StateFile {
     }
 
     fn fill(&mut self, whole: impl Iterator<Item = Item>) -> io::Result<()> {
+        self.file.set_permissions(Permissions::from_mode(MODE))?;
         self.file.set_len(0)?;
         self.file.write_all_at(&MAGIC, 0)?;
         self.file.write_all_at(&FORMAT.to_le_bytes(), MAGIC.len() as u64)?;

@@ -168,6 +168,31 @@ fn a_file_that_was_put_in_place_of_ours_is_not_replaced() {
 }
 
 #[test]
+fn what_somebody_else_has_prepared_is_not_written_to_and_not_left_open() {
+    let (folder, path) = a_file();
+    let (next, victim) = (folder.path().join(".state.elasticrs-new"), folder.path().join("victim"));
+    std::fs::write(&victim, "precious").unwrap();
+    std::os::unix::fs::symlink(&victim, &next).unwrap();
+    assert!(matches!(open(&path), Err(StateError::Io { .. })));
+    assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
+
+    remove_file(&next).unwrap();
+    std::fs::write(&next, "").unwrap();
+    std::fs::set_permissions(&next, Permissions::from_mode(0o666)).unwrap();
+    let _file = open(&path).unwrap();
+    assert_eq!(metadata(&path).unwrap().mode() & 0o777, MODE);
+}
+
+#[test]
+fn a_file_that_was_removed_is_missed_when_it_is_replaced() {
+    let (_folder, path) = a_file();
+    let (mut file, image) = open(&path).unwrap();
+    remove_file(&path).unwrap();
+    let Err(StateError::Io { source, .. }) = file.replace(image.items(&image.entries)) else { panic!() };
+    assert_eq!(source.raw_os_error(), Some(Errno::ENOENT as i32));
+}
+
+#[test]
 fn what_cannot_be_a_state_is_named_and_stays() {
     let (folder, path) = a_file();
     let said = |path: &Path, run_id| StateFile::open(path, run_id, [9; 16], LIMIT).unwrap_err().to_string();
