@@ -9,7 +9,7 @@ import pytest
 from helpers import ports
 from helpers.etcd import binary
 from helpers.nodes import RANKS, READY, Worker
-from helpers.procs import reap_adopted, wait_until
+from helpers.procs import descendants, reap_adopted, wait_until
 
 from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Seat, password_of
@@ -173,6 +173,18 @@ def test_a_member_that_ends_is_started_again_and_no_worker_is(job):
     wait_until(lambda: job.are_members(0, 1, 2))
     finish(agents, workers)
     assert "this node's member of etcd has ended: " in "".join(agent.stderr for agent in agents)
+
+
+def test_a_node_whose_members_program_is_killed_says_that_it_has_none(job):
+    agents = [job.agent(nnodes="3") for _ in range(3)]
+    workers = round_of(agents, [1, 1, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    below = descendants(agents[0].pid)
+    os.kill(next(each.pid for each in below if "etcd_host_program" in each.command), signal.SIGKILL)
+    agents[0].wait_for_lines("exit code -9; (this node has none any more)", 1)
+    finish(agents, workers)
+    reap_adopted()
+    assert job.left() == ([], [], [])
 
 
 def test_a_signal_before_there_is_a_quorum(job):

@@ -93,7 +93,8 @@ class EtcdHost:
             code = self._program.wait(_LONGEST_END)
         except subprocess.TimeoutExpired:
             return []
-        why = f"the program that runs this node's member of etcd ended with exit code {code}"
+        why = f"the program that runs this node's member of etcd ended with exit code {code}; "
+        why += "this node has none any more"
         return [("say", why)] if code else []
 
     def leave(self, outcome: str) -> None:
