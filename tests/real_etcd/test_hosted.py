@@ -195,6 +195,13 @@ def test_a_signal_before_there_is_a_quorum(job):
     assert job.left() == ([], [], [])
 
 
+def test_an_agent_that_is_alone_says_how_many_have_to_be_up(job):
+    agent = job.agent(conf=",join_timeout=3")
+    agent.exits(1)
+    assert "have to be up: 2 of 3" in agent.stderr
+    assert job.left() == ([], [], [])
+
+
 # --- with certificates ---
 
 

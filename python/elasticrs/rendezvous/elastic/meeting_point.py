@@ -53,6 +53,11 @@ _REMEDIES_OF_ETCD = {
     "limit": "etcd has to have space (alarm NOSPACE: compact, defragment, disarm)",
 }
 """The same with etcd."""
+_REMEDIES_OF_HOSTED = {
+    "refused": "the agents of most endpoints have to be up: {most} of {seats}",
+    "denied": _REMEDIES["token"],
+}
+"""What differs where the agents host it."""
 _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
@@ -387,9 +392,12 @@ class MeetingPoint:
         if etcd is not None:
             is_passing = self._has_met and lost.kind in (*_BEFORE_MEETING, "closed")
             todo = None if is_passing else _REMEDIES_OF_ETCD.get(lost.kind)
-            if etcd.seats and lost.kind == "denied":
-                todo = _REMEDIES["token"]
-            return lost.message if todo is None else f"{lost.message}; {todo.format(prefix=etcd.prefix)}"
+            if etcd.seats and todo is not None:
+                todo = _REMEDIES_OF_HOSTED.get(lost.kind, todo)
+            if todo is None:
+                return lost.message
+            most, seats = len(etcd.seats) // 2 + 1, len(etcd.seats)
+            return f"{lost.message}; {todo.format(prefix=etcd.prefix, most=most, seats=seats)}"
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
         todo = None if lost.kind in _BEFORE_MEETING and self._has_met else _REMEDIES.get(lost.kind)
