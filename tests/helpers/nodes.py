@@ -1,10 +1,11 @@
 """One job with agents on several hosts: starting them, waiting for what they do together, ending it."""
 
+import os
 import re
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -53,6 +54,28 @@ class Worker(NamedTuple):
             name: int(text) if types[name] is int else text for name, text in fields.items()
         }
         return cls(**typed)
+
+
+SUCCEED, FAIL = signal.SIGUSR1, signal.SIGUSR2
+"""What ends a worker of `tests/workers/ranks.py`."""
+
+
+def round_of(launched: Sequence[Launched], numbers: Sequence[int]) -> list[Worker]:
+    """The workers of one round, one on each node: each agent's so many-th."""
+    found = []
+    for agent, number in zip(launched, numbers, strict=True):
+        line = agent.wait_for_lines(READY.pattern, number, "stdout")[number - 1]
+        found.append(Worker.parse(line[1]))
+    assert sorted(each.rank for each in found) == list(range(len(launched)))
+    return found
+
+
+def finish(launched: Iterable[Launched], workers: Iterable[Worker]) -> None:
+    """Let these workers succeed, and with them their agents."""
+    for worker in workers:
+        os.kill(worker.pid, SUCCEED)
+    for agent in launched:
+        agent.exits(0)
 
 
 QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_timeout": 60}

@@ -6,9 +6,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from helpers import ports
+from helpers import nodes, ports
 from helpers.etcd import binary
-from helpers.nodes import RANKS, READY, Worker
+from helpers.nodes import RANKS, finish
 from helpers.procs import descendants, reap_adopted, wait_until
 
 from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
@@ -17,7 +17,6 @@ from elasticrs.rendezvous.elastic.etcd_membership import Seat, password_of
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(180)]
 
 PREFIX = "/torchelastic/p2p"
-SUCCEED = signal.SIGUSR1
 
 
 def is_closed(port):
@@ -104,21 +103,10 @@ def job(launch, tmp_path):
 
 
 def round_of(agents, numbers):
-    """The workers of a round: each agent's so many-th."""
-    found = []
-    for agent, number in zip(agents, numbers, strict=True):
-        line = agent.wait_for_lines(READY.pattern, number, "stdout")[number - 1]
-        found.append(Worker.parse(line[1]))
-    assert sorted(each.rank for each in found) == list(range(len(agents)))
+    """The workers of a round, in which no restart was charged: each agent's so many-th."""
+    found = nodes.round_of(agents, numbers)
     assert {(each.world, each.restart) for each in found} == {(len(agents), 0)}
     return found
-
-
-def finish(agents, workers):
-    for worker in workers:
-        os.kill(worker.pid, SUCCEED)
-    for agent in agents:
-        agent.exits(0)
 
 
 def test_agents_meet_in_an_etcd_of_their_own_and_leave_nothing(job):

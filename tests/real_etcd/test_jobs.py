@@ -6,7 +6,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from helpers.nodes import RANKS, READY, Worker
+from helpers.nodes import FAIL, RANKS, READY, SUCCEED, Worker, finish
 from helpers.procs import reap_adopted, wait_until
 
 from elasticrs.native_session import Server
@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(120)]
 
 LONG = "lease_ttl=600"
 """What follows within a test does not follow from the end of a lease."""
-SUCCEED, FAIL = signal.SIGUSR1, signal.SIGUSR2
 FOR_GOOD = {"job", "head"}
 
 
@@ -54,12 +53,6 @@ def formed(agents, number=1):
 def kill(workers, signum):
     for worker in workers:
         os.kill(worker.pid, signum)
-
-
-def finish(agents, workers):
-    kill(workers, SUCCEED)
-    for agent in agents:
-        agent.exits(0)
 
 
 def left(etcd):

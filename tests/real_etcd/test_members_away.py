@@ -4,12 +4,10 @@ import os
 import signal
 
 import pytest
-from helpers.nodes import RANKS, READY, Worker
+from helpers.nodes import FAIL, RANKS, finish, round_of
 from helpers.procs import assert_gone
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
-
-SUCCEED, FAIL = signal.SIGUSR1, signal.SIGUSR2
 
 
 @pytest.fixture
@@ -32,17 +30,9 @@ def agents(launch, etcd_cluster):
 
 def workers(agents, number):
     """Those of a round, each agent's `number`-th."""
-    found = [Worker.parse(agent.wait_for_lines(READY.pattern, number, "stdout")[-1][1]) for agent in agents]
-    assert {each.rank for each in found} == {0, 1}
+    found = round_of(agents, [number] * len(agents))
     assert len({(each.round, each.restart) for each in found}) == 1
     return found
-
-
-def finish(agents, found):
-    for worker in found:
-        os.kill(worker.pid, SUCCEED)
-    for agent in agents:
-        agent.exits(0)
 
 
 def test_one_member_of_three_is_not_missed(agents, etcd_cluster):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from helpers import ports, procs
 from helpers.launcher import Launched, clean_environment
-from helpers.nodes import RANKS, READY, Worker
+from helpers.nodes import FAIL, RANKS, READY, finish, round_of
 
-SUCCEED, FAIL, KILL = signal.SIGUSR1, signal.SIGUSR2, signal.SIGKILL
+KILL = signal.SIGKILL
 
 TIMES = int(os.environ.get("ELASTICRS_STORE_KILLS", "20"))
 """`make soak-store` takes 200."""
@@ -84,16 +84,7 @@ def job(launch, store):
 
 def workers(agents, number):
     """Those of a round, each agent's `number`-th."""
-    found = [Worker.parse(agent.wait_for_lines(READY.pattern, number, "stdout")[-1][1]) for agent in agents]
-    assert {each.rank for each in found} == set(range(NODES))
-    return found
-
-
-def finish(agents, found):
-    for worker in found:
-        os.kill(worker.pid, SUCCEED)
-    for agent in agents:
-        agent.exits(0)
+    return round_of(agents, [number] * NODES)
 
 
 def rounds(agent):

@@ -10,10 +10,10 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use common::groups::{HANG, KILL, KILLED, close, event, group, run, supervisor, telling_group};
+use common::groups::{HANG, KILL, KILLED, close, event, group, hanging_worker, run, supervisor, telling_group};
 use common::worker;
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, Stdio};
+use elasticrs_core::spec::Descendants;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Event, Outcome, StartFailure, Supervisor};
 use elasticrs_core::sys::stage::Stage;
@@ -40,11 +40,7 @@ fn after(delay: Duration) -> u64 {
 fn a_start_that_hangs_is_fenced_without_the_nursery() {
     let supervisor = supervisor();
     let dir = tempfile::tempdir().unwrap();
-    // Opening a FIFO for writing waits for a reader for ever.
-    let fifo = dir.path().join("stdout.log");
-    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    let mut hangs = worker(&["exit", "0"]);
-    hangs.stdio[1] = Stdio::File(fifo);
+    let hangs = hanging_worker(dir.path());
     assert!(supervisor.fence().set(Some(after(Duration::from_millis(300)))));
     supervisor.start(group(vec![worker(&["sleep"]), hangs])).unwrap();
     assert_eq!(until_fenced_end(&supervisor), Outcome::Stopped);

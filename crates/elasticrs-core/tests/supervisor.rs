@@ -6,7 +6,9 @@ mod common;
 use std::io::{self, BufRead, Write};
 use std::time::Duration;
 
-use common::groups::{HANG, KILL, KILLED, TERM, close, event, group, is_warm, run, supervisor, telling_group};
+use common::groups::{
+    HANG, KILL, KILLED, TERM, close, event, group, hanging_worker, is_warm, run, supervisor, telling_group,
+};
 use common::{image, pipe, process, worker};
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::launch::NurseryImage;
@@ -118,11 +120,7 @@ fn a_group_starts_whole_or_not_at_all() {
 fn a_start_that_hangs_is_given_up_and_says_where() {
     let supervisor = supervisor();
     let dir = tempfile::tempdir().unwrap();
-    // Opening a FIFO for writing waits for a reader for ever, as a dead network mount does.
-    let fifo = dir.path().join("stdout.log");
-    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    let mut hangs = worker(&["exit", "0"]);
-    hangs.stdio[1] = Stdio::File(fifo);
+    let hangs = hanging_worker(dir.path());
     let start_deadline = Duration::from_millis(100);
     let mut spec = group(vec![worker(&["sleep"]), hangs]);
     spec.start_deadline = start_deadline;

@@ -15,6 +15,8 @@
 
 use std::time::Duration;
 
+use elasticrs_runtime::clock::nanoseconds;
+
 /// The watch is called at least this often.
 pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// Two looks are at least so far apart.
@@ -403,10 +405,6 @@ fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
     let first_of_others = placed.iter().map(|(_, other)| other).find(|other| *other != frame)?;
     let others_agree = placed.iter().all(|(_, other)| other == frame || other == first_of_others);
     (odd.next().is_none() && others_agree).then_some(*index)
-}
-
-fn nanoseconds(span: Duration) -> u64 {
-    u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -1,13 +1,14 @@
 //! Groups of real processes under a supervisor.
 
 use std::fs::File;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use elasticrs_core::exit::WorkerExit;
 use elasticrs_core::nursery::launch::{NurseryImage, Warm};
 use elasticrs_core::signal::Signal;
-use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy, StopScope};
+use elasticrs_core::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, Stdio, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_testkit::assert_no_children;
@@ -50,6 +51,15 @@ pub fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
         start_deadline: HANG,
         keep_ignored: Vec::new(),
     }
+}
+
+/// A worker whose start hangs: opening a FIFO for writing waits for a reader for ever, as a dead network mount does.
+pub fn hanging_worker(folder: &Path) -> ProcessSpec {
+    let fifo = folder.join("stdout.log");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let mut hangs = worker(&["exit", "0"]);
+    hangs.stdio[1] = Stdio::File(fifo);
+    hangs
 }
 
 /// The workers' standard outputs all go to one pipe, so that the test can wait for as many `READY`s.

@@ -36,7 +36,7 @@ pub(super) fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id
 }
 
 /// Bytes that nobody can foresee: a challenge, the secret of a session, the name of a store.
-pub(super) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)?;
     Ok(bytes)

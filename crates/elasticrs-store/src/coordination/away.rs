@@ -33,9 +33,7 @@ impl Away {
     pub(super) fn pause(&mut self) -> Duration {
         let most = self.next_pause;
         self.next_pause = (most * 2).clamp(FIRST_PAUSE, LAST_PAUSE);
-        // Without random bytes they do.
-        let chance = random().map_or(0, u16::from_le_bytes);
-        most / 2 + most / 2 * u32::from(chance) / u32::from(u16::MAX)
+        half_by_chance(most)
     }
 
     /// What is told if the session is not taken up again.
@@ -65,6 +63,12 @@ impl Away {
         self.is_told
             .then(|| format!("the store at {} answers again after {was} s; nothing was restarted", self.endpoint))
     }
+}
+
+/// At least half of it, and of the rest what chance says; without random bytes nothing.
+pub(crate) fn half_by_chance(most: Duration) -> Duration {
+    let chance = random().map_or(0, u16::from_le_bytes);
+    most / 2 + most / 2 * u32::from(chance) / u32::from(u16::MAX)
 }
 
 /// To a tenth.

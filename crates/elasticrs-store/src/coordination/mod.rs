@@ -9,8 +9,8 @@
 //! they are kept: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server, `CLIENT`, `ASKED` and `CLOCK` for the client, `WIRE` and `PROTO` for
 //! the bytes.
 
-mod auth;
-mod away;
+pub(crate) mod auth;
+pub(crate) mod away;
 pub mod client;
 pub(crate) mod connect;
 mod connection;

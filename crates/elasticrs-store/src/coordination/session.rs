@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_runtime::clock::{boot_now, nanoseconds};
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::io::Interest;
 use tokio::net::TcpStream;
@@ -464,8 +464,4 @@ impl<'a> Session<'a> {
             self.events.push(Event::Notice { message }, 0);
         }
     }
-}
-
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

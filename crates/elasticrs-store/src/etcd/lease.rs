@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_runtime::clock::{boot_now, nanoseconds};
 
 use super::grpc::{CallError, Duplex};
 use super::mapping::unsigned;
@@ -189,8 +189,4 @@ impl<'a> Lease<'a> {
         self.guard.deadline(self.deadline);
         self.events.renewed(self.deadline, sent, boot_now(), None);
     }
-}
-
-pub(super) fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

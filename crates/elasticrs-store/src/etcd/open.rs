@@ -12,6 +12,7 @@ use super::grpc::{CallError, Channel, code};
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;
 use super::options::Options;
+use crate::coordination::auth;
 use crate::coordination::connect::{Lost, endpoint};
 use crate::coordination::types::LostKind;
 
@@ -70,11 +71,9 @@ fn most_telling(mut lost: Vec<Lost>) -> Lost {
 }
 
 /// Any number.
-pub(super) fn random() -> usize {
-    let mut bytes = [0; size_of::<usize>()];
+fn random() -> usize {
     // Without randomness all begin alike, which is no harm.
-    let _ = getrandom::fill(&mut bytes);
-    usize::from_ne_bytes(bytes)
+    auth::random().map_or(0, usize::from_ne_bytes)
 }
 
 async fn attempt(

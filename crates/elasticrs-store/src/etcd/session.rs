@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
-use elasticrs_runtime::clock::boot_now;
+use elasticrs_runtime::clock::{boot_now, nanoseconds};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -14,12 +14,13 @@ use tokio::time::{sleep, timeout};
 use super::dial::{Credentials, Link, Trouble};
 use super::grpc::{CallError, Channel, Duplex};
 use super::jobs::{Desk, Done, Job};
-use super::lease::{Lease, nanoseconds};
+use super::lease::Lease;
 use super::mapping::{Keys, Write, unsigned};
 use super::messages as pb;
-use super::open::{Opened, again, compare, random, revoke};
+use super::open::{Opened, again, compare, revoke};
 use super::options::Options;
 use super::watching::{Heard, Watches};
+use crate::coordination::away::half_by_chance;
 use crate::coordination::connect::Lost;
 use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
@@ -504,6 +505,5 @@ fn cancel(live: &mut Live, numbers: &[i64]) -> Result<(), Halt> {
 fn delay(breaks: u32) -> Duration {
     let most = 25_u64 << breaks.min(6);
     let most = if breaks <= 1 { 10 } else { most.min(1000) };
-    let chance = u64::try_from(random() % 1000).unwrap_or(0);
-    Duration::from_micros(most * (500 + chance / 2))
+    half_by_chance(Duration::from_millis(most))
 }

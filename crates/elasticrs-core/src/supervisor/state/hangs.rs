@@ -13,7 +13,7 @@ use crate::supervisor::evidence::Found;
 use crate::timer::hang::{
     Elsewhere, Ground, Limits, Overdue, Seen, Suspect, Verdict, Watch, blame, blame_beside, still_late,
 };
-use elasticrs_runtime::clock::Stamp;
+use elasticrs_runtime::clock::{Stamp, nanoseconds};
 
 /// The signs of life at a moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -115,7 +115,7 @@ impl Group {
             return self.on_stop(policy, effects);
         };
         let Sight { at, seen, line } = self.sight.clone();
-        let silence = u64::try_from(elsewhere.silence.as_nanos()).unwrap_or(u64::MAX);
+        let silence = nanoseconds(elsewhere.silence);
         let late = watch.suspects(at.0, &seen, line, silence);
         self.take_evidence(Then::Stop(policy, elsewhere, Look { late, seen, at }), effects);
     }
