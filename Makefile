@@ -46,7 +46,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-hang demo-etcd demo-multinode test test-rust test-python soak soak-store interop lint bench wheel clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode test test-rust test-python soak soak-store soak-hosted interop lint bench wheel clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ $(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
 demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers
 	@$(PY) examples/ddp_digits/demo.py
 
+demo-train: build ## train as steps over a state; one worker is killed, the other three keep their processes, one step is repeated
+	@$(PY) examples/train_state/demo.py
+
 demo-hang: build ## the same, but one stops in a collective: it is found, its stack kept, and the job recovers
 	@$(PY) examples/hang/demo.py
 
@@ -90,7 +93,7 @@ test-rust:
 	@cargo build --locked --quiet --bins
 	@if cargo nextest --version >/dev/null 2>&1; then \
 	    cargo nextest run --locked $(NEXTEST_IGNORED) && \
-	    ELASTICRS_TEST_WARM=1 cargo nextest run --locked -p elasticrs-core --test supervisor --test fence -E '$(WARM_TESTS)'; \
+	    ELASTICRS_TEST_WARM=1 cargo nextest run --locked -p elasticrs-core --test supervisor --test fence --test replacing -E '$(WARM_TESTS)'; \
 	else \
 	    cargo test --locked --no-fail-fast --lib --bins --tests -- $(CARGO_IGNORED) --test-threads=1; \
 	fi
@@ -109,6 +112,9 @@ soak: build ## random schedules of the rendezvous for ten minutes; SOAK="--secon
 
 soak-store: build ## a store that keeps its state is killed and started again under a running job; KILLS=200
 	@ELASTICRS_STORE_KILLS=$(or $(KILLS),200) $(PY) -m pytest -q -n0 tests/store_away -k no_worker_ends
+
+soak-hosted: build ## nodes that host etcd are killed, stopped and cut off (root); ROUNDS=200
+	@ELASTICRS_HOSTED_ROUNDS=$(or $(ROUNDS),200) $(PY) -m pytest -q -n0 -s tests/network/hosted_etcd_monkey.py
 
 lint: build ## formatters, linters, types, the stub of the extension, floors and circles, rules of the tree
 	@cargo fmt --all --check

@@ -37,8 +37,15 @@ def requirements(pyproject: dict[str, Any], group: str | None) -> list[str]:
 
 def install(what: str, wanted: list[str]) -> None:
     """Fetch and install, in one go, so that pip sees all constraints together."""
-    print(f"setup: installing {what}; this takes a minute or more, and is done once", flush=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+    print(f"setup: installing {what}; this takes minutes, and is done once", flush=True)
+    command = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", *wanted]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pip:
+        for line in pip.stdout or ():
+            # What takes long, before it does: large files with their sizes, builds, the installation.
+            if "MB)" in line or "GB)" in line or line.startswith(("Building", "Installing")):
+                print(f"setup: {line.strip()[:110]}", flush=True)
+    if pip.returncode:
+        sys.exit("setup: pip has failed")
     # Start-up time is measured, and must not depend on PYTHONDONTWRITEBYTECODE. Some packages carry templates
     # that are no valid Python, so the result says nothing.
     compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)

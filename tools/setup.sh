@@ -67,6 +67,7 @@ install_etcd() {
     if [ -x "$venv/bin/etcd" ] || command -v etcd >/dev/null 2>&1; then
         return
     fi
+    echo "setup: fetching etcd from the package etcd-server (10 MB)"
     folder=$(mktemp -d)
     # A package manager may drop its rights to fetch something.
     chmod 755 "$folder"

@@ -77,6 +77,12 @@ class GroupSpec:
             SIGKILL; ``None`` leaves them alone. Failed and stopped groups are swept at once. Default: 5.
         start_deadline: seconds within which all must run.
         keep_ignored: signals that stay ignored in the workers (``nohup``). Default: none.
+        replaces: a worker that fails stops nobody: what it has left is swept, :class:`WorkerSwept` tells, and
+            :meth:`Supervisor.replace` starts another process in its place. The group ends when the last
+            process of each place has exited 0, when it is stopped (``"stopped"``, whoever has failed before),
+            or with its nursery. ``on_failure`` holds for a worker that does not end after it has failed: its
+            timer has expired, and this is what it gets. One that SIGKILL does not end within 30 s fails the
+            group as ever. Each worker is a child subreaper: what its descendants orphan stays below it.
     """
 
     def __new__(
@@ -88,6 +94,7 @@ class GroupSpec:
         linger: float | None = ...,
         start_deadline: float = 30.0,
         keep_ignored: Sequence[int] = ...,
+        replaces: bool = False,
     ) -> GroupSpec: ...
 
 # --- what happens ---------------------------------------------------------------------------------
@@ -175,6 +182,59 @@ class FailureSeen:
     @property
     def siblings(self) -> int:
         """How many were signalled."""
+
+@final
+class WorkerSwept:
+    """Nothing is left of what a failed worker had started: it can be replaced. Told once for each worker that
+    fails in a group with ``replaces``, after its :class:`WorkerExited`, unless the group ends before.
+    """
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def ended(self) -> list[Descendant]:
+        """Descendants that had to be killed: the first of them. Where workers fail together, what has left
+        their sessions is named with the first.
+        """
+    @property
+    def more_ended(self) -> int:
+        """How many more had to be."""
+    @property
+    def stuck(self) -> list[Descendant]:
+        """Descendants that could not be killed."""
+    @property
+    def swept_ns(self) -> int: ...
+
+@final
+class WorkerReplaced:
+    """A process runs in the place of a worker that had failed."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def started_ns(self) -> int: ...
+
+@final
+class ReplaceFailed:
+    """It could not be started; nothing of it is left, and the place may be given to another one.
+
+    After a start that hung until its deadline (``errno`` is ``None``) the group ends, as its nursery is lost.
+    """
+
+    @property
+    def message(self) -> str:
+        """One line: what failed, for which local rank, and why."""
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def stage(self) -> str | None:
+        """As in :class:`StartFailed`; likewise the others."""
+    @property
+    def errno(self) -> int | None: ...
+    @property
+    def subject(self) -> str | None: ...
 
 @final
 class TimerExpired:
@@ -405,6 +465,9 @@ Event: TypeAlias = (
     | GroupStarted
     | StartFailed
     | WorkerExited
+    | WorkerSwept
+    | WorkerReplaced
+    | ReplaceFailed
     | FailureSeen
     | TimerExpired
     | WorkerHung
@@ -507,6 +570,19 @@ class Supervisor:
 
         Raises:
             SupervisorError: a group is running; or see the class.
+            OSError: descriptors ran out, or one of ``pass_fds`` is not open.
+        """
+    def replace(self, process: ProcessSpec) -> None:
+        """Begin to start a process in the place of a worker that has failed and was swept, of a group with
+        ``replaces``; :class:`WorkerReplaced` or :class:`ReplaceFailed` tells, or the end of the group.
+
+        Everything that holds for the workers of the group holds for it, ``start_deadline`` as well. Its log
+        files are followed when :meth:`follow` is called for them; those of the worker before it are not
+        followed any more.
+
+        Raises:
+            SupervisorError: that worker runs, has succeeded, or was not swept yet; the group is being
+                stopped, or its workers are not replaced; none is running; or see the class.
             OSError: descriptors ran out, or one of ``pass_fds`` is not open.
         """
     def adopt(

@@ -55,6 +55,7 @@ class JobConfig(Record):
         role: the role of the workers.
         name: what the report calls the job: the script, the program or the function.
         max_restarts: restarts that may be charged.
+        on_failure: what follows when a worker fails: ``"restart"`` of all, or ``"replace"`` this one alone.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
         forwarded: signals that the agent passes on to the workers; nothing else follows from them.
@@ -83,6 +84,7 @@ class JobConfig(Record):
     role: str = "default"
     name: str = ""
     max_restarts: int = 0
+    on_failure: str = "restart"
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     signals: Sequence[int] = ()
     forwarded: Sequence[int] = ()

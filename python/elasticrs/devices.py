@@ -1,7 +1,8 @@
 """How many workers a node can use, and which GPUs it shows, without importing torch.
 
 Three ways, in this order: the driver's own files, NVML by the package ``nvidia-ml-py`` when it is installed,
-and a short-lived child that imports torch. Whoever asks learns which of them answered.
+and torch: that of this process if it has been imported, else of a short-lived child. Whoever asks learns
+which of them answered.
 """
 
 from __future__ import annotations
@@ -256,38 +257,19 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
     return len(_visible(environ, [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in found]))
 
 
-_PROGRAM = """
-import sys
-if sys.path[0] == "":  # a folder of that name in the working directory is not meant
-    del sys.path[0]
-import torch
-word = sys.argv[1]
-if word == "auto":
-    is_there = torch.accelerator.is_available()
-    kind = torch.accelerator.current_accelerator().type if is_there else "cpu"
-    number = torch.accelerator.device_count() if is_there else 0
-elif word in ("gpu", "xpu"):
-    kind = "cuda" if word == "gpu" else word
-    number = getattr(torch, kind).device_count()
-elif word == torch._C._get_privateuse1_backend_name():
-    kind = word
-    module = getattr(torch, word, None)
-    number = module.device_count() if module is not None and module.is_available() else 0
-else:
-    kind, number = "unknown", 0
-print("elasticrs", kind, number)
-"""
-
-
 def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
     """``None`` when there is no torch."""
     import subprocess
     import sys
     from importlib.util import find_spec
 
+    from elasticrs import torch_devices
+
+    if (torch := sys.modules.get("torch")) is not None:
+        return _counted(word, *torch_devices.count(torch, word), "torch, in this process")
     if find_spec("torch") is None:
         return None
-    command = [environ.get("PYTHON_EXEC") or sys.executable, "-c", _PROGRAM, word]
+    command = [environ.get("PYTHON_EXEC") or sys.executable, torch_devices.__file__, word]
     try:
         done = subprocess.run(
             command, env=dict(environ), capture_output=True, text=True, timeout=CHILD_TIMEOUT, check=True
@@ -298,8 +280,12 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
     except (subprocess.TimeoutExpired, OSError) as error:
         raise CountError(f"torch could not count the devices: {error}") from None
     _, kind, number = done.stdout.splitlines()[-1].split()
+    return _counted(word, kind, int(number), "torch, in a short-lived process")
+
+
+def _counted(word: str, kind: str, number: int, source: str) -> Count:
     if kind == "unknown":
         raise UnknownDeviceError(word)
     if kind == "cpu":
         return Count(cpu_count(), "cpu", "torch, which sees no accelerator")
-    return Count(int(number), kind, "torch, in a short-lived process")
+    return Count(number, kind, source)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` has to import more
 import gc
-import os
 import sys
 
-_is_command = __name__ == "__main__" or os.path.basename((sys.argv or [""])[0]) == "elasticrun"
+_program = "/" + (sys.argv or [""])[0]
+_is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 if _ends_by_sigint:
     # Until there are handlers, Ctrl-C ends this process as any other signal does, without a traceback.

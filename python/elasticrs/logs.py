@@ -151,6 +151,12 @@ def fault_file(error_file: str) -> str:
     return f"{error_file}.fault"
 
 
+def error_file_of(error_file: str, pid: int) -> str:
+    """Where the error file of a worker is that was replaced."""
+    folder, name = os.path.split(error_file)
+    return os.path.join(folder, f"of_{pid}_{name}")
+
+
 def last_bytes(path: str, limit: int) -> bytes:
     """Return the end of a file; nothing when it cannot be read."""
     try:

@@ -204,6 +204,7 @@ SECONDS = Kind(config.seconds, "SECONDS")
 EXIT_TIMEOUT = Kind(config.seconds, "SECONDS", "seconds, 0 for any time")
 INTERVAL = Kind(_interval, "SECONDS", "seconds above 0")
 HANG_TIMEOUT = Kind(_hang_timeout, "SECONDS|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
+ON_FAILURE = Kind(_one_of("restart", "replace"), "restart|replace", "'restart' or 'replace'")
 STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
 WARM = Kind(_warm, "auto|MODULE,…", "'off', 'auto' or names of modules separated by commas")
 COUNT = Kind(_whole("a whole number, 0 or more", 0), "N")
@@ -230,6 +231,9 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                1, WORKERS, typed="1"),
         Option("max-restarts", "how many times the workers are restarted before the job fails (default 0)",
                0, COUNT),
+        Option("on-failure", "what follows when a worker fails: restart (all of them; the default), or "
+               "replace (only that one; for scripts that use elasticrs.train)", "restart", ON_FAILURE,
+               group=OURS),
         Option("module", "the script is a module, as in python -m", False, short="m"),
         Option("no-python", "the script is a program: run it without Python", False),
         Option("run-path", "run the script with runpy.run_path in a function worker", False),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elasticrs._value import Record
+from elasticrs._value import Record, fresh
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from dataclasses import KW_ONLY
 
     from elasticrs.ports import StorePort
@@ -22,6 +22,9 @@ class Plan(Record):
         master_port: its port.
         port: holds the port for as long as the attempt lasts, where that falls to this agent.
         use_agent_store: true if an agent hosts the store; otherwise rank 0 does.
+        variables: what else all workers of the attempt have in their environment.
+        members: how their registrations begin, by local rank, where they are members of the rendezvous
+            themselves; of those that do not run yet, the names of the processes before them.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -30,6 +33,8 @@ class Plan(Record):
     port: StorePort | None = None
     _: KW_ONLY
     use_agent_store: bool = False
+    variables: Mapping[str, str] = fresh(factory=dict)
+    members: dict[int, str] | None = None
 
     def close(self) -> None:
         """Give the port back, and end the store with its connections. Idempotent."""

@@ -78,6 +78,23 @@ def restart_line(cause: str, stopped: int, restarts_left: int, max_restarts: int
     return f"{cause}{others}; restarting, {restarts_left} of {max_restarts} left ({when})"
 
 
+def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left: str, when: str) -> str:
+    """Say that a worker was replaced.
+
+    Args:
+        cause: why, and which one.
+        others: how many run that were left alone.
+        pid: of the process in its place.
+        span_ns: from the failure to its start.
+        restarts_left: as in "2 of 3 left".
+        when: it happened.
+    """
+    left_alone = f"; {others} other{'s go' if others != 1 else ' goes'} on" if others else ""
+    return (
+        f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)}, {restarts_left} ({when})"
+    )
+
+
 def stop_line(asked: int | None, signum: int, grace: float) -> str:
     """Say that the job is being stopped.
 

@@ -12,7 +12,16 @@ from elasticrs import _core
 from elasticrs._value import Value
 from elasticrs._worker import warm_environment
 from elasticrs.config import UsageError, hang_limits
-from elasticrs.logs import LogPaths, RunLogs, coloured, fault_file, hang_file, line_prefixes, wants_colour
+from elasticrs.logs import (
+    LogPaths,
+    RunLogs,
+    coloured,
+    error_file_of,
+    fault_file,
+    hang_file,
+    line_prefixes,
+    wants_colour,
+)
 from elasticrs.worker_env import virtual_local_rank, worker_env
 
 TYPE_CHECKING = False
@@ -207,8 +216,10 @@ def prepare_group(
     files = [path for _, path in sorted(paths.error_files.items())]
     are_watched = bool(files) and all(files)
     notices = supervisor.watch_exits(job.exit_timeout or None) if are_watched else ""
-    for own in variables.values():
+    attempt.notices = notices
+    for local_rank, own in variables.items():
         own["ELASTICRS_NOTICES"] = notices
+        own.update(_member(attempt.plan, local_rank))
     processes = workers.specs(paths, {
         local_rank: {**environ, **own} for local_rank, own in variables.items()
     })  # fmt: skip
@@ -219,6 +230,7 @@ def prepare_group(
         linger=job.linger,
         start_deadline=job.start_deadline,
         keep_ignored=setup.keep_ignored,
+        replaces=job.on_failure == "replace",
     )
     streams = _streams(setup, attempt, paths)
     if streams:
@@ -227,6 +239,53 @@ def prepare_group(
     is_watched = timer_file is not None or job.hang_timeout is not None
     supervisor.keep_evidence(evidence, py_spy=_py_spy(environ) if is_watched else None)
     return group
+
+
+def prepare_replacement(
+    workers: Workers,
+    supervisor: _core.Supervisor,
+    attempt: Attempt,
+    local_rank: int,
+    restarts: int,
+    timer_file: str | None,
+) -> _core.ProcessSpec:
+    """Return the process that takes the place of a worker of which nothing is left. It goes on in the files
+    of its predecessor, whose error file gets another name.
+
+    Raises:
+        _core.SupervisorError: the supervisor cannot.
+        OSError: that file cannot be renamed, or descriptors ran out.
+    """
+    setup, paths = workers.setup, attempt.paths
+    if paths is None:
+        raise RuntimeError("a worker is replaced that was never started")
+    variables = variables_of(setup.job, attempt.plan, attempt.round, restarts, setup.environ, timer_file)
+    own = {
+        **variables[local_rank],
+        "ELASTICRS_NOTICES": attempt.notices,
+        **_member(attempt.plan, local_rank),
+    }
+    error_file = paths.error_files.get(local_rank)
+    if error_file:
+        own["TORCHELASTIC_ERROR_FILE"] = error_file
+        if os.path.exists(error_file):
+            os.rename(error_file, error_file_of(error_file, attempt.pids[local_rank]))
+    streams = [each for each in _streams(setup, attempt, paths) if each.local_rank == local_rank]
+    if streams:
+        supervisor.follow(streams)
+    (process,) = workers.specs(paths, {local_rank: {**setup.environ, **own}})
+    return process
+
+
+def _member(plan: Plan, local_rank: int) -> dict[str, str]:
+    """What tells a worker that is a member of the rendezvous which one it is, and in whose place: that of a
+    process of which nothing is left, so that nobody has to wait for the end of its lease.
+    """
+    if plan.members is None:
+        return {}
+    before = plan.members.get(local_rank)
+    plan.members[local_rank] = name = os.urandom(8).hex()
+    return {"ELASTICRS_TRAIN_MEMBER": name if before is None else f"{name} {before}"}
 
 
 def _streams(setup: WorkerSetup, attempt: Attempt, paths: LogPaths) -> list[_core.LogStream]:
@@ -277,6 +336,8 @@ def variables_of(
         )
         for ranks in plan.ranks
     }
+    for own in variables.values():
+        own.update(plan.variables)
     if job.virtual_local_rank:
         for local_rank, own in variables.items():
             own.update(virtual_local_rank(local_rank, inherited))

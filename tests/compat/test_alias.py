@@ -55,6 +55,11 @@ def test_when_it_is_on_it_loads_only_itself(installed):
         ("torch.distributed.launcher.api", "elasticrs.launcher.api"),
         ("torch.distributed.run", "elasticrs.run"),
         ("torch.distributed.launch", "elasticrs.launch"),
+        ("torchelastic", "elasticrs.train"),
+        ("torchelastic.p2p", "elasticrs.train.p2p"),
+        ("torchelastic.timer.api", "elasticrs.timer.api"),
+        ("torchelastic.utils.data", "elasticrs.utils.data"),
+        ("torchelastic_of_others", None),
         ("torch.distributed.elastic_of_others", None),
         ("torch.distributed.runner", None),
         ("torch.distributed.checkpoint", None),
@@ -145,6 +150,28 @@ def test_a_module_that_only_torch_has_is_torchs_and_stands_on_ours(installed, tm
     assert done.stdout == "elasticrs.timer.api torch.distributed.elastic.newer.helpers elasticrs.run\n", (
         done.stderr
     )
+
+
+OF_2019 = """
+import importlib.util, sys
+import torchelastic
+import torchelastic.checkpoint as checkpoint
+import torchelastic.distributed as edist
+import torchelastic.metrics, torchelastic.event_logger, torchelastic.fault_injection
+from torchelastic.timer import expires
+from torchelastic.utils.data import CyclingIterator
+import elasticrs.train
+assert torchelastic is elasticrs.train and torchelastic.train is elasticrs.train.train
+assert checkpoint is elasticrs.train.checkpoint and edist.__name__ == "elasticrs.train.distributed"
+assert importlib.util.find_spec("torchelastic.no_such_module") is None
+assert "torch" not in sys.modules
+print(torchelastic.__version__ and "done")
+"""
+
+
+def test_the_package_of_2019_leads_to_ours(installed):
+    done = installed("-W", "error", "-c", OF_2019, check=False)
+    assert done.stdout == "done\n", done.stderr
 
 
 SPAWNED = """

@@ -132,12 +132,13 @@ def test_a_signal_before_there_are_workers_is_handled(launch, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_an_interrupt_before_there_are_handlers_leaves_no_traceback(launch, worker_script, tmp_path):
+@pytest.mark.parametrize("module", ["elasticrs", "elasticrs.launch"])
+def test_an_interrupt_before_there_are_handlers_leaves_no_traceback(launch, worker_script, tmp_path, module):
     # Stands before the library's own module, and is imported before anything can be caught.
     (tmp_path / "signal.py").write_text("import os; os.write(1, b'IMPORTS\\n'); os.read(0, 1)\n")
     reader, writer = os.pipe()
     path = os.pathsep.join(filter(None, (str(tmp_path), *sys.path)))
-    argv = (sys.executable, "-S", "-m", "elasticrs.launch")
+    argv = (sys.executable, "-S", "-m", module)
     launched = launch(worker_script(""), argv=argv, env={"PYTHONPATH": path}, stdin=reader)
     launched.wait_for_line("IMPORTS")
     launched.signal(signal.SIGINT)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from helpers import ports, procs
 from helpers.control import Program
+from helpers.coordination import store_command
 from helpers.etcd import Etcd
 from helpers.etcd_fixtures import Site
 from helpers.launcher import LAUNCHERS, clean_environment
@@ -177,15 +178,7 @@ class Game:
     def start_store(self) -> None:
         """A store that is not in an agent; the agents only connect to it."""
         with (self.folder / "store.out").open("ab") as out:
-            command = [
-                sys.executable,
-                "-m",
-                "elasticrs.store",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(self.port),
-            ]
+            command = store_command(port=self.port)
             self.store = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self.tell(f"store {self.store.pid}")
         while not listens(self.store.pid, self.port) and self.store.poll() is None:
@@ -470,7 +463,9 @@ class Game:
                     self.complain(f"{agent.name} names no cause")
             elif code is not None and not (agent.is_asked and code < 0) and not agent.is_killed:
                 self.complain(f"{agent.name} ended with {code}")
-        if len(causes) > 1 and not self.is_host_hit:
+        # Who comes when a job is just over, and its store with it, begins another one.
+        begun = re.findall(r"^BEGIN .* agent=(\w+) round=1 rank=0 ", self.ledger.read_text(), re.MULTILINE)
+        if len(causes) > 1 and not self.is_host_hit and len(begun) < 2:
             self.complain(f"different first causes: {causes}")
 
     def clear(self) -> None:

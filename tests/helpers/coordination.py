@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,12 @@ from elasticrs import _core
 from helpers.procs import HANG
 
 RUN = "a-run"
+
+
+def store_command(*options: object, port: int = 0) -> list[str]:
+    """The command line of a store of its own, on the loopback interface."""
+    command = [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", str(port)]
+    return [*command, *map(str, options)]
 
 
 class Client:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from helpers import ports
 from helpers.control import Program
+from helpers.hosts import Host
 from helpers.procs import HANG, wait_until
 
 TRIES = 5
@@ -238,6 +239,12 @@ class Etcd:
         context.load_cert_chain(self.files.cert, self.files.key)
         return http.client.HTTPSConnection(host, port, timeout=HANG, context=context)
 
+    def wait_until_stale(self, token: str) -> None:
+        """Wait until a token of a user is not taken any more."""
+        headers = {"Content-Type": "application/json", "Authorization": token}
+        body = json.dumps(_encoded({"key": "x"}))
+        wait_until(lambda: "invalid auth token" in str(self._post("kv/range", 0, body, headers)))
+
     def get(self, prefix: str, at: int = 0) -> dict[str, bytes]:
         """All keys that begin like this, and their values."""
         found = self.ask("kv/range", at=at, key=prefix, range_end=_end(prefix)).get("kvs", [])
@@ -290,3 +297,20 @@ def _encoded(body: dict[str, Any]) -> dict[str, Any]:
 
 def _decoded(text: str) -> bytes:
     return base64.b64decode(text)
+
+
+_ASK_FOR_VOTERS = """
+import sys
+from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
+from elasticrs.rendezvous.elastic.etcd_membership import Seat
+try:
+    listed = Gateway().members_at(Seat(sys.argv[1], 2379, 2380), 2)
+except (OSError, GatewayError):
+    sys.exit(0)
+print(*sorted(each.peer_urls[0] for each in listed if each.has_published and not each.is_learner))
+"""
+
+
+def hosted_voters(host: Host) -> list[str]:
+    """Where the voters of a cluster that agents host listen for each other, as the member on a host says."""
+    return host.run(sys.executable, "-c", _ASK_FOR_VOTERS, host.name).stdout.split()

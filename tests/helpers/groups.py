@@ -23,6 +23,7 @@ class Group:
         *commands: Sequence[str],
         env: Mapping[str, str] | None = None,
         linger: float | None = 0.0,
+        replaces: bool = False,
         **process: Any,
     ) -> list[int]:
         """Start one process for each command, and return their pids."""
@@ -31,10 +32,17 @@ class Group:
             for rank, argv in enumerate(commands)
         ]
         policy = _core.StopPolicy(signal.SIGTERM, HANG)
-        self.supervisor.start(_core.GroupSpec(specs, on_failure=policy, linger=linger))
+        self.supervisor.start(_core.GroupSpec(specs, on_failure=policy, linger=linger, replaces=replaces))
         started = self.until(_core.GroupStarted, _core.StartFailed)
         assert isinstance(started, _core.GroupStarted), started.message
         return started.pids
+
+    def replace(self, local_rank: int, argv: Sequence[str], **process: Any) -> int:
+        """Start a process in the place of a worker that was swept, and return its pid."""
+        self.supervisor.replace(_core.ProcessSpec(local_rank, argv, env=dict(os.environ), **process))
+        replaced = self.until(_core.WorkerReplaced, _core.ReplaceFailed)
+        assert isinstance(replaced, _core.WorkerReplaced), replaced.message
+        return replaced.pid
 
     def until(self, *kinds: type) -> Any:
         """The next event of one of these kinds; all before it are kept in ``events``."""

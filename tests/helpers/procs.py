@@ -20,6 +20,8 @@ HANG = 60.0
 """Seconds after which a wait has hung; less than a test may take, so that the message says what hung."""
 
 PR_SET_CHILD_SUBREAPER = 36
+WALL = 0x40000000
+"""``__WALL``: children with any exit signal."""
 
 bystanders: set[int] = set()
 """Pids of the programs that tests run beside what they test, which end when the tests want it."""
@@ -78,28 +80,50 @@ def process(pid: int) -> Process | None:
 
 def processes() -> list[Process]:
     """All processes of the machine."""
-    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    return [found for pid in pids if (found := process(pid)) is not None]
+    return _existing(_parents())
 
 
 def descendants(pid: int) -> list[Process]:
     """Everything below ``pid``, parents before their children."""
-    by_parent: dict[int, list[Process]] = {}
-    for each in processes():
-        by_parent.setdefault(each.ppid, []).append(each)
-    found: list[Process] = []
+    by_parent: dict[int, list[int]] = {}
+    for each, parent in _parents().items():
+        by_parent.setdefault(parent, []).append(each)
+    found: list[int] = []
     pending = [pid]
     while pending:
         below = by_parent.get(pending.pop(), [])
         found += below
-        pending += [each.pid for each in below]
-    return found
+        pending += below
+    return _existing(found)
 
 
 def children(pid: int | None = None) -> list[Process]:
     """The children of ``pid``, or of this process, zombies and adopted ones included."""
-    parent = os.getpid() if pid is None else pid
-    return [each for each in processes() if each.ppid == parent]
+    if pid is None:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | WALL)
+        except ChildProcessError:
+            # Asked before and after every test, where the table of processes would take milliseconds.
+            return []
+        pid = os.getpid()
+    return _existing(each for each, parent in _parents().items() if parent == pid)
+
+
+def _existing(pids: Iterable[int]) -> list[Process]:
+    return [found for pid in pids if (found := process(pid)) is not None]
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each process of the machine."""
+    found = {}
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/stat", "rb", buffering=0) as file:
+                stat = file.read(4096)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found[int(entry)] = int(stat[stat.rindex(b")") + 2 :].split(None, 2)[1])
+    return found
 
 
 def nurseries(agent: int) -> list[Process]:

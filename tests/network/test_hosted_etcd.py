@@ -1,7 +1,7 @@
 """Nodes with networks of their own, whose agents host the etcd in which they meet."""
 
 import pytest
-from helpers.etcd import binary
+from helpers.etcd import binary, hosted_voters
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(180)]
 
@@ -23,7 +23,11 @@ def hosting(hosts, multinode):
         env={"TORCHELASTIC_ETCD_BINARY_PATH": program},
     )
     job.start(*machines)
-    return job, machines, job.formed(*job.agents)
+    workers = job.formed(*job.agents)
+    # Before, the loss of one may be the loss of the majority.
+    everybody = [f"http://{machine.name}:2380" for machine in machines[:3]]
+    job.until(lambda: True if hosted_voters(machines[0]) == everybody else None, "three voters")
+    return job, machines, workers
 
 
 def test_the_machine_with_rank_0_is_lost_and_comes_back(hosting):

@@ -1,5 +1,6 @@
 """The client of etcd v3 when servers, connections, permissions and files are not as they should be."""
 
+import datetime
 import shutil
 import socket
 import ssl
@@ -10,6 +11,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from helpers import ports
 from helpers.coordination import serving
 from helpers.etcd_client import EtcdClient
@@ -142,14 +145,10 @@ def test_a_client_with_a_certificate_is_served(etcd_tls, authority, connect_etcd
 
 
 @contextmanager
-def authority_that_serves(folder):
-    """A server whose certificate is that of an authority, and the file of that."""
-    ca = trustme.CA()
-    file, pem = folder / "ca.pem", folder / "both.pem"
-    ca.cert_pem.write_to_path(str(file))
-    pem.write_bytes(ca.private_key_pem.bytes() + ca.cert_pem.bytes())
+def serving_tls(cert, key=None):
+    """A server that shows this certificate, and nothing more."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pem)
+    context.load_cert_chain(cert, key)
     context.set_alpn_protocols(["h2"])
 
     def serve():
@@ -164,15 +163,38 @@ def authority_that_serves(folder):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)
         thread.start()
-        yield listener.getsockname(), file
+        yield listener.getsockname()
         listener.shutdown(socket.SHUT_RDWR)
     thread.join()
 
 
 def test_an_authoritys_certificate_as_that_of_the_server(tmp_path):
-    with authority_that_serves(tmp_path) as (endpoint, file):
+    ca = trustme.CA()
+    file, pem = tmp_path / "ca.pem", tmp_path / "both.pem"
+    ca.cert_pem.write_to_path(str(file))
+    pem.write_bytes(ca.private_key_pem.bytes() + ca.cert_pem.bytes())
+    with serving_tls(pem) as endpoint:
         lost = refusal([endpoint], is_tls=True, ca_cert=str(file))
     assert (lost.kind, "CA:TRUE" in lost.message) == ("tls", True)
+
+
+TODAY = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
+DAY = datetime.timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    ("when", "says"),
+    [({"not_before": TODAY + DAY}, "not valid yet"), ({"not_after": TODAY - DAY}, "expired")],
+    ids=["not yet valid", "expired"],
+)
+def test_a_certificate_at_the_wrong_time(etcd_tls, authority, when, says):
+    # Or one of the clocks is wrong.
+    files = authority.issue(f"wrong time {says}", **when)
+    with serving_tls(files.cert, files.key) as endpoint:
+        lost = refusal([endpoint], is_tls=True, ca_cert=str(files.ca))
+    assert (lost.kind, says in lost.message) == ("tls", True), lost
+    lost = refusal(etcd_tls.server.endpoints, **tls(files))
+    assert (lost.kind, "refused this client" in lost.message) == ("tls", True), lost
 
 
 def test_certificates_that_do_not_do(etcd_tls, authority, other_authority):
@@ -229,6 +251,43 @@ def test_who_is_not_let_in(etcd_auth):
 
 def test_a_user_where_nobody_is_asked(etcd, connect_etcd):
     connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/", user="u", password="p").connected()
+
+
+@pytest.fixture(scope="module")
+def jwt_etcd(tmp_path_factory):
+    """A server whose tokens for users are signed, and last for five seconds."""
+    folder = tmp_path_factory.mktemp("jwt")
+    key = rsa.generate_private_key(65537, 2048)
+    (folder / "private").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.TraditionalOpenSSL,
+            serialization.NoEncryption(),
+        )
+    )
+    (folder / "public").write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    keys = f"pub-key={folder / 'public'},priv-key={folder / 'private'}"
+    for server in serving_etcd(folder, 1, None, "--auth-token", f"jwt,{keys},sign-method=RS256,ttl=5s"):
+        server.enable_auth("/mine/")
+        yield server
+
+
+def test_a_signed_token_that_has_run_out_is_renewed(jwt_etcd, connect_etcd):
+    user = jwt_etcd.user
+    who = {"user": user.name, "password": user.password}
+    client = connect_etcd(jwt_etcd.endpoints, "/mine/", **who).connected()
+    client.watch("", snapshot=True)
+    for value in (b"1", b"2"):
+        client.put("k", value)
+        assert client.changes() == [("k", value)]
+        # One that is younger than the client's.
+        asked = jwt_etcd.ask("auth/authenticate", name=user.name, password=user.password)
+        jwt_etcd.wait_until_stale(asked["token"])
+    assert refusal(jwt_etcd.endpoints, user=user.name, password="wrong").kind == "denied"
 
 
 # --- limits ---

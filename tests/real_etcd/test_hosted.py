@@ -105,7 +105,8 @@ def job(launch, tmp_path):
 def round_of(agents, numbers):
     """The workers of a round, in which no restart was charged: each agent's so many-th."""
     found = nodes.round_of(agents, numbers)
-    assert {(each.world, each.restart) for each in found} == {(len(agents), 0)}
+    told = "\n".join(agent.stderr for agent in agents)
+    assert {(each.world, each.restart) for each in found} == {(len(agents), 0)}, told
     return found
 
 
@@ -163,14 +164,60 @@ def test_a_member_that_ends_is_started_again_and_no_worker_is(job):
     assert "this node's member of etcd has ended: " in "".join(agent.stderr for agent in agents)
 
 
-def test_a_node_whose_members_program_is_killed_says_that_it_has_none(job):
-    agents = [job.agent(nnodes="3") for _ in range(3)]
+def kill_program(agent):
+    """The program under which the agent's member runs, which the kernel then kills as well."""
+    below = wait_until(
+        lambda: [each for each in descendants(agent.pid) if "etcd_host_program" in each.command]
+    )
+    os.kill(below[0].pid, signal.SIGKILL)
+    wait_until(lambda: not any(each.pid == below[0].pid for each in descendants(agent.pid)))
+
+
+def test_a_node_whose_members_program_is_killed_has_another_one_soon(job):
+    agents = [job.agent() for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    before = {each.id for each in job.listed(0).values()}
+    kill_program(agents[0])
+    agents[0].wait_for_lines("exit code -9; it is started again", 1)
+    agents[0].wait_for_lines("belongs to the cluster", 1)
+    wait_until(lambda: job.are_members(0, 1, 2))
+    assert len(before & {each.id for each in job.listed(0).values()}) == 2
+    # It counts: without it the two that are left would be one of three.
+    lost = agents.pop()
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    finish(agents, round_of(agents, [2, 2]))
+    reap_adopted()
+    assert job.left() == ([], [], [])
+
+
+def test_a_node_that_gives_up_hosting_is_not_counted_on(job):
+    agents = [job.agent() for _ in range(3)]
     workers = round_of(agents, [1, 1, 1])
     wait_until(lambda: job.are_members(0, 1, 2))
-    below = descendants(agents[0].pid)
-    os.kill(next(each.pid for each in below if "etcd_host_program" in each.command), signal.SIGKILL)
-    agents[0].wait_for_lines("exit code -9; (this node has none any more)", 1)
+    for _ in range(3):
+        kill_program(agents[0])
+    agents[0].wait_for_lines("this node has none any more", 1)
+    wait_until(lambda: any(job.are_members(*rest) for rest in ((0, 1), (0, 2), (1, 2))))
     finish(agents, workers)
+    reap_adopted()
+    assert job.left() == ([], [], [])
+
+
+def test_who_leaves_after_a_loss_leaves_the_others_a_quorum(job):
+    agents = [job.agent() for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    lost = agents.pop(0)
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    round_of(agents, [2, 2])
+    leaver = agents.pop(0)
+    leaver.signal(signal.SIGTERM)
+    leaver.exits(1)
+    # With the member of the first one counted, this one would be one of two.
+    finish(agents, round_of(agents, [3]))
     reap_adopted()
     assert job.left() == ([], [], [])
 
@@ -220,7 +267,58 @@ def test_members_and_agents_know_each_other_by_certificates(launch, tmp_path, au
     assert job.left() == ([], [], [])
 
 
+NO_CONNECTION = (
+    r"no connection with the member of etcd at 127\.0\.0\.1:\d+: (.*); on all nodes ca_cert and ssl_cert"
+)
+
+
+def test_certificates_of_two_authorities_are_told_of(launch, tmp_path, authority, other_authority):
+    files = authority.issue("node")
+    job = Job(launch, tmp_path, files)
+    first = job.agent(conf=secured(files))
+    wait_until(lambda: any(job.listed(index) for index in range(3)))
+    # It has a certificate that the first one does not know, and knows that of the first one.
+    second = job.agent(conf=secured(other_authority.issue("other")._replace(ca=files.ca)))
+    found = first.wait_for_lines(NO_CONNECTION, 1)[0]
+    assert found[1] == "its certificate does not fit: unable to get local issuer certificate"
+    assert "it refuses this node's certificate" in second.wait_for_lines(NO_CONNECTION, 1)[0][1]
+    for agent in (first, second):
+        agent.signal(signal.SIGTERM)
+        agent.exits(1)
+    assert job.left() == ([], [], [])
+
+
+def test_a_certificate_for_another_host_is_told_of(launch, tmp_path, authority):
+    files = authority.issue("node", "elsewhere.example")
+    job = Job(launch, tmp_path, files)
+    agents = [job.agent(conf=secured(files)) for _ in range(2)]
+    found = agents[1].wait_for_lines(NO_CONNECTION, 1)[0]
+    assert "certificate is not valid for '127.0.0.1'" in found[1]
+    for agent in agents:
+        agent.signal(signal.SIGTERM)
+        agent.exits(1)
+    assert job.left() == ([], [], [])
+
+
 # --- with a token ---
+
+
+def test_a_token_on_some_agents_only(job):
+    agents = [job.agent() for _ in range(3)]
+    round_of(agents, [1, 1, 1])
+    wait_until(lambda: job.are_members(0, 1, 2))
+    # All seats are taken: it is a client.
+    late = job.agent(env={"ELASTICRS_TOKEN": "secret"}, conf=",join_timeout=3").exits(1)
+    assert "serves those without a token (yet); give all nodes the same token" in late.stderr
+    lost = agents.pop()
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    # It has a seat.
+    late = job.agent(env={"ELASTICRS_TOKEN": "secret"}).exits(1)
+    assert "and all nodes the same --rdzv-id and token" in late.stderr
+    finish(agents, round_of(agents, [2, 2]))
+    reap_adopted()
+    assert job.left() == ([], [], [])
 
 
 def test_members_serve_only_those_who_have_the_token(job):

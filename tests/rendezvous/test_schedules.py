@@ -21,6 +21,7 @@ PER_PART = RULE_LIMIT // PARTS if IS_THOROUGH else 100
 RARELY_SEEN = {
     "a_slot_counts_before_it_is_known": 2_300,
     "an_end_that_is_not_told_stops_nobody": 64_800,
+    "any_absence_explains": 1_100,
     "free_by_the_last_table": 11_100,
     "refused_by_itself": 4_200,
     "registration_deletes_by_agent": 7_300,

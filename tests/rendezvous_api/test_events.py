@@ -9,8 +9,8 @@ from elasticrs.compat.dynamic.recording import Recorder
 from elasticrs.compat.dynamic.state import Node, Place, Standing, State
 from elasticrs.compat.file_store import FileStore
 from elasticrs.events import NodeState, RdzvEvent, _events_loggers, handlers
-from elasticrs.rendezvous import RendezvousConnectionError, RendezvousParameters
-from elasticrs.rendezvous.c10d_rendezvous_backend import create_backend
+from elasticrs.rendezvous import RendezvousConnectionError, RendezvousParameters, c10d_rendezvous_backend
+from elasticrs.rendezvous.c10d_rendezvous_backend import create_backend, create_file_backend
 from elasticrs.rendezvous.dynamic_rendezvous import create_handler
 
 from .backends import MemoryBackend
@@ -79,16 +79,15 @@ def test_what_cannot_be_made_is_recorded(told, tmp_path):
         create_handler(None, MemoryBackend(), params(join_timeout="soon"))
     parameters = RendezvousParameters("c10d", str(tmp_path / "none" / "file"), "job", 1, 1, store_type="file")
     with pytest.raises(Exception, match="file creation"):
-        create_backend(parameters)
+        create_file_backend(parameters)
     assert [event.node_state for event in told] == [NodeState.FAILED] * 2
     assert [name[-1] for name in names(told)] == ["create_handler", "create_backend"]
 
 
-def test_the_host_of_a_store_is_recorded(told):
-    backend, store = create_backend(
-        RendezvousParameters("c10d", "127.0.0.1:0", "job", 1, 1, is_host=True, read_timeout=20)
-    )
-    store.close()
+def test_the_host_of_a_store_is_recorded(told, tmp_path, monkeypatch):
+    store = FileStore(str(tmp_path / "file"))
+    monkeypatch.setitem(vars(c10d_rendezvous_backend), "TCPStore", lambda *_, **__: store)
+    backend, _ = create_backend(RendezvousParameters("c10d", "127.0.0.1:0", "job", 1, 1, is_host=True))
     assert backend.name == "c10d"
     assert [(event.node_state, "hosts the store" in event.message) for event in told] == [
         (NodeState.INIT, True)

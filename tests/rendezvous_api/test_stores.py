@@ -1,6 +1,8 @@
 """Stores and back ends of ``c10d``, and what the registry makes of names."""
 
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import weakref
@@ -20,7 +22,11 @@ from elasticrs.rendezvous import (
     registry,
     rendezvous_handler_registry,
 )
-from elasticrs.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from elasticrs.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend,
+    create_backend,
+    create_file_backend,
+)
 from elasticrs.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.static_tcp_rendezvous import create_rdzv_handler
@@ -117,24 +123,44 @@ def test_a_store_that_fails_is_no_connection():
         C10dRendezvousBackend(Broken(), "job")
 
 
-def test_one_process_serves_the_store_and_others_find_it():
-    endpoint = f"localhost:{ports.free()}"
-    (first, served), (second, found) = (create_backend(params(endpoint=endpoint)) for _ in range(2))
-    try:
-        assert first.set_state(b"x")[2]
-        assert second.get_state()[0] == b"x"
-        with pytest.raises(RendezvousConnectionError, match="cannot be served"):
-            create_backend(params(endpoint=endpoint, is_host="1"))
-    finally:
-        found.close()
-        served.close()
-    with pytest.raises(RendezvousConnectionError, match="has failed"):
-        create_backend(params(endpoint=endpoint, is_host=False, read_timeout=1))
+# In a process of its own: torch's store ends its thread with the interpreter only.
+TORCH_STORES = """
+import sys
+from datetime import timedelta
+from torch.distributed import FileStore, PrefixStore, TCPStore
+from elasticrs.rendezvous import RendezvousConnectionError, RendezvousParameters
+from elasticrs.rendezvous.c10d_rendezvous_backend import create_backend
+endpoint, path = sys.argv[1:]
+def made(endpoint=endpoint, **config):
+    return create_backend(RendezvousParameters("c10d", endpoint, "job", 1, 1, **config))
+first, served = made(read_timeout=20)
+second, found = made(is_host=False)
+assert type(served) is type(found) is TCPStore, (served, found)
+assert f"{served.host}:{served.port}" == endpoint and served.timeout == timedelta(seconds=20)
+assert first.set_state(b"x")[2] and second.get_state()[0] == b"x"
+PrefixStore("a", found).set("k", "v")
+assert served.get("a/k") == b"v"
+third, store = made(path, store_type="file")
+assert type(store) is FileStore and store.path == path and third.set_state(b"y")[2]
+try:
+    made("localhost:1", is_host=False, read_timeout=1)
+except RendezvousConnectionError as error:
+    assert error.__cause__ is not None and "C10d store has failed" in str(error)
+else:
+    raise AssertionError("nobody serves it")
+"""
+
+
+@pytest.mark.torch
+def test_the_stores_that_programs_make_are_torchs(tmp_path):
+    command = [sys.executable, "-c", TORCH_STORES, f"localhost:{ports.free()}", str(tmp_path / "file")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=procs.HANG)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_file_that_nobody_has_named_goes_with_its_store(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    backend, store = create_backend(params(endpoint="", store_type="file"))
+    backend, store = create_file_backend(params(endpoint="", store_type="file"))
     assert backend.set_state(b"x")[2]
     assert len(list(tmp_path.glob("elasticrs-rdzv-*/store"))) == 1
     if not (child := os.fork()):
@@ -226,13 +252,20 @@ def test_all_packages_are_asked_at_once_as_in_torch(installed, caplog):
     assert get_rendezvous_handler(params("theirs")) is made
 
 
-def test_the_class_of_files_is_replaced_where_torch_has_it(tmp_path, monkeypatch):
-    class Mine(FileStore):
-        """The user's own."""
+@pytest.mark.parametrize(
+    ("name", "config"), [("FileStore", {"store_type": "file"}), ("TCPStore", {"is_host": False})]
+)
+def test_classes_of_stores_are_replaced_where_torch_has_them(tmp_path, monkeypatch, name, config):
+    made = []
 
-    monkeypatch.setattr(c10d_rendezvous_backend, "FileStore", Mine)
-    _, store = create_backend(params(endpoint=str(tmp_path / "file"), store_type="file"))
-    assert isinstance(store, Mine)
+    def replaced(*args, **_):
+        made.append(args)
+        return FileStore(str(tmp_path / "mine"))
+
+    monkeypatch.setitem(vars(c10d_rendezvous_backend), name, replaced)
+    _, store = create_backend(params(endpoint="localhost:7", **config))
+    assert isinstance(store, FileStore)
+    assert made == [("localhost:7",) if name == "FileStore" else ("localhost", 7)]
 
 
 def test_a_package_that_is_broken_is_named(installed):

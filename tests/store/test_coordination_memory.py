@@ -4,12 +4,11 @@ import contextlib
 import re
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.coordination import RUN, Client, RawClient, serving, text
+from helpers.coordination import RUN, Client, RawClient, serving, store_command, text
 from helpers.procs import wait_until
 
 LIMIT_MIB = 16
@@ -42,8 +41,7 @@ class Store:
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    command = [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"]
-    command += ["--run-id", RUN, "--max-mib", str(LIMIT_MIB)]
+    command = store_command("--run-id", RUN, "--max-mib", LIMIT_MIB)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         store = Store(process)
         yield store

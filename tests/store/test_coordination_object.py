@@ -256,7 +256,7 @@ def test_a_server_of_its_own(tmp_path, signum):
     assert (process.returncode, out) == (0, "")
     refused, closing = err.splitlines()
     assert refused.endswith("the client's token differs from the store's")
-    assert closing == f"elasticrs store: {signum.name}: closing (connected clients: 1)"
+    assert closing == f"elasticrs store: {signum.name}: closing (sessions: 1)"
 
 
 def test_a_server_of_its_own_survives_nohup_and_a_lost_terminal():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import procs
-from helpers.coordination import ALIVE, MAGIC, REPLY, RUN, Client, RawClient, serving, text
+from helpers.coordination import ALIVE, MAGIC, REPLY, RUN, Client, RawClient, serving, store_command, text
 
 from elasticrs import _core
 
@@ -79,8 +79,7 @@ def test_a_stopped_process_is_gone_after_its_time_to_live_and_knows_it_first(mem
 
 @pytest.fixture
 def server_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    command = [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(store_command(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process, int(process.stdout.readline().rpartition(":")[2])
         process.send_signal(signal.SIGCONT)

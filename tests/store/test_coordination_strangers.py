@@ -165,6 +165,17 @@ def test_strangers_are_closed_with_one_notice_each(sent, notice):
         client.put("still", b"there")
 
 
+def test_a_client_that_asks_who_does_not_answer_is_no_stranger():
+    # As one of ours does when the store was stopped for a while.
+    with serving() as store:
+        asking = socket.create_connection(("127.0.0.1", store.port), timeout=30)
+        asking.sendall(b"\x00\xce\xf7\x85\x3c\x07")
+        while asking.recv(4096):
+            pass
+        asking.close()
+        assert store.inner.take_notices() == []
+
+
 def test_whoever_is_refused_and_goes_on_and_on_is_closed():
     with serving() as store:
         client = store.raw().connected()

@@ -4,11 +4,11 @@ import os
 import random
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import ports, procs
+from helpers.coordination import store_command
 from helpers.launcher import Launched, clean_environment
 from helpers.nodes import FAIL, RANKS, READY, finish, round_of
 
@@ -32,7 +32,7 @@ class Store:
         self.program: Launched | None = None
 
     def start(self, state: str | None = "state", **options: object) -> "Store":
-        argv = [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", str(self.port)]
+        argv = store_command(port=self.port)
         if state is not None:
             argv += ["--state", str(self.folder / state)]
             for name, value in {**self.options, **options}.items():
@@ -133,6 +133,14 @@ def test_the_store_dies_while_a_restart_is_under_way(store, job):
         store.kill()
         store.start()
     finish(agents, workers(agents, 6))
+
+
+def test_a_store_says_whether_it_goes_on(store):
+    for said in ("begins with an empty state in", "goes on from"):
+        store.start()
+        assert store.program is not None
+        store.program.wait_for_line(f"elasticrs store: {said}", "stderr")
+        store.kill()
 
 
 def test_a_store_that_is_ended_in_order_comes_back_as_well(store, job):

@@ -1,4 +1,4 @@
-"""The agent's decisions: examples, and the invariants AGENT-1 to AGENT-6 over random sequences of events."""
+"""The agent's decisions: examples, and the invariants AGENT-1 to AGENT-7 over random sequences of events."""
 
 import pytest
 from hypothesis import given
@@ -8,6 +8,7 @@ from elasticrs.agent.state import (
     MAX_PORT_RETRIES,
     SIGKILL,
     AgentState,
+    AnnounceReplacement,
     AnnounceRestart,
     Begin,
     CloseRendezvous,
@@ -19,6 +20,8 @@ from elasticrs.agent.state import (
     Rendezvous,
     RendezvousCompleted,
     RendezvousFailed,
+    Replace,
+    ReplaceFailed,
     ReportFailure,
     SignalReceived,
     Start,
@@ -26,6 +29,8 @@ from elasticrs.agent.state import (
     StartFailed,
     Stop,
     WorkerExited,
+    WorkerReplaced,
+    WorkerSwept,
     step,
 )
 
@@ -34,9 +39,9 @@ SIGINT = 2
 GRACE = 30.0
 
 
-def play(events, max_restarts=1):
+def play(events, max_restarts=1, *, replaces=False):
     """The state after these events, and all actions in order."""
-    state = AgentState(max_restarts, GRACE)
+    state = AgentState(max_restarts, GRACE, replaces=replaces)
     done = []
     for event in events:
         state, actions = step(state, event)
@@ -164,6 +169,49 @@ def test_success_is_not_believed_when_a_worker_failed():
     assert state.phase is Phase.FAILED
 
 
+REPLACED = [WorkerExited(1, -9), WorkerSwept(1), WorkerReplaced(1)]
+
+
+def test_a_worker_is_replaced_when_nothing_of_it_is_left():
+    state, actions = play([*UP, *REPLACED, *SUCCESS], replaces=True)
+    assert (state.phase, state.restarts) == (Phase.SUCCEEDED, 1)
+    assert actions[2:] == [AnnounceReplacement(1, 0), Replace(1, 1), CloseRendezvous(), Exit(0)]
+
+
+def test_workers_that_fail_together_cost_one_restart():
+    both = [WorkerExited(1, -9), WorkerExited(2, 1), WorkerSwept(2), WorkerSwept(1)]
+    state, actions = play([*UP, *both, WorkerReplaced(1), WorkerReplaced(2)], replaces=True)
+    assert (state.phase, state.restarts, state.replacing) == (Phase.RUNNING, 1, frozenset())
+    assert actions[-2:] == [Replace(2, 1), Replace(1, 1)]
+
+
+def test_without_a_restart_left_all_are_stopped_and_the_job_fails():
+    state, actions = play([*UP, *REPLACED, WorkerExited(0, 1)], replaces=True)
+    assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE, is_announced=True))
+    state, actions = step(state, GroupEnded("stopped"))
+    assert (state.phase, actions[-1]) == (Phase.FAILED, Exit(1))
+
+
+def test_all_start_again_when_a_place_stays_empty():
+    failed = [WorkerExited(1, -9), WorkerSwept(1), ReplaceFailed(1), GroupEnded("stopped")]
+    state, actions = play([*UP, *failed], max_restarts=2, replaces=True)
+    assert (state.phase, state.restarts) == (Phase.RENDEZVOUS, 2)
+    assert actions[-2:] == [AnnounceRestart(0), Rendezvous(2)]
+
+
+def test_a_worker_that_was_ended_has_failed_though_it_exits_with_0():
+    state, actions = play([*UP, WorkerExited(1, 0), WorkerSwept(1), WorkerReplaced(1)], replaces=True)
+    assert (state.phase, state.restarts) == (Phase.RUNNING, 1)
+    assert actions[-2:] == [AnnounceReplacement(1, 0), Replace(1, 1)]
+
+
+def test_a_worker_of_which_something_is_stuck_is_not_replaced():
+    stuck = [WorkerExited(1, -9), WorkerSwept(1, is_stuck=True), GroupEnded("stopped", unfit="stuck")]
+    state, actions = play([*UP, *stuck], max_restarts=9, replaces=True)
+    assert state.phase is Phase.FAILED
+    assert not any(isinstance(action, Replace) for action in actions)
+
+
 ranks = st.integers(0, 3)
 events = st.one_of(
     st.just(Begin()),
@@ -181,15 +229,19 @@ events = st.one_of(
         st.sampled_from([None, None, None, "hung"]),
     ),
     st.builds(SignalReceived, st.sampled_from([SIGTERM, SIGINT])),
+    st.builds(WorkerSwept, ranks, st.sampled_from([False, False, True])),
+    st.builds(WorkerReplaced, ranks),
+    st.builds(ReplaceFailed, ranks),
 )
 # Weighted towards what moves the machine: purely random sequences rarely get past the first start.
 moves = st.one_of(st.just(RendezvousCompleted()), st.just(Started()), events, events)
 
 
-@given(st.lists(moves, max_size=60), st.integers(0, 3))
-def test_invariants_hold_for_every_sequence(sequence, max_restarts):
-    state = AgentState(max_restarts, GRACE)
+@given(st.lists(moves, max_size=60), st.integers(0, 3), st.booleans())
+def test_invariants_hold_for_every_sequence(sequence, max_restarts, replaces):
+    state = AgentState(max_restarts, GRACE, replaces=replaces)
     group_exists = False
+    empty, swept = set(), set()
     failed = signalled = stuck = False
     exits = []
     for event in [Begin(), *sequence]:
@@ -206,7 +258,17 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts):
         if group_exists and (
             isinstance(event, FailureSeen) or (isinstance(event, WorkerExited) and event.exitcode != 0)
         ):
-            failed = True
+            if replaces and isinstance(event, WorkerExited) and before.phase is Phase.RUNNING:
+                empty.add(event.local_rank)
+            else:
+                failed = True
+        if isinstance(event, WorkerSwept) and replaces and before.phase is Phase.RUNNING:
+            empty.add(event.local_rank)
+            if not event.is_stuck:
+                swept.add(event.local_rank)
+        if isinstance(event, WorkerReplaced) and before.phase is Phase.RUNNING:
+            empty.discard(event.local_rank)
+            swept.discard(event.local_rank)
         if isinstance(event, StartFailed):
             group_exists = False
         for action in actions:
@@ -217,17 +279,29 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts):
                 assert not stuck, "AGENT-6"
                 failed = False
                 group_exists = True
+                empty, swept = set(), set()
+            if isinstance(action, Replace):
+                assert replaces, "AGENT-7"
+                assert group_exists, "AGENT-7"
+                assert not signalled, "AGENT-5"
+                assert action.local_rank in swept, "AGENT-7"
             if isinstance(action, Exit):
                 exits.append(action.code)
                 assert not group_exists
                 assert action.code == (0 if state.phase is Phase.SUCCEEDED else 1)
                 if action.code == 0:
                     assert not failed, "AGENT-4"
+                    assert not empty, "AGENT-4"
                     assert not signalled, "AGENT-4"
         assert state.restarts <= max_restarts, "AGENT-2"
         assert state.round <= 1 + max_restarts + MAX_PORT_RETRIES, "AGENT-2"
         assert state.phase.is_terminal == bool(exits), "AGENT-3"
         assert state.group_exists == group_exists
+        if replaces and state.phase is Phase.RUNNING:
+            assert state.replacing == empty, "AGENT-7"
+            if len(empty) > len(before.replacing):
+                charged = state.restarts - before.restarts
+                assert charged == (0 if before.replacing else 1), "AGENT-7"
     if signalled and not group_exists:
         assert state.phase.is_terminal, "AGENT-5"
 

@@ -1,7 +1,7 @@
 """The decisions of a host of etcd: examples, and a world of seats that die and come back."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elasticrs.rendezvous.elastic.etcd_membership import (
@@ -9,6 +9,7 @@ from elasticrs.rendezvous.elastic.etcd_membership import (
     Belongs,
     Bootstrap,
     Entry,
+    Out,
     Promote,
     Refuse,
     Remove,
@@ -20,6 +21,7 @@ from elasticrs.rendezvous.elastic.etcd_membership import (
     label_of,
     name_of,
     next_step,
+    next_step_out,
 )
 
 LABEL = label_of("job", "/p", None)
@@ -52,6 +54,8 @@ def step(*answers, mine=0, **more):
         ((None, FORMING, None), Bootstrap()),
         # The cluster is there, and waits for this seat.
         ((None, (FORMING[0], *ALL[1:]), None), Bootstrap()),
+        # The others do without it: it may have voted.
+        ((None, (FORMING[0], *ALL[1:]), (FORMING[0], *ALL[1:])), Remove(0)),
         # It was here before, whatever others have heard of that.
         ((None, FORMING, ALL), Remove(0)),
         ((None, ALL, None), Remove(0)),
@@ -64,6 +68,39 @@ def step(*answers, mine=0, **more):
 )
 def test_the_first_steps(answers, expected):
     assert step(*answers) == expected
+
+
+def test_a_seat_that_may_have_voted_does_not_come_again_as_the_same():
+    assert step(None, (FORMING[0], *ALL[1:]), None, has_voted=True) == Remove(0)
+    assert step(None, FORMING, None, has_voted=True) == Bootstrap()
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        # Its own member runs, and has answered as well.
+        ((ALL, ALL, ALL), Remove(0)),
+        ((ALL, None, ALL), Remove(1)),
+        (((ALL[0], ALL[2]), None, ALL), Remove(0)),
+        ((ALL[:1], None, None), Out()),
+        ((ALL[1:], None, ALL[1:]), Out()),
+        ((ALL, None, None), Wait()),
+        # It does not run any more.
+        ((None, ALL, ALL), Remove(0)),
+        ((None, ALL, None), Wait()),
+        ((None, FORMING, FORMING), Wait()),
+        ((None, ALL[1:], ALL[1:]), Out()),
+        ((None, (*ALL[1:], entry(0, 9, learner=True)), ALL[1:]), Remove(9)),
+        ((None, None, None), Wait()),
+    ],
+)
+def test_the_way_out(answers, expected):
+    assert next_step_out(View(seats(3), 0, LABEL, answers)) == expected
+
+
+def test_who_leaves_does_not_remove_who_may_only_be_slow():
+    view = View(seats(3), 0, LABEL, (ALL, None, ALL), hidden=frozenset([1]))
+    assert next_step_out(view) == Remove(0)
 
 
 def test_where_most_are_hidden_no_cluster_is_made():
@@ -133,7 +170,13 @@ class World:
         self.alive = set()
         """Ids of members that run."""
         self.ran = set()
-        """Ids that have been part of a cluster with a quorum."""
+        """Ids that have been part of a cluster with a quorum, and have published where clients connect."""
+        self.voted = set()
+        """Ids that have been part of one."""
+        self.forgetful = set()
+        """Seats whose hosts know that an earlier member may have voted."""
+        self.leaving = set()
+        """Seats whose hosts take their members out."""
         self.cut = set()
         """Seats that reach nobody, and that nobody reaches."""
         self.hosts = dict.fromkeys(range(count))
@@ -149,9 +192,14 @@ class World:
         up = [each for each in voters if each.id in self.alive and self.seat(each) not in self.cut]
         return index not in self.cut and 2 * len(up) > len(voters)
 
-    def publish(self):
+    def vote(self):
         if self.has_quorum():
-            self.ran |= {each.id for each in self.entries if each.id in self.alive}
+            self.voted |= {each.id for each in self.entries if each.id in self.alive}
+
+    def publish(self, *indices):
+        if self.has_quorum():
+            here = {each.id for each in self.entries if not indices or self.seat(each) in indices}
+            self.ran |= here & self.alive
             self.entries = [
                 entry(self.seat(each), each.id, published=each.id in self.ran, learner=each.is_learner)
                 for each in self.entries
@@ -174,7 +222,7 @@ class World:
 
     def toggle(self, index):
         self.cut ^= {index}
-        self.publish()
+        self.vote()
 
     def come(self, index):
         if self.hosts[index] is None:
@@ -183,7 +231,42 @@ class World:
     def die(self, index):
         """With its member and its data."""
         self.hosts[index] = None
+        self.forgetful.discard(index)
+        self.leaving.discard(index)
         self.alive -= {each.id for each in self.entries if self.seat(each) == index}
+
+    def forget(self, index):
+        """Its member and its data are gone, which its host knows."""
+        if self.hosts[index] is not None:
+            self.die(index)
+            self.forgetful.add(index)
+            self.come(index)
+
+    def leave(self, index):
+        if self.hosts[index] is not None:
+            self.leaving.add(index)
+
+    def act_out(self, index):
+        hidden = self.hidden(index)
+        chosen = next_step_out(View(self.seats, index, LABEL, self.answers(index), hidden=hidden))
+        had_quorum, reaches = self.has_quorum(), self.has_quorum(index)
+        if isinstance(chosen, Remove) and reaches:
+            self.remove(index, chosen.id)
+            # The last one takes the cluster along.
+            is_left = any(each.id in self.alive for each in self.entries)
+            is_sure = had_quorum and is_left and not self.cut
+            assert self.has_quorum() or not is_sure, "who leaves takes the quorum along"
+        if self.listed_at(index) is None or not isinstance(chosen, Remove) or not reaches:
+            self.die(index)
+
+    def remove(self, index, number):
+        target = self.listed(number)
+        is_seen = target is not None and self.seat(target) not in self.hidden(index) | {index}
+        assert not (number in self.alive and is_seen), "a member that runs is removed"
+        self.entries = [each for each in self.entries if each.id != number]
+
+    def listed_at(self, index):
+        return next((each for each in self.entries if self.seat(each) == index), None)
 
     def is_member(self, index):
         return any(
@@ -192,19 +275,20 @@ class World:
 
     def act(self, index):
         own = self.hosts[index]
+        if index in self.leaving:
+            return self.act_out(index)
         if own is None or self.is_member(index):
-            return
+            return None
         answers, hidden = self.answers(index), self.hidden(index)
         gone = frozenset(i for i, answer in enumerate(answers) if answer is None)
-        chosen = next_step(View(self.seats, index, LABEL, answers, own or None, hidden, gone))
+        chosen = next_step(
+            View(self.seats, index, LABEL, answers, own or None, hidden, gone, index in self.forgetful)
+        )
         reaches = self.has_quorum(index)
         if isinstance(chosen, Bootstrap):
             self.bootstrap(index)
         elif isinstance(chosen, Remove) and reaches:
-            target = self.listed(chosen.id)
-            is_seen = target is not None and self.seat(target) not in hidden
-            assert not (chosen.id in self.alive and is_seen), "a member that runs is removed"
-            self.entries = [each for each in self.entries if each.id != chosen.id]
+            self.remove(index, chosen.id)
         elif isinstance(chosen, Add) and reaches:
             self.next_id += 1
             self.entries.append(entry(index, self.next_id, published=False, learner=True))
@@ -216,9 +300,11 @@ class World:
             self.alive.discard(own)
             self.hosts[index] = 0
         assert not isinstance(chosen, Refuse)
-        self.publish()
+        return self.vote()
 
     def bootstrap(self, index):
+        is_told = any(each.has_published for answer in self.answers(index) for each in answer or ())
+        has_to_know = is_told and (index in self.forgetful or self.has_quorum(index))
         is_there = any(each.id in self.ran and each.id in self.alive for each in self.entries)
         is_awaited = self.listed(index) is not None and index not in self.ran
         if is_there and not is_awaited:
@@ -231,8 +317,10 @@ class World:
                     self.die(seat)
         if not any(each.id in self.alive for each in self.entries):
             self.entries = [entry(i, i, published=False) for i in range(self.count)]
-            self.ran = set()
+            self.ran, self.voted = set(), set()
         assert index not in self.ran, "a member that has forgotten its votes is back under its id"
+        # But for one whose agent has ended before it had published, while the others are no quorum.
+        assert index not in self.voted or not has_to_know, "a member may vote twice"
         self.alive.add(index)
 
     def check(self):
@@ -241,19 +329,31 @@ class World:
         assert sum(each.is_learner for each in self.entries) <= 1
 
 
-STEPS = st.tuples(st.sampled_from("aaaacdx"), st.integers(0, 4))
+STEPS = st.tuples(st.sampled_from("aaaappcdxfl"), st.integers(0, 4))
+
+
+VOTED = [("c", 0), ("c", 1), ("c", 2), ("a", 0), ("a", 1), ("a", 2), ("p", 0), ("p", 1)]
+"""All three have voted; the last one has not published."""
 
 
 @settings(max_examples=400, deadline=None)
+@example(3, False, [*VOTED, ("d", 2), ("c", 2), ("a", 2)])
+@example(3, False, [*VOTED, ("d", 1), ("f", 2), ("a", 2)])
+@example(3, True, [("d", 0), ("l", 1)])
 @given(st.sampled_from([1, 3, 3, 5]), st.booleans(), st.lists(STEPS, max_size=80))
 def test_a_cluster_whose_nodes_die_and_come_back(count, is_formed, schedule):
     world = World(count)
-    prelude = [(what, index) for what in "ca" for index in range(count)] if is_formed else []
+    prelude = [(what, index) for what in "cap" for index in range(count)] if is_formed else []
     for what, number in prelude + schedule:
-        {"a": world.act, "c": world.come, "d": world.die, "x": world.toggle}[what](number % count)
+        acts = {"a": world.act, "c": world.come, "d": world.die, "x": world.toggle, "p": world.publish}
+        acts |= {"f": world.forget, "l": world.leave}
+        acts[what](number % count)
         world.check()
     for index in tuple(world.cut):
         world.toggle(index)
+    world.publish()
+    for index in tuple(world.leaving):
+        world.die(index)
     if world.entries and world.alive and not world.has_quorum() and world.ran:
         # Those that are left wait for the others, or for the end of their job.
         return
@@ -262,5 +362,6 @@ def test_a_cluster_whose_nodes_die_and_come_back(count, is_formed, schedule):
     for _ in range(8 * count):
         for index in range(count):
             world.act(index)
+            world.publish()
             world.check()
     assert all(world.is_member(index) for index in range(count))

@@ -91,7 +91,7 @@ def test_who_is_lost_when():
     met = described(lease_ttl="8")[0]
     assert (met.settings.ttl, met.etcd.ttl) == (8, 8)
     assert met.settings.settle == 30 + 2 * 8 + 5
-    assert described(store_grace="8")[0] == met
+    assert described(store_grace="8")[0].replaced(config=met.config) == met
     assert (
         mistake(store_grace=8, lease_ttl=9)
         == "rdzv_configs: lease_ttl and store_grace are the same: leave one out"
@@ -174,6 +174,7 @@ def test_several_nodes_need_an_endpoint():
         ({"etcd_prefix": "a\tb"}, "etcd_prefix: got 'a\\tb', expected how the names of keys begin"),
         ({"user": ""}, "user: got '', expected the name of a user of etcd"),
         ({"user": "u"}, "user and password_file need each other"),
+        ({"user": "u", "password": "p"}, "password: every user of the machine can read a command line"),
         ({"password_file": "/dev/null"}, "user and password_file need each other"),
         ({"user": "u", "password_file": "/dev/null"}, "password_file: '/dev/null' holds 0 bytes, expected 1"),
         ({"ca_cert": "/dev/null"}, "ca_cert: only with protocol=https"),

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import types
 
 import pytest
 
@@ -93,6 +94,12 @@ print("a greeting of the site")
 """
 
 
+@pytest.fixture(autouse=True)
+def torch_is_not_here(monkeypatch):
+    """Another test of this process may have imported it."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+
 @pytest.fixture
 def ask(tmp_path, monkeypatch):
     """Asks a torch that is a file, on a machine without a driver."""
@@ -111,6 +118,16 @@ def test_torch_is_asked_in_a_child_where_nothing_else_can_tell(ask):
     assert ask("auto", ACCELERATOR="xpu") == Count(4, "xpu", source)
     assert ask("auto").kind == "cpu"
     assert ask("auto").number == ask("cpu").number == devices.cpu_count()
+
+
+def test_a_torch_that_this_process_has_imported_is_asked_itself(ask, monkeypatch):
+    torch = types.ModuleType("torch")
+    exec(TORCH, vars(torch))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    assert ask("gpu") == Count(5, "cuda", "torch, in this process")
+    with pytest.raises(UnknownDeviceError):
+        ask("gpuu")
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def test_lines_that_are_no_mistakes(launch):
         (
             ["--nnodes=1:2"],
             "--nnodes: got 1:2, expected one number with the static rendezvous, whose ranks are given by "
-            "hand; --rdzv-backend c10d takes a range",
+            "hand; --rdzv-backend c10d or etcd takes a range",
         ),
         (["--node-rank=1"], "--node-rank: got 1, expected 0 with one node"),
         (["--nnodes=2", "--node-rank=2"], "--node-rank: got 2, expected 0 to 1 with 2 nodes"),

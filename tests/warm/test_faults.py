@@ -242,3 +242,47 @@ def test_few_descriptors(launch, tmp_path, worker_script):
     script = worker_script("import sys; print('RUNS', 'colorsys' in sys.modules, flush=True)")
     launched = launch("--nproc-per-node=2", "--tee=3", *WARM, script, prefix=prefix).exits(0)
     assert launched.stdout.count("RUNS True") == 2, launched.stderr
+
+
+HANGS = """
+import os, signal
+nursery, forks = os.getpid(), []
+def hang():
+    forks.append(os.getpid())
+    if forks == [nursery, nursery]:
+        open("hangs", "w").close()
+        signal.pause()
+os.register_at_fork({where}=hang)
+"""
+LEAVES_A_DAEMON = """
+import os, signal
+if os.environ["RANK"] == "0" and os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open("daemon.new", "w").write(str(os.getpid()))
+        os.rename("daemon.new", "daemon")
+        os.execvp("sleep", ["sleep", "1000"])
+    os._exit(0)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("where", ["before", "after_in_parent"])
+def test_the_agent_is_killed_while_a_fork_hangs_in_the_parent(launch, tmp_path, worker_script, where):
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "hangs.py").write_text(HANGS.format(where=where))
+    script = worker_script(LEAVES_A_DAEMON)
+    options = ("--nproc-per-node=2", "--warm=hangs", script)
+    launched = launch(*options, env={"PYTHONPATH": str(library)}, cwd=tmp_path)
+    procs.wait_until(lambda: (tmp_path / "hangs").exists() and (tmp_path / "daemon").exists())
+    everything = [child.pid for child in launched.descendants()]
+    (nursery,) = [child.pid for child in procs.nurseries(launched.pid)]
+    assert {nursery, int((tmp_path / "daemon").read_text())} < {*everything}
+    launched.signal(signal.SIGKILL)
+    try:
+        procs.assert_gone(everything, 20)
+    finally:
+        send(nursery, signal.SIGKILL)
+        launched.wait()
+    procs.reap_adopted()

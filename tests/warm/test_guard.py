@@ -54,6 +54,8 @@ ENDS = {
         "import os, signal; os.close(3); signal.pause()",
         "closes descriptors of others at import",
     ),
+    "a_close_of_another": ("import os; os.close(4)", "closes descriptors of others at import"),
+    "a_close_and_an_error": ("import os; os.close(5); 1 / 0", "closes descriptors of others at import"),
 }
 CLEAN = {
     "an_environment": "import os; kept = os.environ.copy()",

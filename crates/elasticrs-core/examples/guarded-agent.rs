@@ -41,6 +41,7 @@ fn group(commands: &[String]) -> GroupSpec {
         pass_fds: Vec::new(),
         cpus: None,
         warm: false,
+        keeps_orphans: false,
     };
     GroupSpec {
         processes: (0..).zip(commands).map(process).collect(),
@@ -50,6 +51,7 @@ fn group(commands: &[String]) -> GroupSpec {
         on_success: Descendants::Linger(Duration::ZERO),
         start_deadline: Duration::from_secs(30),
         keep_ignored: Vec::new(),
+        replaces: false,
     }
 }
 

@@ -47,8 +47,17 @@ fn spawn(nursery: &mut Launched, count: u32, command: &str) -> Result<Vec<i32>> 
         let argv = vec![worker_program().into(), command.into()];
         let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
         let pass_fds = vec![PassedFd { source: 0, target: 1 }];
-        let process =
-            ProcessSpec { local_rank, argv, env: Vec::new(), cwd: None, stdio, pass_fds, cpus: None, warm: false };
+        let process = ProcessSpec {
+            local_rank,
+            argv,
+            env: Vec::new(),
+            cwd: None,
+            stdio,
+            pass_fds,
+            cpus: None,
+            warm: false,
+            keeps_orphans: false,
+        };
         let fd = writer.as_fd().try_clone_to_owned()?;
         nursery.link.send(&Request::Spawn { process, keep_ignored: Vec::new() }, vec![fd])?;
         loop {
@@ -119,6 +128,7 @@ fn main() -> Result<()> {
             pass_fds: Vec::new(),
             cpus: None,
             warm: false,
+            keeps_orphans: false,
         };
         let begin = Instant::now();
         nursery.link.send(&Request::Spawn { process, keep_ignored: Vec::new() }, Vec::new())?;

@@ -48,6 +48,9 @@ pub struct ProcessSpec {
     pub cpus: Option<CpuSet>,
     /// It is a fork of the nursery where that is [warm](crate::nursery::launch::Warm), which has its command line.
     pub warm: bool,
+    /// It is a child subreaper: what its descendants leave stays below it as long as it lives. Set for groups that
+    /// [replace](GroupSpec::replaces).
+    pub keeps_orphans: bool,
 }
 
 /// CPUs by their numbers in Linux, in the form that the kernel takes.
@@ -89,6 +92,13 @@ pub struct StopPolicy {
     pub grace: Duration,
 }
 
+impl StopPolicy {
+    /// True if it leaves no time.
+    pub fn is_hard(self) -> bool {
+        self.signal == Signal::KILL || self.grace.is_zero()
+    }
+}
+
 /// Whom the signals of a stop reach before SIGKILL, which reaches every process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopScope {
@@ -124,6 +134,8 @@ pub struct GroupSpec {
     pub start_deadline: Duration,
     /// Signals that stay ignored in the workers because they were ignored when the agent was started (`nohup`).
     pub keep_ignored: Vec<Signal>,
+    /// A worker that fails stops nobody: what it leaves is swept, and another process may be started in its place.
+    pub replaces: bool,
 }
 
 /// `OsString` as bytes: postcard's own form carries an enum tag and a platform's encoding.

@@ -49,8 +49,16 @@ impl Job {
         let (on_success, start_deadline) = (Descendants::Linger(Duration::ZERO), HANG);
         let descriptors = vec![writer];
         let keep_ignored = Vec::new();
-        let group =
-            GroupSpec { processes, descriptors, on_failure, stop_scope, on_success, start_deadline, keep_ignored };
+        let group = GroupSpec {
+            processes,
+            descriptors,
+            on_failure,
+            stop_scope,
+            on_success,
+            start_deadline,
+            keep_ignored,
+            replaces: false,
+        };
         supervisor.start(group).unwrap();
         let mut job = Self { supervisor, path, fifo, pids: Vec::new(), lines: Lines::new(reader) };
         let Event::GroupStarted { pids, .. } = job.event() else { panic!("it starts") };

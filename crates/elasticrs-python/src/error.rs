@@ -29,9 +29,12 @@ impl From<Error> for PyErr {
             | CoreError::Adopt { source, .. }
             | CoreError::Page { source, .. }
             | CoreError::Timers { source, .. } => os_error(source, &error.to_string()),
-            CoreError::Nursery(_) | CoreError::Busy | CoreError::Idle | CoreError::Ended | CoreError::Forked { .. } => {
-                SupervisorError::new_err(chain(&error))
-            }
+            CoreError::Nursery(_)
+            | CoreError::Busy
+            | CoreError::Idle
+            | CoreError::Replace { .. }
+            | CoreError::Ended
+            | CoreError::Forked { .. } => SupervisorError::new_err(chain(&error)),
         }
     }
 }

@@ -63,6 +63,31 @@ pub struct FailureSeen {
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct WorkerSwept {
+    local_rank: u32,
+    ended: Vec<Descendant>,
+    more_ended: u32,
+    stuck: Vec<Descendant>,
+    swept_ns: u64,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct WorkerReplaced {
+    local_rank: u32,
+    pid: i32,
+    started_ns: u64,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
+pub struct ReplaceFailed {
+    message: String,
+    local_rank: u32,
+    stage: Option<String>,
+    errno: Option<i32>,
+    subject: Option<String>,
+}
+
+#[pyclass(frozen, get_all, module = "elasticrs._core")]
 pub struct TimerExpired {
     local_rank: u32,
     pid: i32,
@@ -216,6 +241,18 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
                 system_us: used(|u| u.system_us),
             };
             object(py, exited)
+        }
+        Event::WorkerSwept { local_rank, swept, at } => {
+            let (ended, stuck) = (descendants(swept.ended), descendants(swept.stuck));
+            object(py, WorkerSwept { local_rank, ended, more_ended: swept.more, stuck, swept_ns: at.0 })
+        }
+        Event::WorkerReplaced { local_rank, pid, started } => {
+            object(py, WorkerReplaced { local_rank, pid, started_ns: started.0 })
+        }
+        Event::ReplaceFailed(failure) => {
+            let StartFailed { message, local_rank, stage, errno, subject } = start_failed(&failure);
+            let local_rank = local_rank.unwrap_or_default();
+            object(py, ReplaceFailed { message, local_rank, stage, errno, subject })
         }
         Event::FailureSeen { local_rank, seen, signalled, siblings } => {
             object(py, FailureSeen { local_rank, seen_ns: seen.0, signalled_ns: signalled.0, siblings })

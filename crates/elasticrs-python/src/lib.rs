@@ -35,7 +35,8 @@ mod _core {
     #[pymodule_export]
     use crate::event::{
         Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, Heartbeat, LogTrouble, RankSeen,
-        StartFailed, TimerExpired, Warmed, WorkerExited, WorkerHung, WorkerPaused, WorkerRaised, WorkerResumed,
+        ReplaceFailed, StartFailed, TimerExpired, Warmed, WorkerExited, WorkerHung, WorkerPaused, WorkerRaised,
+        WorkerReplaced, WorkerResumed, WorkerSwept,
     };
     #[pymodule_export]
     use crate::health::HealthServer;

@@ -90,6 +90,7 @@ impl ProcessSpec {
             pass_fds: Vec::new(),
             cpus,
             warm,
+            keeps_orphans: false,
         };
         Ok(Self { inner, pass_fds })
     }
@@ -97,6 +98,20 @@ impl ProcessSpec {
     #[getter]
     fn local_rank(&self) -> u32 {
         self.inner.local_rank
+    }
+}
+
+impl ProcessSpec {
+    /// The core's form; descriptors of our own for all that are passed on are added to `descriptors`.
+    pub fn to_core(&self, descriptors: &mut Vec<OwnedFd>) -> PyResult<core::ProcessSpec> {
+        let mut spec = self.inner.clone();
+        for &number in &self.pass_fds {
+            let own = duplicate(number).map_err(|error| os_error(&error, &format!("pass descriptor {number}")))?;
+            let source = u32::try_from(descriptors.len()).map_err(PyValueError::new_err)?;
+            spec.pass_fds.push(core::PassedFd { source, target: number });
+            descriptors.push(own);
+        }
+        Ok(spec)
     }
 }
 
@@ -148,12 +163,13 @@ pub struct GroupSpec {
     on_success: core::Descendants,
     start_deadline: Duration,
     keep_ignored: Vec<Signal>,
+    replaces: bool,
 }
 
 #[pymethods]
 impl GroupSpec {
     #[new]
-    #[pyo3(signature = (processes, *, on_failure, stop_scope="group", linger=Some(5.0), start_deadline=30.0, keep_ignored=Vec::new()))]
+    #[pyo3(signature = (processes, *, on_failure, stop_scope="group", linger=Some(5.0), start_deadline=30.0, keep_ignored=Vec::new(), replaces=false))]
     fn new(
         processes: Vec<Py<ProcessSpec>>,
         on_failure: &StopPolicy,
@@ -161,6 +177,7 @@ impl GroupSpec {
         linger: Option<f64>,
         start_deadline: f64,
         keep_ignored: Vec<i32>,
+        replaces: bool,
     ) -> PyResult<Self> {
         for (expected, process) in (0..).zip(&processes) {
             let local_rank = process.get().inner.local_rank;
@@ -183,6 +200,7 @@ impl GroupSpec {
             on_success: linger.map_or(core::Descendants::Keep, core::Descendants::Linger),
             start_deadline: duration(start_deadline, "start_deadline")?,
             keep_ignored: keep_ignored.into_iter().map(signal).collect::<PyResult<_>>()?,
+            replaces,
         })
     }
 }
@@ -190,26 +208,17 @@ impl GroupSpec {
 impl GroupSpec {
     /// The core's form, with descriptors of our own for all that are passed on.
     pub fn to_core(&self) -> PyResult<core::GroupSpec> {
-        let mut descriptors: Vec<OwnedFd> = Vec::new();
-        let mut processes = Vec::with_capacity(self.processes.len());
-        for process in self.processes.iter().map(Py::get) {
-            let mut spec = process.inner.clone();
-            for &number in &process.pass_fds {
-                let own = duplicate(number).map_err(|error| os_error(&error, &format!("pass descriptor {number}")))?;
-                let source = u32::try_from(descriptors.len()).map_err(PyValueError::new_err)?;
-                spec.pass_fds.push(core::PassedFd { source, target: number });
-                descriptors.push(own);
-            }
-            processes.push(spec);
-        }
+        let mut descriptors = Vec::new();
+        let processes = self.processes.iter().map(|process| process.get().to_core(&mut descriptors));
         Ok(core::GroupSpec {
-            processes,
+            processes: processes.collect::<PyResult<_>>()?,
             descriptors,
             on_failure: self.on_failure,
             stop_scope: self.stop_scope,
             on_success: self.on_success,
             start_deadline: self.start_deadline,
             keep_ignored: self.keep_ignored.clone(),
+            replaces: self.replaces,
         })
     }
 }

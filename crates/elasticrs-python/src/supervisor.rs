@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 use crate::error::{Error, os_error};
 use crate::event::{FdReady, Heartbeat, heartbeat, object, to_python};
 use crate::nursery::{self, WarmNursery};
-use crate::spec::{GroupSpec, LogStream, StopPolicy, duration, signal};
+use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy, duration, signal};
 use crate::stores::Stores;
 
 /// How long a wait may last without a look at Python's signals. One that comes between the last look and the system call
@@ -53,6 +53,12 @@ impl Supervisor {
     fn start(&self, py: Python<'_>, group: &GroupSpec) -> PyResult<()> {
         let group = group.to_core()?;
         Ok(py.detach(|| self.inner.start(group)).map_err(Error)?)
+    }
+
+    fn replace(&self, py: Python<'_>, process: &ProcessSpec) -> PyResult<()> {
+        let mut descriptors = Vec::new();
+        let process = process.to_core(&mut descriptors)?;
+        Ok(py.detach(|| self.inner.replace(process, descriptors)).map_err(Error)?)
     }
 
     #[pyo3(signature = (local_rank, pid, status_fd=None, page_fd=None))]

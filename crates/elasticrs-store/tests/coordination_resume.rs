@@ -350,7 +350,7 @@ fn a_store_that_stays_away_is_told_of_and_then_lost() {
     assert!(message.contains("has not answered for") && message.contains("connection refused"), "{message}");
     assert_eq!(notices.len(), 1, "{notices:?}");
     assert!(notices[0].contains("does not answer (could not connect to"), "{notices:?}");
-    assert!(notices[0].contains("workers run on, for up to "), "{notices:?}");
+    assert!(notices[0].contains("nothing is stopped for up to "), "{notices:?}");
 }
 
 #[test]

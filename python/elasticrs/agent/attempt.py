@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from elasticrs import texts
 from elasticrs._value import Record, Value, fresh
+from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.state import Phase
 from elasticrs.clock import Clock
+from elasticrs.logs import error_file_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,8 +42,10 @@ class Attempt(Record):
         name: of its log directory: the restarts, and the round where another attempt had as many.
         plan: ranks and addresses.
         paths: its files.
-        pids: of the workers, by local rank.
-        exits: by local rank, in the order in which they were seen.
+        notices: where workers tell of an exception that nobody caught.
+        pids: of the workers, by local rank; of those that were replaced, the last one's.
+        exits: by local rank, in the order in which they were seen; not of workers that were replaced.
+        replaced_workers: those, each as an attempt of its own, with nothing but its part.
         first_failure: the local rank that failed first.
         raised: the local ranks that have recorded an exception that nobody caught, as far as was seen.
         expired: by local rank, the timer, the silence or the exit that took too long, for which we ended the
@@ -64,8 +68,10 @@ class Attempt(Record):
     plan: Plan
     name: str = ""
     paths: LogPaths | None = None
+    notices: str = ""
     pids: list[int] = fresh(factory=list)
     exits: dict[int, WorkerExited] = fresh(factory=dict)
+    replaced_workers: list[Attempt] = fresh(factory=list)
     first_failure: int | None = None
     raised: set[int] = fresh(factory=set)
     expired: dict[int, Overdue] = fresh(factory=dict)
@@ -84,6 +90,36 @@ class Attempt(Record):
     def running(self) -> dict[int, int]:
         """Pids of the workers that have not ended, by local rank: those of others may be anybody's by now."""
         return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
+
+    def replace(self, local_rank: int, pid: int, restarts: int) -> Attempt:
+        """Another process has taken the place of a worker; return what is known of the one that failed.
+
+        Args:
+            local_rank: whose place.
+            pid: of the process.
+            restarts: charged so far.
+        """
+        paths = self.paths
+        if paths is not None and (error_file := paths.error_files.get(local_rank)):
+            path = error_file_of(error_file, self.pids[local_rank])
+            paths = paths.replaced(error_files={**paths.error_files, local_rank: path})
+        failed = Attempt(self.round, self.restarts, self.plan, self.name, paths=paths, pids=list(self.pids))
+        self.restarts = restarts
+        failed.exits[local_rank] = self.exits.pop(local_rank)
+        failed.first_failure = local_rank
+        if local_rank in self.expired:
+            failed.expired[local_rank] = self.expired.pop(local_rank)
+        failed.oom_kills, failed.oom_kills_after = self.oom_kills, read_counters(self.oom_kills)
+        failed.stamps["failure_seen"] = failed.exits[local_rank].seen_ns
+        self.oom_kills = failed.oom_kills_after
+        self.raised.discard(local_rank)
+        self.replaced_workers.append(failed)
+        self.pids[local_rank] = pid
+        others = [rank for rank, worker in self.exits.items() if worker.exitcode != 0]
+        self.first_failure = others[0] if others else None
+        if not others:
+            del self.stamps["failure_seen"]
+        return failed
 
     def how_it_began(self) -> str:
         """Say how long the restart took that it began with, by phases, and if its workers were warm."""

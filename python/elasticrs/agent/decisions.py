@@ -105,7 +105,9 @@ class OneNode(Decisions):
     """A node by itself: :func:`elasticrs.agent.state.step` decides."""
 
     def __init__(self, job: JobConfig, planner: Planner) -> None:
-        self._state = machine.AgentState(job.max_restarts, job.shutdown_timeout)
+        self._state = machine.AgentState(
+            job.max_restarts, job.shutdown_timeout, replaces=job.on_failure == "replace"
+        )
         self._planner = planner
 
     @property

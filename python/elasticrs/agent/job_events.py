@@ -89,6 +89,15 @@ class EventRecorder(Observer):
             metadata = self._metadata("RUNNING", about, duration_ms=span)
             self._pass_on(Event("attempt running", EventSource.AGENT, _milliseconds(), metadata))
 
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:
+        """Of a worker that failed, and of the one in its place."""
+        (local_rank,) = failed.exits
+        self._restarts = failed.restarts
+        at_ns = time.time_ns() - time.monotonic_ns() + failed.stamps["failure_seen"]
+        self._record_ends(failed, has_succeeded=False, at_ns=at_ns, only=local_rank)
+        self._restarts = attempt.restarts
+        self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
+
     def over(self, attempt: Attempt, outcome: str) -> None:
         """A failure is recorded when nothing is delayed by it."""
         self._meeting_since = time.monotonic()
@@ -166,10 +175,14 @@ class EventRecorder(Observer):
         if isinstance(self._handler, LineFileHandler):
             self._handler.write_through()
 
-    def _record_ends(self, attempt: Attempt, *, has_succeeded: bool, at_ns: int | None = None) -> None:
+    def _record_ends(
+        self, attempt: Attempt, *, has_succeeded: bool, at_ns: int | None = None, only: int | None = None
+    ) -> None:
         if not attempt.pids:
             return
         for ranks, state, failure in _ends(attempt, succeeded=has_succeeded):
+            if only not in (None, ranks.local_rank):
+                continue
             pid = attempt.pids[ranks.local_rank]
             self._record_worker(state, ranks, pid, failure, at_ns)
 

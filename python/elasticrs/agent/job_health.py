@@ -136,10 +136,12 @@ class HealthObserver(Observer):
             self._failed_ns = None
         self._native.enter("productive")
         self._state = "HEALTHY"
-        self._publish([
-            (ranks.global_rank, ranks.local_rank, pid)
-            for ranks, pid in zip(self._attempt.plan.ranks, self._attempt.pids, strict=True)
-        ])  # fmt: skip
+        self._publish(_pids(self._attempt))
+
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:
+        """Why, and who the workers are now."""
+        self._native.restarted(_cause(failed))
+        self._publish(_pids(attempt))
 
     def failed(self, attempt: Attempt) -> None:
         """The state of the workers, and the time that is lost from here on."""
@@ -218,6 +220,12 @@ class HealthObserver(Observer):
                 "exitcode": None if exited is None else exited.exitcode,
             })  # fmt: skip
         return shown
+
+
+def _pids(attempt: Attempt) -> list[tuple[int, int, int]]:
+    """Global rank, local rank and pid of each worker."""
+    workers = zip(attempt.plan.ranks, attempt.pids, strict=True)
+    return [(ranks.global_rank, ranks.local_rank, pid) for ranks, pid in workers]
 
 
 def _group(attempt: Attempt) -> dict[str, Any]:

@@ -172,6 +172,8 @@ class Agent:
             if not action.is_announced:
                 self._console.say(texts.stop_line(self._decisions.signum, action.signum, action.grace))
             self._tracker.stop(action)
+        elif isinstance(action, machine.Replace):
+            self._tracker.replace(action)
         elif isinstance(action, machine.CollectEvidence):
             self._tracker.count_oom_kills()
             self._decisions.release_plan()

@@ -48,6 +48,9 @@ class Observer:
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
         """A worker of an attempt has ended."""
 
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:
+        """Another process has taken the place of a worker that failed; see ``Attempt.replaced_workers``."""
+
     def timer_expired(self, timer: _core.TimerExpired) -> None:
         """A timer of a worker was not released in time."""
 

@@ -17,6 +17,9 @@ Invariants, each held by a property test:
 - **AGENT-5** after the first signal nothing is started any more, and the agent exits when the group has
   ended.
 - **AGENT-6** a node with workers that SIGKILL did not end, or that hung in the kernel, is not used again.
+- **AGENT-7** with ``replaces`` a worker that fails is replaced, once nothing of it is left, and the others
+  are left alone, for as long as the budget lasts. Workers that fail before the place of an earlier one is
+  taken share its charge.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 MAX_PORT_RETRIES = 3
 
+SIGTERM = 15
 SIGKILL = 9
 
 
@@ -70,6 +74,8 @@ class AgentState(Value):
         worker_failed: a worker of the present group has failed.
         group_exists: processes of a group may be there: from :class:`Start` until its failure or
             :class:`GroupEnded`.
+        replaces: a worker that fails is replaced; the others go on.
+        replacing: the local ranks whose place is not taken yet.
     """
 
     max_restarts: int
@@ -81,6 +87,8 @@ class AgentState(Value):
     signum: int | None = None
     worker_failed: bool = False
     group_exists: bool = False
+    replaces: bool = False
+    replacing: frozenset[int] = frozenset()
 
     @property
     def restarts_left(self) -> int:
@@ -139,6 +147,25 @@ class WorkerExited(Event):
 
     local_rank: int
     exitcode: int | None
+
+
+class WorkerSwept(Event):
+    """Nothing is left of a worker that failed, apart from what is stuck: another one may take its place."""
+
+    local_rank: int
+    is_stuck: bool = False
+
+
+class WorkerReplaced(Event):
+    """Another process has taken the place of a worker that failed."""
+
+    local_rank: int
+
+
+class ReplaceFailed(Event):
+    """No other process could take the place of a worker."""
+
+    local_rank: int
 
 
 class GroupEnded(Event):
@@ -232,6 +259,22 @@ class AnnounceRestart(Action):
     charged: bool = True
 
 
+class AnnounceReplacement(Action):
+    """Tell the user, in one line, which worker failed and that it is replaced."""
+
+    local_rank: int
+    restarts_left: int
+
+
+class Replace(Action):
+    """Start a process in the place of a worker; answered by :class:`WorkerReplaced` or
+    :class:`ReplaceFailed`.
+    """
+
+    local_rank: int
+    restarts: int
+
+
 class ReportFailure(Action):
     """Tell the user why the job failed; ``message``: the reason when it is not a worker's failure."""
 
@@ -262,6 +305,8 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
         return _on_signal(state, event)
     if isinstance(event, (WorkerExited, FailureSeen, GroupEnded)):
         return _on_group(state, event) if state.group_exists else (state, [])
+    if isinstance(event, (WorkerSwept, WorkerReplaced, ReplaceFailed)):
+        return _on_replacement(state, event) if state.phase is Phase.RUNNING else (state, [])
     if isinstance(event, StartFailed):
         return _on_start_failed(state, event) if state.group_exists else (state, [])
     if isinstance(event, Started):
@@ -269,7 +314,7 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
     if isinstance(event, Begin) and state.phase is Phase.INIT:
         return state._next(Phase.RENDEZVOUS), [Rendezvous(state.round)]
     if isinstance(event, RendezvousCompleted) and state.phase is Phase.RENDEZVOUS:
-        new = state._next(Phase.STARTING, worker_failed=False, group_exists=True)
+        new = state._next(Phase.STARTING, worker_failed=False, group_exists=True, replacing=frozenset())
         return new, [Start(state.round, state.restarts)]
     if isinstance(event, RendezvousFailed) and state.phase is Phase.RENDEZVOUS:
         return _fail(state, event.message)
@@ -298,6 +343,8 @@ def _on_group(
     state: AgentState, event: WorkerExited | FailureSeen | GroupEnded
 ) -> tuple[AgentState, list[Action]]:
     if isinstance(event, WorkerExited):
+        if state.replaces and state.phase is Phase.RUNNING and event.exitcode != 0:
+            return _on_worker_to_replace(state, event.local_rank)
         failed = state.worker_failed or event.exitcode != 0
         return state._next(state.phase, worker_failed=failed), []
     if isinstance(event, FailureSeen):
@@ -307,7 +354,7 @@ def _on_group(
         return ended._next(Phase.STOPPED), [CollectEvidence(), Exit(1)]
     if event.why_unfit is not None:
         return _fail(ended, texts.not_restarted(event.why_unfit), evidence=True)
-    if event.outcome == "succeeded" and not state.worker_failed:
+    if event.outcome == "succeeded" and not state.worker_failed and not state.replacing:
         return ended._next(Phase.SUCCEEDED), [CloseRendezvous(), Exit(0)]
     if event.port_conflict and state.port_retries < MAX_PORT_RETRIES:
         again = ended._next(
@@ -316,6 +363,37 @@ def _on_group(
         announce = AnnounceRestart(state.restarts_left, charged=False)
         return again, [CollectEvidence(), announce, Rendezvous(again.round)]
     return _restart(ended, evidence=True)
+
+
+def _on_worker_to_replace(state: AgentState, local_rank: int) -> tuple[AgentState, list[Action]]:
+    restarts = state.restarts if state.replacing else used_after(state.restarts, state.max_restarts)
+    if restarts is None:
+        return _stop_all(state)
+    new = state._next(state.phase, restarts=restarts, replacing=state.replacing | {local_rank})
+    return new, [AnnounceReplacement(local_rank, new.restarts_left)]
+
+
+def _on_replacement(
+    state: AgentState, event: WorkerSwept | WorkerReplaced | ReplaceFailed
+) -> tuple[AgentState, list[Action]]:
+    announced: list[Action] = []
+    if event.local_rank not in state.replacing:
+        if not isinstance(event, WorkerSwept):
+            return state, []
+        # It has exited with 0 when its timer had expired: it has failed all the same.
+        state, announced = _on_worker_to_replace(state, event.local_rank)
+        if state.phase is not Phase.RUNNING:
+            return state, announced
+    if isinstance(event, WorkerReplaced):
+        return state._next(state.phase, replacing=state.replacing - {event.local_rank}), []
+    if isinstance(event, ReplaceFailed) or event.is_stuck:
+        return _stop_all(state)
+    return state, [*announced, Replace(event.local_rank, state.restarts)]
+
+
+def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
+    """A worker has failed, and its place stays empty: what follows is as without ``replaces``."""
+    return state._next(Phase.STOPPING, worker_failed=True), [Stop(SIGTERM, state.shutdown_timeout, True)]
 
 
 def _restart(

@@ -93,6 +93,22 @@ class Story(Observer):
         if is_first and attempt.signalled:
             self._tell_first(attempt, worker)
 
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:
+        """A worker failed, and only it was started again."""
+        (local_rank,) = failed.exits
+        most = self._job.max_restarts
+        self._say(
+            texts.replace_line(
+                # Which global rank it had is known to the workers alone.
+                f"local {self._cause(failed)}",
+                len(attempt.running()) - 1,
+                attempt.pids[local_rank],
+                failed.stamps["started"] - failed.stamps["failure_seen"],
+                f"{most - attempt.restarts} of {most} left",
+                time.strftime("%Y-%m-%d %H:%M:%S"),
+            )
+        )
+
     def running(self, result: JobResult) -> None:
         """The workers run again."""
         attempt = result.attempts[-1]

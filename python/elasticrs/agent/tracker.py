@@ -18,7 +18,7 @@ from elasticrs.agent.observer import Observers
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
 from elasticrs.logs import discard_empty_fault_file
-from elasticrs.workers import prepare_group, warm_nursery, watch_timers
+from elasticrs.workers import prepare_group, prepare_replacement, warm_nursery, watch_timers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class AttemptTracker:
         self._workers = workers
         self._console = console
         self._owns_process = owns_process
+        self._replaces = job.on_failure == "replace"
+        self._restarts = 0
         self.result = JobResult()
         self.events: deque[machine.Event] = deque()
         story = Story(job, self.result, console.say, owns_process=owns_process)
@@ -184,6 +186,21 @@ class AttemptTracker:
         """Record why the workers could not be started, and whether that may pass."""
         self.result.message = f"{texts.NOT_STARTED}: {why}"
         self.events.append(machine.StartFailed(self.result.message, is_transient))
+
+    def replace(self, action: machine.Replace) -> None:
+        """Start a process in the place of a worker; an event tells if it runs."""
+        attempt, rank, self._restarts = self.result.attempts[-1], action.local_rank, action.restarts
+        try:
+            process = prepare_replacement(
+                self._workers, self.supervisor, attempt, rank, action.restarts, self._timer_file
+            )
+            self.supervisor.replace(process)
+        except (OSError, _core.SupervisorError) as error:
+            self._not_replaced(rank, str(error))
+
+    def _not_replaced(self, local_rank: int, why: str) -> None:
+        self._console.say(f"{self._who(local_rank)} could not be replaced: {why}; stopping all")
+        self.events.append(machine.ReplaceFailed(local_rank))
 
     def stop(self, action: machine.Stop) -> None:
         """Stop the workers."""
@@ -343,8 +360,33 @@ class AttemptTracker:
     def _on_exit(self, event: _core.WorkerExited) -> None:
         attempt = self.result.attempts[-1]
         attempt.exits[event.local_rank] = event
+        if self._replaces and event.exitcode != 0 and "stopped" not in attempt.stamps:
+            # Nobody is stopped for it, so nobody else tells of it.
+            attempt.first_failure = (
+                event.local_rank if attempt.first_failure is None else attempt.first_failure
+            )
+            attempt.stamps["failure_seen"] = event.seen_ns
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode))
         self.observers.exited(attempt, event)
+
+    def _on_swept(self, event: _core.WorkerSwept) -> None:
+        rank = event.local_rank
+        for verb, left in (("ended", event.ended), ("could not end", event.stuck)):
+            more = event.more_ended if verb == "ended" else 0
+            self._name_descendants(verb, [(process.pid, process.command) for process in left], more)
+        if event.stuck:
+            self.why_unfit = texts.stuck((rank,))
+        self.events.append(machine.WorkerSwept(rank, bool(event.stuck)))
+
+    def _on_replaced(self, event: _core.WorkerReplaced) -> None:
+        attempt = self.result.attempts[-1]
+        failed = attempt.replace(event.local_rank, event.pid, self._restarts)
+        failed.stamps["started"] = event.started_ns
+        self.events.append(machine.WorkerReplaced(event.local_rank))
+        self.observers.replaced(attempt, failed)
+
+    def _on_not_replaced(self, event: _core.ReplaceFailed) -> None:
+        self._not_replaced(event.local_rank, event.message)
 
     def _on_ended(self, event: _core.GroupEnded) -> None:
         attempt = self.result.attempts[-1]
@@ -427,8 +469,10 @@ class AttemptTracker:
             self._console.say(f"{verb} processes that workers left behind: {names}")
 
     def _who(self, local_rank: int, pid: int | None = None) -> str:
-        rank = self.result.attempts[-1].plan.ranks[local_rank].global_rank
-        return f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
+        rank = f"rank {self.result.attempts[-1].plan.ranks[local_rank].global_rank}"
+        if self._replaces:
+            rank = f"local rank {local_rank}"
+        return rank if pid is None else f"{rank} (pid {pid})"
 
 
 def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
@@ -452,6 +496,9 @@ _RECORDERS: dict[type, Callable[[AttemptTracker, Any], None]] = {
     _core.WorkerHung: AttemptTracker._on_hung,
     _core.WorkerRaised: AttemptTracker._on_raised,
     _core.WorkerExited: AttemptTracker._on_exit,
+    _core.WorkerSwept: AttemptTracker._on_swept,
+    _core.WorkerReplaced: AttemptTracker._on_replaced,
+    _core.ReplaceFailed: AttemptTracker._on_not_replaced,
     _core.GroupEnded: AttemptTracker._on_ended,
     _core.WorkerPaused: AttemptTracker._on_paused,
     _core.WorkerResumed: AttemptTracker._on_resumed,

@@ -5,6 +5,8 @@ With ``ELASTICRS_ALIAS=1``, and the hook that ``python -m elasticrs.alias instal
 ``.launch`` are the modules of elasticrs: the same objects, so that classes compare, and a patch of one name
 is seen under the other. Every interpreter with the variable does so, spawned workers too.
 
+``torchelastic``, the package of 2019 and 2020, leads to :mod:`elasticrs.train` in the same way.
+
 This module runs at the start of an interpreter and imports nothing that is not there already.
 """
 
@@ -23,13 +25,22 @@ __all__ = ["activate", "is_active", "our_name"]
 _TORCH = "torch.distributed"
 _COMMANDS = (f"{_TORCH}.launcher", f"{_TORCH}.run", f"{_TORCH}.launch")
 _ELASTIC = f"{_TORCH}.elastic"
+_OF_2019 = "torchelastic"
+_OURS = {
+    # The first that fits: what torchelastic had before torch.
+    f"{_OF_2019}.timer": "elasticrs.timer",
+    f"{_OF_2019}.utils": "elasticrs.utils",
+    _OF_2019: "elasticrs.train",
+    _ELASTIC: "elasticrs",
+    **{name: "elasticrs" + name[len(_TORCH) :] for name in _COMMANDS},
+}
 
 
 def our_name(name: str) -> str | None:
-    """Return the module of elasticrs for one of torch's full names; ``None`` when it is not for us."""
-    for prefix in (_ELASTIC, *_COMMANDS):
-        if name == prefix or name.startswith(prefix + "."):
-            return "elasticrs" + name[len(_ELASTIC if prefix == _ELASTIC else _TORCH) :]
+    """Return our module for a full name in torch or torchelastic; ``None`` when it is not for us."""
+    for theirs, ours in _OURS.items():
+        if name == theirs or name.startswith(theirs + "."):
+            return ours + name[len(theirs) :]
     return None
 
 
@@ -71,7 +82,7 @@ class _Finder:
 
         original = find_spec(name)
         if original is None:
-            return _torchs_own(fullname)
+            return None if fullname.startswith(_OF_2019) else _torchs_own(fullname)
         spec = ModuleSpec(fullname, _Loader(name, original), origin=original.origin)  # type: ignore[arg-type]
         spec.submodule_search_locations = original.submodule_search_locations
         return spec
@@ -103,6 +114,9 @@ class _Loader:
     def exec_module(self, module: ModuleType) -> None:
         # It has run. Importlib has meanwhile given it the other name's.
         module.__spec__ = self._spec
+        if _TORCH not in sys.modules:
+            # It is torchelastic, which does not need it.
+            return
         for name in (_ELASTIC, _COMMANDS[0]):
             # Torch's modules import these, and programs rely on finding them in `torch.distributed`.
             if name not in sys.modules:

@@ -1,26 +1,38 @@
-"""The state of a rendezvous in a store with ``compare_set``, torch's or ours; and the stores of ``c10d``."""
+"""The state of a rendezvous in a store with ``compare_set``, torch's or ours; and such stores."""
 
 from __future__ import annotations
 
 import binascii
-import datetime
 import os
-import time
+import sys
+import tempfile
 from base64 import b64decode, b64encode
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.compat.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE
+from elasticrs.compat import file_store
 from elasticrs.compat.dynamic_rendezvous import RendezvousBackend, Token
-from elasticrs.compat.file_store import FileStore, TemporaryFileStore
 from elasticrs.config import DEFAULT_PORT
 from elasticrs.events import NodeState, construct_and_record_rdzv_event
-from elasticrs.native_session import Client, Server
 from elasticrs.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
 from elasticrs.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
-from elasticrs.store import DistNetworkError, Store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elasticrs.rendezvous.api import RendezvousParameters
+
+_FAILED = "The connection to the C10d store has failed. See inner exception for details."
+_torch = sys.modules[__name__]
+"""Torch's stores are attributes of this module, as in torch, so that they can be replaced here."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("FileStore", "TCPStore"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch.distributed
+
+    return getattr(torch.distributed, name)
 
 
 class C10dRendezvousBackend(RendezvousBackend):
@@ -81,7 +93,7 @@ class C10dRendezvousBackend(RendezvousBackend):
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
-    """Make the back end and its store.
+    """Make the back end and its store, which is torch's; imports torch.
 
     Args:
         params: ``store_type`` is ``tcp`` (the default) or ``file``. Of ``tcp``: ``is_host``, whether this
@@ -95,87 +107,77 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
     Raises:
         ValueError: a setting that is none.
         RendezvousConnectionError: the store cannot be reached, or not be served.
+        RendezvousError: no temporary file can be made.
     """
+    return _create(params, _torch_store)
+
+
+def create_file_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
+    """Make the back end over a file of ours, without torch; see :func:`create_backend`."""
+    return _create(params, _own_file_store)
+
+
+def _create(
+    params: RendezvousParameters, create_store: Callable[[RendezvousParameters], Any]
+) -> tuple[C10dRendezvousBackend, Any]:
     try:
-        store = _create_store(params)
+        store = create_store(params)
+        return C10dRendezvousBackend(store, params.run_id), store
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        construct_and_record_rdzv_event(params.run_id, text, NodeState.FAILED)
+        construct_and_record_rdzv_event(params.run_id, text, NodeState.FAILED, "create_backend")
         raise
-    return C10dRendezvousBackend(store, params.run_id), store
 
 
-def _create_store(params: RendezvousParameters) -> Any:
+def _own_file_store(params: RendezvousParameters) -> Any:
+    path = params.endpoint.strip()
+    try:
+        return file_store.FileStore(path) if path else file_store.TemporaryFileStore()
+    except OSError as error:
+        raise RendezvousError(f"The file creation for C10d store has failed: {error}") from error
+
+
+def _torch_store(params: RendezvousParameters) -> Any:
     store_type = str(params.get("store_type", "tcp")).strip().lower()
     if store_type == "file":
-        path = params.endpoint.strip()
-        try:
-            return FileStore(path) if path else TemporaryFileStore()
-        except OSError as error:
-            raise RendezvousError(f"The file creation for C10d store has failed: {error}") from error
+        return _torch_file_store(params.endpoint.strip())
     if store_type == "tcp":
-        return _create_tcp_store(params)
+        return _torch_tcp_store(params)
     raise ValueError("Invalid store type given. Currently only supports file and tcp.")
 
 
-def _create_tcp_store(params: RendezvousParameters) -> Any:
+def _torch_file_store(path: str) -> Any:
+    if not path:
+        try:
+            fd, path = tempfile.mkstemp(prefix="elasticrs-rdzv-")
+        except OSError as error:
+            raise RendezvousError(
+                "The file creation for C10d store has failed. See inner exception for details."
+            ) from error
+        os.close(fd)
+    try:
+        return _torch.FileStore(path)
+    except (ValueError, RuntimeError) as error:
+        raise RendezvousConnectionError(_FAILED) from error
+
+
+def _torch_tcp_store(params: RendezvousParameters) -> Any:
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=DEFAULT_PORT)
     read_timeout = params.get_as_int("read_timeout", 60)
     if read_timeout is None or read_timeout <= 0:
         raise ValueError("The read timeout must be a positive integer.")
+    timeout = timedelta(seconds=read_timeout)
     asked = params.get_as_bool("is_host")
     is_host = _matches_machine_hostname(host) if asked is None else asked
-    server, trouble = _serve(port, params.run_id) if is_host else (None, None)
-    if trouble is not None and asked:
-        raise RendezvousConnectionError(f"The C10d store cannot be served: {trouble}") from trouble
-    if server is not None:
-        text = f"process {os.getpid()} hosts the store of the rendezvous"
-        construct_and_record_rdzv_event(params.run_id, text, NodeState.INIT)
-    try:
-        return _connected(host, port if server is None else server.port, params.run_id, read_timeout, server)
-    except DistNetworkError as error:
-        if server is not None:
-            server.close()
-        # If it was only a guess that this is the host, why it could not be is the better part of the story.
-        hint = "" if trouble is None else f" (and it cannot be served here: {trouble})"
-        text = f"The connection to the C10d store has failed: {error}{hint}"
-        raise RendezvousConnectionError(text) from error
-
-
-class _ServedStore(Store):
-    """A store, with its server if that is in this process."""
-
-    def __init__(self, client: Client, read_timeout: float, server: Server | None) -> None:
-        self._server = server
-        super().__init__(client, timeout=datetime.timedelta(seconds=read_timeout))
-
-    def close(self) -> None:
-        """End the connection, and the server."""
-        super().close()
-        if self._server is not None:
-            self._server.close()
-
-
-def _serve(port: int, run_id: str) -> tuple[Server | None, OSError | None]:
-    try:
-        # On every address, as torch: the endpoint may be one of several names of this host.
-        return Server([("", port)], run_id=run_id), None
-    except OSError as error:
-        # Another process on this machine may have been the first one.
-        return None, error
-
-
-def _connected(host: str, port: int, run_id: str, read_timeout: float, server: Server | None) -> Store:
-    """Connect, for ``read_timeout`` seconds: the host may be the last one to start."""
-    deadline = time.monotonic() + read_timeout
-    pause = SHORTEST_PAUSE
-    while True:
-        client = Client(host, port, run_id=run_id, stall_timeout=None)
+    # If it is a guess that this is the host, another process on this machine may have been the first one.
+    for serves in (True, False) if is_host and asked is None else (is_host,):
         try:
-            return _ServedStore(client, read_timeout, server)
-        except BaseException as error:
-            client.close()
-            if not isinstance(error, DistNetworkError) or time.monotonic() + pause > deadline:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+            store = _torch.TCPStore(host, port, is_master=serves, multi_tenant=True, timeout=timeout)
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            trouble = error
+            continue
+        if serves:
+            text = f"process {os.getpid()} hosts the store of the rendezvous"
+            construct_and_record_rdzv_event(params.run_id, text, NodeState.INIT)
+        return store
+    raise RendezvousConnectionError(_FAILED) from trouble

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.launcher.back_end import Meeting
-    from elasticrs.warm import Preload
+    from elasticrs.warm import Entry, Preload
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help lists them all"
@@ -32,7 +32,7 @@ _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
 JOB_OPTIONS = (
-    *("role", "max_restarts", "virtual_local_rank"),
+    *("role", "max_restarts", "on_failure", "virtual_local_rank"),
     *("hang_timeout", "hang_startup_timeout", "exit_timeout", "warm_timeout"),
 )
 """Options that are settings of :class:`~elasticrs.config.JobConfig` as they are."""
@@ -140,6 +140,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     notices: list[str] = []
     command = _command(args, environ)
     nproc = _nproc(args.nproc_per_node, environ, notices)
+    if args.on_failure == "replace":
+        _check_replace(args, command)
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
     meeting = meeting_of(args, environ, grace, notices)
@@ -363,17 +365,53 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
         raise UsageError(f"--numa-binding: got {mode!r}, but {error}") from None
 
 
+_MEETS = ("c10d", "elasticrs", "etcd", "etcd-v3", "etcd-v2")
+_REPLACEABLE = (b"elasticrs.train", b"elasticrs import train", b"torchelastic")
+
+
+def _check_replace(args: Namespace, command: list[str]) -> None:
+    """Workers that go on when another one has failed must be programs that can do so.
+
+    Raises:
+        UsageError: they are not.
+    """
+    from elasticrs import warm
+    from elasticrs.launcher.back_end import is_alone
+
+    where = "--on-failure: got 'replace', but"
+    if args.run_path or args.no_python:
+        raise UsageError(
+            f"{where} with --{'run-path' if args.run_path else 'no-python'} only all workers can be restarted"
+        )
+    if args.logs_specs is not None:
+        raise UsageError(f"{where} with --logs-specs only all workers can be restarted")
+    if not is_alone(args) and args.rdzv_backend not in _MEETS:
+        raise UsageError(
+            f"{where} with --rdzv-backend {args.rdzv_backend} only all workers can be restarted; "
+            "use c10d or etcd"
+        )
+    if not warm.mentions(_entry(args, command), _REPLACEABLE):
+        raise UsageError(
+            f"{where} {args.training_script} does not use elasticrs.train, which lets the other workers go on"
+        )
+
+
+def _entry(args: Namespace, command: list[str]) -> Entry:
+    from elasticrs import warm
+
+    if args.no_python:
+        return warm.Entry(command[0], why_cold="with --no-python the workers are no Python programs")
+    if args.run_path:
+        return warm.entry_of_script(command[0], start_method=args.start_method)
+    return warm.entry_of_command(command)
+
+
 def _preload(args: Namespace, command: list[str]) -> Preload | None:
     if args.warm == "off":
         return None
     from elasticrs import warm
 
-    if args.no_python:
-        entry = warm.Entry(command[0], why_cold="with --no-python the workers are no Python programs")
-    elif args.run_path:
-        entry = warm.entry_of_script(command[0], start_method=args.start_method)
-    else:
-        entry = warm.entry_of_command(command)
+    entry = _entry(args, command)
     try:
         return warm.preload(args.warm, entry)
     except UsageError as error:

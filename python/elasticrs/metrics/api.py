@@ -144,6 +144,13 @@ def remove_sink(sink: Callable[[str, str, float], None]) -> None:
     _sinks = tuple(each for each in _sinks if each != sink)
 
 
+def has_listener(group: str) -> bool:
+    """True if numbers of a group go anywhere. Not in torch."""
+    return bool(_sinks) or not isinstance(
+        _metrics_map.get(group, _default_metrics_handler), NullMetricHandler
+    )
+
+
 def getStream(group: str) -> MetricStream:  # noqa: N802 -- torch's name
     """The stream of a group, with the handler that it has now."""
     return MetricStream(group, _metrics_map.get(group, _default_metrics_handler))

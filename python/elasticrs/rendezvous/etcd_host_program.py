@@ -8,12 +8,15 @@ end waits until nobody needs it. What it prints, one JSON object per line, is fo
   end, so that a leader hands over first.
 - **MEMBER-2** An agent that leaves a job which goes on takes its member out of the cluster. At the end of
   the job a member stays until no agent has a session any more, or most members have gone.
-- **MEMBER-3** One thread does all that takes long. Another one hears of the agent's end meanwhile.
+- **MEMBER-3** A host whose etcd ends again and again takes its member out of the cluster, so that nobody
+  counts on it, and tries again later, a few times.
+- **MEMBER-4** One thread does all that takes long. Another one hears of the agent's end meanwhile.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import select
@@ -23,6 +26,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elasticrs._value import Value
@@ -31,7 +35,8 @@ from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat, View
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, listening_address
 from elasticrs.rendezvous.endpoint import shown_endpoint
-from elasticrs.rendezvous.etcd_keeper import end, find_program, spawn
+from elasticrs.rendezvous.etcd_keeper import find_program
+from elasticrs.rendezvous.etcd_process import EtcdProcess, trouble_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,21 +48,32 @@ _PATIENCE = 5.0
 _DOUBT = 2.0
 """Seconds before what may pass is told as a mistake."""
 
+_EVERY = 20
+"""Ticks between two looks at seats of which nothing is expected."""
+
 _QUESTION = 1.5
 """Seconds for one answer of etcd."""
+
+_GRACE_MS, _SHORT_GRACE_MS = 2000, 300
 
 _LAST_QUESTION = 0.5
 """The same in the end, when others may have gone already."""
 
-_GRACE_MS, _SHORT_GRACE_MS = 2000, 300
-"""Between SIGTERM and SIGKILL; shorter when nobody is served any more."""
+_LEAVING = 8.0
+"""Seconds to be taken out of the cluster: an election may have to be waited for."""
 
-_LEAVING = 3.0
+_FUTILE = 2.0
+"""Seconds without most members after which that is not waited for."""
+
 _RETRY = 1.0
 _SHORT = 10.0
 """Seconds; an etcd that ends sooner is not helped by being started again with its data."""
 
 _MOST_SHORT = 3
+_REST = 60.0
+"""Seconds before the next try after so many short ones; each rest is twice as long as the one before."""
+
+_MOST_RESTS = 5
 
 _OPTIONS = (
     # Its check refuses learners for 5 s after a member has gone; what it guards against does not occur here.
@@ -83,6 +99,8 @@ class Orders(Value):
         folder: for data and log, made and removed here.
         prefix: of the keys of sessions.
         close_timeout: seconds to wait for the sessions of others in the end.
+        has_voted: an earlier program of this agent may have had a voter at the seat.
+        gives_up: only take that one out of the cluster.
     """
 
     seats: list[list[Any]]
@@ -93,6 +111,8 @@ class Orders(Value):
     folder: str
     prefix: str
     close_timeout: float
+    has_voted: bool = False
+    gives_up: bool = False
 
 
 class _Asked(Exception):  # noqa: N818 -- no error
@@ -122,14 +142,18 @@ class Member:
         self._mine = -1
         self._address = ""
         self._claim: socket.socket | None = None
-        self._pid = self._pidfd = -1
+        self._etcd = EtcdProcess(os.path.join(orders.folder, "etcd.log"))
         self._guard = threading.Lock()
         self._news = os.eventfd(0, os.EFD_CLOEXEC)
         self._order = ""
         self._belongs = self._is_voter = False
+        self._has_voted = orders.has_voted
         self._heard: dict[int, float] = {}
+        self._unfit: dict[int, float] = {}
+        self._told: set[int] = set()
+        self._can_be_out = False
+        self._futile_at = 0.0
         self._data = os.path.join(orders.folder, "data")
-        self._log = os.path.join(orders.folder, "etcd.log")
 
     # --- the thread that listens ---
 
@@ -157,19 +181,14 @@ class Member:
 
     def live(self) -> None:
         """Be a member until the agent says otherwise."""
-        shorts = 0
         try:
             if not self._take_seat():
                 return
-            while shorts < _MOST_SHORT:
-                begun = time.monotonic()
-                try:
-                    self._join()
-                    self._stay()
-                except _Ended as error:
-                    shorts = shorts + 1 if time.monotonic() - begun < _SHORT else 1
-                    self._after_end(str(error), shorts)
-            self._stay()
+            rests = _MOST_RESTS if self._orders.gives_up else 0
+            while rests < _MOST_RESTS:
+                self._run(_REST * 2**rests if rests + 1 < _MOST_RESTS else None)
+                rests += 1
+            self._give_up()
         except _Asked:
             self._say_goodbye()
         finally:
@@ -177,20 +196,42 @@ class Member:
                 self._end()
                 shutil.rmtree(self._orders.folder, ignore_errors=True)
 
+    def _run(self, rest: float | None) -> None:
+        """Be a member until etcd has ended too often; then have none, for so many seconds or for good."""
+        shorts = 0
+        while shorts < _MOST_SHORT:
+            begun = time.monotonic()
+            try:
+                self._join()
+                self._stay()
+            except _Ended as error:
+                shorts = shorts + 1 if time.monotonic() - begun < _SHORT else 1
+                known = f"this node's member of etcd has ended: {error}"
+            if shorts < _MOST_SHORT:
+                tell("say", f"{known}; it is started again")
+                if shorts > 1 or not self._is_voter:
+                    self._forget()
+                self._pause(_RETRY)
+        self._forget()
+        if rest is None:
+            return tell("refused", f"{known}; this node has none any more")
+        tell("refused", f"{known}; this node has none for now, and tries again in {rest:g} s")
+        return self._rest(rest)
+
     def _stay(self) -> NoReturn:
         while True:
             self._pause(3600)
 
-    def _after_end(self, why: str, shorts: int) -> None:
-        known = f"this node's member of etcd has ended: {why}"
-        if shorts < _MOST_SHORT:
-            tell("say", f"{known}; it is started again")
-            if shorts > 1 or not self._is_voter:
-                self._forget()
+    def _rest(self, seconds: float) -> None:
+        """Do nothing but take what is listed at this seat out of the cluster."""
+        end = time.monotonic() + seconds
+        while not self._is_out() and time.monotonic() < end:
             self._pause(_RETRY)
-        else:
-            tell("refused", f"{known}; this node has none any more")
-            self._forget()
+        self._pause(max(0.0, end - time.monotonic()))
+
+    def _give_up(self) -> NoReturn:
+        while True:
+            self._rest(3600)
 
     def _pause(self, seconds: float) -> None:
         """Wait.
@@ -201,15 +242,15 @@ class Member:
         """
         poll = select.poll()
         poll.register(self._news, select.POLLIN)
-        if self._pidfd >= 0:
-            poll.register(self._pidfd, select.POLLIN)
+        if self._etcd.fd is not None:
+            poll.register(self._etcd.fd, select.POLLIN)
         ready = [fd for fd, _ in poll.poll(int(seconds * 1000))]
         if self._news in ready or self._order:
             raise _Asked
         if ready:
             with self._guard:
-                code = self._reap()
-            raise _Ended(f"{_last_words(self._log)} (exit code {code})")
+                code = self._etcd.reap()
+            raise _Ended(f"{self._etcd.last_words()} (exit code {code})")
 
     # --- a seat ---
 
@@ -251,7 +292,7 @@ class Member:
         """True once the ports of the seat can be listened on."""
         deadline = time.monotonic() + _DOUBT
         for port in (seat.port, seat.peer_port):
-            while (why := _trouble_with(self._address, port)) is not None:
+            while (why := trouble_with(self._address, port)) is not None:
                 if time.monotonic() > deadline:
                     where = shown_endpoint(self._address, port)
                     tell(
@@ -274,7 +315,7 @@ class Member:
         """
         program = _program()
         if program is None:
-            self._stay()
+            self._give_up()
         if os.path.isdir(self._data):
             # Nothing was forgotten: the same member goes on.
             self._start(program, "new", membership.initial_cluster(self._view([])))
@@ -319,20 +360,25 @@ class Member:
     ) -> View:
         now = time.monotonic()
         gone = {index for index, at in self._heard.items() if now - at > _PATIENCE}
-        return View(self._seats, self._mine, self._orders.label, answers, own, hidden, frozenset(gone))
+        label, has_voted = self._orders.label, self._has_voted
+        return View(self._seats, self._mine, label, answers, own, hidden, frozenset(gone), has_voted)
 
     def _look(self) -> tuple[list[tuple[Entry, ...] | None], frozenset[int]]:
         """Ask all other seats at once; also returns where somebody may be who does not answer."""
         answers: list[tuple[Entry, ...] | None] = [None] * len(self._seats)
         hidden: set[int] = set()
+        unfit: dict[int, str] = {}
 
         def question(index: int) -> None:
             try:
                 answers[index] = self._gateway.members_at(self._seats[index], _QUESTION)
             except (GatewayError, ConnectionRefusedError):
                 return
-            except OSError:
+            except OSError as error:
                 hidden.add(index)
+                why = self._gateway.misfit(error)
+                if why is not None:
+                    unfit[index] = why
 
         threads = [
             threading.Thread(target=question, args=(index,), daemon=True)
@@ -347,7 +393,22 @@ class Member:
         for index, answer in enumerate(answers):
             if answer is not None or index not in self._heard:
                 self._heard[index] = now
+        self._tell_of(dict(unfit), now)
         return answers, frozenset(hidden)
+
+    def _tell_of(self, unfit: dict[int, str], now: float) -> None:
+        """Say once of each seat why no connection with it can be, when that lasts."""
+        self._unfit = {index: self._unfit.get(index, now) for index in unfit}
+        for index in [index for index, since in self._unfit.items() if now - since > _DOUBT]:
+            if index not in self._told:
+                self._told.add(index)
+                seat = self._seats[index]
+                tell(
+                    "say",
+                    f"no connection with the member of etcd at {shown_endpoint(seat.host, seat.peer_port)}: "
+                    f"{unfit[index]}; on all nodes ca_cert and ssl_cert in --rdzv-conf have to be of one "
+                    "authority, and each certificate for the host in --rdzv-endpoint",
+                )
 
     def _add(self, program: str, view: View) -> int | None:
         seat = self._seats[self._mine]
@@ -375,9 +436,12 @@ class Member:
     def _await_own(self) -> None:
         """Wait until this member has taken part in a cluster with a quorum."""
         seat = self._seats[self._mine]
-        while True:
+        for turn in itertools.count():
+            if self._orders.files and turn % _EVERY == 0:
+                # What is wrong with certificates would be in etcd's log alone.
+                self._look()
             try:
-                entries = self._gateway.members_at(seat, _QUESTION, _reached(self._address))
+                entries = self._own_list()
             except (OSError, GatewayError):
                 entries = ()
             if any(entry.has_published and seat.peer_url in entry.peer_urls for entry in entries):
@@ -400,6 +464,10 @@ class Member:
 
     # --- etcd ---
 
+    def _end(self) -> None:
+        """End etcd, if it runs, under the guard; sooner when nobody is served any more."""
+        self._etcd.end(_SHORT_GRACE_MS if self._order == "over" else _GRACE_MS)
+
     def _start(self, program: str, state: str, initial: str) -> None:
         seat = self._seats[self._mine]
         listen = [seat.url_at(self._address, port) for port in (seat.port, seat.peer_port)]
@@ -411,36 +479,21 @@ class Member:
             *("--initial-cluster-token", self._orders.label),
             *("--initial-cluster-state", state, "--initial-cluster", initial),
         ]
-        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            with self._guard:
-                self._pid = spawn(command, log)
-                self._pidfd = os.pidfd_open(self._pid)
-        finally:
-            os.close(log)
-
-    def _end(self) -> None:
-        """End etcd, if it runs, so that a leader hands over; under the guard."""
-        if self._pid >= 0:
-            end(self._pid, self._pidfd, _SHORT_GRACE_MS if self._order == "over" else _GRACE_MS)
-            self._reap()
-
-    def _reap(self) -> int:
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        os.close(self._pidfd)
-        self._pid = self._pidfd = -1
-        return code
+        with self._guard:
+            self._etcd.start(command)
 
     def _forget(self) -> None:
         with self._guard:
             self._end()
         shutil.rmtree(self._data, ignore_errors=True)
+        self._has_voted |= self._is_voter
         self._belongs = self._is_voter = False
 
     # --- the end ---
 
     def _say_goodbye(self) -> None:
         if self._order == "leave":
+            self._futile_at = time.monotonic() + _FUTILE
             self._until(_LEAVING, self._has_left)
         else:
             self._until(self._orders.close_timeout, self._is_alone)
@@ -452,23 +505,37 @@ class Member:
 
     def _has_left(self) -> bool:
         """Hand over, and take this member out of the cluster; true if that has been done, or cannot be."""
-        try:
-            status = self._own("maintenance/status", {})
-            listed = self._own("cluster/member/list", {})["members"]
-            own, voters = status["header"]["member_id"], [e["ID"] for e in listed if not e.get("isLearner")]
-            rest = [each for each in voters if each != own]
-            if not rest or own not in voters:
-                return True
-            if status.get("leader") == own:
-                self._own("maintenance/transfer-leadership", {"targetID": rest[0]})
-            self._own("cluster/member/remove", {"ID": own})
-        except (OSError, GatewayError, LookupError):
-            return self._is_useless()
-        return True
+        is_out = self._is_out()
+        if self._can_be_out:
+            self._futile_at = time.monotonic() + _FUTILE
+        return is_out or time.monotonic() > self._futile_at
+
+    def _is_out(self) -> bool:
+        """Take one step out of the cluster; true if that was the last one."""
+        answers, hidden = self._look()
+        if self._etcd.fd is not None:
+            with suppress(OSError, GatewayError):
+                answers[self._mine] = self._own_list()
+        view = self._view(answers, hidden=hidden)
+        step = membership.next_step_out(view)
+        if isinstance(step, membership.Remove):
+            if self._etcd.fd is not None:
+                self._hand_over(view, step.id)
+            self._change(view, "remove", {"ID": str(step.id)})
+        self._can_be_out = not isinstance(step, membership.Wait)
+        return isinstance(step, membership.Out)
+
+    def _hand_over(self, view: View, goes: int) -> None:
+        """Let another member lead if the one that goes does: no election is waited for then."""
+        with suppress(OSError, GatewayError, LookupError):
+            heirs = membership.heirs(view)
+            if heirs and int(self._own("maintenance/status", {})["leader"]) == goes:
+                self._own("maintenance/transfer-leadership", {"targetID": str(min(heirs))})
 
     def _is_alone(self) -> bool:
-        first, last = (self._orders.prefix + end for end in ("~sessions/", "~sessions0"))
-        body = {"key": _encoded(first), "range_end": _encoded(last), "count_only": True}
+        names = (self._orders.prefix + end for end in ("~sessions/", "~sessions0"))
+        first, last = (base64.b64encode(name.encode(errors="surrogateescape")).decode() for name in names)
+        body = {"key": first, "range_end": last, "count_only": True}
         try:
             return int(self._own("kv/range", body).get("count", 0)) == 0
         except (OSError, GatewayError):
@@ -479,6 +546,9 @@ class Member:
         answers, _ = self._look()
         # This one answers as well.
         return 2 * (1 + sum(answer is not None for answer in answers)) <= len(self._seats)
+
+    def _own_list(self) -> tuple[Entry, ...]:
+        return self._gateway.members_at(self._seats[self._mine], _QUESTION, _reached(self._address))
 
     def _own(self, path: str, body: dict[str, Any]) -> Any:
         seat = self._seats[self._mine]
@@ -501,44 +571,9 @@ def _program() -> str | None:
         return None
 
 
-def _encoded(text: str) -> str:
-    return base64.b64encode(text.encode(errors="surrogateescape")).decode()
-
-
 def _reached(address: str) -> str:
     """Where a server that listens on an address is reached from this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
-
-
-def _trouble_with(address: str, port: int) -> str | None:
-    """Why a server cannot listen there."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((address, port))
-            sock.listen()
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
-
-
-def _last_words(path: str) -> str:
-    """The last error in a log of etcd."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError as error:
-        return str(error)
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.get("level") in {"error", "fatal", "panic"}:
-            return ": ".join(str(record[key]) for key in ("msg", "error") if record.get(key))
-    return lines[-1] if lines else "it has written nothing"
 
 
 def main() -> int:

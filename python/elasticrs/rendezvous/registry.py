@@ -103,10 +103,10 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
 def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     if not is_in_file(params.config):
         return _create(params)
-    from elasticrs.compat.c10d_rendezvous_backend import create_backend
+    from elasticrs.compat.c10d_rendezvous_backend import create_file_backend
     from elasticrs.compat.dynamic_rendezvous import create_handler
 
-    backend, store = create_backend(params)
+    backend, store = create_file_backend(params)
     return create_handler(store, backend, params)
 
 

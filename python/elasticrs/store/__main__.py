@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signum, lambda *_: None)
         # One for each client.
         raise_descriptor_limit()
+        has_state = bool(args.state) and os.path.exists(args.state) and os.path.getsize(args.state) > 0
         try:
             server = Server(
                 [(args.host, args.port)],
@@ -135,11 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error.strerror if isinstance(error, OSError) and error.strerror else error))
         host = f"[{args.host}]" if ":" in args.host else args.host or "*"
         print(f"elasticrs store: serving at {host}:{server.port}", flush=True)
+        if args.state:
+            _say(f"{'goes on from' if has_state else 'begins with an empty state in'} {args.state}")
         try:
             ended_by = _serve(server, stop)
             if ended_by is None:
                 return 1
-            _say(f"{ended_by.name}: closing (connected clients: {server.sessions()})")
+            _say(f"{ended_by.name}: closing (sessions: {server.sessions()})")
         finally:
             server.close()
             signal.set_wakeup_fd(-1)

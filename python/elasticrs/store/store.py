@@ -129,6 +129,10 @@ class Store(TimedStore):
         pairs = zip(keys, values, strict=True)
         self._txn(then=[Put(self._key(key), bytes_of(value), False) for key, value in pairs])
 
+    def hold(self, key: str) -> None:
+        """Set a key that is there as long as this connection. Not in torch."""
+        self._txn(then=[Put(self._key(key), b"", True)])
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         found: list[bytes] = []
 

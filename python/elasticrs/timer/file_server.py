@@ -169,6 +169,8 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
+        # Those of processes that have ended count too: who was faster must not decide.
+        self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
@@ -195,7 +197,6 @@ class FileTimerServer(DescendantTimers):
             timer_requests: in their order.
         """
         for request in timer_requests:
-            self._request_count += 1
             key = (request.worker_pid, request.scope_id)
             if request.expiration_time < 0:
                 self._timers.pop(key, None)

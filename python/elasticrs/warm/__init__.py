@@ -32,6 +32,14 @@ start cold.
 from __future__ import annotations
 
 from elasticrs.warm.entry import Entry, entry_of_command, entry_of_function, entry_of_script
-from elasticrs.warm.modules import Preload, preload
+from elasticrs.warm.modules import Preload, mentions, preload
 
-__all__ = ["Entry", "Preload", "entry_of_command", "entry_of_function", "entry_of_script", "preload"]
+__all__ = [
+    "Entry",
+    "Preload",
+    "entry_of_command",
+    "entry_of_function",
+    "entry_of_script",
+    "mentions",
+    "preload",
+]

@@ -226,6 +226,23 @@ def _for_type_checkers(test: ast.expr) -> str | None:
     return "body" if name == "TYPE_CHECKING" else None
 
 
+def mentions(entry: Entry, words: Sequence[bytes]) -> bool:
+    """Return true if one of the user's own sources has one of these words, or none of them can be read.
+
+    Args:
+        entry: what the workers run.
+        words: wherever they are.
+    """
+    if entry.path is None:
+        return False
+    try:
+        _, sources = _read_all(entry.path, entry)
+    except (OSError, *_CANNOT_PARSE):
+        # The worker will tell.
+        return True
+    return any(word in source for word in words for source in sources)
+
+
 def lazily_imported(source: bytes) -> list[str]:
     """What torch will import later than its user does; see :data:`LAZY`.
 

@@ -246,8 +246,19 @@ impl Logs {
 
     /// The same for every stream that was followed so far.
     pub fn finish_all(&self) {
-        let all: Vec<StreamId> = lock(&self.shared.streams).keys().copied().collect();
-        self.finish(&all);
+        self.finish_those(|_| true);
+    }
+
+    /// The same for those of one rank.
+    pub fn finish_rank(&self, local_rank: u32) {
+        self.finish_those(|info| info.stream.local_rank == local_rank);
+    }
+
+    fn finish_those(&self, are_meant: impl Fn(&StreamInfo) -> bool) {
+        let streams = lock(&self.shared.streams);
+        let meant: Vec<StreamId> = streams.values().filter(|info| are_meant(info)).map(|info| info.id).collect();
+        drop(streams);
+        self.finish(&meant);
     }
 
     /// Waits until all finished streams are on the console; returns those that are not at the deadline. They go on

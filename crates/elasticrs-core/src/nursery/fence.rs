@@ -107,6 +107,12 @@ impl Fence {
         .map_err(io::Error::from)
     }
 
+    /// True if the deadline has come, for somebody who does not act before others that look.
+    pub fn has_passed(&self) -> bool {
+        let deadline = self.deadline.page.number().load(Ordering::SeqCst);
+        deadline != NONE && deadline <= boot_now()
+    }
+
     /// Readable when [`Self::look`] is due.
     pub fn timer(&self) -> BorrowedFd<'_> {
         self.timer.as_fd()

@@ -79,6 +79,9 @@ pub struct Launched {
     pub token: Token,
     /// What goes on until it is ready, if it imports before.
     pub warming: Option<Warming>,
+    /// A small nursery without workers, which acts when the agent dies and this one cannot act: a process that imports dies with
+    /// the agent, and one that starts a worker may hang. To be ended by the owner of this value, as every nursery.
+    pub sentinel: Option<Box<Launched>>,
 }
 
 /// An import.
@@ -87,9 +90,6 @@ pub struct Warming {
     pub warm: Arc<Warm>,
     /// Where the report begins of this process, and of those before it that have ended by a module.
     pub since: u64,
-    /// A small nursery without workers, which ends what the import has started if the agent dies: the process that imports
-    /// dies with it, and nobody else is there. To be ended by the owner of this value, as every nursery.
-    pub sentinel: Box<Launched>,
 }
 
 /// The stage that the start of the latest worker has reached since the last call, for a start that hangs: it is the
@@ -138,6 +138,11 @@ pub fn launch_again(images: &[NurseryImage], since: Option<u64>) -> Result<Launc
     launch_as(images, since, Start { token: Token::random()?, descriptors: given_descriptors(), is_sentinel: false })
 }
 
+/// The sentinel of a nursery whose descendants carry this token.
+pub fn launch_sentinel(images: &[NurseryImage], token: Token) -> Result<Launched, LaunchError> {
+    launch_as(images, None, Start { token, descriptors: None, is_sentinel: true })
+}
+
 fn launch_as(images: &[NurseryImage], since: Option<u64>, start: Start) -> Result<Launched, LaunchError> {
     let token = start.token;
     let (ours, theirs) = UnixStream::pair()?;
@@ -153,15 +158,17 @@ fn launch_as(images: &[NurseryImage], since: Option<u64>, start: Start) -> Resul
         let (program, argv, env) = match image {
             NurseryImage::Warm(_) if start.is_sentinel => continue,
             NurseryImage::Warm(warm) => {
-                let sentinel = Box::new(launch_as(images, None, Start { is_sentinel: true, ..start })?);
+                let sentinel = Box::new(launch_sentinel(images, token)?);
                 let variables =
                     [Some((START_VARIABLE, text.clone())), since.map(|since| (SINCE_VARIABLE, since.to_string()))];
                 let since = since.unwrap_or_else(|| report::length(&warm.report));
                 let command = warm_command(warm, variables.into_iter().flatten(), &passed);
                 match command.and_then(|command| spawn::spawn(&command, &mut stack)) {
                     Ok(child) => {
-                        let warming = Some(Warming { warm: Arc::clone(warm), since, sentinel });
-                        return launched(child, ours, stages, token, warming);
+                        let mut launched = launched(child, ours, stages, token)?;
+                        launched.warming = Some(Warming { warm: Arc::clone(warm), since });
+                        launched.sentinel = Some(sentinel);
+                        return Ok(launched);
                     }
                     Err(error) => failure = error,
                 }
@@ -195,27 +202,22 @@ fn launch_as(images: &[NurseryImage], since: Option<u64>, start: Start) -> Resul
             fds: passed.to_vec(),
             ignored: Vec::new(),
             dies_with_parent: false,
+            keeps_orphans: false,
             cpus: None,
             oom_score_adj: None,
             stages: None,
         };
         match spawn::spawn(&command, &mut stack) {
-            Ok(child) => return launched(child, ours, stages, token, None),
+            Ok(child) => return launched(child, ours, stages, token),
             Err(error) => failure = error,
         }
     }
     Err(LaunchError::Start { stage: failure.stage, errno: failure.errno })
 }
 
-fn launched(
-    child: Child,
-    socket: UnixStream,
-    stages: OwnedFd,
-    token: Token,
-    warming: Option<Warming>,
-) -> Result<Launched, LaunchError> {
+fn launched(child: Child, socket: UnixStream, stages: OwnedFd, token: Token) -> Result<Launched, LaunchError> {
     let link = AgentLink::new(socket)?;
-    Ok(Launched { pid: child.pid, pidfd: child.pidfd, link, stages, token, warming })
+    Ok(Launched { pid: child.pid, pidfd: child.pidfd, link, stages, token, warming: None, sentinel: None })
 }
 
 fn warm_command<'fd>(

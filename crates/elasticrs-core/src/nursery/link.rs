@@ -208,8 +208,17 @@ mod tests {
         let pass_fds = (0..descriptors).zip(3..).map(|(source, target)| PassedFd { source, target }).collect();
         let stdio = [Stdio::Null, Stdio::Null, Stdio::Null];
         let argv = vec!["x".repeat(argument).into()];
-        let process =
-            ProcessSpec { local_rank: 0, argv, env: Vec::new(), cwd: None, stdio, pass_fds, cpus: None, warm: false };
+        let process = ProcessSpec {
+            local_rank: 0,
+            argv,
+            env: Vec::new(),
+            cwd: None,
+            stdio,
+            pass_fds,
+            cpus: None,
+            warm: false,
+            keeps_orphans: false,
+        };
         Request::Spawn { process, keep_ignored: Vec::new() }
     }
 
@@ -277,6 +286,7 @@ mod tests {
             pass_fds: vec![],
             cpus: None,
             warm: false,
+            keeps_orphans: false,
         };
         let request = Request::Spawn { process, keep_ignored: Vec::new() };
         let (mut agent, mut nursery) = ends();

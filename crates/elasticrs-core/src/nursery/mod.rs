@@ -23,14 +23,16 @@
 //! | [`server`] | the nursery's program |
 //! | [`launch`] | the agent: starting a nursery |
 //! | [`report`] | the agent: which module has ended a nursery that imports |
-//! | [`sweep`] | both: what to do when the nursery itself was lost, and what a sentinel does |
+//! | [`sweep`] | both: what to do when the nursery itself was lost |
 //! | [`held`] | both: who has ended and is held by a tracer |
 //! | [`connections`] | both: what keeps the agent's session with its store |
 //! | [`fence`] | both: the deadline that they share |
+//! | [`activity`] | both, for a sentinel: whether the nursery starts workers |
 //! | [`start`] | both: what the nursery is told at its start |
 //! | [`token`], [`tree`] | both: who descends from whom |
 //! | [`cleaner`] | both: who is ended last |
 
+pub mod activity;
 pub mod cleaner;
 pub mod connections;
 pub mod fence;

@@ -13,7 +13,7 @@ use crate::spec::ProcessSpec;
 use crate::sys::stage::Stage;
 
 /// Changes with every change of this file.
-pub const PROTOCOL: u32 = 8;
+pub const PROTOCOL: u32 = 10;
 
 /// The largest frame that is accepted; environments of 1024 workers stay far below it.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
@@ -32,8 +32,11 @@ impl Message for Request {
         match self {
             Self::Spawn { process, .. } => process.pass_fds.len(),
             Self::Hold { .. } => 1,
-            Self::Fence => 2,
-            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::Release(_) | Self::Leave => 0,
+            Self::Fence | Self::Activity => 2,
+            Self::Guard => 3,
+            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::SweepLeft { .. } | Self::Release(_) | Self::Leave => {
+                0
+            }
         }
     }
 }
@@ -73,6 +76,16 @@ pub enum Request {
         /// After this long, what cannot be killed is reported instead of waited for, milliseconds.
         give_up_ms: u64,
     },
+    /// Kill what this worker, which has ended, has left: all that is below the nursery and not below a worker that
+    /// [keeps it](ProcessSpec::keeps_orphans). What other workers that have ended have in their sessions stays. Answered by
+    /// [`Reply::Swept`], unless a [`Request::Sweep`] takes its place. One is asked for after the other.
+    SweepLeft {
+        /// As in [`Request::Sweep`].
+        number: u32,
+        worker: i32,
+        /// As in [`Request::Sweep`].
+        give_up_ms: u64,
+    },
     /// Hold the descriptor that comes with this, for as long as there is a nursery. When it is a duplicate of the agent's
     /// connection, that connection ends only after whatever a dead agent leaves.
     Hold {
@@ -84,6 +97,10 @@ pub enum Request {
     /// Look at the deadline in the page that comes with this whenever the timer expires that comes with it as well; see
     /// [`super::fence`].
     Fence,
+    /// Keep the page and the timer up to date that come with this; see [`super::activity`].
+    Activity,
+    /// To a sentinel: guard the nursery of this pidfd, and of the page and the timer that come with it.
+    Guard,
     /// Exit at once and leave every descendant alone (`--keep-descendants`).
     Leave,
 }

@@ -19,7 +19,7 @@ use crate::nursery::connections::Release;
 use crate::nursery::fence::Fence;
 use crate::nursery::launch::{LaunchError, NurseryImage};
 use crate::signal::Signal;
-use crate::spec::{GroupSpec, StopPolicy};
+use crate::spec::{GroupSpec, ProcessSpec, StopPolicy};
 use crate::timer::hang::{Elsewhere, Limits};
 
 /// How a supervisor works.
@@ -48,6 +48,9 @@ pub enum SupervisorError {
         #[source]
         source: io::Error,
     },
+    /// No process can be started in the place of this worker.
+    #[error("local rank {local_rank} cannot be replaced: {reason}")]
+    Replace { local_rank: u32, reason: &'static str },
     /// What was given as a page for heartbeats is none, or not that of the next rank.
     #[error("no page for the heartbeats of local rank {local_rank}")]
     Page {
@@ -79,6 +82,8 @@ pub(super) type Reply<T> = SyncSender<T>;
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
+    /// With what its `pass_fds` point into.
+    Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<Elsewhere>),
     Signal(Signal, Option<Vec<u32>>),
     Forward(Signal),
@@ -92,7 +97,9 @@ pub(super) enum Command {
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
     WatchExits(OwnedFd, Option<Duration>),
-    Close { keep_descendants: bool },
+    Close {
+        keep_descendants: bool,
+    },
 }
 
 /// What becomes of the sockets that the nursery holds.

@@ -25,6 +25,10 @@ pub enum Timer {
     Exit(u32),
     /// The worker of this local rank is reported as paused.
     Paused(u32),
+    /// The worker of this local rank has failed and must have ended by then.
+    Condemned(u32),
+    /// The process in the place of this local rank must run by then.
+    Replace(u32),
 }
 
 /// What SIGKILL has not ended by then (state D) is given up.

@@ -39,6 +39,13 @@ pub enum Event {
         /// What it used; unknown for adopted pids and lost parents.
         usage: Option<Usage>,
     },
+    /// Nothing is left of what a failed worker had started, apart from what is named here, and another process may be started
+    /// in its place. Of a group that [replaces](crate::spec::GroupSpec::replaces); told once for each that failed.
+    WorkerSwept { local_rank: u32, swept: Swept, at: Stamp },
+    /// A process runs in the place of a worker that had failed.
+    WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
+    /// It could not be started; nothing of it is left.
+    ReplaceFailed(StartFailure),
     /// The first failure of the group; the siblings have been signalled already.
     FailureSeen {
         local_rank: u32,

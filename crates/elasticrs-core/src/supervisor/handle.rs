@@ -24,7 +24,7 @@ use crate::logs::{Console, LogStream, Logs, NotDrained};
 use crate::nursery::connections::Release;
 use crate::nursery::fence::Fence;
 use crate::signal::Signal;
-use crate::spec::{GroupSpec, StopPolicy};
+use crate::spec::{GroupSpec, ProcessSpec, StopPolicy};
 use crate::sys::pidfd;
 use crate::timer::hang::{Elsewhere, Limits};
 
@@ -113,6 +113,13 @@ impl Supervisor {
     /// Begins to start a group. [`super::Event::GroupStarted`] or [`super::Event::StartFailed`] follows.
     pub fn start(&self, group: GroupSpec) -> Result<(), SupervisorError> {
         self.ask(|reply| Command::Start(Box::new(group), reply))?
+    }
+
+    /// Begins to start a process in the place of a worker that has failed and was swept, in a running group that
+    /// [replaces](GroupSpec::replaces). [`super::Event::WorkerReplaced`] or [`super::Event::ReplaceFailed`] follows, or the end
+    /// of the group. `descriptors`: what [`ProcessSpec::pass_fds`] point into.
+    pub fn replace(&self, process: ProcessSpec, descriptors: Vec<OwnedFd>) -> Result<(), SupervisorError> {
+        self.ask(|reply| Command::Replace(Box::new(process), descriptors, reply))?
     }
 
     /// Makes a process that this process started a member of the running group.

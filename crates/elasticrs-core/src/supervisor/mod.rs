@@ -14,7 +14,9 @@
 //! - **SUP-6** no pid is signalled by number after its exit;
 //! - **SUP-7** a group that is fenced ends as stopped, with SIGKILL as the signal sent, and is never counted as failed;
 //! - **SUP-8** before SIGKILL, what a worker has in its group is signalled when the worker has ended, and with
-//!   [`crate::spec::StopScope::Worker`] not earlier.
+//!   [`crate::spec::StopScope::Worker`] not earlier;
+//! - **SUP-9** in a group that [replaces](crate::spec::GroupSpec::replaces) nobody is signalled because another one has
+//!   failed, and a process is started only when nothing is left of the one before it.
 
 mod command;
 pub mod counters;

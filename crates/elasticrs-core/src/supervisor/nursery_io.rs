@@ -1,7 +1,7 @@
 //! The agent's end of the link to its nursery, as a source of events for the runtime.
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,10 +11,12 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
+use super::watch;
 use crate::exit::WorkerExit;
+use crate::nursery::activity::Activity;
 use crate::nursery::connections::Release;
 use crate::nursery::launch::{
-    LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again, stage_reached,
+    LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again, launch_sentinel, stage_reached,
 };
 use crate::nursery::link::AgentLink;
 use crate::nursery::protocol::{FIXED_FDS, Reply, Request};
@@ -48,6 +50,7 @@ pub(super) struct Nursery {
     pub(super) token: Token,
     /// It imports, and does nothing else yet.
     pub(super) import: Option<Import>,
+    pub(super) sentinel: Option<Guard>,
     link: AsyncFd<AgentLink>,
     pidfd: AsyncFd<OwnedFd>,
     stages: OwnedFd,
@@ -70,7 +73,23 @@ pub(super) struct Import {
     pub(super) end: Option<End>,
     /// Its sentinel was lost.
     pub(super) is_unguarded: bool,
+}
+
+/// Who acts when a nursery cannot, and what both share.
+#[derive(Debug)]
+pub(super) struct Guard {
     pub(super) sentinel: Box<Nursery>,
+    activity: Activity,
+}
+
+impl Guard {
+    /// Tells the sentinel whom it guards.
+    fn introduce(&mut self, nursery: &AsyncFd<OwnedFd>) -> io::Result<()> {
+        let mut fds = vec![nursery.get_ref().try_clone()?];
+        fds.extend(self.activity.descriptors()?);
+        self.sentinel.send(&Request::Guard, fds);
+        Ok(())
+    }
 }
 
 impl Nursery {
@@ -84,18 +103,13 @@ impl Nursery {
     }
 
     fn of(launched: Launched) -> Result<Self, LaunchError> {
-        let Launched { pid, pidfd, link, stages, token, warming } = launched;
-        let import = match warming {
-            Some(Warming { warm, since, sentinel }) => {
-                let sentinel = Box::new(Self::of(*sentinel)?);
-                Some(Import { warm, since, end: None, is_unguarded: false, sentinel })
-            }
-            None => None,
-        };
-        Ok(Self {
+        let Launched { pid, pidfd, link, stages, token, warming, sentinel } = launched;
+        let import = warming.map(|Warming { warm, since }| Import { warm, since, end: None, is_unguarded: false });
+        let mut nursery = Self {
             pid,
             token,
             import,
+            sentinel: None,
             link: register(link, Interest::READABLE | Interest::WRITABLE)?,
             pidfd: register(pidfd, Interest::READABLE)?,
             stages,
@@ -104,7 +118,38 @@ impl Nursery {
             has_died: false,
             ending: None,
             hung: false,
-        })
+        };
+        if let Some(sentinel) = sentinel {
+            let mut guard = Guard { sentinel: Box::new(Self::of(*sentinel)?), activity: Activity::new()? };
+            guard.introduce(&nursery.pidfd)?;
+            nursery.send(&Request::Activity, guard.activity.descriptors()?);
+            nursery.sentinel = Some(guard);
+        }
+        Ok(nursery)
+    }
+
+    pub(super) fn has_lost_sentinel(&self) -> bool {
+        let ended = |guard: &Guard| watch::ended(&[guard.sentinel.pidfd.get_ref().as_fd()]) == [true];
+        self.import.is_none() && self.sentinel.as_ref().is_some_and(ended)
+    }
+
+    /// Replaces a sentinel that was lost. Where that fails, there is none.
+    pub(super) fn renew_sentinel(&mut self, images: &[NurseryImage]) -> Result<Option<&mut Self>, LaunchError> {
+        let Some(Guard { sentinel, activity }) = self.sentinel.take() else { return Ok(None) };
+        exit_of(sentinel.pidfd.get_ref());
+        let sentinel = Box::new(Self::of(launch_sentinel(images, self.token)?)?);
+        let guard = self.sentinel.insert(Guard { sentinel, activity });
+        guard.introduce(&self.pidfd)?;
+        Ok(Some(&mut guard.sentinel))
+    }
+
+    /// As [`Self::send`], to its sentinel as well.
+    pub(super) fn send_to_both(&mut self, request: &Request, fds: Vec<OwnedFd>) -> io::Result<()> {
+        if let Some(Guard { sentinel, .. }) = &mut self.sentinel {
+            sentinel.send(request, fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?);
+        }
+        self.send(request, fds);
+        Ok(())
     }
 
     /// Sends as much as goes; the rest follows from [`Self::next`].
@@ -218,7 +263,9 @@ impl Nursery {
                     self.check_sent();
                 }
                 _ = self.pidfd.readable() => self.has_died = true,
-                () = lost_sentinel(self.import.as_ref()) => self.end_unguarded(),
+                () = lost(self.sentinel.as_ref()), if self.import.as_ref().is_some_and(|import| !import.is_unguarded) => {
+                    self.end_unguarded();
+                }
                 () = death_limit(ending), if ending.is_some() => return FromNursery::GivenUp,
             }
         }
@@ -230,13 +277,16 @@ impl Nursery {
         // We live, and so does our session.
         self.send(&Request::Release(Release::Quietly), Vec::new());
         if leave {
+            if let Some(Guard { sentinel, .. }) = &mut self.sentinel {
+                sentinel.kill();
+            }
             self.send(&Request::Leave, Vec::new());
         }
         if self.import.is_some() {
             // It does not listen yet, and has nobody.
             self.kill();
         }
-        let Self { link, pidfd, import, .. } = self;
+        let Self { link, pidfd, sentinel, .. } = self;
         // A request to leave that is still unsent is one that nobody reads: the nursery hangs, or is dead.
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
@@ -246,13 +296,17 @@ impl Nursery {
             }
         }
         let exit = exit_of(pidfd.get_ref());
-        if let Some(Import { sentinel, .. }) = import {
-            Box::pin(sentinel.end_what_it_guards(limit)).await;
+        if let Some(Guard { sentinel, .. }) = sentinel {
+            if leave {
+                Box::pin(sentinel.end(true, limit)).await;
+            } else {
+                Box::pin(sentinel.end_what_it_guards(limit)).await;
+            }
         }
         Some(exit)
     }
 
-    /// Lets a sentinel end what the import has started. If it was lost, that is done here.
+    /// Lets a sentinel end what its nursery has left. If it was lost, that is done here.
     pub(super) async fn end_what_it_guards(self, limit: Duration) {
         let token = self.token;
         if self.end(false, limit).await != Some(WorkerExit::Exited { code: 0 }) {
@@ -275,11 +329,11 @@ impl Nursery {
     }
 }
 
-async fn lost_sentinel(import: Option<&Import>) {
-    match import {
+async fn lost(sentinel: Option<&Guard>) {
+    match sentinel {
         // An error of it means that the runtime shuts down.
-        Some(import) if !import.is_unguarded => drop(import.sentinel.pidfd.readable().await),
-        _ => std::future::pending().await,
+        Some(Guard { sentinel, .. }) => drop(sentinel.pidfd.readable().await),
+        None => std::future::pending().await,
     }
 }
 

@@ -10,16 +10,32 @@ use crate::nursery::protocol::Request;
 use crate::spec::{Descendants, GroupSpec, PassedFd, ProcessSpec, StopPolicy, StopScope};
 use crate::sys::stage::Stage;
 
-/// One request for each worker, with the descriptors that go with it.
-pub(super) fn spawn_requests(spec: &GroupSpec) -> io::Result<Vec<(Request, Vec<OwnedFd>)>> {
-    let keep_ignored: Vec<i32> = spec.keep_ignored.iter().map(|s| s.number()).collect();
-    let request_for = |process: &ProcessSpec| {
-        let fds = process.pass_fds.iter().map(|passed| spec.descriptors[passed.source as usize].try_clone());
+/// How the workers of a group are started, at first and later.
+#[derive(Debug, Default)]
+pub(super) struct Terms {
+    /// See [`GroupSpec::start_deadline`].
+    pub(super) deadline: Duration,
+    keep_ignored: Vec<i32>,
+    replaces: bool,
+}
+
+impl Terms {
+    pub(super) fn of(spec: &GroupSpec) -> Self {
+        let keep_ignored = spec.keep_ignored.iter().map(|signal| signal.number()).collect();
+        Self { deadline: spec.start_deadline, keep_ignored, replaces: spec.replaces }
+    }
+
+    /// The request for one worker, with the descriptors that go with it.
+    pub(super) fn spawn_request(
+        &self,
+        process: &ProcessSpec,
+        descriptors: &[OwnedFd],
+    ) -> io::Result<(Request, Vec<OwnedFd>)> {
+        let fds = process.pass_fds.iter().map(|passed| descriptors[passed.source as usize].try_clone());
         let pass_fds = (0..).zip(&process.pass_fds).map(|(source, passed)| PassedFd { source, target: passed.target });
-        let process = ProcessSpec { pass_fds: pass_fds.collect(), ..process.clone() };
-        Ok((Request::Spawn { process, keep_ignored: keep_ignored.clone() }, fds.collect::<io::Result<_>>()?))
-    };
-    spec.processes.iter().map(request_for).collect()
+        let process = ProcessSpec { pass_fds: pass_fds.collect(), keeps_orphans: self.replaces, ..process.clone() };
+        Ok((Request::Spawn { process, keep_ignored: self.keep_ignored.clone() }, fds.collect::<io::Result<_>>()?))
+    }
 }
 
 enum Answer {
@@ -34,7 +50,7 @@ pub(super) struct Starting {
     on_failure: StopPolicy,
     stop_scope: StopScope,
     on_success: Descendants,
-    deadline: Duration,
+    terms: Terms,
     failure: Option<StartFailure>,
     nursery: Option<NurseryEnd>,
     stop: Option<StopPolicy>,
@@ -49,7 +65,7 @@ impl Starting {
             on_failure: spec.on_failure,
             stop_scope: spec.stop_scope,
             on_success: spec.on_success,
-            deadline: spec.start_deadline,
+            terms: Terms::of(spec),
             failure: None,
             nursery: None,
             stop: None,
@@ -83,7 +99,7 @@ impl Starting {
             other => (0, other),
         };
         let local_rank = waiting.nth(behind).map_or(0, |(rank, _)| rank);
-        self.failed(StartFailure::Hung { local_rank, stage, wait_channel, deadline: self.deadline });
+        self.failed(StartFailure::Hung { local_rank, stage, wait_channel, deadline: self.terms.deadline });
     }
 
     /// Workers that run already.
@@ -101,6 +117,10 @@ impl Starting {
         if self.stop.is_none_or(|earlier| policy.grace <= earlier.grace) {
             self.stop = Some(policy);
         }
+    }
+
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stop.is_some()
     }
 
     pub(super) fn early(&mut self, input: Input) {
@@ -125,7 +145,7 @@ impl Starting {
     }
 
     /// The running group, its pids and pidfds by local rank, and what happened to it already.
-    pub(super) fn into_group(self) -> (Group, Vec<(i32, OwnedFd)>, Vec<Input>) {
+    pub(super) fn into_group(self) -> (Group, Vec<(i32, OwnedFd)>, Terms, Vec<Input>) {
         let spawned = |answer| match answer {
             Answer::Spawned { pid, pidfd } => Some((pid, pidfd)),
             Answer::Awaited | Answer::Failed => None,
@@ -133,7 +153,8 @@ impl Starting {
         let members: Vec<_> = self.answers.into_iter().filter_map(spawned).collect();
         let pids: Vec<i32> = members.iter().map(|(pid, _)| *pid).collect();
         let early = self.early.into_iter().chain(self.stop.map(Input::Stop)).collect();
-        (Group::new(&pids, self.on_failure, self.stop_scope, self.on_success), members, early)
+        let group = Group::new(&pids, self.on_failure, self.stop_scope, self.on_success);
+        (if self.terms.replaces { group.replacing() } else { group }, members, self.terms, early)
     }
 
     fn answer(&mut self, local_rank: u32, answer: Answer) {

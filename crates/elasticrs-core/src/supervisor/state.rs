@@ -1,15 +1,16 @@
 //! The life of one group of workers, as a pure function: inputs go in, effects come out. No I/O, no clock, no lock.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use elasticrs_runtime::clock::Stamp;
 
 pub use self::hangs::Sight;
 use self::hangs::Then;
-use self::member::{Member, Pause, to_group};
+use self::member::{Member, Pause, Place, to_group};
 use super::deadlines::GIVE_UP_AFTER;
 pub use super::deadlines::Timer;
-use super::event::{Event, NurseryEnd, Outcome, Swept, TimerExpired, WorkerRaised};
+use super::event::{Event, NurseryEnd, Outcome, StartFailure, Swept, TimerExpired, WorkerRaised};
 use super::evidence::Found;
 use crate::exit::{Usage, WorkerExit};
 use crate::signal::Signal;
@@ -68,6 +69,14 @@ pub enum Input {
     Raised(WorkerRaised),
     /// One more member, which Python started.
     Adopted { local_rank: u32, pid: i32 },
+    /// The answer to [`Effect::SweepLeft`].
+    LeftSwept(Swept, Stamp),
+    /// A process is being started in the place of this worker, for which there is no [`Group::refusal`].
+    Replace { local_rank: u32 },
+    /// It runs.
+    Replaced { local_rank: u32, pid: i32, started: Stamp },
+    /// It could not be started.
+    ReplaceFailed(StartFailure),
 }
 
 /// What is to be done, in this order.
@@ -101,6 +110,9 @@ pub enum Effect {
         /// What cannot be killed within this is reported.
         give_up: Duration,
     },
+    /// End what this worker, which has ended, has left; answered by [`Input::LeftSwept`], unless a sweep of all comes in
+    /// between. There is one at a time.
+    SweepLeft { local_rank: u32, pid: i32, give_up: Duration },
     /// Look at what all members are doing; answered by [`Input::Evidence`].
     TakeEvidence { title: String },
     /// Tell Python of a failure; the executor stamps it, after the signals before it in the list.
@@ -157,6 +169,9 @@ pub struct Group {
     sight: Sight,
     /// What waits for evidence, while that is taken.
     waiting: Option<Vec<Then>>,
+    replaces: bool,
+    /// The members whose places are left, by their indices: what the first one has left is being swept.
+    left: VecDeque<usize>,
 }
 
 impl Group {
@@ -176,7 +191,19 @@ impl Group {
             watch: None,
             sight: Sight::default(),
             waiting: None,
+            replaces: false,
+            left: VecDeque::new(),
         }
+    }
+
+    /// As [`Self::rank_of`], of a member that is watched for hangs: not of one that has failed and is about to end.
+    pub fn watched_rank_of(&self, pid: i32) -> Option<u32> {
+        self.members.iter().find(|m| m.pid == pid && m.runs() && m.condemned.is_none()).map(|m| m.local_rank)
+    }
+
+    /// True while nothing has begun to end it.
+    pub fn is_running(&self) -> bool {
+        self.phase == Phase::Running
     }
 
     /// Whether the end was told.
@@ -251,6 +278,10 @@ impl Group {
             Input::Evidence(found) => self.on_evidence(&found, &mut effects),
             Input::Raised(raised) => self.on_raised(raised, &mut effects),
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
+            Input::LeftSwept(swept, at) => self.on_left_swept(swept, at, &mut effects),
+            Input::Replace { local_rank } => self.on_replace(local_rank),
+            Input::Replaced { local_rank, pid, started } => self.on_replaced(local_rank, pid, started, &mut effects),
+            Input::ReplaceFailed(failure) => self.on_replace_failed(failure, &mut effects),
         }
         effects
     }
@@ -267,8 +298,13 @@ impl Group {
         if member.raised.is_some() {
             effects.push(Effect::Disarm(Timer::Exit(local_rank)));
         }
-        let first_failure = self.phase == Phase::Running && !exit.is_success();
-        if first_failure {
+        let condemned = member.condemned.is_some();
+        if condemned {
+            effects.push(Effect::Disarm(Timer::Condemned(local_rank)));
+        }
+        let has_failed = self.phase == Phase::Running && (!exit.is_success() || condemned);
+        let is_replaced = has_failed && self.survives(index);
+        if has_failed && !is_replaced {
             self.outcome = Outcome::Failed;
             let siblings = self.members.iter().filter(|m| m.runs()).count();
             let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
@@ -276,6 +312,9 @@ impl Group {
             effects.push(Effect::TellFailure { local_rank, seen, siblings });
         }
         effects.push(Effect::Tell(Event::WorkerExited { local_rank, pid, exit, sent, seen, usage }));
+        if is_replaced {
+            return self.leave(index, effects);
+        }
         self.stop_rest_of(pid, effects);
         self.sweep_when_all_have_ended(effects);
     }
@@ -290,7 +329,7 @@ impl Group {
     /// What an ended worker has left in its group serves nobody any more. After the last one the sweep ends it.
     fn stop_rest_of(&mut self, pid: i32, effects: &mut Vec<Effect>) {
         let Some(signal) = self.stop_signal.filter(|_| self.phase == Phase::Stopping) else { return };
-        if self.members.iter().all(|m| m.ended) {
+        if self.all_have_ended() {
             return;
         }
         if let Some(member) = self.members.iter_mut().find(|m| m.pid == pid && !m.group_has_got(signal)) {
@@ -393,9 +432,16 @@ impl Group {
             }
             // What holds the exit is looked at first.
             Timer::Exit(local_rank) => self.take_evidence(Then::Exit(local_rank), effects),
+            Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
             Timer::Check | Timer::Hang => self.look(effects),
             // A deadline whose reason has passed in the meantime, or those that are the executor's.
-            Timer::Kill | Timer::GiveUp | Timer::Start | Timer::Fence | Timer::Warm | Timer::Sweep => {}
+            Timer::Kill
+            | Timer::GiveUp
+            | Timer::Start
+            | Timer::Fence
+            | Timer::Warm
+            | Timer::Sweep
+            | Timer::Replace(_) => {}
         }
     }
 
@@ -422,6 +468,7 @@ impl Group {
 
     fn on_nursery_lost(&mut self, end: NurseryEnd, effects: &mut Vec<Effect>) {
         self.nursery = Some(end);
+        self.forget_places();
         match self.phase {
             Phase::Running => self.outcome = Outcome::Lost,
             // Nobody will answer the sweep: ask for it again, of whoever sweeps now.
@@ -433,45 +480,6 @@ impl Group {
             self.kill(effects);
         }
         self.sweep_when_all_have_ended(effects);
-    }
-
-    /// A worker that hangs has failed. Once a stop has begun, its deadline is the one that counts.
-    fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
-        let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
-        let Some(member) = self.working(local_rank) else { return };
-        let Some(signal) = signal else { return effects.push(Effect::Tell(Event::TimerExpired(timer))) };
-        let worker = member.pid;
-        if worker == pid {
-            member.sent = Some(signal);
-        }
-        effects.push(Effect::SignalProcess { pid, signal });
-        let siblings = self.fail(worker, (worker == pid).then_some(worker), effects);
-        effects.push(Effect::Tell(Event::TimerExpired(timer)));
-        effects.push(Effect::TellFailure { local_rank, seen, siblings });
-    }
-
-    /// This worker, if it runs and nobody has asked it to stop.
-    fn working(&mut self, local_rank: u32) -> Option<&mut Member> {
-        let runs = |m: &&mut Member| m.local_rank == local_rank && m.runs();
-        self.members.iter_mut().find(runs).filter(|_| self.phase == Phase::Running)
-    }
-
-    /// Kills a worker that must not go on, without any grace, and stops the others.
-    fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
-        let Some(member) = self.working(local_rank) else { return };
-        let worker = member.pid;
-        effects.push(member.send(Signal::KILL, StopScope::Group));
-        let siblings = self.fail(worker, Some(worker), effects);
-        effects.push(Effect::Tell(why));
-        effects.push(Effect::TellFailure { local_rank, seen, siblings });
-    }
-
-    /// The stop after a worker failed that has not ended yet; returns how many siblings it has.
-    fn fail(&mut self, worker: i32, but: Option<i32>, effects: &mut Vec<Effect>) -> u32 {
-        self.outcome = Outcome::Failed;
-        let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
-        self.begin_stop(self.on_failure, but, effects);
-        u32::try_from(siblings).unwrap_or(u32::MAX)
     }
 
     fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {
@@ -486,12 +494,13 @@ impl Group {
     /// `but`: it has got a signal of its own, and until the deadline that is all.
     fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
         self.on_resume(effects);
-        if policy.signal == Signal::KILL || policy.grace.is_zero() {
+        if policy.is_hard() {
             return self.kill(effects);
         }
         // Members that live come first: they are what everybody waits for.
         for ended in [false, true] {
-            for member in self.members.iter_mut().filter(|m| m.ended == ended && Some(m.pid) != but) {
+            let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
+            for member in members.filter(|m| Some(m.pid) != but) {
                 let to = if member.runs() { self.stop_scope } else { StopScope::Group };
                 effects.push(member.send(policy.signal, to));
             }
@@ -505,9 +514,10 @@ impl Group {
     }
 
     fn kill(&mut self, effects: &mut Vec<Effect>) {
-        for member in &mut self.members {
+        for member in self.members.iter_mut().filter(|m| !m.is_gone()) {
             effects.push(member.send(Signal::KILL, StopScope::Group));
         }
+        self.hasten_starts(effects);
         self.phase = Phase::Killing;
         effects.push(Effect::Disarm(Timer::Kill));
         effects.push(Effect::Arm(Timer::GiveUp, GIVE_UP_AFTER));
@@ -515,9 +525,16 @@ impl Group {
 
     fn sweep_when_all_have_ended(&mut self, effects: &mut Vec<Effect>) {
         let working = matches!(self.phase, Phase::Running | Phase::Stopping | Phase::Killing);
-        if working && self.members.iter().all(|m| m.ended) {
+        if working && self.all_have_ended() {
             self.sweep_on_end(effects);
         }
+    }
+
+    /// While nothing ends the group, a place that is left is one that is taken again.
+    fn all_have_ended(&self) -> bool {
+        let is_over =
+            |m: &Member| m.place == Place::Taken || m.place != Place::Promised && self.phase != Phase::Running;
+        self.members.iter().all(|m| m.ended && is_over(m))
     }
 
     fn sweep_on_end(&mut self, effects: &mut Vec<Effect>) {
@@ -554,7 +571,9 @@ impl Group {
 }
 
 mod exits;
+mod failing;
 mod hangs;
 mod member;
+mod replacing;
 #[cfg(test)]
 mod tests;

@@ -16,8 +16,8 @@ use super::command::{Command, Config, Reply, Shared, SupervisorError};
 use super::deadlines::{Deadlines, Timer, after};
 use super::event::{Event, StartFailure, Swept};
 use super::evidence::Found;
-use super::nursery_io::{FromNursery, Import, Nursery};
-use super::start::{Starting, spawn_requests};
+use super::nursery_io::{FromNursery, Guard, Import, Nursery};
+use super::start::{Starting, Terms};
 use super::state::{Effect, End, Group, Input};
 use super::watch::{self, Watched};
 use crate::nursery::connections::Connections;
@@ -36,6 +36,7 @@ mod guard;
 mod hang;
 mod loss;
 mod members;
+mod replacing;
 mod warm;
 mod watchdog;
 
@@ -69,6 +70,9 @@ pub(super) async fn run(
 struct Running {
     group: Group,
     members: Vec<Member>,
+    terms: Terms,
+    /// A process that is started in the place of another hangs, and was killed for that.
+    hung: Option<StartFailure>,
     /// Pids that were dead, and not reported so, at the last check.
     unreported: Vec<i32>,
     /// Pids that had ended at the last check, and that a tracer held.
@@ -82,6 +86,7 @@ struct Member {
     leads_a_group: bool,
 }
 
+#[expect(clippy::large_enum_variant, reason = "there is only one")]
 enum Current {
     Idle,
     Starting(Starting),
@@ -110,6 +115,8 @@ struct Task {
     sweeps: u32,
     /// Answers to earlier ones, while the answer to the last one follows.
     swept: Swept,
+    /// The number of the request to sweep what one worker has left, and the worker's local rank.
+    sweeps_left: Option<(u32, u32)>,
     own_sweep: Option<JoinHandle<Swept>>,
     watchdog: Option<Watchdog>,
     hangs: Hangs,
@@ -157,6 +164,7 @@ impl Task {
             guard: Connections::default(),
             sweeps: 0,
             swept: Swept::default(),
+            sweeps_left: None,
             own_sweep: None,
             watchdog: None,
             hangs: Hangs::default(),
@@ -172,14 +180,16 @@ impl Task {
         Ok(task)
     }
 
-    fn use_nursery(&mut self, nursery: Nursery) {
+    fn use_nursery(&mut self, mut nursery: Nursery) {
+        self.equip(&mut nursery);
+        if let Some(guard) = &mut nursery.sentinel {
+            self.equip(&mut guard.sentinel);
+        }
         self.shared.nursery_pid.store(nursery.pid, Ordering::Relaxed);
         self.token = nursery.token;
         self.sweep_limit = Duration::MAX;
         self.nursery = Some(nursery);
         self.arm_import();
-        self.send_guard();
-        self.send_fence();
     }
 
     async fn serve(mut self, mut inbox: UnboundedReceiver<Command>) {
@@ -246,9 +256,14 @@ impl Task {
             }
             FromLink::Spawned { local_rank, pid } => self.on_spawned(local_rank, pid, fds.into_iter().next()),
             FromLink::SpawnFailed { local_rank, stage, errno, subject } => {
-                if let Current::Starting(starting) = &mut self.current {
-                    starting.failed(StartFailure::Worker { local_rank, stage, errno, subject });
-                    self.start_when_answered();
+                let failure = StartFailure::Worker { local_rank, stage, errno, subject };
+                match &mut self.current {
+                    Current::Idle => {}
+                    Current::Starting(starting) => {
+                        starting.failed(failure);
+                        self.start_when_answered();
+                    }
+                    Current::Running(_) => self.replace_has_failed(failure),
                 }
             }
             FromLink::Exited { pid, exit, usage, seen } => {
@@ -256,6 +271,11 @@ impl Task {
             }
             FromLink::Stopped { pid, signal } => self.input(Input::Paused { pid, signal }),
             FromLink::Continued { pid } => self.input(Input::Continued { pid }),
+            FromLink::Swept { number, ended, more, stuck, spared, held }
+                if self.sweeps_left.is_some_and(|(left, _)| left == number) =>
+            {
+                self.on_left_swept(Swept { ended, more, stuck, spared, held });
+            }
             FromLink::Swept { number, ended, more, stuck, spared, held } => {
                 self.swept.follow_up(Swept { ended, more, stuck, spared, held });
                 if number == self.sweeps {
@@ -274,6 +294,7 @@ impl Task {
     fn on_command(&mut self, command: Command) {
         match command {
             Command::Start(group, reply) => answer(&reply, self.begin_start(*group)),
+            Command::Replace(process, descriptors, reply) => answer(&reply, self.replace(*process, descriptors)),
             Command::Adopt(adopted, reply) => answer(&reply, self.adopt(adopted)),
             Command::Stop(policy, elsewhere) => self.stop(policy, elsewhere),
             Command::Signal(signal, local_ranks) => self.input(Input::Signal(signal, local_ranks)),
@@ -337,7 +358,10 @@ impl Task {
     }
 
     fn request_start(&mut self, spec: &GroupSpec) -> io::Result<()> {
-        let requests = spawn_requests(spec)?;
+        let terms = Terms::of(spec);
+        let requests = spec.processes.iter().map(|process| terms.spawn_request(process, &spec.descriptors));
+        let requests = requests.collect::<io::Result<Vec<_>>>()?;
+        self.check_sentinel();
         let Some(nursery) = self.nursery.as_mut() else { return Ok(()) };
         // What earlier starts have reported is of no interest.
         nursery.stage_reached();
@@ -351,9 +375,13 @@ impl Task {
     }
 
     fn on_spawned(&mut self, local_rank: u32, pid: i32, pidfd: Option<OwnedFd>) {
-        if let Current::Starting(starting) = &mut self.current {
-            starting.spawned(local_rank, pid, pidfd);
-            self.start_when_answered();
+        match &mut self.current {
+            Current::Idle => {}
+            Current::Starting(starting) => {
+                starting.spawned(local_rank, pid, pidfd);
+                self.start_when_answered();
+            }
+            Current::Running(_) => self.on_replaced(local_rank, pid, pidfd),
         }
     }
 
@@ -369,7 +397,7 @@ impl Task {
             return self.sweep(Duration::ZERO, Duration::ZERO, super::deadlines::GIVE_UP_AFTER);
         }
         let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
-        let (group, workers, early) = starting.into_group();
+        let (group, workers, terms, early) = starting.into_group();
         let members = workers
             .into_iter()
             .map(|(pid, pidfd)| Member { pid, pidfd: Arc::new(pidfd), adopted: false, leads_a_group: true })
@@ -377,7 +405,8 @@ impl Task {
         self.shared
             .queue
             .push(Event::GroupStarted { pids: members.iter().map(|m| m.pid).collect(), started: Stamp::now() });
-        self.current = Current::Running(Running { group, members, unreported: Vec::new(), held: Vec::new() });
+        self.current =
+            Current::Running(Running { group, members, terms, hung: None, unreported: Vec::new(), held: Vec::new() });
         self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
         self.begin_watch();
         for input in early {
@@ -422,13 +451,14 @@ impl Task {
                 Timer::Warm => self.on_hung_import(),
                 Timer::Kill if matches!(self.current, Current::Starting(_)) => self.kill_start(),
                 Timer::Sweep => self.on_overdue_sweep(),
+                Timer::Replace(local_rank) => self.on_hung_replace(local_rank),
                 // A worker that started the process may still go on.
                 Timer::Exit(local_rank) if self.exits.has_ended(local_rank) => {}
                 Timer::Check => {
                     self.check();
                     self.input(Input::Expired(timer));
                 }
-                Timer::Hang | Timer::Exit(_) | Timer::Kill | Timer::GiveUp | Timer::Paused(_) => {
+                Timer::Hang | Timer::Exit(_) | Timer::Kill | Timer::GiveUp | Timer::Paused(_) | Timer::Condemned(_) => {
                     self.input(Input::Expired(timer));
                 }
             }
@@ -482,6 +512,7 @@ impl Task {
                 }
             }
             Effect::Sweep { linger, grace, give_up } => self.sweep(linger, grace, give_up),
+            Effect::SweepLeft { local_rank, pid, give_up } => self.sweep_left(local_rank, pid, give_up),
             Effect::TakeEvidence { title } => self.take_evidence(&title),
             Effect::TellFailure { local_rank, seen, siblings } => {
                 self.shared.queue.push(Event::FailureSeen { local_rank, seen, signalled: Stamp::now(), siblings });
@@ -499,6 +530,7 @@ impl Task {
         self.deadlines.clear();
         self.watched = JoinSet::new();
         self.gathering = None;
+        self.sweeps_left = None;
         self.exits = Exits::default();
         if let Some(message) = self.watchdog.as_mut().and_then(Watchdog::clear) {
             self.shared.queue.push(Event::Degraded { message });

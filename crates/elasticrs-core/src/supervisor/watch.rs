@@ -97,13 +97,13 @@ pub(super) fn wait_channel(pid: i32) -> String {
     procfs::read(pid, "wchan").filter(|name| name != "0").unwrap_or_default()
 }
 
-/// As [`wait_channel`], of the first child of `pid` that has not become another program yet, and is none of `others`.
-pub(super) fn wait_channel_of_child(pid: i32, others: &[i32]) -> String {
+/// The last child of `pid` that has not become another program yet, and is none of `others`.
+pub(super) fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
     let program = |pid: i32| fs::read_link(procfs::folder(pid)?.join("exe")).ok();
     let own = program(pid);
     let children = procfs::read(pid, &format!("task/{pid}/children")).unwrap_or_default();
-    let mut children = children.split_whitespace().filter_map(|child| child.parse().ok());
-    children.find(|child| !others.contains(child) && program(*child) == own).map(wait_channel).unwrap_or_default()
+    let mut children = children.split_whitespace().rev().filter_map(|child| child.parse().ok());
+    children.find(|child| !others.contains(child) && program(*child) == own)
 }
 
 /// Ends what a lost nursery has left; blocks for at most about `give_up`.

@@ -62,6 +62,8 @@ pub struct Command<'fd> {
     pub ignored: Vec<i32>,
     /// SIGKILL the child when the thread that makes it ends.
     pub dies_with_parent: bool,
+    /// The child becomes a child subreaper.
+    pub keeps_orphans: bool,
     /// The mask of the CPUs that the child may run on; see [`crate::spec::CpuSet::mask`].
     pub cpus: Option<&'fd [u8]>,
     /// Written to the child's `oom_score_adj`, as far as permitted.
@@ -239,6 +241,9 @@ fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> R
     if command.dies_with_parent {
         raw::die_with_parent(shared.parent).map_err(failed(Stage::ParentDeathSignal))?;
     }
+    if command.keeps_orphans {
+        raw::keep_orphans().map_err(failed(Stage::NewSession))?;
+    }
     if let Some(mask) = command.cpus {
         raw::set_affinity(mask).map_err(failed(Stage::Affinity))?;
     }
@@ -333,6 +338,11 @@ mod raw {
         // SAFETY: no arguments, no memory.
         let now = check(unsafe { libc::syscall(libc::SYS_getppid) })?;
         if now == parent { Ok(()) } else { Err(Errno::ESRCH) }
+    }
+
+    pub(super) fn keep_orphans() -> Result<(), Errno> {
+        // SAFETY: integers only.
+        check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) }).map(drop)
     }
 
     pub(super) fn set_affinity(mask: &[u8]) -> Result<(), Errno> {

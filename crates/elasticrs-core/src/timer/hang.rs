@@ -11,8 +11,11 @@
 //! - **HANG-4** lines count only while no rank has a heartbeat, and then only the silence of all;
 //! - **HANG-5** nobody is blamed by what was seen while the group was suspended: it is looked at again;
 //! - **HANG-6** who has given a sign of life since the look is not hung, whatever was seen then: see [`still_late`];
-//! - **HANG-7** [`Watch::unwatched`] names only ranks that no limit is for, and only once for a group.
+//! - **HANG-7** [`Watch::unwatched`] names only ranks that no limit is for, and only once for a group;
+//! - **HANG-8** while a rank is replaced, which ends with the first sign of life of its new process, the time of the others
+//!   does not count: they may wait for it. Looks are [`LOOK_FOR_ABSENT`] apart then.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use elasticrs_runtime::clock::nanoseconds;
@@ -21,6 +24,8 @@ use elasticrs_runtime::clock::nanoseconds;
 pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// Two looks are at least so far apart.
 pub const LEAST_WAIT: Duration = Duration::from_millis(1);
+/// How often the watch is called while a rank is replaced, at most.
+pub const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
 /// A gap of so much more means that this process, and perhaps the whole machine, was stopped.
 const SLACK: Duration = Duration::from_secs(1);
 /// The learned limit is never below this, unless the user says what is.
@@ -149,6 +154,10 @@ impl Credit {
 pub struct Watch {
     limits: Limits,
     started: u64,
+    /// By rank, when its process began.
+    starts: Vec<u64>,
+    /// Ranks that are being replaced.
+    absent: BTreeSet<usize>,
     /// By rank, and one more for the lines.
     credits: Vec<Credit>,
     looked: u64,
@@ -163,12 +172,24 @@ impl Watch {
         Self {
             limits,
             started,
+            starts: vec![started; ranks],
+            absent: BTreeSet::new(),
             credits: vec![Credit::default(); ranks + 1],
             looked: started,
             frozen_at: None,
             thawed: started,
             unwatched_told: false,
         }
+    }
+
+    /// This rank has failed, and the others go on.
+    pub fn lose(&mut self, rank: usize) {
+        self.absent.insert(rank);
+    }
+
+    /// Another process has begun in its place.
+    pub fn restart(&mut self, rank: usize, now: u64) {
+        (self.starts[rank], self.credits[rank]) = (now, Credit::default());
     }
 
     /// The group is suspended from now on.
@@ -197,7 +218,8 @@ impl Watch {
         }
         let (late, next) = self.late(now, seen, line, u64::MAX);
         if !late.iter().any(|overdue| overdue.is_due) {
-            return Verdict::LookAgain(next.max(now.saturating_add(nanoseconds(LEAST_WAIT))));
+            let least = if self.absent.is_empty() { LEAST_WAIT } else { LOOK_FOR_ABSENT };
+            return Verdict::LookAgain(next.max(now.saturating_add(nanoseconds(least))));
         }
         Verdict::Hung(late)
     }
@@ -216,8 +238,9 @@ impl Watch {
             return None;
         }
         let watched: Vec<usize> = self.terms(seen, line, limit).iter().map(|term| term.rank).collect();
-        let has_run =
-            |rank: usize| now.saturating_sub(self.started).saturating_sub(self.credits[rank].of(self.started));
+        let has_run = |rank: usize| {
+            now.saturating_sub(self.starts[rank]).saturating_sub(self.credits[rank].of(self.starts[rank]))
+        };
         let is_unwatched = |rank: usize| {
             seen[rank] == Seen::Nothing && !watched.contains(&rank) && has_run(rank) >= nanoseconds(limit)
         };
@@ -231,6 +254,13 @@ impl Watch {
         let gap = now.saturating_sub(self.looked);
         if gap > nanoseconds(LOOK_EVERY + SLACK) {
             self.forgive(gap, now, seen, line);
+        } else if !self.absent.is_empty() {
+            let own: Vec<(usize, Credit)> = self.absent.iter().map(|&rank| (rank, self.credits[rank])).collect();
+            self.forgive(gap, now, seen, line);
+            for (rank, credit) in own {
+                self.credits[rank] = credit;
+            }
+            self.find_absent(seen, line);
         }
         self.looked = now;
         let limit = self.step_limit(seen);
@@ -251,6 +281,17 @@ impl Watch {
         }
         late.sort_by_key(|overdue| overdue.since);
         (late, next)
+    }
+
+    /// Who is back. Where no rank has a heartbeat, a line is a sign of life of all.
+    fn find_absent(&mut self, seen: &[Seen], line: Option<u64>) {
+        let nobody_beats = !seen.iter().any(|seen| matches!(seen, Seen::Beat(_)));
+        let starts = &self.starts;
+        self.absent.retain(|&rank| match seen.get(rank) {
+            Some(Seen::Beat(_)) => false,
+            Some(Seen::Nothing) => !(nobody_beats && line.is_some_and(|line| line > starts[rank])),
+            Some(Seen::Ended) | None => true,
+        });
     }
 
     fn step_limit(&self, seen: &[Seen]) -> Duration {
@@ -278,7 +319,7 @@ impl Watch {
                     (Missed::Section, *last, section.limit.map(Duration::from_nanos))
                 }
                 (Seen::Nothing, Some(line)) if nobody_beats => (Missed::Line, line, Some(step)),
-                (Seen::Nothing, _) => (Missed::Startup, self.started, self.limits.startup),
+                (Seen::Nothing, _) => (Missed::Startup, self.starts[rank], self.limits.startup),
             };
             terms.extend(limit.map(|limit| Overdue { rank, missed, since, limit, is_due: false }));
         }
@@ -286,9 +327,9 @@ impl Watch {
     }
 
     fn forgive(&mut self, gap: u64, now: u64, seen: &[Seen], line: Option<u64>) {
-        let signs = seen.iter().map(|seen| match seen {
+        let signs = seen.iter().zip(&self.starts).map(|(seen, started)| match seen {
             Seen::Beat(beat) => beat.last,
-            Seen::Nothing | Seen::Ended => self.started,
+            Seen::Nothing | Seen::Ended => *started,
         });
         let signs: Vec<u64> = signs.chain([line.unwrap_or(self.started)]).collect();
         for (credit, since) in self.credits.iter_mut().zip(signs) {

@@ -50,6 +50,7 @@ pub fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
         on_success: Descendants::Linger(Duration::ZERO),
         start_deadline: HANG,
         keep_ignored: Vec::new(),
+        replaces: false,
     }
 }
 

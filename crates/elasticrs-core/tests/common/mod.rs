@@ -324,6 +324,7 @@ pub fn process(argv: Vec<OsString>) -> ProcessSpec {
         pass_fds: Vec::new(),
         cpus: None,
         warm: false,
+        keeps_orphans: false,
     }
 }
 

@@ -54,7 +54,7 @@ impl Away {
         }
         self.is_told = true;
         let left = seconds(self.deadline.saturating_sub(now));
-        Some(format!("the store at {} does not answer ({why}); workers run on, for up to {left} s", self.endpoint))
+        Some(format!("the store at {} does not answer ({why}); nothing is stopped for up to {left} s", self.endpoint))
     }
 
     /// A line for whoever was told that the store is away.

@@ -14,6 +14,7 @@ use super::auth::{self, Direction};
 use super::hub::{Entered, Hub, Refusal};
 use super::leases::Leases;
 use super::outbox::Outbox;
+use super::probe::QUESTION;
 use super::protocol::{Answer, Hello, Request, VERSION};
 use super::state::SessionId;
 use super::types::LostKind;
@@ -290,6 +291,8 @@ impl Connection {
     async fn part(mut self, end: End) {
         match end {
             End::Gone | End::Broken => {}
+            // One of ours that has had no answer in time, from a store that was stopped, asks who is here.
+            End::Foreign if self.frames.unread() == QUESTION => {}
             End::Foreign => {
                 let what = describe(self.frames.unread());
                 return self.hub.notices.say(format!("closed a connection from {}: {what}", self.outbox.peer));

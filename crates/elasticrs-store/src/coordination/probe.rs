@@ -10,7 +10,7 @@ use tokio::time::timeout;
 
 /// How a client of torch's `TCPStore` begins, and its question for the number of keys (every release knows both). In
 /// one write: some releases drop a client whose greeting comes in pieces.
-const QUESTION: [u8; 6] = [0, 0xce, 0xf7, 0x85, 0x3c, 7];
+pub(super) const QUESTION: [u8; 6] = [0, 0xce, 0xf7, 0x85, 0x3c, 7];
 /// How long the answer may take.
 const PATIENCE: Duration = Duration::from_secs(1);
 

@@ -37,7 +37,7 @@ pub(super) enum Job {
 /// What has come of it.
 #[derive(Debug)]
 pub(super) enum Done {
-    Looked { revision: i64 },
+    Looked,
     Replied { tag: u64, ok: bool, revision: i64, results: Vec<OpResult> },
     Watching { tag: u64, watched: Watched, revision: i64, results: Vec<OpResult> },
     CaughtUp { number: i64, revision: i64, there: Vec<Entry> },
@@ -52,6 +52,8 @@ pub(super) struct Desk {
     pub(super) job_lease: Option<(i64, Duration)>,
     /// Of the next transaction that writes.
     pub(super) write: Write,
+    /// The highest revision that was known before the job: a watch may tell of a later one before it is answered.
+    pub(super) known: u64,
 }
 
 /// Why a call did not lead on.
@@ -78,7 +80,7 @@ impl Desk {
     /// Carries a job out; with it the revision at which the session's marker was put, if it was.
     pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Trouble> {
         let done = match job {
-            Job::Look => self.look().await.map(|revision| (Done::Looked { revision }, None)),
+            Job::Look => self.look().await.map(|()| (Done::Looked, None)),
             Job::Txn { tag, txn } if is_write(&txn) => self.write(tag, &txn).await,
             Job::Txn { tag, txn } => self.read(tag, &txn).await.map(|done| (done, None)),
             Job::Watch { tag, watch } => self.watch(tag, watch).await.map(|done| (done, None)),
@@ -96,10 +98,10 @@ impl Desk {
         })
     }
 
-    async fn look(&self) -> Result<i64, Stop> {
+    async fn look(&self) -> Result<(), Stop> {
         match self.range(&self.keys.find_marker()).await? {
             (_, kvs) if kvs.is_empty() => Err(Stop::Lost(Lost::new(LostKind::Silent, GONE))),
-            (revision, _) => Ok(revision),
+            (revision, _) => not_behind(self.known, revision).map_err(Stop::Lost),
         }
     }
 
@@ -231,4 +233,13 @@ fn revision_of(header: Option<pb::Header>) -> Result<i64, Unexpected> {
 
 fn is_no_lease(error: &CallError) -> bool {
     matches!(error, CallError::Status { code: code::NOT_FOUND, message } if message.contains("lease"))
+}
+
+/// Revisions never go back: a store in which they do has forgotten what we built on.
+pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), Lost> {
+    if unsigned(revision) >= known {
+        return Ok(());
+    }
+    let message = format!("etcd went back from revision {known} to {revision}: restored from a backup?");
+    Err(Lost::new(LostKind::Protocol, message))
 }

@@ -13,7 +13,7 @@ use tokio::time::{sleep, timeout};
 
 use super::dial::{Credentials, Link, Trouble};
 use super::grpc::{CallError, Channel, Duplex};
-use super::jobs::{Desk, Done, Job};
+use super::jobs::{Desk, Done, Job, not_behind};
 use super::lease::Lease;
 use super::mapping::{Keys, Write, unsigned};
 use super::messages as pb;
@@ -320,6 +320,7 @@ impl<'a> Session<'a> {
                 keys: Rc::clone(&self.keys),
                 job_lease: self.options.job_lease,
                 write: self.write,
+                known: unsigned(self.seen).max(self.told),
             };
             live.running = Some(Box::pin(desk.carry_out(job)));
         }
@@ -328,8 +329,8 @@ impl<'a> Session<'a> {
 
     async fn done(&mut self, live: &mut Live, done: Done) -> Result<(), Halt> {
         match done {
-            // What was written before the connection broke may be answered next, at an older one.
-            Done::Looked { revision } => Ok(not_behind(unsigned(self.seen).max(self.told), revision)?),
+            // What was written before the connection broke may be answered next, at an older revision.
+            Done::Looked => Ok(()),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;
                 self.events.push(Event::Reply { tag, ok, revision: unsigned(revision), results }, 0);
@@ -472,15 +473,6 @@ impl<'a> Session<'a> {
             }
         }
     }
-}
-
-/// Revisions never go back: a store in which they do has forgotten what we built on.
-fn not_behind(known: u64, revision: i64) -> Result<(), Lost> {
-    if unsigned(revision) >= known {
-        return Ok(());
-    }
-    let message = format!("etcd went back from revision {known} to {revision}: restored from a backup?");
-    Err(Lost::new(LostKind::Protocol, message))
 }
 
 /// What a future gives, if there is one.

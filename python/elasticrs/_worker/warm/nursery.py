@@ -314,6 +314,7 @@ def _import(
     finally:
         if os.getpid() != pid:
             _exit(0)  # A fork that the module has let out: there is one nursery.
+        _end_if_cut_off(before)
     # Of what is missing, parents may be there.
     why = _why_unclean(before, surroundings)
     if why is not None:
@@ -323,6 +324,19 @@ def _import(
     elif is_explicit:
         _report(left_out=name, why="it was not found", traceback=None)
     return None
+
+
+def _end_if_cut_off(before: dict[int, str]) -> None:
+    """Let the agent end this process, and name the module, where a descriptor that leads there is gone."""
+    now = _open_files()
+    if any(now.get(fd) != before[fd] for fd in _AGENT):
+        import signal
+
+        # A program that was executed in place of this one has no pipe there.
+        os.dup2(os.pipe()[1], _AGENT[-1])
+        os.close(_AGENT[0])
+        while True:
+            signal.pause()
 
 
 def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoReturn:

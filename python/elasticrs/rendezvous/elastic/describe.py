@@ -165,6 +165,7 @@ def describe(
         node_rank=node_rank if kind == STATIC else None,
         local_addr=local_addr,
         etcd=own.etcd,
+        config=config,
     )
     return rendezvous, notices
 
@@ -211,7 +212,7 @@ def _static_rank(nodes: tuple[int, int], node_rank: int | None, configured: obje
     if low != high:
         raise UsageError(
             f"{words.nodes}: got {low}:{high}, expected one number with the static rendezvous, "
-            f"whose ranks are given by hand; {words.backend} c10d takes a range"
+            f"whose ranks are given by hand; {words.backend} c10d or etcd takes a range"
         )
     if configured is not None and node_rank is not None and str(configured) != str(node_rank):
         raise UsageError(

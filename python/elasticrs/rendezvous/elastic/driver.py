@@ -34,7 +34,7 @@ _FAREWELL = "farewell"
 
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
-_MARGIN = 5.0
+_MARGIN = 10.0
 """Seconds for a member of etcd to end."""
 
 _PORT = "port"

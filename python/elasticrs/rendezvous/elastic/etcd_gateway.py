@@ -118,19 +118,34 @@ class Gateway:
         if not self._log_in(seat, seconds, address):
             raise GatewayError("no password could be set")
 
-    def is_protected(self, seats: Iterable[Seat], seconds: float) -> bool:
-        """True if a member asks for a password, be it another one, and none serves those without."""
-        found = False
+    def is_protected(self, seats: Iterable[Seat], seconds: float) -> bool | None:
+        """True if a member asks for a password, be it another one, and none serves those without; ``None`` if
+        no member answers.
+        """
+        found = None
         for seat in seats:
             try:
                 if not self._log_in(seat, seconds, None):
                     return False
                 found = True
             except GatewayError as error:  # noqa: PERF203 -- there are few
-                found |= "authentication failed" in str(error)
+                found = found or "authentication failed" in str(error) or None
             except OSError:
                 continue
         return found
+
+    def misfit(self, error: OSError) -> str | None:
+        """Return why two certificates do not fit, if that is what an error says."""
+        if self._context is None:
+            return None
+        import ssl
+
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return f"its certificate does not fit: {error.verify_message}"
+        if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+            why = error.reason.rpartition("ALERT_")[2].replace("_", " ").lower()
+            return f"it refuses this node's certificate: {why}"
+        return None
 
     def _log_in(self, seat: Seat, seconds: float, address: str | None) -> bool:
         """False if a password is not asked for (yet)."""

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 
 import elasticrs
@@ -29,6 +30,11 @@ _OVER = frozenset({"succeeded", "failed", "closed", "aborted", "timeout", "spare
 _LONGEST_END = 5.0
 """Seconds; the program ends etcd sooner."""
 
+_SHORT = 10.0
+"""Seconds; a program that is killed sooner than that, so many times in a row, is not started again."""
+
+_MOST_SHORT = 3
+
 
 class EtcdHost:
     """A member of the cluster of a job, if one of its endpoints is on this machine; it may take a while.
@@ -43,6 +49,20 @@ class EtcdHost:
     def __init__(self, rendezvous: Rendezvous) -> None:
         site, settings = rendezvous.etcd, rendezvous.settings
         assert site is not None
+        self._orders = {
+            "seats": [list(seat.values()) for seat in site.seats],
+            "label": label_of(rendezvous.run_id, site.prefix, settings.token),
+            "bind_addr": settings.bind_addr,
+            "files": site.files,
+            "password": site.password,
+            "prefix": site.prefix,
+            "close_timeout": settings.close_timeout,
+        }
+        self._shorts = 0
+        self._was_killed = self._is_leaving = False
+        self._start()
+
+    def _start(self, **orders: bool) -> None:
         self._folder = os.path.join(tempfile.gettempdir(), f"elasticrs_etcd_{os.urandom(8).hex()}")
         root = os.path.dirname(elasticrs.__path__[0])
         self._program = subprocess.Popen(
@@ -56,17 +76,19 @@ class EtcdHost:
         self.fd: int | None = self._program.stdout.fileno()
         os.set_blocking(self.fd, False)
         self._unread = b""
-        orders = {
-            "seats": [list(seat.values()) for seat in site.seats],
-            "label": label_of(rendezvous.run_id, site.prefix, settings.token),
-            "bind_addr": settings.bind_addr,
-            "files": site.files,
-            "password": site.password,
-            "folder": self._folder,
-            "prefix": site.prefix,
-            "close_timeout": settings.close_timeout,
-        }
-        self._say(json.dumps(orders))
+        self._begun = time.monotonic()
+        self._say(json.dumps({**self._orders, "folder": self._folder, **orders}))
+
+    def start_again(self) -> bool:
+        """After the program was killed, start another one, with a member of its own; false if it is not to.
+
+        What is listed at the seat is removed by then, or by one that is started for that alone.
+        """
+        if not self._was_killed or self._is_leaving or self._shorts > _MOST_SHORT:
+            return False
+        self.close()
+        self._start(has_voted=True, gives_up=self._shorts == _MOST_SHORT)
+        return True
 
     def _say(self, line: str) -> None:
         assert self._program.stdin is not None
@@ -93,12 +115,16 @@ class EtcdHost:
             code = self._program.wait(_LONGEST_END)
         except subprocess.TimeoutExpired:
             return []
-        why = f"the program that runs this node's member of etcd ended with exit code {code}; "
-        why += "this node has none any more"
-        return [("say", why)] if code else []
+        self._was_killed = code != 0
+        if not self._was_killed or self._is_leaving:
+            return []
+        self._shorts = self._shorts + 1 if time.monotonic() - self._begun < _SHORT else 1
+        follows = "it is started again" if self._shorts < _MOST_SHORT else "this node has none any more"
+        return [("say", f"the program of this node's member of etcd ended with exit code {code}; {follows}")]
 
     def leave(self, outcome: str) -> None:
         """The agent ends like this; :attr:`fd` becomes ``None`` when the member may go."""
+        self._is_leaving = True
         self._say("over" if outcome in _OVER else "leave")
 
     def close(self) -> None:

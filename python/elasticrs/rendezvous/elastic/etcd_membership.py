@@ -8,10 +8,13 @@ that forgets its vote or what it has acknowledged breaks what Raft promises.
   known not to be members of one: a cluster with a quorum would have one among them. A member belongs to one
   as soon as it has published where its clients connect: that takes a quorum.
 - **MEMB-2** Into a cluster that is there, a seat comes as a learner, which has no vote, under an id of its
-  own. What was at the seat before is removed first. It gets its vote when it has caught up.
+  own. What was at the seat before is removed first. It gets its vote when it has caught up. A seat that the
+  cluster still waits for, and that may have voted, comes in this way as soon as the others can do without it.
 - **MEMB-3** A learner that has gone is removed by the next seat that wants to come: etcd allows one at a
   time.
-- **MEMB-4** An etcd that is not of this job is left alone: the names of members begin with a label that is
+- **MEMB-4** Whoever leaves, or gives up, takes its own member out, and before that voters that are known to
+  be dead, since their machines refuse the connection: with them counted, those that stay might be no quorum.
+- **MEMB-5** An etcd that is not of this job is left alone: the names of members begin with a label that is
   made from the name of the job and its token.
 """
 
@@ -114,6 +117,10 @@ class StartOver(Value):
     """The cluster of this seat's learner is gone, or has removed it: forget the learner."""
 
 
+class Out(Value):
+    """No member of this seat is in the cluster any more, or no other one is."""
+
+
 class Wait(Value):
     """Look again in a moment."""
 
@@ -138,6 +145,7 @@ class View(Value):
         own: id of the learner that was added for this seat and runs.
         hidden: seats that do not answer, though somebody may be there.
         gone: seats that have not answered for a while.
+        has_voted: an earlier member of this seat may have, whose data are gone.
     """
 
     seats: tuple[Seat, ...]
@@ -147,6 +155,7 @@ class View(Value):
     own: int | None = None
     hidden: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
+    has_voted: bool = False
 
 
 def label_of(run_id: str, prefix: str, token: bytes | None) -> str:
@@ -203,9 +212,11 @@ def next_step(view: View) -> Step:
     mine = view.seats[view.mine].peer_url
     for entry in (entry for entries in lists for entry in entries):
         if mine in entry.peer_urls:
-            is_awaited = entry.name == name_of(view.label, view.mine) and not entry.has_published
             # Of those that have made the cluster, and has not come yet: etcd looks at the same.
-            return Bootstrap() if is_awaited and not entry.is_learner else Remove(entry.id)
+            is_awaited = entry.name == name_of(view.label, view.mine) and not entry.has_published
+            can_do_without = view.has_voted or 2 * len(lists) > len(view.seats)
+            is_voter = is_awaited and not entry.is_learner and not can_do_without
+            return Bootstrap() if is_voter else Remove(entry.id)
         if entry.is_learner:
             index = _seat_of(view, entry)
             return Remove(entry.id) if index is None or index in view.gone else Wait()
@@ -221,6 +232,37 @@ def _of_learner(own: int, lists: list[tuple[Entry, ...]]) -> Step:
     if not found:
         return StartOver()
     return Promote(own) if all(entry.is_learner for entry in found) else Belongs()
+
+
+def next_step_out(view: View) -> Remove | Out | Wait:
+    """Decide what comes next for a seat that is to have no member any more; told what its own says as well,
+    if that still runs.
+    """
+    lists = [view.answers[view.mine]] if view.answers[view.mine] else view.answers
+    entries = {entry.id: entry for answer in lists for entry in answer or ()}.values()
+    if not any(entry.has_published for entry in entries):
+        return Wait()
+    own = next((entry for entry in entries if view.seats[view.mine].peer_url in entry.peer_urls), None)
+    voters = [entry for entry in entries if not entry.is_learner]
+    if own is None or voters == [own] or _mistake(view) is not None:
+        return Out()
+    lost = [entry for entry in voters if _seat_of(view, entry) not in _answering(view)]
+    if 2 * len(lost) >= len(voters):
+        return Wait()
+    # Who is only slow stays.
+    dead = (entry.id for entry in lost if entry != own and _seat_of(view, entry) not in view.hidden)
+    return Remove(next(dead, own.id))
+
+
+def heirs(view: View) -> set[int]:
+    """The voters of other seats that answer, by id."""
+    rest = _answering(view) - {view.mine}
+    listed = (entry for answer in others(view) for entry in answer if not entry.is_learner)
+    return {entry.id for entry in listed if _seat_of(view, entry) in rest}
+
+
+def _answering(view: View) -> set[int]:
+    return {index for index, answer in enumerate(view.answers) if answer is not None}
 
 
 def others(view: View) -> list[tuple[Entry, ...]]:

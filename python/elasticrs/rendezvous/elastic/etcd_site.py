@@ -250,7 +250,7 @@ def read_site(
     is_tls = protocol == "https"
     defaults = {key.name: key.default for key in KEYS}
     fields: dict[str, Any] = {field: read.get(name, defaults[name]) for name, field in _FIELDS.items()}
-    fields |= _files(read, source, is_tls=is_tls) | _user(read, source, notices)
+    fields |= _files(read, source, is_tls=is_tls) | _user(read, rest, source, notices)
     if is_hosted:
         fields["seats"] = _seats(endpoints, read, source, option, is_tls=is_tls)
     elif "peer_port" in read:
@@ -343,8 +343,15 @@ def _files(read: Mapping[str, Any], source: str, *, is_tls: bool) -> dict[str, A
     return {"ca_cert": files.get("ca_cert"), "cert": cert, "key": files.get("ssl_cert_key", cert)}
 
 
-def _user(read: Mapping[str, Any], source: str, notices: list[str]) -> dict[str, Any]:
+def _user(
+    read: Mapping[str, Any], rest: Mapping[str, object], source: str, notices: list[str]
+) -> dict[str, Any]:
     user, file = read.get("user"), read.get("password_file")
+    if "password" in rest:
+        raise UsageError(
+            f"{source}: password: every user of the machine can read a command line: put it in a file, and "
+            "give password_file=FILE"
+        )
     if (user is None) != (file is None):
         raise UsageError(f"{source}: user and password_file need each other")
     if file is None:

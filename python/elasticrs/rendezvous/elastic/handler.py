@@ -38,7 +38,7 @@ from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.meeting_point import Home, node_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
@@ -70,14 +70,24 @@ class ElasticRendezvousHandler(RendezvousHandler):
     Args:
         rendezvous: where, with whom and how.
         backend: the name under which it was asked for.
+        on_stop: told as soon as a round has ended for this node, if it has taken part in it, from the thread
+            that hears of it and under a lock: it must not block, nor call this object.
 
     Attributes:
         rendezvous: as passed.
+        round: the number of the last round that :meth:`next_rendezvous` has returned; 0 before.
         home: for agents that take the rendezvous instead of asking: what outlasts their runs.
     """
 
-    def __init__(self, rendezvous: Rendezvous, backend: str) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        backend: str,
+        on_stop: Callable[[messages.Stop], None] | None = None,
+    ) -> None:
         self.rendezvous = rendezvous
+        self.round = 0
+        self._on_stop = on_stop
         self.home = Home()
         self._backend = backend
         self._use_agent_store = not rendezvous.is_static and agent_hosts_store(os.environ)
@@ -163,6 +173,14 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._is_shut = True
             elif self._outcome is None:
                 self._close_job(self._driver)
+
+    def leave(self) -> None:
+        """Take part in no further round, and let the others go on: the round ends for all, as planned.
+        :meth:`next_rendezvous` then raises :class:`RendezvousClosedError`. Not in torch.
+        """
+        with self._news:
+            if self._driver is not None and self._outcome is None:
+                self._tell(self._driver, messages.Leave(f"node {node_name()} leaves"))
 
     def set_succeeded(self) -> None:
         """The workers here have finished, and nothing of them is left; :meth:`shutdown` then does not end the
@@ -281,6 +299,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._start, self._is_to_stop = action, False
             elif isinstance(action, messages.Stop):
                 self._start, self._is_to_stop = None, True
+                if self._on_stop is not None:
+                    self._on_stop(action)
             elif isinstance(action, messages.Announce):
                 _log.info("%s", action.text)
             elif isinstance(action, messages.Exit):
@@ -312,6 +332,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         except DistNetworkError as error:
             text = f"no connection to {self.rendezvous.store}: {error}"
             raise RendezvousConnectionError(text) from error
+        self.round = start.round
         return RendezvousInfo(store, start.group_rank, start.ranks.group_world_size, address)
 
     # --- the thread ---

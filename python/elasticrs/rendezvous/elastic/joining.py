@@ -202,10 +202,15 @@ def register(member: Member, link: Link) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
-    """Return deletions of what a lost connection may have left; its lease would end later."""
+    """Return deletions of what a lost connection may have left, or a process that this one replaces; its
+    lease would end later.
+    """
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]
-    return [Delete(key(name)) for name in names for key in (member.keys.node, member.keys.slot)]
+    kinds = (member.keys.node, member.keys.slot)
+    replaces = member.rendezvous.replaces
+    gone = [] if replaces is None else [DeletePrefix(key(f"{replaces}.")) for key in kinds]
+    return [*gone, *(Delete(key(name)) for name in names for key in kinds)]
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:

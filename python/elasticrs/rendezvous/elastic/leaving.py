@@ -48,7 +48,7 @@ def leave_with(member: Member, outcome: Outcome) -> None:
         member.end_round(Purpose.END_ROUND, {"kind": "left", "message": reason}, None, farewell)
     else:
         _say_farewell(member, registration, reason)
-    member.stop("this node leaves the job")
+    member.stop("this node leaves the job", planned=True)
 
 
 def round_ended(member: Member, reply: Reply) -> None:

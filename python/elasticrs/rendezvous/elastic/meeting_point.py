@@ -181,9 +181,16 @@ class MeetingPoint:
         if self._etcd is None:
             return []
         fd, news = self._etcd.fd, self._etcd.take()
-        if self._supervisor is not None and fd is not None and self._etcd.fd is None:
-            self._supervisor.unwatch_fd(fd)
+        if fd is not None and self._etcd.fd is None:
+            if self._supervisor is not None:
+                self._supervisor.unwatch_fd(fd)
+            if self._etcd.start_again():
+                self._watch_etcd()
         return news
+
+    def _watch_etcd(self) -> None:
+        if self._supervisor is not None and self.etcd_fd is not None:
+            self._supervisor.watch_fd(self.etcd_fd)
 
     @property
     def clock(self) -> Clock:
@@ -236,8 +243,7 @@ class MeetingPoint:
             self._etcd, self._home.etcd = self._home.etcd, None
         else:
             self._etcd = EtcdHost(self._rendezvous)
-        if self._supervisor is not None and self._etcd.fd is not None:
-            self._supervisor.watch_fd(self._etcd.fd)
+        self._watch_etcd()
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
         """Begin to connect; :class:`Connected` or :class:`ConnectionLost` comes out of :meth:`take`.
@@ -267,8 +273,10 @@ class MeetingPoint:
             except DistNetworkError:
                 # The connection of the agent itself, which comes next, tells why, if it fails as well.
                 self._shared = None
-        if not self._is_protected():
-            return ConnectionLost("refused", f"{self._rendezvous.store} is not there yet")
+        if not (is_protected := self._is_protected()):
+            todo = _REMEDIES["token"] if is_protected is False else self._hint("refused")
+            state = "serves those without a token (yet)" if is_protected is False else "is not there yet"
+            return ConnectionLost("refused", f"{self._rendezvous.store} {state}; {todo}")
         try:
             self._session = self._connected(self._met if same else None)
         except OSError as error:
@@ -277,16 +285,16 @@ class MeetingPoint:
             self._supervisor.watch_fd(self._session.fd)
         return None
 
-    def _is_protected(self) -> bool:
+    def _is_protected(self) -> bool | None:
         """False while hosted members that are to ask for a password serve everybody: a session that begins
-        now would not last.
+        now would not last. ``None`` while they do not answer.
         """
         etcd = self._rendezvous.etcd
         if etcd is None or not etcd.seats or etcd.password is None or self._has_met:
             return True
         from elasticrs.rendezvous.elastic.etcd_gateway import Gateway
 
-        def ask() -> bool:
+        def ask() -> bool | None:
             try:
                 gateway = Gateway(etcd.files, etcd.password)
             except OSError:
@@ -294,7 +302,8 @@ class MeetingPoint:
                 return True
             return gateway.is_protected(etcd.seats, _PATIENCE / len(etcd.seats))
 
-        return bool(self._ask(ask, 2 * _PATIENCE))
+        is_protected: bool | None = self._ask(ask, 2 * _PATIENCE)
+        return is_protected
 
     def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor
@@ -308,7 +317,7 @@ class MeetingPoint:
                     links=(Keys(self.job).prefix.strip("/"), self.fallback_address()),
                 )
             )
-        host, port = self._address()
+        host, port = self.address
         client = Client(
             host,
             port,
@@ -325,7 +334,9 @@ class MeetingPoint:
         )
         return NativeSession(client)
 
-    def _address(self) -> tuple[str, int]:
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of a store of ours, for clients on this machine."""
         if self._server is None:
             return self._rendezvous.host, self._rendezvous.port
         address = self._hosting.listen[0][0]
@@ -368,9 +379,10 @@ class MeetingPoint:
 
     def this_agent(self, *, role: str, nproc: int, max_restarts: int) -> ThisAgent:
         """Return what the machine has to know of this agent, and of this node's workers, when it begins."""
+        member = self._rendezvous.member
         return ThisAgent(
             self.job,
-            os.urandom(8).hex(),
+            os.urandom(8).hex() if member is None else f"{member}.{os.urandom(4).hex()}",
             node_name(),
             hosting.host_identity(),
             role,
@@ -391,13 +403,8 @@ class MeetingPoint:
         etcd = self._rendezvous.etcd
         if etcd is not None:
             is_passing = self._has_met and lost.kind in (*_BEFORE_MEETING, "closed")
-            todo = None if is_passing else _REMEDIES_OF_ETCD.get(lost.kind)
-            if etcd.seats and todo is not None:
-                todo = _REMEDIES_OF_HOSTED.get(lost.kind, todo)
-            if todo is None:
-                return lost.message
-            most, seats = len(etcd.seats) // 2 + 1, len(etcd.seats)
-            return f"{lost.message}; {todo.format(prefix=etcd.prefix, most=most, seats=seats)}"
+            hint = "" if is_passing else self._hint(lost.kind)
+            return f"{lost.message}; {hint}" if hint else lost.message
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
         todo = None if lost.kind in _BEFORE_MEETING and self._has_met else _REMEDIES.get(lost.kind)
@@ -405,6 +412,16 @@ class MeetingPoint:
             for option, by_hand in _BY_HAND:
                 todo = todo.replace(option, by_hand)
         return lost.message if todo is None else f"{lost.message}; {todo}"
+
+    def _hint(self, kind: str) -> str:
+        """What the user of etcd can do about a loss; may be empty."""
+        etcd = self._rendezvous.etcd
+        assert etcd is not None
+        todo = _REMEDIES_OF_ETCD.get(kind, "")
+        if etcd.seats:
+            todo = _REMEDIES_OF_HOSTED.get(kind, todo)
+        most, seats = len(etcd.seats) // 2 + 1, len(etcd.seats)
+        return todo.format(prefix=etcd.prefix, most=most, seats=seats)
 
     def send(self, request: Request) -> None:
         """Send a request; dropped without a session, whose loss is told of anyway."""
@@ -454,7 +471,7 @@ class MeetingPoint:
             return connected(
                 etcd.client(self._rendezvous.run_id, below=below, connect_timeout=seconds), prefix
             )
-        host, port = self._address()
+        host, port = self.address
         return connect(
             host,
             port,

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     ]
     # fmt: on
 
-
 # --- events ---
 
 
@@ -144,12 +143,14 @@ class Stop(Value):
         why: for the log.
         fenced: SIGKILL at once; else the usual signal and grace.
         hung: the reason is this worker of another node, which hangs: what it waits for may be here.
+        planned: nobody has failed: a node comes or goes.
     """
 
     round: int
     why: str
     fenced: bool = False
     hung: Cause | None = None
+    planned: bool = False
 
 
 class BindStore(Value):

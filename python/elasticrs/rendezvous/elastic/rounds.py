@@ -104,7 +104,8 @@ def _ended(member: Member, head: Head) -> None:
     if member.registered is not None:
         member.arm("give_up", member.settings.patience)
     if member.workers is not None:
-        _stop(member, end_of(head), head.cause if silence_of(head.cause) is not None else None)
+        hung = head.cause if silence_of(head.cause) is not None else None
+        _stop(member, end_of(head), hung, planned=_is_planned(head))
         return
     look(member)
 
@@ -171,12 +172,17 @@ def age_reached(member: Member) -> None:
     member.age.aged = member.age.seen
 
 
-def _stop(member: Member, why: str, hung: Cause | None = None) -> None:
+def _is_planned(head: Head) -> bool:
+    """True if a round ended though all of its members are well."""
+    return (head.end or {}).get("kind") in ("scale", "left")
+
+
+def _stop(member: Member, why: str, hung: Cause | None = None, *, planned: bool = False) -> None:
     """Stop the workers, if they are not stopping already, and remember what the user was told."""
     workers = member.workers
     if workers is not None and not workers.is_stopping:
         member.told_end = workers.round, why
-        member.stop(why, hung=hung)
+        member.stop(why, hung=hung, planned=planned)
 
 
 def is_mine(registration: Registration | None, head: Head) -> bool:

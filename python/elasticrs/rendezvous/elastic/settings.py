@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 
-from elasticrs._value import Value
+from elasticrs._value import Value, fresh
 from elasticrs._worker import TOKEN_VARIABLE
 from elasticrs.config import (
     DEFAULT_EXIT_BARRIER_TIMEOUT,
@@ -347,6 +347,9 @@ class Rendezvous(Value):
         local_addr: address of this node, if the user has named one.
         settings: how they meet.
         etcd: where the nodes meet, and no agent hosts anything; ``None``: in a store of ours.
+        config: the settings as the user has given them.
+        member: how the names of this process's registrations begin; ``None``: any name.
+        replaces: how those of another process began, of which nothing is left, as is known.
     """
 
     backend: str
@@ -360,6 +363,9 @@ class Rendezvous(Value):
     node_rank: int | None = None
     local_addr: str | None = None
     etcd: EtcdSite | None = None
+    config: Mapping[str, object] = fresh(factory=dict)
+    member: str | None = None
+    replaces: str | None = None
 
     @property
     def endpoint(self) -> str:

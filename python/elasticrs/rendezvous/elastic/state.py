@@ -390,13 +390,15 @@ class Member:
         """Return the condition of what a member writes: its own registration."""
         return Exists(self.keys.node(registration.member))
 
-    def stop(self, why: str, *, fenced: bool = False, hung: Cause | None = None) -> None:
+    def stop(
+        self, why: str, *, fenced: bool = False, hung: Cause | None = None, planned: bool = False
+    ) -> None:
         """Stop the workers, if there are any; SIGKILL follows a gentler stop."""
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
             return
         workers.is_stopping = True
-        self.do(Stop(workers.round, why, fenced, hung))
+        self.do(Stop(workers.round, why, fenced, hung, planned))
 
     def forget_connection(self) -> None:
         """Forget everything of the old connection: requests, registration, leadership."""

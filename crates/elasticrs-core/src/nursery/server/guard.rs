@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use elasticrs_runtime::clock::Stamp;
 
 use super::{Nursery, at_once};
+use crate::nursery::activity::Activity;
 use crate::nursery::connections::Release;
 use crate::nursery::fence::{Fence, Look};
 use crate::nursery::protocol::{Reply, Request};
@@ -30,6 +31,14 @@ impl Nursery {
             }
         }
         self.held.release(Release::All);
+    }
+
+    pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
+        // Without it the sentinel does not wait for us when the agent is gone.
+        self.activity = Activity::from_descriptors(fds).ok();
+        if let Some(activity) = &mut self.activity {
+            activity.wait();
+        }
     }
 
     pub(super) fn set_fence(&mut self, fds: Vec<OwnedFd>) {
@@ -65,7 +74,7 @@ impl Nursery {
         self.reap();
         self.tell(&Reply::Fenced { seen: Stamp::now() }, Vec::new());
         if !self.orphaned {
-            self.begin_sweep(at_once(), None);
+            self.begin_sweep(at_once(), None, None);
         }
     }
 

@@ -5,6 +5,7 @@
 mod compact;
 mod groups;
 mod guard;
+mod sentinel;
 mod spawn;
 mod sweep;
 
@@ -23,19 +24,19 @@ use nix::sys::time::TimeSpec;
 use nix::unistd::{getpid, getsid, setsid};
 
 use self::compact::Compaction;
+use self::sentinel::Sentinel;
 pub use self::spawn::Worker;
 #[cfg(feature = "agent")]
 pub(super) use self::spawn::command;
 use self::spawn::{Begun, Unsettled};
 use self::sweep::{Deadlines, Sweep, Verdict};
 use super::NAME;
+use super::activity::Activity;
 use super::connections::Connections;
 use super::fence::Fence;
 use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::start::Start;
-use super::sweep::kill_by_token;
-use super::token::Token;
 use super::tree::Ended;
 use crate::exit::WorkerExit;
 use crate::sys::fork::Forker;
@@ -66,7 +67,12 @@ pub fn begin_warm(start: &str) {
 /// The same as [`run`] for a process that has imported what its workers need: those are forks of it, in which this returns.
 pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
     let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
-    let nursery = Nursery::new(start.and_then(Start::parse), forker).map_err(code)?;
+    let start = start.and_then(Start::parse);
+    let nursery = Nursery::new(start, forker).map_err(code)?;
+    if let Some(start) = start.filter(|start| start.is_sentinel) {
+        Sentinel::new(nursery, start.token).serve().map_err(code)?;
+        return Err(0);
+    }
     // What is the nursery's own is closed in the worker before it takes its descriptors.
     nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
 }
@@ -92,8 +98,6 @@ struct Nursery {
     name: CString,
     /// This process carries a token, so that the lack of one means something.
     marked: bool,
-    /// What carries this is to end if the agent is gone: this is a sentinel.
-    watched: Option<Token>,
     /// The value that workers get back, when ours was lowered.
     oom_score_adj: Option<CString>,
     /// Workers that have not been reaped.
@@ -107,6 +111,8 @@ struct Nursery {
     sweep: Option<Sweep>,
     /// A start that came while a sweep runs, which would end the worker. What comes after it is not read meanwhile.
     postponed: Option<(Request, Vec<OwnedFd>)>,
+    /// What workers have left and SIGKILL did not end: told once, and not waited for while other workers live.
+    given_up: BTreeSet<i32>,
     /// Children that have ended and that tracers did not let go: told once, and waited for no more.
     held_by_tracers: BTreeSet<i32>,
     /// What a sweep has ended that nobody had asked for: told with the next answer.
@@ -114,6 +120,8 @@ struct Nursery {
     /// What is kept open for the agent.
     held: Connections,
     fence: Option<Fence>,
+    /// For a sentinel, if there is one.
+    activity: Option<Activity>,
     /// Our nice value before the sweep, when it could be lowered.
     nice: Option<i32>,
     /// Descriptors for the sweep, which opens what `/proc` tells: without them it would see nobody.
@@ -158,7 +166,6 @@ impl Nursery {
             compaction: Compaction::Later,
             name,
             marked: start.is_some_and(|start| start.token.apply().is_ok()),
-            watched: start.filter(|start| start.is_sentinel).map(|start| start.token),
             oom_score_adj: lower_oom_score(),
             workers: BTreeSet::new(),
             sessions: BTreeSet::new(),
@@ -166,10 +173,12 @@ impl Nursery {
             left_groups: BTreeMap::new(),
             sweep: None,
             postponed: None,
+            given_up: BTreeSet::new(),
             held_by_tracers: BTreeSet::new(),
             untold: Ended::default(),
             held: Connections::default(),
             fence: None,
+            activity: None,
             nice: None,
             orphaned: false,
         };
@@ -250,6 +259,7 @@ impl Nursery {
                 Waited::Changed { pid, status, usage } => {
                     let exit = WorkerExit::from_wait_status(status);
                     self.held_by_tracers.remove(&pid);
+                    self.given_up.remove(&pid);
                     let is_worker =
                         if exit.is_some() { self.workers.remove(&pid) } else { self.workers.contains(&pid) };
                     if !is_worker {
@@ -275,7 +285,9 @@ impl Nursery {
                 postponed => Ok(postponed),
             };
             match received {
-                Ok(Some(start @ (Request::Spawn { .. }, _))) if self.sweep.is_some() => {
+                Ok(Some(start @ (Request::Spawn { .. }, _)))
+                    if self.sweep.as_ref().is_some_and(Sweep::ends_workers) =>
+                {
                     self.postponed = Some(start);
                     break;
                 }
@@ -291,6 +303,9 @@ impl Nursery {
             }
         }
         self.settle();
+        if let Some(activity) = &mut self.activity {
+            activity.wait();
+        }
         self.signal_left_groups();
         if self.link.flush().is_err() {
             self.lose_agent();
@@ -307,23 +322,30 @@ impl Nursery {
             Request::SignalGroup { pid, signal } => self.signal_group(pid, signal),
             Request::Sweep { number, linger_ms, grace_ms, give_up_ms } => {
                 let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
-                self.begin_sweep(Deadlines::new(Instant::now(), linger, grace, give_up), Some(number));
+                self.begin_sweep(Deadlines::new(Instant::now(), linger, grace, give_up), Some(number), None);
+            }
+            Request::SweepLeft { number, worker, give_up_ms } => {
+                let give_up = Duration::from_millis(give_up_ms);
+                let at_once = Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, give_up);
+                self.begin_sweep(at_once, Some(number), Some(worker));
             }
             Request::Hold { beside } => self.hold(fds, beside),
             Request::Release(which) => self.held.release(which),
             Request::Fence => self.set_fence(fds),
+            Request::Activity => self.set_activity(fds),
+            Request::Guard => {}
             Request::Leave => return Served::Leave,
         }
         Served::GoOn
     }
 
-    /// Nobody waits for the answer to one without a `number`.
-    fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>) {
+    /// Nobody waits for the answer to one without a `number`. `left_by`: only what this worker has left.
+    fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if let Some(sweep) = &mut self.sweep {
-            return sweep.bring_forward(deadlines, number);
+            return sweep.bring_forward(deadlines, number, left_by);
         }
         self.reserve.clear();
-        self.sweep = Some(Sweep::new(deadlines, number, std::mem::take(&mut self.untold)));
+        self.sweep = Some(Sweep::new(deadlines, number, left_by, std::mem::take(&mut self.untold)));
         // Against hundreds of busy processes a fair share of the CPU is too little. Without permission it has to do.
         self.nice = priority::set_nice(-20).ok();
     }
@@ -341,8 +363,8 @@ impl Nursery {
             }
             Verdict::Over { stuck, spared, held } => {
                 if self.orphaned {
-                    if let Some(token) = self.watched {
-                        kill_by_token(token, LAST_SWEEP);
+                    if let Some(activity) = &self.activity {
+                        activity.end();
                     }
                     self.end_session();
                     return Served::Leave;
@@ -350,12 +372,14 @@ impl Nursery {
                 // The agent knows that these have ended, whenever their tracers let them go.
                 self.workers.retain(|pid| !held.contains(pid));
                 self.held_by_tracers.extend(&held);
-                self.sessions.clone_from(&self.workers);
-                self.reserve = reserve_of(&self.agent);
-                if let Some(nice) = self.nice.take() {
-                    // Going up again is always permitted.
-                    let _ = priority::set_nice(nice);
+                let left_by = sweep.left_by();
+                match left_by {
+                    Some(_) => self.given_up.extend(stuck.iter().map(|stuck| stuck.pid)),
+                    None => self.given_up.clear(),
                 }
+                self.sessions.retain(|pid| self.workers.contains(pid) || left_by.is_some_and(|worker| worker != *pid));
+                self.reserve = reserve_of(&self.agent);
+                self.lower_priority();
                 match sweep.into_answer(&stuck) {
                     (Some(number), ended) => {
                         let (more, ended) = (ended.more(), ended.named);
@@ -368,11 +392,19 @@ impl Nursery {
         Served::GoOn
     }
 
+    /// Undoes what the sweep has raised, which workers would inherit.
+    fn lower_priority(&mut self) {
+        if let Some(nice) = self.nice.take() {
+            // Going up again is always permitted.
+            let _ = priority::set_nice(nice);
+        }
+    }
+
     /// The agent is dead or has closed its end: end everything, then ourselves.
     fn lose_agent(&mut self) {
         if !self.orphaned {
             self.orphaned = true;
-            self.begin_sweep(at_once(), None);
+            self.begin_sweep(at_once(), None, None);
         }
     }
 

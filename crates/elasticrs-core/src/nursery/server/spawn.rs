@@ -21,6 +21,7 @@ const DEFAULT_PATH: &[u8] = b"/bin:/usr/bin";
 
 impl Nursery {
     pub(super) fn spawn(&mut self, process: ProcessSpec, keep_ignored: &[i32], fds: Vec<OwnedFd>) -> Served {
+        self.step();
         let local_rank = process.local_rank;
         // What was told before must not wait for a start that hangs.
         if self.link.flush().is_err() {
@@ -33,6 +34,7 @@ impl Nursery {
             self.tell(&Reply::SpawnFailed { local_rank, stage, errno, subject }, Vec::new());
             return Served::GoOn;
         }
+        self.lower_priority();
         let Some(forker) = self.forker.as_mut().filter(|_| process.warm) else {
             self.settle();
             announce(&self.stages, Stage::Clone as u8);
@@ -65,10 +67,18 @@ impl Nursery {
     /// Waits until the last fork has settled, and answers the request for it.
     pub(super) fn settle(&mut self) {
         if let Some(Unsettled { process, settling }) = self.unsettled.take() {
+            self.step();
             announce(&self.stages, Stage::Forked as u8);
             let agent = [self.agent.as_fd(), self.link.as_fd()];
             let settled = settling.wait(agent, |stage| announce(&self.stages, stage));
             self.answer(&process, settled);
+        }
+    }
+
+    /// What follows may hang.
+    fn step(&mut self) {
+        if let Some(activity) = &mut self.activity {
+            activity.step();
         }
     }
 
@@ -185,6 +195,7 @@ pub(in crate::nursery) fn command<'fd>(
         fds,
         ignored: keep_ignored.to_vec(),
         dies_with_parent: true,
+        keeps_orphans: process.keeps_orphans,
         cpus: process.cpus.as_ref().map(CpuSet::mask),
         oom_score_adj: None,
         stages: None,
@@ -271,6 +282,7 @@ mod tests {
             pass_fds: Vec::new(),
             cpus: None,
             warm: false,
+            keeps_orphans: false,
         }
     }
 

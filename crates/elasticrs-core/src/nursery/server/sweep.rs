@@ -53,6 +53,8 @@ pub(super) struct Sweep {
     deadlines: Deadlines,
     /// The last request that this answers.
     number: Option<u32>,
+    /// Only what this worker has left is ended, and those that live are spared.
+    left_by: Option<i32>,
     /// Who got SIGTERM, and who SIGKILL, so far.
     termed: BTreeSet<i32>,
     killed: BTreeSet<i32>,
@@ -85,10 +87,11 @@ struct Look {
 }
 
 impl Sweep {
-    pub(super) fn new(deadlines: Deadlines, number: Option<u32>, ended: Ended) -> Self {
+    pub(super) fn new(deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>, ended: Ended) -> Self {
         Self {
             deadlines,
             number,
+            left_by,
             termed: BTreeSet::new(),
             killed: BTreeSet::new(),
             ended,
@@ -100,8 +103,16 @@ impl Sweep {
         }
     }
 
-    /// Takes the earlier one of each deadline.
-    pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>) {
+    /// Takes the earlier one of each deadline, or becomes a sweep of all.
+    pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>, left_by: Option<i32>) {
+        if left_by.is_some() {
+            return;
+        }
+        if self.left_by.take().is_some() {
+            let (termed, killed) = (std::mem::take(&mut self.termed), std::mem::take(&mut self.killed));
+            *self = Self { termed, killed, ..Self::new(by, number, None, std::mem::take(&mut self.ended)) };
+            return;
+        }
         self.number = number.or(self.number);
         let now = &mut self.deadlines;
         now.term = now.term.min(by.term);
@@ -120,6 +131,16 @@ impl Sweep {
     pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Ended) {
         let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
         (self.number, self.ended.without(&stuck))
+    }
+
+    /// Workers that live are ended as well.
+    pub(super) fn ends_workers(&self) -> bool {
+        self.left_by.is_none()
+    }
+
+    /// See [`Self::new`].
+    pub(super) fn left_by(&self) -> Option<i32> {
+        self.left_by
     }
 
     /// Nobody but those who clean up is left.
@@ -149,7 +170,8 @@ impl Sweep {
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        let may_stay = !look.exempt.is_empty() || !look.held.is_empty();
+        // Of workers that live there is no end to wait for.
+        let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
         let only_harmless = is_quiet && !look.cleaners && may_stay;
         self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));
         let waits_for_tracer = look.held.iter().any(|pid| !nursery.held_by_tracers.contains(pid))
@@ -172,11 +194,17 @@ impl Sweep {
     fn look(&mut self, nursery: &Nursery, signal: Option<Signal>, now: Instant) -> Look {
         let mut look = Look::default();
         let corpses = std::mem::take(&mut self.corpses);
-        for listed in tree::descendants(nursery.pid, &[]) {
+        let living: Vec<i32> = self.left_by.iter().flat_map(|_| &nursery.workers).copied().collect();
+        let mut others = BTreeSet::new();
+        for listed in tree::descendants(nursery.pid, &living) {
             let Some(target) = Target::open(nursery.pid, listed) else {
                 look.unsure = true;
                 continue;
             };
+            if self.is_left_by_another(nursery, target.status.session) || others.contains(&listed.parent) {
+                others.insert(listed.pid);
+                continue;
+            }
             if tree::has_died(listed.pid, target.status) {
                 if listed.parent == nursery.pid {
                     self.corpses.insert(listed.pid);
@@ -192,12 +220,19 @@ impl Sweep {
                 look.cleaners = true;
                 continue;
             }
-            look.others.push(listed);
+            if self.left_by.is_none() || !nursery.given_up.contains(&listed.pid) {
+                look.others.push(listed);
+            }
             if let Some(signal) = signal {
                 look.new |= self.signal(nursery, listed.pid, &target, signal);
             }
         }
         look
+    }
+
+    /// True for the session of a worker that has ended, and whose turn it is not.
+    fn is_left_by_another(&self, nursery: &Nursery, session: i32) -> bool {
+        self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }
 
     /// Says whether the process is one that had not got this signal before.

@@ -156,9 +156,9 @@ impl Group {
     /// signal), but not undone that its timer had expired, or that it had hung. One that has ended well leaves the others
     /// the time for their evidence.
     pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit, effects: &mut Vec<Effect>) {
+        let fails_group = !exit.is_success() && !self.survives(index);
         let Some(waiting) = &mut self.waiting else { return };
-        let ends_group =
-            !exit.is_success() || self.members.iter().enumerate().all(|(other, m)| m.ended || other == index);
+        let ends_group = fails_group || self.members.iter().enumerate().all(|(other, m)| m.ended || other == index);
         let local_rank = self.members[index].local_rank;
         let is_due = |then: &Then| {
             ends_group && matches!(then, Then::Timer(_) | Then::Exit(_)) || then.concerns(index, local_rank)

@@ -4,6 +4,7 @@ use super::Effect;
 use crate::signal::Signal;
 use crate::spec::StopScope;
 use crate::supervisor::event::WorkerRaised;
+use elasticrs_runtime::clock::Stamp;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Pause {
@@ -12,6 +13,16 @@ pub(super) enum Pause {
     /// Stopped, and not told yet.
     Noticed(i32),
     Told,
+}
+
+/// Of a member that has failed in a group that replaces; see [`super::replacing`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Place {
+    #[default]
+    Taken,
+    Left,
+    Free,
+    Promised,
 }
 
 #[derive(Debug, Default)]
@@ -27,6 +38,9 @@ pub(super) struct Member {
     group_sent: Option<Signal>,
     pub(super) pause: Pause,
     pub(super) raised: Option<WorkerRaised>,
+    /// Since then it has failed, whatever it exits with, and the others go on.
+    pub(super) condemned: Option<Stamp>,
+    pub(super) place: Place,
 }
 
 impl Member {
@@ -48,6 +62,11 @@ impl Member {
     /// True if its whole group was sent this signal, or SIGKILL, last.
     pub(super) fn group_has_got(&self, signal: Signal) -> bool {
         self.group_sent.is_some_and(|sent| sent == signal || sent == Signal::KILL)
+    }
+
+    /// Nothing of it is left, not even its number.
+    pub(super) fn is_gone(&self) -> bool {
+        matches!(self.place, Place::Free | Place::Promised)
     }
 
     /// As far as is known.

@@ -8,6 +8,7 @@ use super::*;
 
 mod exits;
 mod hangs;
+mod replacing;
 
 const PIDS: [i32; 4] = [100, 101, 102, 103];
 const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) };
@@ -461,6 +462,7 @@ impl Seen {
                     self.armed.remove(timer);
                 }
                 Effect::Sweep { .. } => self.owed_sweeps += 1,
+                Effect::SweepLeft { .. } => panic!("nobody is replaced: {effect:?}"),
                 Effect::TakeEvidence { .. } => {
                     prop_assert!(!self.takes_evidence, "one after the other");
                     self.takes_evidence = true;

@@ -34,13 +34,16 @@ impl Task {
         if self.config.owns_process && std::process::id() == 1 {
             watch::reap_orphans(self.nursery.as_ref().map(|nursery| nursery.pid));
         }
+        self.check_sentinel();
         let Current::Running(running) = &mut self.current else { return };
         let is_adopted = |pid: i32| running.members.iter().any(|m| m.pid == pid && m.adopted);
         let workers = running.group.living().filter(|&pid| !is_adopted(pid));
         let held: Vec<_> = workers.filter_map(|pid| held::by_tracer(pid).map(|held| (pid, held))).collect();
         let is_held = |pid: i32| held.iter().any(|(held, _)| *held == pid);
         let dead: Vec<i32> = running.dead().into_iter().filter(|&pid| !is_adopted(pid) && !is_held(pid)).collect();
-        let overdue = dead.iter().any(|pid| running.unreported.contains(pid));
+        // While a process is started in the place of another, the nursery may wait for that: it has a deadline of its own.
+        let is_starting = running.group.starting().next().is_some();
+        let overdue = !is_starting && dead.iter().any(|pid| running.unreported.contains(pid));
         if let (false, Some(nursery)) = (dead.is_empty(), &mut self.nursery) {
             if overdue { nursery.kill_hung() } else { nursery.resume() }
         }

@@ -11,7 +11,7 @@ use crate::supervisor::state::{End, Input};
 use crate::supervisor::watch;
 
 /// How much longer than it was told to a sweep may take before whoever carries it out counts as hung.
-const SWEEP_SLACK: Duration = Duration::from_secs(5);
+pub(super) const SWEEP_SLACK: Duration = Duration::from_secs(5);
 
 impl Task {
     pub(super) fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
@@ -49,10 +49,14 @@ impl Task {
         }
     }
 
-    pub(super) fn on_swept(&mut self, swept: Swept) {
+    pub(super) fn tell_all_held(&mut self, swept: &Swept) {
         for &pid in &swept.held {
             self.tell_held(pid, held::told(pid));
         }
+    }
+
+    pub(super) fn on_swept(&mut self, swept: Swept) {
+        self.tell_all_held(&swept);
         self.deadlines.disarm(Timer::Sweep);
         match &mut self.current {
             Current::Idle => {}

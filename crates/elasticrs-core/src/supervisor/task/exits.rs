@@ -68,6 +68,11 @@ impl Exits {
         pids
     }
 
+    /// Another process takes the place of this worker.
+    pub(super) fn forget(&mut self, local_rank: u32) {
+        self.raised.retain(|(rank, _)| *rank != local_rank);
+    }
+
     pub(super) fn has_ended(&self, local_rank: u32) -> bool {
         let process = self.raised.iter().find(|(rank, _)| *rank == local_rank);
         process.is_none_or(|(_, process)| watch::ended(&[process.as_fd()]) == [true])

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 
 use nix::errno::Errno;
 
-use super::Task;
+use super::{Nursery, Task};
 use crate::nursery::protocol::Request;
 use crate::supervisor::command::Guarded;
 use crate::supervisor::event::Event;
@@ -22,37 +22,47 @@ impl Task {
             }
             Guarded::Release(which) => {
                 self.guard.release(which);
-                if let Some(nursery) = &mut self.nursery {
-                    nursery.send(&Request::Release(which), Vec::new());
-                }
+                self.send_to_both(&Request::Release(which), Ok(Vec::new()));
             }
         }
     }
 
     fn hold(&mut self, connection: OwnedFd, beside: bool) {
-        self.send_descriptors(&Request::Hold { beside }, connection.try_clone().map(|copy| vec![copy]));
+        self.send_to_both(&Request::Hold { beside }, connection.try_clone().map(|copy| vec![copy]));
         self.guard.hold(connection, beside);
     }
 
-    /// For a nursery that is new.
-    pub(super) fn send_guard(&mut self) {
-        let held: Vec<_> = self.guard.all().iter().map(OwnedFd::try_clone).collect();
-        for copy in held {
-            self.send_descriptors(&Request::Hold { beside: true }, copy.map(|copy| vec![copy]));
+    /// Gives a nursery, or a sentinel, that is new what it guards.
+    pub(super) fn equip(&self, nursery: &mut Nursery) {
+        let mut send = |request, fds: io::Result<Vec<OwnedFd>>| match fds {
+            Ok(fds) => nursery.send(&request, fds),
+            Err(error) => self.tell_not_guarded(error.raw_os_error().unwrap_or(libc::EMFILE)),
+        };
+        for held in self.guard.all() {
+            send(Request::Hold { beside: true }, held.try_clone().map(|copy| vec![copy]));
+        }
+        send(Request::Fence, self.shared.fence.descriptors());
+    }
+
+    fn send_to_both(&mut self, request: &Request, fds: io::Result<Vec<OwnedFd>>) {
+        let Some(nursery) = &mut self.nursery else { return };
+        if let Err(error) = fds.and_then(|fds| nursery.send_to_both(request, fds)) {
+            self.tell_not_guarded(error.raw_os_error().unwrap_or(libc::EMFILE));
         }
     }
 
-    pub(super) fn send_fence(&mut self) {
-        let descriptors = self.shared.fence.descriptors();
-        self.send_descriptors(&Request::Fence, descriptors);
-    }
-
-    pub(super) fn send_descriptors(&mut self, request: &Request, fds: io::Result<Vec<OwnedFd>>) {
-        match (&mut self.nursery, fds) {
-            (None, _) => {}
-            (Some(nursery), Ok(fds)) => nursery.send(request, fds),
-            (Some(_), Err(error)) => self.tell_not_guarded(error.raw_os_error().unwrap_or(libc::EMFILE)),
+    /// One that is lost is replaced: the agent may be killed while the nursery hangs.
+    pub(super) fn check_sentinel(&mut self) {
+        let Some(mut nursery) = self.nursery.take_if(|nursery| nursery.has_lost_sentinel()) else { return };
+        match nursery.renew_sentinel(&self.config.nursery) {
+            Ok(Some(sentinel)) => self.equip(sentinel),
+            Ok(None) => {}
+            Err(error) => {
+                let message = format!("the nursery's sentinel was lost, and cannot be replaced: {error}");
+                self.shared.queue.push(Event::Degraded { message });
+            }
         }
+        self.nursery = Some(nursery);
     }
 
     pub(super) fn tell_not_guarded(&self, errno: i32) {

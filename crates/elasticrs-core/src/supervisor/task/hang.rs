@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 use super::{Current, Running, Task};
 use crate::limits;
 use crate::logs::Logs;
-use crate::spec::{GroupSpec, PassedFd};
+use crate::spec::{GroupSpec, PassedFd, ProcessSpec};
 use crate::supervisor::evidence::{self, EvidenceFiles, Found, Subject};
 use crate::supervisor::state::{Input, Sight};
 use crate::timer::hang::{Limits, Seen};
@@ -42,19 +42,21 @@ impl Hangs {
         if self.limits.is_none() {
             return Ok(());
         }
-        // What is passed on is first moved above all targets: half of what a worker may number is left for that.
-        let half = i32::try_from(limits::descriptors_of_workers() / 2).unwrap_or(i32::MAX);
         for process in &mut spec.processes {
-            let page = HeartbeatPage::new(Stamp::now().0)?;
-            let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);
-            let target = (3..=PAGE_FD.min(half)).rev().find(|number| !is_taken(*number));
-            let target = target.ok_or_else(|| io::Error::other("no descriptor is free for a page of heartbeats"))?;
-            let (descriptor, name) = page.share(Some(target))?;
-            let source = u32::try_from(spec.descriptors.len()).map_err(io::Error::other)?;
-            spec.descriptors.push(descriptor);
-            process.pass_fds.push(PassedFd { source, target });
-            process.env.push(OsString::from(format!("ELASTICRS_HEARTBEAT={name}")));
-            self.pages.push(Arc::new(page));
+            let page = give_page(process, &mut spec.descriptors)?;
+            self.pages.push(page);
+        }
+        Ok(())
+    }
+
+    /// The same for the one worker that takes the place of another.
+    pub(super) fn give_page_again(
+        &mut self,
+        process: &mut ProcessSpec,
+        descriptors: &mut Vec<OwnedFd>,
+    ) -> io::Result<()> {
+        if let Some(page) = self.pages.get_mut(process.local_rank as usize) {
+            *page = give_page(process, descriptors)?;
         }
         Ok(())
     }
@@ -79,12 +81,27 @@ impl Hangs {
 
     /// By member, as far as there are pages: what Python starts joins later, and has none.
     fn seen(&self, running: &Running, now: u64) -> Vec<Seen> {
-        let read = |member: &super::Member| match running.group.rank_of(member.pid) {
+        let read = |member: &super::Member| match running.group.watched_rank_of(member.pid) {
             Some(local_rank) => self.pages.get(local_rank as usize).map_or(Seen::Nothing, |page| page.read(now)),
             None => Seen::Ended,
         };
         running.members.iter().take(self.pages.len()).map(read).collect()
     }
+}
+
+fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::Result<Arc<HeartbeatPage>> {
+    // What is passed on is first moved above all targets: half of what a worker may number is left for that.
+    let half = i32::try_from(limits::descriptors_of_workers() / 2).unwrap_or(i32::MAX);
+    let page = HeartbeatPage::new(Stamp::now().0)?;
+    let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);
+    let target = (3..=PAGE_FD.min(half)).rev().find(|number| !is_taken(*number));
+    let target = target.ok_or_else(|| io::Error::other("no descriptor is free for a page of heartbeats"))?;
+    let (descriptor, name) = page.share(Some(target))?;
+    let source = u32::try_from(descriptors.len()).map_err(io::Error::other)?;
+    descriptors.push(descriptor);
+    process.pass_fds.push(PassedFd { source, target });
+    process.env.push(OsString::from(format!("ELASTICRS_HEARTBEAT={name}")));
+    Ok(Arc::new(page))
 }
 
 /// Evidence is being taken, in a thread of its own.
@@ -131,6 +148,7 @@ mod tests {
     use super::*;
     use crate::signal::Signal;
     use crate::spec::{Descendants, StopPolicy, StopScope};
+    use crate::supervisor::start::Terms;
     use crate::supervisor::state::Group;
     use crate::sys::pidfd;
 
@@ -144,7 +162,8 @@ mod tests {
             let pidfd = Arc::new(pidfd::open(pid).expect("it lives"));
             Member { pid, pidfd, adopted, leads_a_group: false }
         });
-        let running = Running { group, members: members.into(), unreported: Vec::new(), held: Vec::new() };
+        let (members, terms) = (members.into(), Terms::default());
+        let running = Running { group, members, terms, hung: None, unreported: Vec::new(), held: Vec::new() };
         let page = Arc::new(HeartbeatPage::new(0).expect("there is memory"));
         let hangs = Hangs { pages: vec![page], ..Hangs::default() };
         assert_eq!(hangs.seen(&running, 7), [Seen::Nothing]);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use elasticrs_runtime::clock::{Stamp, boot_now};
 
-use super::{Current, Task};
+use super::{Current, Guard, Task};
 use crate::exit::WorkerExit;
 use crate::nursery::fence::Look;
 use crate::signal::Signal;
@@ -19,6 +19,7 @@ use crate::sys::stage::Stage;
 
 /// So much longer the nursery has to see by itself that the fence has passed.
 pub(super) const FENCE_AFTER: Duration = Duration::from_millis(100);
+const FENCED: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 
 impl Task {
     pub(super) fn on_hung_start(&mut self) {
@@ -27,7 +28,9 @@ impl Task {
             let stage = nursery.stage_reached();
             let wait_channel = match stage {
                 Some(Stage::Fork | Stage::NextFork) => watch::wait_channel(nursery.pid),
-                _ => watch::wait_channel_of_child(nursery.pid, &starting.pids()),
+                _ => {
+                    watch::child_that_starts(nursery.pid, &starting.pids()).map(watch::wait_channel).unwrap_or_default()
+                }
             };
             starting.hung(stage, wait_channel);
             // The child that hangs dies with it, as far as it can: `on_nursery_death` sweeps, for so long as that takes.
@@ -46,19 +49,39 @@ impl Task {
 
     /// The nursery cannot look at the fence while it waits for a start, so that is done here.
     pub(super) fn fence_start(&mut self) {
-        let Current::Starting(starting) = &mut self.current else { return };
+        let is_starting = match &self.current {
+            Current::Idle => false,
+            Current::Starting(_) => true,
+            Current::Running(running) => running.group.starting().next().is_some(),
+        };
+        if !is_starting {
+            return;
+        }
         match self.shared.fence.look() {
             Ok(Look::At(deadline)) => {
                 let left = Duration::from_nanos(deadline.saturating_sub(boot_now()));
                 self.deadlines.arm(Timer::Fence, left + FENCE_AFTER, Instant::now());
             }
-            // The nursery has seen it, or there is none.
+            // The nursery has seen it, or its sentinel; or there is none.
             Ok(Look::Passed { first: false } | Look::Unset) | Err(_) => {}
             Ok(Look::Passed { first: true }) => {
-                self.shared.queue.push(Event::Fenced { at: Stamp::now() });
-                starting.stop(StopPolicy { signal: Signal::KILL, grace: Duration::ZERO });
-                self.kill_start();
+                self.end_fenced();
+                if matches!(self.current, Current::Starting(_)) {
+                    return self.kill_start();
+                }
+                if let Some(nursery) = &mut self.nursery {
+                    nursery.kill();
+                }
             }
+        }
+    }
+
+    /// The deadline has passed in a start, and the nursery does not tell it.
+    fn end_fenced(&mut self) {
+        self.shared.queue.push(Event::Fenced { at: Stamp::now() });
+        match &mut self.current {
+            Current::Starting(starting) => starting.stop(FENCED),
+            Current::Idle | Current::Running(_) => self.input(Input::Fenced),
         }
     }
 
@@ -75,18 +98,28 @@ impl Task {
 
     pub(super) fn on_nursery_death(&mut self, exit: WorkerExit) {
         self.swept = Swept::default();
+        self.sweeps_left = None;
         let lost = self.nursery.take();
         let end = NurseryEnd { exit, hung: lost.as_ref().is_some_and(|nursery| nursery.hung) };
         self.shared.nursery_pid.store(0, Ordering::Relaxed);
-        if let Some(import) = lost.and_then(|nursery| nursery.import)
-            && self.on_lost_import(import, end)
-        {
-            return;
+        let (import, sentinel) = lost.map_or((None, None), |nursery| (nursery.import, nursery.sentinel));
+        if let Some(import) = import {
+            if self.on_lost_import(import, sentinel, end) {
+                return;
+            }
+        } else if let Some(Guard { mut sentinel, .. }) = sentinel {
+            // What is left is ended here.
+            sentinel.kill();
+            self.retire(*sentinel);
         }
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => {
                 starting.nursery_lost(end);
+                if !starting.is_stopped() && matches!(self.shared.fence.look(), Ok(Look::Passed { .. })) {
+                    // Its sentinel has killed it: it hung.
+                    self.end_fenced();
+                }
                 self.deadlines.disarm(Timer::Start);
                 self.deadlines.disarm(Timer::Fence);
                 self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
@@ -97,6 +130,11 @@ impl Task {
                     if running.group.living().any(|pid| pid == member.pid) {
                         self.watched.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd), None));
                     }
+                }
+                let started = running.group.is_running() && running.group.starting().next().is_some();
+                if started && matches!(self.shared.fence.look(), Ok(Look::Passed { .. })) {
+                    // Likewise.
+                    self.end_fenced();
                 }
                 self.input(Input::NurseryLost(end));
             }

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::{CLOSE_LIMIT, Current, Import, Nursery, Task};
+use super::{CLOSE_LIMIT, Current, Guard, Import, Nursery, Task};
 use crate::nursery::launch::NurseryImage;
 use crate::nursery::report::{self, End};
 use crate::spec::GroupSpec;
@@ -33,7 +33,7 @@ impl Task {
     }
 
     /// Ends a nursery that is needed no more, and waits for that when this supervisor is closed.
-    fn retire(&mut self, nursery: Nursery) {
+    pub(super) fn retire(&mut self, nursery: Nursery) {
         self.retire_by(async { _ = nursery.end(false, CLOSE_LIMIT).await });
     }
 
@@ -57,10 +57,7 @@ impl Task {
     }
 
     pub(super) fn on_ready(&mut self) {
-        if let Some(Import { mut sentinel, .. }) = self.nursery.as_mut().and_then(|nursery| nursery.import.take()) {
-            // Before its link is closed: that would be our end to it.
-            sentinel.kill();
-            self.retire(*sentinel);
+        if self.nursery.as_mut().and_then(|nursery| nursery.import.take()).is_some() {
             self.deadlines.disarm(Timer::Warm);
             self.shared.queue.push(Event::Warmed { failure: None });
             self.start_what_waits();
@@ -74,9 +71,11 @@ impl Task {
     }
 
     /// The nursery has ended while it imported. Says whether this was all: no worker was lost with it.
-    pub(super) fn on_lost_import(&mut self, import: Import, end: NurseryEnd) -> bool {
-        let Import { warm, since, end: how, is_unguarded, sentinel } = import;
-        self.retire_by(sentinel.end_what_it_guards(CLOSE_LIMIT));
+    pub(super) fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, end: NurseryEnd) -> bool {
+        let Import { warm, since, end: how, is_unguarded } = import;
+        if let Some(Guard { sentinel, .. }) = sentinel {
+            self.retire_by(sentinel.end_what_it_guards(CLOSE_LIMIT));
+        }
         if is_unguarded {
             report::fail(&warm.report, "the process that guards the import was lost");
         } else if !end.hung

@@ -49,6 +49,38 @@ fn ranks_without_a_heartbeat_are_told_once_after_the_limit_of_steps() {
 }
 
 #[test]
+fn nobody_hangs_who_waits_for_a_rank_that_is_replaced() {
+    // HANG-8
+    let mut ranks = Watch::new(Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) }, 2, 0);
+    assert_eq!(watch(&mut ranks, 1, 100, &[beat(99), beat(99)], None), None);
+    ranks.lose(1);
+    assert_eq!(watch(&mut ranks, 101, 130, &[beat(100), Seen::Ended], None), None);
+    ranks.restart(1, 130 * SECOND);
+    assert_eq!(watch(&mut ranks, 131, 160, &[beat(100), Seen::Nothing], None), None);
+    assert_eq!(watch(&mut ranks, 161, 200, &[beat(100), beat(161)], None), Some((171, vec![0, 1])));
+}
+
+#[test]
+fn a_rank_that_is_replaced_has_the_time_of_a_start() {
+    let limits = Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) };
+    let mut ranks = Watch::new(limits, 2, 0);
+    assert_eq!(watch(&mut ranks, 1, 100, &[beat(99), beat(99)], None), None);
+    ranks.lose(1);
+    ranks.restart(1, 100 * SECOND);
+    assert_eq!(watch(&mut ranks, 101, 200, &[beat(100), Seen::Nothing], None), Some((140, vec![1])));
+}
+
+#[test]
+fn a_line_tells_that_a_rank_was_replaced_where_nobody_beats() {
+    let nobody = [Seen::Nothing, Seen::Nothing];
+    let mut ranks = Watch::new(fixed(10), 2, 0);
+    ranks.lose(1);
+    ranks.restart(1, 20 * SECOND);
+    assert_eq!(watch(&mut ranks, 21, 60, &nobody, Some(19)), None);
+    assert_eq!(watch(&mut ranks, 61, 100, &nobody, Some(61)), Some((71, vec![0, 1])));
+}
+
+#[test]
 fn suspended_time_does_not_make_ranks_unwatched() {
     let seen = [Seen::Nothing];
     let mut ranks = Watch::new(fixed(10), 1, 0);

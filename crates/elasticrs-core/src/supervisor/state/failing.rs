@@ -1,0 +1,90 @@
+//! Workers that have failed and still run: a timer of theirs has expired, or they hang.
+
+use std::time::Duration;
+
+use super::member::{Member, Pause, to_group};
+use super::{Effect, Event, GIVE_UP_AFTER, Group, Outcome, Phase, Timer, TimerExpired};
+use crate::signal::Signal;
+use crate::spec::StopScope;
+use elasticrs_runtime::clock::Stamp;
+
+impl Group {
+    /// A worker that hangs has failed. Once a stop has begun, its deadline is the one that counts.
+    pub(super) fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
+        let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
+        let Some(member) = self.working(local_rank) else { return };
+        let Some(signal) = signal else { return effects.push(Effect::Tell(Event::TimerExpired(timer))) };
+        let worker = member.pid;
+        if worker == pid {
+            member.sent = Some(signal);
+        }
+        effects.push(Effect::SignalProcess { pid, signal });
+        if let Some(index) = self.survivable(worker) {
+            let (policy, member) = (self.on_failure, &mut self.members[index]);
+            let is_killed = policy.is_hard();
+            if is_killed {
+                effects.push(member.send(Signal::KILL, StopScope::Group));
+            } else if worker != pid {
+                effects.push(member.send(policy.signal, self.stop_scope));
+            }
+            if member.pause != Pause::Running && !is_killed {
+                effects.push(to_group(worker, Signal::CONT));
+            }
+            let limit = if is_killed { GIVE_UP_AFTER } else { policy.grace };
+            self.condemn(index, limit, seen, effects);
+            return effects.push(Effect::Tell(Event::TimerExpired(timer)));
+        }
+        let siblings = self.fail(worker, (worker == pid).then_some(worker), effects);
+        effects.push(Effect::Tell(Event::TimerExpired(timer)));
+        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    }
+
+    /// This worker, if it runs and nobody has asked it to stop.
+    pub(super) fn working(&mut self, local_rank: u32) -> Option<&mut Member> {
+        let runs = |m: &&mut Member| m.local_rank == local_rank && m.runs() && m.condemned.is_none();
+        self.members.iter_mut().find(runs).filter(|_| self.phase == Phase::Running)
+    }
+
+    /// Kills a worker that must not go on, without any grace, and stops the others.
+    pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
+        let Some(member) = self.working(local_rank) else { return };
+        let worker = member.pid;
+        effects.push(member.send(Signal::KILL, StopScope::Group));
+        if let Some(index) = self.survivable(worker) {
+            self.condemn(index, GIVE_UP_AFTER, seen, effects);
+            return effects.push(Effect::Tell(why));
+        }
+        let siblings = self.fail(worker, Some(worker), effects);
+        effects.push(Effect::Tell(why));
+        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    }
+
+    /// The stop after a worker failed that has not ended yet; returns how many siblings it has.
+    fn fail(&mut self, worker: i32, but: Option<i32>, effects: &mut Vec<Effect>) -> u32 {
+        self.outcome = Outcome::Failed;
+        let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
+        self.begin_stop(self.on_failure, but, effects);
+        u32::try_from(siblings).unwrap_or(u32::MAX)
+    }
+
+    /// A member has failed and has so long to end; the others go on.
+    fn condemn(&mut self, index: usize, limit: Duration, seen: Stamp, effects: &mut Vec<Effect>) {
+        let member = &mut self.members[index];
+        member.condemned = Some(seen);
+        effects.push(Effect::Arm(Timer::Condemned(member.local_rank), limit));
+    }
+
+    /// It has not ended in time. One that SIGKILL does not end cannot be replaced, and the group ends as any other does.
+    pub(super) fn on_condemned(&mut self, local_rank: u32, effects: &mut Vec<Effect>) {
+        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
+        let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
+        let Some(seen) = member.condemned else { return };
+        if !member.group_has_got(Signal::KILL) {
+            effects.push(member.send(Signal::KILL, StopScope::Group));
+            return effects.push(Effect::Arm(Timer::Condemned(local_rank), GIVE_UP_AFTER));
+        }
+        let pid = member.pid;
+        let siblings = self.fail(pid, Some(pid), effects);
+        effects.push(Effect::TellFailure { local_rank, seen, siblings });
+    }
+}

@@ -1,0 +1,453 @@
+//! Workers that are replaced while the others of their group go on.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use common::groups::{KILL, KILLED, TERM, close, event, hanging_worker, is_warm, supervisor, telling_group};
+use common::{Lines, pipe, worker};
+use elasticrs_core::exit::WorkerExit;
+use elasticrs_core::signal::Signal;
+use elasticrs_core::spec::{GroupSpec, PassedFd, ProcessSpec};
+use elasticrs_core::supervisor::{Event, Outcome, Supervisor, SupervisorError, Swept};
+use elasticrs_runtime::clock::boot_now;
+use elasticrs_testkit::{is_running, open_fds, wait_for_end, wait_for_state, worker_program};
+
+/// A running group that replaces, its pids, and what the workers have said before they were ready.
+fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
+    run_with(supervisor, commands, |_| ())
+}
+
+fn run_with(supervisor: &Supervisor, commands: &[&[&str]], change: impl Fn(&mut GroupSpec)) -> (Vec<i32>, Lines) {
+    let (mut group, mut lines) = telling_group(commands);
+    group.replaces = true;
+    change(&mut group);
+    supervisor.start(group).unwrap();
+    let Event::GroupStarted { pids, .. } = event(supervisor) else { panic!("it starts") };
+    for _ in commands {
+        lines.until_ready();
+    }
+    (pids, lines)
+}
+
+fn in_place_of(local_rank: u32, arguments: &[&str]) -> (ProcessSpec, Vec<OwnedFd>, Lines) {
+    let (reader, writer) = pipe();
+    let pass_fds = vec![PassedFd { source: 0, target: 1 }];
+    let process = ProcessSpec { local_rank, pass_fds, warm: is_warm(), ..worker(arguments) };
+    (process, vec![writer], Lines::new(reader))
+}
+
+/// Starts another process there, and waits until it is ready.
+fn replace(supervisor: &Supervisor, local_rank: u32, arguments: &[&str]) -> (i32, Lines) {
+    let (process, descriptors, mut lines) = in_place_of(local_rank, arguments);
+    supervisor.replace(process, descriptors).unwrap();
+    let Event::WorkerReplaced { local_rank: rank, pid, .. } = event(supervisor) else { panic!("it starts") };
+    assert_eq!(rank, local_rank);
+    lines.until_ready();
+    (pid, lines)
+}
+
+fn kill(pid: i32) {
+    let pidfd = elasticrs_testkit::pidfd(pid).expect("it lives");
+    elasticrs_core::sys::pidfd::send_signal(pidfd, libc::SIGKILL).unwrap();
+}
+
+/// The next two events: a worker's end, and that nothing of it is left.
+fn until_swept(supervisor: &Supervisor) -> (u32, WorkerExit, Swept) {
+    let Event::WorkerExited { local_rank, exit, sent: None, .. } = event(supervisor) else { panic!("it ends") };
+    let Event::WorkerSwept { local_rank: of, swept, .. } = event(supervisor) else { panic!("it is swept") };
+    assert_eq!(of, local_rank);
+    (local_rank, exit, swept)
+}
+
+fn outcome(supervisor: &Supervisor) -> Outcome {
+    loop {
+        if let Event::GroupEnded { outcome, .. } = event(supervisor) {
+            return outcome;
+        }
+    }
+}
+
+#[test]
+fn the_others_go_on_and_another_one_takes_the_place() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"], &["sleep"]]);
+    kill(pids[1]);
+    let (local_rank, exit, swept) = until_swept(&supervisor);
+    assert_eq!((local_rank, exit, swept), (1, KILLED, Swept::default()));
+    let (pid, _) = replace(&supervisor, 1, &["sleep"]);
+    assert!(is_running(pid) && is_running(pids[0]) && is_running(pids[2]));
+    kill(pid);
+    assert_eq!(until_swept(&supervisor).0, 1, "and once more");
+    let (pid, _) = replace(&supervisor, 1, &["exit", "0"]);
+    let Event::WorkerExited { local_rank: 1, pid: ended, .. } = event(&supervisor) else { panic!("it ends") };
+    assert_eq!(ended, pid);
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_group_whose_last_processes_have_all_succeeded_has_succeeded() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["exit", "0"], &["sleep"]]);
+    let Event::WorkerExited { local_rank: 0, .. } = event(&supervisor) else { panic!("it ends") };
+    kill(pids[1]);
+    until_swept(&supervisor);
+    replace(&supervisor, 1, &["exit", "0"]);
+    assert_eq!(outcome(&supervisor), Outcome::Succeeded);
+    close(supervisor);
+}
+
+#[test]
+fn what_a_dead_worker_has_left_is_ended_and_what_a_living_one_has_is_not() {
+    let supervisor = supervisor();
+    let (pids, lines) = run(&supervisor, &[&["daemonise"], &["sleep"], &["exit", "0"]]);
+    let kept: i32 = lines.said[0].parse().unwrap();
+    let Event::WorkerExited { local_rank: 2, .. } = event(&supervisor) else { panic!("it ends") };
+    kill(pids[1]);
+    assert_eq!(until_swept(&supervisor).2, Swept::default());
+    let (pid, lines) = replace(&supervisor, 1, &["daemonise"]);
+    let left: i32 = lines.said[0].parse().unwrap();
+    assert!(is_running(left));
+    kill(pid);
+    let (_, _, swept) = until_swept(&supervisor);
+    assert_eq!(swept.ended.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [left]);
+    assert!(!is_running(left));
+    assert!(is_running(kept) && is_running(pids[0]));
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    wait_for_end(kept);
+    close(supervisor);
+}
+
+#[test]
+fn a_place_that_is_not_free_is_not_given_away() {
+    let supervisor = supervisor();
+    let refused = |local_rank| {
+        let (process, descriptors, _) = in_place_of(local_rank, &["sleep"]);
+        supervisor.replace(process, descriptors).unwrap_err()
+    };
+    assert!(matches!(refused(0), SupervisorError::Idle));
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["exit", "0"]]);
+    let Event::WorkerExited { local_rank: 1, .. } = event(&supervisor) else { panic!("it ends") };
+    for (rank, reason) in [(0, "it runs"), (1, "it has succeeded"), (2, "there is no such worker")] {
+        assert_eq!(refused(rank).to_string(), format!("local rank {rank} cannot be replaced: {reason}"));
+    }
+    kill(pids[0]);
+    until_swept(&supervisor);
+    supervisor.stop(KILL).unwrap();
+    assert!(matches!(refused(0), SupervisorError::Replace { .. } | SupervisorError::Idle));
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_start_in_the_place_of_another_that_fails_may_be_tried_again() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
+    kill(pids[0]);
+    until_swept(&supervisor);
+    let (process, descriptors, _) = in_place_of(0, &["sleep"]);
+    supervisor.replace(ProcessSpec { cwd: Some("/nonexistent".into()), ..process }, descriptors).unwrap();
+    let Event::ReplaceFailed(failure) = event(&supervisor) else { panic!("it fails") };
+    let expected =
+        "could not change to the working directory `/nonexistent` for local rank 0: No such file or directory";
+    assert_eq!(failure.to_string(), expected);
+    replace(&supervisor, 0, &["sleep"]);
+    assert!(is_running(pids[1]));
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn the_loss_of_the_nursery_ends_a_group_that_replaces() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["daemonise"]]);
+    kill(pids[0]);
+    until_swept(&supervisor);
+    kill(supervisor.nursery_pid().unwrap());
+    let (process, descriptors, _) = in_place_of(0, &["sleep"]);
+    // Its loss may be known already.
+    let _ = supervisor.replace(process, descriptors);
+    assert_eq!(outcome(&supervisor), Outcome::Lost);
+    close(supervisor);
+}
+
+#[test]
+fn workers_that_die_together_are_swept_and_told_each_once() {
+    let supervisor = supervisor();
+    let (pids, lines) = run(&supervisor, &[&["daemonise"], &["daemonise"], &["daemonise"], &["sleep"]]);
+    let daemons: BTreeSet<i32> = lines.said.iter().map(|pid| pid.parse().unwrap()).collect();
+    pids[..3].iter().for_each(|&pid| kill(pid));
+    let (mut exited, mut swept, mut ended) = (Vec::new(), Vec::new(), BTreeSet::new());
+    while swept.len() < 3 {
+        match event(&supervisor) {
+            Event::WorkerExited { local_rank, .. } => exited.push(local_rank),
+            Event::WorkerSwept { local_rank, swept: rest, .. } => {
+                assert!(exited.contains(&local_rank));
+                swept.push(local_rank);
+                ended.extend(rest.ended.iter().map(|ended| ended.pid));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    swept.sort_unstable();
+    assert_eq!((swept, ended), (vec![0, 1, 2], daemons.clone()));
+    assert!(!daemons.into_iter().any(is_running) && is_running(pids[3]));
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_death_while_another_place_is_taken_is_one_of_its_own() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["daemonise"], &["sleep"]]);
+    kill(pids[0]);
+    until_swept(&supervisor);
+    let (process, descriptors, mut lines) = in_place_of(0, &["sleep"]);
+    supervisor.replace(process, descriptors).unwrap();
+    kill(pids[1]);
+    let (mut replaced, mut swept) = (None, None);
+    while replaced.is_none() || swept.is_none() {
+        match event(&supervisor) {
+            Event::WorkerReplaced { local_rank: 0, pid, .. } => replaced = Some(pid),
+            Event::WorkerSwept { local_rank: 1, swept: rest, .. } => swept = Some(rest),
+            Event::WorkerExited { local_rank: 1, .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    lines.until_ready();
+    assert_eq!(swept.unwrap().ended.len(), 1);
+    assert!(is_running(replaced.unwrap()) && is_running(pids[2]));
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn one_that_dies_at_once_is_swept_like_any_other() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
+    kill(pids[0]);
+    until_swept(&supervisor);
+    for _ in 0..3 {
+        replace(&supervisor, 0, &["exit", "3"]);
+        assert_eq!(until_swept(&supervisor).1, WorkerExit::Exited { code: 3 });
+    }
+    assert!(is_running(pids[1]));
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_stop_while_a_place_is_taken_ends_who_takes_it() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
+    kill(pids[0]);
+    until_swept(&supervisor);
+    let (process, descriptors, _reader) = in_place_of(0, &["sleep"]);
+    supervisor.replace(process, descriptors).unwrap();
+    supervisor.stop(TERM).unwrap();
+    let (mut replaced, mut exited) = (None, BTreeSet::new());
+    loop {
+        match event(&supervisor) {
+            Event::WorkerReplaced { pid, .. } => assert_eq!(replaced.replace(pid), None),
+            Event::WorkerExited { pid, sent, .. } => {
+                assert_eq!(sent, Some(Signal::TERM));
+                exited.insert(pid);
+            }
+            Event::GroupEnded { outcome, .. } => break assert_eq!(outcome, Outcome::Stopped),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(exited, [pids[1], replaced.unwrap()].into());
+    close(supervisor);
+}
+
+#[test]
+fn a_start_in_a_place_that_hangs_is_killed_and_the_others_go_on() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run_with(&supervisor, &[&["sleep"], &["sleep"]], |group| {
+        group.start_deadline = Duration::from_secs(2);
+    });
+    kill(pids[0]);
+    until_swept(&supervisor);
+    let folder = tempfile::tempdir().unwrap();
+    let hangs = ProcessSpec { warm: is_warm(), ..hanging_worker(folder.path()) };
+    supervisor.replace(hangs, Vec::new()).unwrap();
+    let Event::Degraded { message } = event(&supervisor) else { panic!("it is told") };
+    assert!(message.starts_with("local rank 0 did not start within 2s: it hangs while it tries to open"), "{message}");
+    // Nobody can tell a program that is killed as it is executed from one that is killed later.
+    match event(&supervisor) {
+        Event::WorkerReplaced { local_rank: 0, .. } => {
+            until_swept(&supervisor);
+        }
+        Event::ReplaceFailed(_) => {}
+        other => panic!("{other:?}"),
+    }
+    replace(&supervisor, 0, &["sleep"]);
+    assert!(is_running(pids[1]));
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn a_start_in_a_place_that_hangs_does_not_keep_the_group_from_being_killed() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
+    kill(pids[0]);
+    until_swept(&supervisor);
+    let folder = tempfile::tempdir().unwrap();
+    let hangs = ProcessSpec { warm: is_warm(), ..hanging_worker(folder.path()) };
+    supervisor.replace(hangs, Vec::new()).unwrap();
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn who_takes_a_place_in_a_suspended_group_waits_for_the_others() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
+    supervisor.suspend().unwrap();
+    kill(pids[0]);
+    until_swept(&supervisor);
+    let (process, descriptors, mut lines) = in_place_of(0, &["sleep"]);
+    supervisor.replace(process, descriptors).unwrap();
+    let Event::WorkerReplaced { pid, .. } = event(&supervisor) else { panic!("it starts") };
+    wait_for_state(pid, 'T');
+    supervisor.resume().unwrap();
+    lines.until_ready();
+    wait_for_state(pids[1], 'S');
+    supervisor.stop(TERM).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn the_fence_ends_a_group_that_replaces_and_nothing_starts_behind_it() {
+    let supervisor = supervisor();
+    let (pids, lines) = run(&supervisor, &[&["sleep"], &["daemonise"]]);
+    kill(pids[0]);
+    until_swept(&supervisor);
+    replace(&supervisor, 0, &["sleep"]);
+    assert!(supervisor.fence().set(Some(boot_now())));
+    assert!(matches!(event(&supervisor), Event::Fenced { .. }));
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    assert!(!is_running(lines.said[0].parse().unwrap()));
+    close(supervisor);
+}
+
+#[test]
+fn the_fence_ends_a_start_that_hangs_in_a_place() {
+    let supervisor = supervisor();
+    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
+    kill(pids[0]);
+    until_swept(&supervisor);
+    let folder = tempfile::tempdir().unwrap();
+    let hangs = ProcessSpec { warm: is_warm(), ..hanging_worker(folder.path()) };
+    supervisor.replace(hangs, Vec::new()).unwrap();
+    // The nursery cannot see it: it waits.
+    assert!(supervisor.fence().set(Some(boot_now() + 300_000_000)));
+    assert!(matches!(event(&supervisor), Event::Fenced { .. }));
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    wait_for_end(pids[1]);
+    close(supervisor);
+}
+
+#[test]
+fn what_one_that_has_succeeded_has_left_stays_until_the_end_of_the_group() {
+    let supervisor = supervisor();
+    let (pids, lines) = run_with(&supervisor, &[&["sleep"], &["sleep"]], |group| {
+        let script = "sleep 1234 >&2 & echo $!; echo READY";
+        group.processes[0].argv = vec!["/bin/sh".into(), "-c".into(), script.into()];
+    });
+    let left: i32 = lines.said[0].parse().unwrap();
+    let Event::WorkerExited { local_rank: 0, .. } = event(&supervisor) else { panic!("it ends") };
+    kill(pids[1]);
+    assert_eq!(until_swept(&supervisor).2, Swept::default());
+    assert!(is_running(left));
+    replace(&supervisor, 1, &["exit", "0"]);
+    loop {
+        if let Event::GroupEnded { outcome, swept, .. } = event(&supervisor) {
+            assert_eq!(outcome, Outcome::Succeeded);
+            break assert_eq!(swept.ended.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [left]);
+        }
+    }
+    close(supervisor);
+}
+
+#[test]
+fn one_that_left_on_purpose_is_spared_and_does_not_keep_a_sweep_going() {
+    let supervisor = supervisor();
+    let (pids, lines) = run(&supervisor, &[&["exempt"], &["sleep"]]);
+    let exempt: i32 = lines.said[0].parse().unwrap();
+    kill(pids[0]);
+    let (_, _, swept) = until_swept(&supervisor);
+    assert_eq!((swept.ended.len(), swept.spared.len()), (0, 1));
+    assert!(is_running(exempt));
+    kill(exempt);
+    wait_for_end(exempt);
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}
+
+#[test]
+fn what_forks_without_end_is_ended_beside_those_that_live() {
+    for command in ["chain", "fork-bomb"] {
+        let supervisor = supervisor();
+        let nursery = supervisor.nursery_pid().unwrap();
+        let script = format!("{} {command} & exec sleep 1234 >&2", worker_program().display());
+        let (pids, mut lines) = run_with(&supervisor, &[&["sleep"], &["sleep"]], |group| {
+            let shell = &mut group.processes[0];
+            shell.argv = vec!["/bin/sh".into(), "-c".into(), script.clone().into()];
+        });
+        kill(pids[0]);
+        assert!(until_swept(&supervisor).2.stuck.is_empty());
+        let children = fs::read_to_string(format!("/proc/{nursery}/task/{nursery}/children")).unwrap();
+        assert_eq!(children.trim(), pids[1].to_string(), "{command}");
+        supervisor.stop(KILL).unwrap();
+        assert_eq!(outcome(&supervisor), Outcome::Stopped);
+        assert_eq!(lines.rest(), Vec::<String>::new(), "ended by the sweep, not by its own limit");
+        close(supervisor);
+    }
+}
+
+#[test]
+fn fifty_replacements_leave_nothing_behind() {
+    let supervisor = supervisor();
+    let nursery = supervisor.nursery_pid().unwrap();
+    let (mut pids, _lines) = run(&supervisor, &[&["daemonise"], &["sleep"]]);
+    let descriptors = || (open_fds().len(), fs::read_dir(format!("/proc/{nursery}/fd")).unwrap().count());
+    let memory = || {
+        let status = fs::read_to_string(format!("/proc/{nursery}/status")).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmData:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    let mut before = None;
+    for round in 0..50 {
+        kill(pids[0]);
+        assert_eq!(until_swept(&supervisor).2.ended.len(), 1);
+        pids[0] = replace(&supervisor, 0, &["daemonise"]).0;
+        if round == 5 {
+            before = Some((descriptors(), memory()));
+        }
+    }
+    let (before, memory_before) = before.unwrap();
+    assert_eq!(descriptors(), before);
+    assert!(memory() <= memory_before + 128, "KiB: {memory_before}, {}", memory());
+    assert!(is_running(pids[1]));
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
+}

@@ -1,0 +1,158 @@
+//! What a sentinel does for an agent that is gone, or does nothing, and for a nursery that cannot act.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use common::groups::{HANG, TERM, close, event, run, warm_image};
+use common::{Lines, image, pipe, with_stdout, worker};
+use elasticrs_core::nursery::activity::{Activity, Doing};
+use elasticrs_core::nursery::fence::Fence;
+use elasticrs_core::nursery::launch::{Launched, launch};
+use elasticrs_core::nursery::protocol::Request;
+use elasticrs_core::nursery::tree::children_of_self;
+use elasticrs_core::spec::ProcessSpec;
+use elasticrs_core::supervisor::{Config, Event, Supervisor};
+use elasticrs_core::sys::{pidfd, wait};
+use elasticrs_runtime::clock::boot_now;
+use elasticrs_testkit::{assert_no_children, is_running, wait_for_end, wait_for_state, wait_readable, wait_until};
+use nix::poll::{PollFd, PollFlags, poll};
+use nix::sys::prctl;
+use nix::sys::ptrace;
+use nix::unistd::Pid;
+
+/// A warm nursery and its sentinel, of an agent that does nothing.
+struct Both {
+    nursery: Launched,
+    sentinel: Launched,
+    activity: Activity,
+    fence: Fence,
+}
+
+impl Both {
+    fn start(what: &str) -> Self {
+        // What a killed nursery leaves comes to us.
+        prctl::set_child_subreaper(true).unwrap();
+        let mut nursery = launch(&[warm_image(what, HANG), image()]).unwrap();
+        let mut sentinel = *nursery.sentinel.take().unwrap();
+        let (activity, fence) = (Activity::new().unwrap(), Fence::new().unwrap());
+        let mut guarded = vec![nursery.pidfd.try_clone().unwrap()];
+        guarded.extend(activity.descriptors().unwrap());
+        sentinel.link.send(&Request::Guard, guarded).unwrap();
+        sentinel.link.send(&Request::Fence, fence.descriptors().unwrap()).unwrap();
+        nursery.link.send(&Request::Activity, activity.descriptors().unwrap()).unwrap();
+        nursery.link.send(&Request::Fence, fence.descriptors().unwrap()).unwrap();
+        Self { nursery, sentinel, activity, fence }
+    }
+
+    /// Starts a worker that leaves a daemon, and another one; returns the pid of the daemon.
+    fn spawn(&mut self) -> i32 {
+        let (reader, writer) = pipe();
+        let spawn = |process| Request::Spawn { process, keep_ignored: Vec::new() };
+        let warm = |process| ProcessSpec { warm: true, ..process };
+        let first = spawn(warm(with_stdout(worker(&["daemonise"]))));
+        self.nursery.link.send(&first, vec![writer]).unwrap();
+        self.nursery.link.send(&spawn(warm(worker(&["sleep"]))), Vec::new()).unwrap();
+        let mut lines = Lines::new(reader);
+        lines.until_ready();
+        lines.said[0].parse().unwrap()
+    }
+
+    /// Hangs up, as an agent does that is killed, and returns how both end.
+    fn hang_up(self) -> [i32; 2] {
+        let Self { nursery, sentinel, .. } = self;
+        drop((nursery.link, sentinel.link));
+        [end_of(nursery.pid, &nursery.pidfd), end_of(sentinel.pid, &sentinel.pidfd)]
+    }
+}
+
+/// The status of a child, when it has ended.
+fn end_of(pid: i32, pidfd: &OwnedFd) -> i32 {
+    wait_readable(pidfd, "the end of a nursery");
+    let wait::Waited::Changed { status, .. } = wait::reap(pid) else { panic!("it is our child") };
+    status
+}
+
+/// What came to us from a nursery that was killed, workers included, ends by itself.
+fn assert_nothing_is_left() {
+    for pid in children_of_self() {
+        wait_for_end(pid);
+        wait::reap(pid);
+    }
+    assert_no_children();
+}
+
+#[test]
+fn a_nursery_that_hangs_in_a_start_does_not_outlive_its_agent() {
+    let mut both = Both::start("hangs before the second fork");
+    let daemon = both.spawn();
+    assert_eq!(both.hang_up(), [libc::SIGKILL, 0]);
+    assert!(!is_running(daemon));
+    assert_nothing_is_left();
+}
+
+#[test]
+fn what_a_nursery_leaves_that_is_killed_with_its_agent_is_ended() {
+    let mut both = Both::start("");
+    let daemon = both.spawn();
+    pidfd::send_signal(&both.nursery.pidfd, libc::SIGKILL).unwrap();
+    assert_eq!(both.hang_up(), [libc::SIGKILL, 0]);
+    assert!(!is_running(daemon));
+    assert_nothing_is_left();
+}
+
+#[test]
+fn a_nursery_that_ends_everything_by_itself_may_take_its_time() {
+    let mut both = Both::start("");
+    let slow = Pid::from_raw(both.spawn());
+    // It stops on its way out until we let it go.
+    ptrace::seize(slow, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
+    wait_until("the end of the start", || both.activity.look() == Doing::Waits);
+    pidfd::send_signal(&both.nursery.pidfd, libc::SIGSTOP).unwrap();
+    wait_for_state(both.nursery.pid, 'T');
+    let nursery = both.nursery.pidfd.try_clone().unwrap();
+    let going_on = std::thread::spawn(move || both.hang_up());
+    wait_for_state(slow.as_raw(), 't');
+    // The sentinel looks several times.
+    assert_eq!(poll(&mut [PollFd::new(nursery.as_fd(), PollFlags::POLLIN)], 300_u16), Ok(0));
+    ptrace::cont(slow, None).unwrap();
+    wait_for_end(slow.as_raw());
+    wait::reap(slow.as_raw());
+    assert_eq!(going_on.join().unwrap(), [0, 0], "it was not killed");
+    assert_no_children();
+}
+
+#[test]
+fn the_fence_ends_a_nursery_that_hangs_in_a_start_whose_agent_does_nothing() {
+    let mut both = Both::start("hangs before the second fork");
+    let daemon = both.spawn();
+    let deadline = boot_now() + 300_000_000;
+    both.fence.set(Some(deadline));
+    wait_for_end(daemon);
+    assert!(boot_now() >= deadline, "too early");
+    assert!(!both.fence.set(None), "it is told to have passed");
+    assert_eq!(both.hang_up(), [libc::SIGKILL, 0]);
+    assert_nothing_is_left();
+}
+
+fn sentinels(supervisor: &Supervisor) -> Vec<i32> {
+    let nursery = supervisor.nursery_pid();
+    children_of_self().into_iter().filter(|&pid| Some(pid) != nursery).collect()
+}
+
+#[test]
+fn a_sentinel_that_is_lost_is_replaced_at_the_next_start() {
+    let nursery = vec![warm_image("", HANG), image()];
+    let supervisor = Supervisor::new(Config { nursery, owns_process: true }).unwrap();
+    run(&supervisor, &[&["sleep"]]);
+    let [first] = sentinels(&supervisor)[..] else { panic!("there is one") };
+    pidfd::send_signal(elasticrs_testkit::pidfd(first).unwrap(), libc::SIGKILL).unwrap();
+    wait_for_end(first);
+    supervisor.stop(TERM).unwrap();
+    while !matches!(event(&supervisor), Event::GroupEnded { .. }) {}
+    run(&supervisor, &[&["sleep"]]);
+    let [second] = sentinels(&supervisor)[..] else { panic!("there is one") };
+    assert_ne!(first, second);
+    close(supervisor);
+}

@@ -1,0 +1,147 @@
+"""A node whose workers are members of the rendezvous themselves, with those of other nodes or alone.
+
+Only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent decides as for a node by itself: it
+keeps its workers, one for each place. It hosts the store in which they meet, where that falls to it, and
+stays until the members of other nodes have read there how the job ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from urllib.parse import quote, urlencode
+
+from elasticrs.agent import state as machine
+from elasticrs.agent.decisions import OneNode
+from elasticrs.asked import Asked
+from elasticrs.config import LOOPBACK
+from elasticrs.rendezvous.elastic.describe import describe
+from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
+from elasticrs.rendezvous.elastic.meeting_point import CannotHost, MeetingPoint
+from elasticrs.rendezvous.endpoint import shown_endpoint
+from elasticrs.rendezvous.one_node import OneNodePlanner
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs import _core
+    from elasticrs.config import JobConfig
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+_NOT_FOR_WORKERS = ("token", "token_file", "host", "is_host")
+_TICK = 0.01
+"""Seconds between two looks if the store is still needed."""
+
+
+class MemberWorkers(OneNode):
+    """Decides for such a node.
+
+    Args:
+        job: the job; without a rendezvous its workers meet those of no other node.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        super().__init__(job, OneNodePlanner(job))
+        nodes = _alone(job) if job.rendezvous is None else job.rendezvous
+        # Whoever may come is a worker.
+        self._rendezvous = nodes.replaced(
+            min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc
+        )
+        self._supervisor: _core.Supervisor | None = None
+        self._names: Asked | None = None
+        self._begin: machine.Event | None = None
+        self._meeting_point: MeetingPoint | None = None
+        self._variables: dict[str, str] = {}
+        self._members: dict[int, str] = {}
+        self._trouble: str | None = None
+        self._exit: machine.Exit | None = None
+        self._stays_until = 0.0
+
+    def open(self, supervisor: _core.Supervisor) -> None:
+        """See the base class: name servers are asked, which may take long."""
+        self._supervisor = supervisor
+        self._names = Asked(partial(look_up, self._rendezvous, SystemResolver()))
+        supervisor.watch_fd(self._names.fd)
+
+    def step(self, event: machine.Event) -> list[machine.Action]:
+        if isinstance(event, machine.Begin) and self._meeting_point is None:
+            # What follows comes with the names.
+            self._begin = event
+            return []
+        if isinstance(event, machine.SignalReceived) and self._exit is not None:
+            # The user insists: wait no longer for others.
+            return self._leave()
+        actions = super().step(event)
+        last = actions[-1] if actions else None
+        if isinstance(last, machine.Exit) and self._is_needed():
+            self._exit = last
+            actions = actions[:-1]
+            self._stays_until = time.monotonic() + self._rendezvous.settings.close_timeout
+        return actions
+
+    def fd_ready(self, fd: int) -> list[machine.Action] | None:
+        names, supervisor = self._names, self._supervisor
+        if names is None or supervisor is None or fd != names.fd:
+            return None
+        self._names = None
+        supervisor.unwatch_fd(fd)
+        names.close()
+        self._meeting_point = meeting_point = MeetingPoint(self._rendezvous, supervisor, found=names.take())
+        try:
+            meeting_point.host_if_possible()
+        except CannotHost as error:
+            self._trouble = str(error)
+        self._variables = _variables(self._rendezvous, meeting_point)
+        begin, self._begin = self._begin, None
+        return [] if begin is None else self.step(begin)
+
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
+        if self._trouble is not None:
+            return machine.RendezvousFailed(self._trouble)
+        event = super().next_plan(supervisor)
+        if self.plan is not None:
+            self.plan.variables, self.plan.members = self._variables, self._members
+        return event
+
+    def seconds_left(self) -> float:
+        return super().seconds_left() if self._exit is None else _TICK
+
+    def look_around(self) -> list[machine.Action]:
+        is_over = not self._is_needed() or time.monotonic() >= self._stays_until
+        return self._leave() if self._exit is not None and is_over else []
+
+    def _is_needed(self) -> bool:
+        return self._meeting_point is not None and self._meeting_point.is_needed()
+
+    def _leave(self) -> list[machine.Action]:
+        held, self._exit = self._exit, None
+        return [] if held is None else [held]
+
+    def close(self) -> None:
+        if self._names is not None:
+            self._names.close()
+        if self._meeting_point is not None:
+            self._meeting_point.close(stays=False)
+
+
+def _alone(job: JobConfig) -> Rendezvous:
+    """The rendezvous of workers that meet those of no other node: on a free port, with a token."""
+    two, _ = describe("c10d", f"{LOOPBACK}:0", job.run_id, (2, 2), {"token": os.urandom(16).hex()}, {})
+    if two is None:
+        raise RuntimeError("two nodes have a rendezvous")
+    return two.replaced(min_nodes=1, max_nodes=1)
+
+
+def _variables(rendezvous: Rendezvous, meeting_point: MeetingPoint) -> dict[str, str]:
+    """What workers need to know to find each other."""
+    if rendezvous.etcd is None:
+        scheme, endpoint = "elasticrs", shown_endpoint(*meeting_point.address)
+    else:
+        scheme, endpoint = "etcd", rendezvous.endpoint
+    given = {key: str(value) for key, value in rendezvous.config.items() if key not in _NOT_FOR_WORKERS}
+    limits = {"min_workers": str(rendezvous.min_nodes), "max_workers": str(rendezvous.max_nodes)}
+    job = quote(rendezvous.run_id, safe="")
+    variables = {"ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**given, **limits})}"}
+    if rendezvous.settings.token is not None:
+        variables["ELASTICRS_TRAIN_TOKEN"] = rendezvous.settings.token.decode(errors="surrogateescape")
+    return variables

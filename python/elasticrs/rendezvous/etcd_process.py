@@ -1,0 +1,78 @@
+"""One etcd as the program that hosts it sees it: a child with ports, and a log that says why it has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+from elasticrs.rendezvous.etcd_keeper import end, spawn
+
+
+class EtcdProcess:
+    """At most one etcd at a time.
+
+    Args:
+        log: file to which it writes.
+
+    Attributes:
+        fd: readable when etcd has ended; ``None`` while none runs.
+    """
+
+    def __init__(self, log: str) -> None:
+        self._log = log
+        self._pid = -1
+        self.fd: int | None = None
+
+    def start(self, command: list[str]) -> None:
+        """Start it; the kernel kills it with the thread that calls this."""
+        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            self._pid = spawn(command, log)
+            self.fd = os.pidfd_open(self._pid)
+        finally:
+            os.close(log)
+
+    def end(self, grace_ms: int) -> None:
+        """End it, if it runs, so that a leader hands over."""
+        if self.fd is not None:
+            end(self._pid, self.fd, grace_ms)
+            self.reap()
+
+    def reap(self) -> int:
+        """Return the exit code of an etcd that has ended."""
+        assert self.fd is not None
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        os.close(self.fd)
+        self.fd = None
+        return code
+
+    def last_words(self) -> str:
+        """Return the last error in the log."""
+        try:
+            with open(self._log, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return str(error)
+        for line in reversed(lines):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and record.get("level") in {"error", "fatal", "panic"}:
+                return ": ".join(str(record[key]) for key in ("msg", "error") if record.get(key))
+        return lines[-1] if lines else "it has written nothing"
+
+
+def trouble_with(address: str, port: int) -> str | None:
+    """Return why a server cannot listen there; ``None`` if it can."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((address, port))
+            sock.listen()
+        except OSError as error:
+            return error.strerror or str(error)
+    return None

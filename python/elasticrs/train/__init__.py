@@ -1,0 +1,52 @@
+"""A job as a train step over a state: after a failure one step is repeated, and the workers that have not
+failed stay. With the names of torchelastic 0.1.
+
+Importing this does not import torch.
+"""
+
+from __future__ import annotations
+
+from elasticrs import __version__, lazy
+from elasticrs.train.coordinator import Coordinator
+from elasticrs.train.errors import NonRetryableException, RetryableException, StopException
+from elasticrs.train.running import run_train, train
+from elasticrs.train.state import State
+from elasticrs.train.stats import SimpleWorkerStats, WorkerStats
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.train.agent import AgentCoordinator
+    from elasticrs.train.by_hand import Participant, on_change
+    from elasticrs.train.p2p import CoordinatorP2P
+
+__all__ = [
+    "AgentCoordinator",
+    "Coordinator",
+    "CoordinatorP2P",
+    "NonRetryableException",
+    "Participant",
+    "RetryableException",
+    "SimpleWorkerStats",
+    "State",
+    "StopException",
+    "WorkerStats",
+    "__version__",
+    "on_change",
+    "run_train",
+    "train",
+]
+
+_HOMES = {
+    "elasticrs.train.agent": ("AgentCoordinator",),
+    "elasticrs.train.by_hand": ("Participant", "on_change"),
+    "elasticrs.train.p2p": ("CoordinatorP2P",),
+}
+_SUBMODULES = (
+    *("agent", "by_hand", "checkpoint", "data", "distributed", "event_logger", "events", "fault_injection"),
+    *("metrics", "p2p", "rendezvous"),
+)
+
+
+def __getattr__(name: str) -> object:
+    # A loop with a coordinator of its own needs no rendezvous.
+    return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -1,0 +1,23 @@
+"""Checkpoints: states that outlive all workers. Off until :func:`set_checkpoint_manager`."""
+
+from __future__ import annotations
+
+from elasticrs.train.checkpoint.api import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    get_checkpoint_manager,
+    set_checkpoint_manager,
+)
+from elasticrs.train.checkpoint.files import FileSystemCheckpointManager
+from elasticrs.train.checkpoint.saving import CheckpointUtil
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointUtil",
+    "FileSystemCheckpointManager",
+    "get_checkpoint_manager",
+    "set_checkpoint_manager",
+]

@@ -1,0 +1,301 @@
+"""Checkpoints in a directory: one directory for each, named by its number.
+
+- **SAVE-1** a checkpoint gets its number by a rename, when all that it holds is on the disk. What a dead
+  writer has left has another kind of name, and is removed by the next one.
+- **SAVE-2** every stream's length and sum are noted, and compared before it is read.
+- **SAVE-3** the newest whole one is used. A damaged one is named and passed over; one of another job, or of a
+  newer format, is an error: an older one of ours in its place would be a surprise.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import tempfile
+import zlib
+from contextlib import suppress
+from typing import IO, Any
+from urllib.parse import quote
+
+from elasticrs.metrics import prof
+from elasticrs.train.checkpoint.api import Checkpoint, CheckpointError, CheckpointManager
+
+__all__ = ["FileSystemCheckpointManager"]
+
+_log = logging.getLogger("elasticrs.train")
+
+FORMAT = 1
+_MANIFEST = "checkpoint.json"
+_UNFINISHED = "unfinished-"
+_BLOCK = 1 << 20
+
+
+class _TornError(CheckpointError):
+    """Not all of a checkpoint is there."""
+
+
+class FileSystemCheckpointManager(CheckpointManager):
+    """Checkpoints in a directory that all workers which may become rank 0 can read.
+
+    Args:
+        directory: made when it is not there.
+        job: a name that the checkpoints carry; those of another name are refused.
+        keep: how many of the newest stay; all when ``None``.
+
+    Raises:
+        ValueError: ``keep`` is less than 1.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], job: str | None = None, keep: int | None = None
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep: got {keep}, expected at least 1")
+        self.directory = os.fspath(directory)
+        self._job = job
+        self._keep = keep
+        os.makedirs(self.directory, exist_ok=True)
+
+    @prof
+    def create_checkpoint(self) -> Checkpoint:
+        """Return a new one, to be written and committed."""
+        self._remove_unfinished()
+        return _New(self)
+
+    @prof
+    def get_checkpoint(self, sequence_id: int) -> Checkpoint:
+        """Return a committed one by its number.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, of another job, or of a newer format.
+        """
+        return _Committed(self._path(sequence_id), self._job)
+
+    @prof
+    def get_latest_checkpoint(self) -> Checkpoint | None:
+        """Return the newest one that is whole; ``None`` if there has never been one.
+
+        Raises:
+            CheckpointError: all are damaged, or the newest whole one cannot be used by this job.
+        """
+        numbers = self._numbers()
+        for number in numbers:
+            checkpoint = self._whole(number)
+            if checkpoint is not None:
+                return checkpoint
+        if numbers:
+            raise CheckpointError(f"all {len(numbers)} checkpoints in {self.directory} are damaged")
+        return None
+
+    def _whole(self, number: int) -> Checkpoint | None:
+        try:
+            checkpoint = _Committed(self._path(number), self._job)
+            checkpoint.verify()
+        except _TornError as error:
+            _log.warning("%s; it is passed over", error)
+            return None
+        return checkpoint
+
+    @prof
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """Return all committed ones that this job can use, the newest first."""
+        found: list[Checkpoint] = []
+        for number in self._numbers():
+            with suppress(CheckpointError):
+                found.append(_Committed(self._path(number), self._job))
+        return found
+
+    def place(self, unfinished: str) -> str:
+        """Give a directory that is complete the next number; return its path. Older ones make room."""
+        numbers = self._numbers()
+        number = numbers[0] + 1 if numbers else 0
+        while True:
+            path = self._path(number)
+            try:
+                os.rename(unfinished, path)
+                break
+            except OSError:
+                # Another writer's, which must not be there: both stay.
+                if not os.path.exists(path):
+                    raise
+                number += 1
+        _flush(self.directory)
+        for old in self._numbers()[self._keep :] if self._keep else ():
+            self._remove(self._path(old))
+        return path
+
+    def manifest(self, files: dict[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint says of itself."""
+        return {"format": FORMAT, "job": self._job, "streams": files}
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self.directory, str(number))
+
+    def _numbers(self) -> list[int]:
+        names = os.listdir(self.directory)
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def _remove(self, path: str) -> None:
+        # Under another name first: a part of it must not look like a whole one.
+        gone = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.directory)
+        os.rename(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _remove_unfinished(self) -> None:
+        for name in os.listdir(self.directory):
+            path = os.path.join(self.directory, name)
+            # Whoever writes holds a lock, until it dies.
+            if name.startswith(_UNFINISHED) and (lock := _lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+class _New(Checkpoint):
+    def __init__(self, manager: FileSystemCheckpointManager) -> None:
+        self._manager = manager
+        self._path = tempfile.mkdtemp(prefix=_UNFINISHED, dir=manager.directory)
+        self._lock = _lock(self._path)
+        self._keys: list[str] = []
+        self._committed: _Committed | None = None
+
+    def open_output_stream(self, key: str) -> IO[bytes]:
+        if key not in self._keys:
+            self._keys.append(key)
+        return open(os.path.join(self._path, _file_of(key)), "wb")
+
+    def open_input_stream(self, key: str) -> IO[bytes]:
+        if self._committed is None:
+            raise CheckpointError(f"{self._path} is not committed")
+        return self._committed.open_input_stream(key)
+
+    def commit(self) -> None:
+        if self._committed is not None:
+            return
+        streams = {key: _sum(os.path.join(self._path, _file_of(key)), sync=True) for key in self._keys}
+        manifest = self._manager.manifest(streams)
+        with open(os.path.join(self._path, _MANIFEST), "w", encoding="utf-8") as file:
+            json.dump(manifest, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _flush(self._path)
+        self._committed = _Committed(self._manager.place(self._path), manifest["job"])
+        self._unlock()
+
+    def discard(self) -> None:
+        if self._committed is None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class _Committed(Checkpoint):
+    def __init__(self, path: str, job: str | None) -> None:
+        self._path = path
+        self._verified: set[str] = set()
+        manifest = _read_manifest(path)
+        version = manifest.get("format")
+        if isinstance(version, int) and version > FORMAT:
+            raise CheckpointError(
+                f"checkpoint {path} has format {version}, this version of elasticrs reads up to {FORMAT}"
+            )
+        self._streams: Any = manifest.get("streams")
+        if version != FORMAT or not isinstance(self._streams, dict):
+            raise _TornError(f"checkpoint {path} is damaged: {_MANIFEST} makes no sense")
+        if job is not None and manifest.get("job") != job:
+            raise CheckpointError(f"checkpoint {path} is of job {manifest.get('job')!r}, this is {job!r}")
+
+    def open_output_stream(self, key: str) -> IO[bytes]:
+        raise CheckpointError(f"checkpoint {self._path} is committed: got a write to {key!r}")
+
+    def open_input_stream(self, key: str) -> IO[bytes]:
+        if key not in self._streams:
+            raise CheckpointError(f"checkpoint {self._path} has no stream {key!r}")
+        self._verify(key)
+        return open(os.path.join(self._path, _file_of(key)), "rb")
+
+    def commit(self) -> None:
+        """It is."""
+
+    def discard(self) -> None:
+        """Committed ones stay."""
+
+    def verify(self) -> None:
+        """Compare all streams with their sums.
+
+        Raises:
+            _TornError: one differs.
+        """
+        for key in self._streams:
+            self._verify(key)
+
+    def _verify(self, key: str) -> None:
+        if key in self._verified:
+            return
+        expected = self._streams[key]
+        try:
+            found = _sum(os.path.join(self._path, _file_of(key)))
+        except OSError as error:
+            raise _TornError(f"checkpoint {self._path} is damaged: {key!r}: {error.strerror}") from None
+        if found != expected:
+            raise _TornError(f"checkpoint {self._path} is damaged: {key!r}: got {found}, expected {expected}")
+        self._verified.add(key)
+
+
+def _read_manifest(path: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(path, _MANIFEST), encoding="utf-8") as file:
+            manifest = json.load(file)
+    except FileNotFoundError:
+        if not os.path.isdir(path):
+            raise CheckpointError(f"there is no checkpoint {path}") from None
+        raise _TornError(f"checkpoint {path} is damaged: it has no {_MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise _TornError(f"checkpoint {path} is damaged: {_MANIFEST}: {error}") from None
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def _file_of(key: str) -> str:
+    return f"{quote(key, safe='')}.stream"
+
+
+def _sum(path: str, *, sync: bool = False) -> dict[str, int]:
+    """Return length and sum of a file; with ``sync`` it is on the disk then."""
+    length = total = 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            length += len(block)
+            total = zlib.crc32(block, total)
+        if sync:
+            os.fsync(file.fileno())
+    return {"bytes": length, "crc32": total}
+
+
+def _flush(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock(path: str) -> int | None:
+    """Return a descriptor that holds the lock of a directory; ``None`` if another process does, or nobody can
+    tell.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd

@@ -1,0 +1,96 @@
+"""When states are saved and loaded: rank 0 does it, and all wait."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from elasticrs.metrics import prof
+from elasticrs.train.checkpoint.api import CheckpointError, get_checkpoint_manager
+
+if TYPE_CHECKING:
+    from elasticrs.train.checkpoint.api import CheckpointManager
+    from elasticrs.train.coordinator import Coordinator
+    from elasticrs.train.state import State
+
+__all__ = ["CheckpointUtil"]
+
+_log = logging.getLogger("elasticrs.train")
+
+KEY = "default"
+"""The stream that a state is written to."""
+
+
+class CheckpointUtil:
+    """Saves and loads the states of a loop: rank 0 reads and writes, the others get the state by ``sync``.
+
+    Args:
+        coordinator: of the loop.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    @prof
+    def load_checkpoint(self, state: State, rank: int) -> bool:
+        """Load the newest checkpoint, if there is one. All workers call it together.
+
+        Args:
+            state: to load into.
+            rank: of this worker.
+
+        Returns:
+            True if rank 0 has loaded one.
+
+        Raises:
+            CheckpointError: it cannot be used; on all workers.
+        """
+        found, trouble = 0, None
+        if rank == 0 and (manager := get_checkpoint_manager()) is not None:
+            try:
+                found = int(_load(manager, state))
+            except Exception as error:
+                # The others are told before it is raised: they wait.
+                found, trouble = -1, error
+        found = self._coordinator.exchange([found])[0][0]
+        if trouble is not None:
+            raise trouble
+        if found < 0:
+            raise CheckpointError("rank 0 cannot load the checkpoint; its own error says why")
+        return bool(found)
+
+    @prof
+    def save_checkpoint(self, state: State, rank: int) -> None:
+        """Write a checkpoint. All workers call it together, and all return when it is there.
+
+        A disk that does not take it costs this checkpoint, not the job: a line says so.
+
+        Args:
+            state: to write.
+            rank: of this worker.
+        """
+        if rank == 0 and (manager := get_checkpoint_manager()) is not None:
+            try:
+                _save(manager, state)
+            except OSError as error:
+                _log.warning("no checkpoint was written: %s", error)
+        self._coordinator.barrier()
+
+
+def _load(manager: CheckpointManager, state: State) -> bool:
+    checkpoint = manager.get_latest_checkpoint()
+    if checkpoint is None:
+        return False
+    with checkpoint.open_input_stream(KEY) as stream:
+        state.load(stream)
+    return True
+
+
+def _save(manager: CheckpointManager, state: State) -> None:
+    checkpoint = manager.create_checkpoint()
+    try:
+        with checkpoint.open_output_stream(KEY) as stream:
+            state.save(stream)
+        checkpoint.commit()
+    finally:
+        checkpoint.discard()

@@ -1,0 +1,111 @@
+"""Who brings the workers together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticrs.train.state import State
+    from elasticrs.train.stats import WorkerStats
+
+__all__ = ["Coordinator"]
+
+
+class Coordinator(ABC):
+    """Brings the workers of a job together, again and again, and tells the loop when to do what.
+
+    Attributes:
+        rounds_before: how many rounds the job had before the present one, as far as that is known.
+    """
+
+    rounds_before: int = 0
+
+    @abstractmethod
+    def rendezvous_barrier(self) -> tuple[Any, int, int]:
+        """End the process group of the last round, wait for the next round.
+
+        Returns:
+            A store (``torch.distributed.Store``) that the workers of the round share, the rank of this one,
+            and how many they are.
+
+        Raises:
+            StopException: the job is closed.
+            NonRetryableException: there will be no round for this process.
+        """
+
+    @abstractmethod
+    def init_process_group(self) -> None:
+        """Make the default process group of the round."""
+
+    def barrier(self) -> None:  # noqa: B027 -- may be left out
+        """Wait until all workers of the round are here, over the control plane, whose time limit is its own.
+
+        Raises:
+            RuntimeError: on all, if one is missing.
+        """
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all workers, by rank. All call it together, with as many numbers.
+
+        Args:
+            numbers: of this worker.
+        """
+        from elasticrs.train.distributed import all_gather_longs
+
+        return all_gather_longs(numbers)
+
+    def should_save_checkpoint(self) -> bool:
+        """True if the platform asks for a checkpoint; asked after every step, the same on all workers."""
+        return False
+
+    @abstractmethod
+    def should_rendezvous(self, state: State) -> bool:
+        """True if the workers shall meet anew, for instance to let others in; asked after every step, the
+        same on all workers.
+
+        Args:
+            state: after the step.
+        """
+
+    @abstractmethod
+    def should_stop_training(self) -> bool:
+        """True if the job has ended."""
+
+    def announce_end(self) -> None:  # noqa: B027 -- may be left out
+        """Called when the data of this worker have ended, before its last :meth:`rendezvous_barrier`.
+
+        A worker that has not finished the last step yet shall do so; none shall wait for this one in a later
+        step.
+        """
+
+    @abstractmethod
+    def signal_training_done(self) -> None:
+        """Close the job for good: whoever comes later gets :class:`~elasticrs.train.StopException`."""
+
+    def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: B027 -- may be left out
+        """Look for workers that are slower than others; called after every step.
+
+        Args:
+            state: after the step.
+            worker_stats: what the step returned.
+        """
+
+    def report_progress(self, state: State) -> None:  # noqa: B027 -- may be left out
+        """Called when a step is done and the next one follows.
+
+        Args:
+            state: after the step.
+        """
+
+    def on_error(self, e: Exception) -> None:  # noqa: B027 -- may be left out
+        """Called with every error of a step or a meeting, before the loop does what follows from it.
+
+        Args:
+            e: the error.
+        """
+
+    def leave(self) -> None:  # noqa: B027 -- may be left out
+        """Called when the loop ends by an exception: the others shall not wait for this worker any more."""

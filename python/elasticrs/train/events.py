@@ -1,0 +1,35 @@
+"""Events of the workers of a job, to their handler and to the destination of :mod:`elasticrs.events`."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from elasticrs.train.event_logger import NullEventLogHandler, get_event_logger
+
+__all__ = ["record"]
+
+DESTINATION = "ELASTICRS_TRAIN_EVENTS"
+"""Of :func:`elasticrs.events.record`, such as ``console`` or ``file:PATH``; a variable."""
+
+
+def record(name: str, rank: int, **more: str | float | bool | None) -> None:
+    """Tell that something happened in this worker.
+
+    Args:
+        name: ``rendezvous_started``, ``rendezvous_succeeded``, ``rendezvous_closed``,
+            ``rendezvous_failed_timeout``, ``rendezvous_failed``, ``train_step_runtime_error``.
+        rank: of this worker in the round; -1 outside of one.
+        more: what else belongs to it.
+    """
+    handler, destination = get_event_logger(), os.environ.get(DESTINATION)
+    if destination is None and isinstance(handler, NullEventLogHandler):
+        return
+    from elasticrs.events.hostname import fq_hostname
+
+    metadata = {"hostname": fq_hostname(), "pid": os.getpid(), "rank": rank, **more}
+    handler.log_event(name, json.dumps(metadata))
+    if destination is not None:
+        from elasticrs import events
+
+        events.record(events.Event(name, events.EventSource.WORKER, metadata=metadata), destination)

@@ -1,0 +1,194 @@
+"""Process groups that a watching thread can abort.
+
+Gloo has no abort that works: its own calls leave a thread that waits in a collective where it is until the
+time-out. What works is to shut down the connections under it. So those that come into being while groups are
+made are remembered, by inode, and :meth:`Connections.shut` ends them from any thread; the collective raises
+at once, and so do those of the peers.
+
+- **GROUPS-1** a listening socket is never touched: gloo ends the process when ``accept`` fails.
+- **GROUPS-2** descriptors vanish and are used again at any moment: a duplicate is compared by inode before it
+  is shut down, and it is the duplicate that is closed.
+- **GROUPS-3** the name counter of torch is put back before each group: after an attempt that failed, ranks
+  would use different prefixes in the store and never meet.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import stat
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT = 1, 2, 8
+_TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
+"""States of TCP in which a shutdown ends something: not listening, nor on the way to that."""
+
+
+class Connections:
+    """The TCP connections of this process's groups. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._recorded: set[int] = set()
+        self._before: set[int] | None = None
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Remember the sockets that are made inside; those of other threads, too."""
+        self._before = before = set(_sockets())
+        try:
+            yield
+        finally:
+            self._recorded |= _sockets().keys() - before
+            self._before = None
+
+    def forget(self) -> None:
+        """Forget all: the groups are gone."""
+        self._recorded = set()
+
+    def leave_to_parent(self, ports: set[int]) -> None:
+        """Give up the copies that a child made by ``fork`` has, of these and of connections at these ports:
+        the peers of a parent that was killed would wait until its children are gone. The numbers stay taken,
+        since objects of the parent may still close them.
+        """
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for inode, fd in _sockets().items():
+            if inode in self._recorded or _ports(fd) & ports:
+                os.dup2(null, fd, inheritable=False)
+        os.close(null)
+
+    def shut(self) -> int:
+        """Shut down what is connected; return how many that were."""
+        before, recorded = self._before, self._recorded
+        return sum(
+            _shut(fd, inode)
+            for inode, fd in _sockets().items()
+            if inode in recorded or (before is not None and inode not in before)
+        )
+
+
+def _sockets() -> dict[int, int]:
+    """Return the descriptors of this process that are sockets, by inode."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+        except OSError:
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            found[status.st_ino] = int(name)
+    return found
+
+
+def _ports(fd: int) -> set[int]:
+    found: set[int] = set()
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            found.add(duplicate.getsockname()[1])
+            found.add(duplicate.getpeername()[1])
+    return found
+
+
+def _shut(fd: int, inode: int) -> bool:
+    try:
+        duplicate = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return False
+    with duplicate:
+        try:
+            if os.fstat(duplicate.fileno()).st_ino != inode:
+                return False
+            state = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+            if state not in _TALKING:
+                return False
+            duplicate.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+    return True
+
+
+# --- groups ---
+
+MEETING_TIMEOUT = 10.0
+"""Seconds that making a group may take, and 0.1 s more for each worker: a connection that a dead peer was to
+make has no descriptor yet that could be shut down.
+"""
+
+
+def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
+    """Return torch's client of the store at an address, once that answers.
+
+    Raises:
+        RuntimeError: the round is over, or nobody answers in time.
+    """
+    deadline = time.monotonic() + MEETING_TIMEOUT
+    while True:
+        # Torch's client tries again until its time-out where nobody listens, and nothing could end that.
+        try:
+            socket.create_connection((host, port), 1.0).close()
+            break
+        except OSError as error:
+            if is_broken():
+                raise RuntimeError("the round has ended before its store was reached") from None
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no store at {host}:{port}: {error}") from error
+        time.sleep(0.01)
+    from torch import distributed
+
+    return distributed.TCPStore(  # type: ignore[attr-defined]
+        host, port, None, False, timeout=datetime.timedelta(seconds=MEETING_TIMEOUT), wait_for_workers=False
+    )
+
+
+def create(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
+    """Make the default group. It is given its own time-out when it is there: until then a short one holds.
+
+    Raises:
+        RuntimeError: it could not be made.
+    """
+    from torch import distributed
+
+    if "nccl" in backend:
+        # Else its own watchdog ends the process after an abort; torch's documentation of
+        # _abort_process_group.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    _reset_names()
+    first = min(timeout, datetime.timedelta(seconds=MEETING_TIMEOUT + world_size / 10))
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=first)
+    store.set_timeout(timeout)
+    if first != timeout:
+        # Its name until torch 2.14.
+        getattr(distributed, "set_timeout", distributed.distributed_c10d._set_pg_timeout)(timeout)
+
+
+def destroy() -> None:
+    """End all groups of this process."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    _reset_names()
+
+
+def abort() -> None:
+    """End what groups of NCCL are doing, from any thread; the main thread's collective raises.
+
+    One call for all: communicators have to be aborted together, else they wait for each other. It needs no
+    peer, so there is nothing to repeat. Without effect on gloo, whose connections are shut down instead.
+    """
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.distributed_c10d._abort_process_group()
+
+
+def _reset_names() -> None:
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._world.group_count = 0

@@ -1,0 +1,150 @@
+"""From the URL under which the workers of a job meet to the rendezvous of
+:mod:`elasticrs.rendezvous.elastic`.
+
+``elasticrs://HOST:PORT/JOB?min_workers=2&max_workers=4`` is a coordination store of ours,
+``etcd://HOST:PORT/JOB?…`` one in etcd. Besides these two, every key of ``--rdzv-conf`` may be given.
+``max_workers`` is ``min_workers`` where it is not given, and ``timeout`` means ``join_timeout``, as in 2019.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from elasticrs._value import Value
+from elasticrs.config import UsageError
+from elasticrs.rendezvous.elastic.describe import Words, describe
+from elasticrs.rendezvous.elastic.settings import seconds
+from elasticrs.train.membership import STUCK_TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+
+_SCHEMES = {"elasticrs": "c10d", "etcd": "etcd"}
+_EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOST[:PORT]/JOB?…"
+_MANY = 2**31 - 1
+
+KEEP_ALIVE = "0.4"
+"""Seconds between two signs of life, of which five may be missing. The kernel resets the connection of a
+process that is killed with something unread, and a reset says nothing: then the lease has to end. It is
+shorter than an agent's: a worker that counts as lost by mistake costs the others no more than a step.
+"""
+
+MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
+"""What the agent calls this worker, and the one in whose place it is, if it is in any."""
+
+
+class MeetingPlace(Value):
+    """What a URL says.
+
+    Args:
+        rendezvous: with whom to meet, and where.
+        backend: the name of the rendezvous' back end.
+        stuck_timeout: as for :class:`~elasticrs.train.membership.Membership`.
+        notices: lines for the user.
+    """
+
+    rendezvous: Rendezvous
+    backend: str
+    stuck_timeout: float
+    notices: list[str]
+
+
+def parse(
+    url: str,
+    environ: Mapping[str, str],
+    most: int | None = None,
+    source: str = "init_method",
+    *,
+    may_host: bool = True,
+) -> MeetingPlace:
+    """Read a URL.
+
+    Workers are not nodes, so some settings have other defaults: rounds that are lost one after the other
+    never end the job (the loop counts what goes wrong without progress), a worker that hangs is waited for
+    until it has ended itself, and leases are shorter.
+
+    Args:
+        url: where to meet.
+        environ: for the token (``ELASTICRS_TOKEN``), and for what an agent calls this worker.
+        most: workers at most, if that is fewer than ``max_workers``.
+        source: where the URL stands, for errors.
+        may_host: this process may serve the store.
+
+    Raises:
+        UsageError: one line.
+    """
+    words = Words(
+        source, f"{source}: the address", "min_workers:max_workers", "rank", f"{source}: the job", source
+    )
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"{source}: got {url!r}: {error}") from None
+    backend = _SCHEMES.get(parts.scheme)
+    if backend is None or not parts.netloc:
+        raise UsageError(f"{source}: got {url!r}, expected {_EXPECTED}")
+    config = _config(parts.query, source)
+    low = _count(config, "min_workers", None, source)
+    high = _count(config, "max_workers", low, source)
+    high = high if most is None else min(high, most)
+    if high < low:
+        raise UsageError(f"{source}: got min_workers={low}, but at most {high} workers")
+    stuck = _stuck_timeout(config.pop("stuck_timeout", STUCK_TIMEOUT), source)
+    if "timeout" in config:
+        config.setdefault("join_timeout", config.pop("timeout"))
+    config.setdefault("max_short_losses", str(_MANY))
+    if backend == "c10d":
+        config.setdefault("keep_alive_interval", KEEP_ALIVE)
+    if not may_host and backend == "c10d":
+        config["is_host"] = "0"
+    rendezvous, notices = describe(
+        backend,
+        parts.netloc,
+        unquote(parts.path.strip("/")),
+        (low, high),
+        config,
+        environ,
+        grace=stuck,
+        words=words,
+    )
+    if rendezvous is None or rendezvous.port == 0:
+        raise UsageError(
+            f"{source}: got {url!r}, expected a port other than 0, under which the others find it"
+        )
+    name, _, before = environ.get(MEMBER_VARIABLE, "").partition(" ")
+    rendezvous = rendezvous.replaced(member=name or None, replaces=before or None)
+    return MeetingPlace(rendezvous, backend, stuck, notices)
+
+
+def _config(query: str, source: str) -> dict[str, object]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        raise UsageError(f"{source}: got {query!r} after '?', expected KEY=VALUE&KEY=VALUE") from None
+    config: dict[str, object] = dict(pairs)
+    if len(config) < len(pairs):
+        raise UsageError(f"{source}: got {query!r}, expected each key once")
+    return config
+
+
+def _count(config: dict[str, object], name: str, default: int | None, source: str) -> int:
+    text = config.pop(name, default)
+    if text is None:
+        raise UsageError(f"{source}: {name} is missing: {_EXPECTED}")
+    try:
+        count = int(str(text))
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise UsageError(f"{source}: {name}: got {text!r}, expected a whole number from 1")
+    return count
+
+
+def _stuck_timeout(value: object, source: str) -> float:
+    try:
+        return seconds(0, above=True)(value)
+    except ValueError as error:
+        raise UsageError(f"{source}: stuck_timeout: got {value!r}, expected {error}") from None

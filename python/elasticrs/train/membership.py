@@ -1,0 +1,382 @@
+"""A worker as a member of its own rendezvous: it stays, while rounds come and go.
+
+The session with the coordination store is the worker's lease. When a member dies, the store tells the others
+in about a millisecond; a watching thread then takes this process's main thread out of its collective
+(:mod:`~elasticrs.train.groups`), and all meet again. Changes in which nobody failed are no reason to break a
+step: all leave at an agreed one (:mod:`~elasticrs.train.leave_step`).
+
+- **MEMBER-1** steps cost no message: :meth:`Membership.passed` is a look at this object.
+- **MEMBER-2** the watching thread ends connections until the main thread is *out*, which is when it asks for
+  the next round; it never raises into code of the user.
+- **MEMBER-3** one that does not come out in time ends its process: others, or an agent, go on without it.
+- **MEMBER-4** a child made by ``fork`` takes no part, and holds none of its parent's connections.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from elasticrs._value import Record, fresh
+from elasticrs.rendezvous.api import RendezvousError
+from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+from elasticrs.store import DistError
+from elasticrs.train.groups import Connections
+from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elasticrs.rendezvous.elastic.messages import Stop
+    from elasticrs.rendezvous.elastic.settings import Rendezvous
+    from elasticrs.store import Store
+
+__all__ = ["Membership", "Round"]
+
+_log = logging.getLogger("elasticrs.train")
+
+STUCK_TIMEOUT = 10.0
+"""Seconds that the main thread may take to come out, besides twice the longest time between two boundaries
+that was seen here: a step is left alone while it is as long as others were.
+"""
+
+_FIRST_SPAN = 25.0
+"""What counts for that until a boundary was passed: the first step may compile."""
+
+_TICK = 0.01
+_AGREE_TIMEOUT = 10.0
+"""Seconds for the watching threads of all workers to agree on a step."""
+
+_END_TIMEOUT = 5.0
+"""Seconds for the others to come to the end of the job, too."""
+
+
+class Round(Record):
+    """One round, as a member has it.
+
+    Args:
+        number: from 1.
+        rank: of this worker.
+        world_size: how many they are.
+        master_addr, master_port: where the workers' store listens.
+        board: a store of ours that the members share, for what the watching threads agree on.
+        connections: of the process groups.
+    """
+
+    number: int
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    board: Store
+    connections: Connections = fresh(factory=Connections)
+    step: LeaveStep = fresh(factory=LeaveStep)
+
+
+class Membership:
+    """One worker among those of a job. Rounds are asked for, and steps counted, by one thread.
+
+    Args:
+        rendezvous: with whom to meet, and where.
+        backend: the name under which it was asked for.
+        on_change: called by the watching thread when a round ends while this worker is in it, before anything
+            else is done about that; what it raises is logged.
+        stuck_timeout: see :data:`STUCK_TIMEOUT`.
+
+    Attributes:
+        abort: ends what is no connection of a recorded group, such as communicators of NCCL; called once for
+            each broken round, by the watching thread.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        backend: str,
+        *,
+        on_change: Callable[[Stop], None] | None = None,
+        stuck_timeout: float = STUCK_TIMEOUT,
+    ) -> None:
+        self._handler = ElasticRendezvousHandler(rendezvous, backend, on_stop=self._told)
+        self.abort: Callable[[], None] | None = None
+        self._on_change = on_change
+        self._stuck_timeout = stuck_timeout
+        # Taken itself where each step passes: the condition around it costs as much again.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._round: Round | None = None
+        self._stop: Stop | None = None
+        self._longest, self._since = _FIRST_SPAN, 0.0
+        self._has_passed = False
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        etcd = rendezvous.etcd
+        self._ports = {rendezvous.port, *(port for _, port in (etcd.endpoints if etcd is not None else ()))}
+        _members.append(self)
+
+    # --- the main thread ---
+
+    @property
+    def round(self) -> Round | None:
+        """The round that this worker is in; ``None`` while it is out."""
+        return self._round
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the round has ended in a way that ends its process groups, too, or there is none."""
+        current, stop = self._round, self._stop
+        if current is None:
+            return True
+        return stop is not None and stop.round >= current.number and not stop.planned
+
+    def meet(self) -> Round:
+        """Leave the round, and wait for the next one; the process groups are gone.
+
+        Sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, so that nobody reads those of an
+        earlier round; what is listening there is a store of torch's kind, served by this library
+        (``TORCHELASTIC_USE_AGENT_STORE``).
+
+        Raises:
+            RendezvousError: there is none for this worker: the job is closed, too few came, no store answers.
+            RuntimeError: this process was forked by a worker.
+        """
+        if self._pid != os.getpid():
+            raise RuntimeError("a process that a worker has forked cannot take its place among the workers")
+        with self._changed:
+            # Out: the watching thread does nothing any more.
+            self._round = None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="elasticrs-train", daemon=True)
+            self._thread.start()
+        info = self._handler.next_rendezvous()
+        address = info.bootstrap_store_info
+        assert address is not None
+        place = (info.rank, info.world_size, address.master_addr, address.master_port)
+        current = Round(self._handler.round, *place, info.store)
+        os.environ.update(
+            RANK=str(current.rank),
+            WORLD_SIZE=str(current.world_size),
+            MASTER_ADDR=current.master_addr,
+            MASTER_PORT=str(current.master_port),
+            TORCHELASTIC_USE_AGENT_STORE=str(self._handler.use_agent_store),
+        )
+        with suppress(DistError):
+            # Without it a planned change is not waited for.
+            current.board.hold(f"here/{current.rank}")
+        self._since = time.monotonic()
+        with self._changed:
+            self._round = current
+            self._changed.notify_all()
+        return current
+
+    def passed(self) -> bool:
+        """Count a boundary: one more step is done. True if it is time to leave the round.
+
+        May wait while a planned change is agreed on.
+        """
+        with self._lock:
+            current, now = self._round, time.monotonic()
+            if current is None:
+                return True
+            step = current.step
+            step.done += 1
+            if now - self._since > self._longest or not self._has_passed:
+                self._longest, self._has_passed = now - self._since, True
+            self._since = now
+            while (verdict := step.verdict()) == "wait":
+                self._changed.wait()
+                self._since = time.monotonic()
+            return verdict == "leave"
+
+    def announce_end(self) -> None:
+        """The training has ended here. When the round ends, as it does when this worker asks for the next
+        one, the others first do the steps that were done here.
+        """
+        current = self._round
+        if current is not None:
+            with suppress(DistError):
+                current.board.compare_set("done", "", str(current.step.done))
+
+    def leave(self) -> None:
+        """Leave the job at once, and let the others go on: they break off what they are doing."""
+        with self._changed:
+            current, self._round = self._round, None
+        if current is not None:
+            with suppress(DistError):
+                current.board.set("gone", "")
+        self._handler.leave()
+        # Until the store knows; if this worker hosts it, until the others do not need it any more.
+        threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True).start()
+
+    def _farewell(self) -> None:
+        with suppress(RendezvousError):
+            self._handler.next_rendezvous()
+
+    def shutdown(self) -> None:
+        """Leave the round, close the job for all unless it has ended or this worker has left it, and release
+        everything. A worker that hosts the coordination store waits for the others to read how the job ended,
+        for about ``close_timeout``.
+
+        All come here after the last barrier. The end of the job breaks off who is still in that, and the
+        store of the round ends with rank 0: so each waits for the others first, 5 s at most.
+        """
+        with self._changed:
+            current, self._round = self._round, None
+        if current is not None:
+            with suppress(DistError):
+                _wait_for_all(current)
+        if self in _members:
+            _members.remove(self)
+        self._handler.shutdown()
+
+    # --- what the rendezvous tells, under its lock ---
+
+    def _told(self, stop: Stop) -> None:
+        with self._changed:
+            self._stop = stop
+            self._changed.notify_all()
+
+    # --- the watching thread ---
+
+    def _watch(self) -> None:
+        last = 0
+        while True:
+            with self._changed:
+                while (due := self._due(last)) is None:
+                    self._changed.wait()
+            current, stop = due
+            last = current.number
+            try:
+                self._act(current, stop)
+            except Exception:
+                _log.exception("round %s: the watching thread failed", current.number)
+                self._break_off(current)
+
+    def _due(self, last: int) -> tuple[Round, Stop] | None:
+        current, stop = self._round, self._stop
+        if current is None or stop is None or not last < current.number <= stop.round:
+            return None
+        return current, stop
+
+    def _act(self, current: Round, stop: Stop) -> None:
+        if self._on_change is not None:
+            try:
+                self._on_change(stop)
+            except Exception:
+                _log.exception("on_change failed")
+        if stop.planned and self._left_as_agreed(current):
+            return
+        if not stop.fenced:
+            self._await_end(current)
+        self._break_off(current)
+
+    def _is_in(self, current: Round) -> bool:
+        return self._round is current
+
+    def _set_leave_step(self, current: Round, at: int) -> None:
+        with self._changed:
+            current.step.at = at
+            self._changed.notify_all()
+
+    def _left_as_agreed(self, current: Round) -> bool:
+        """Agree on a step and wait until the main thread is out; false if that fails: a worker dies, say."""
+        try:
+            return self._agree(current)
+        except DistError as error:
+            if self._is_in(current):
+                _log.warning("round %s: no agreement on a step: %s", current.number, error)
+            return not self._is_in(current)
+
+    def _agree(self, current: Round) -> bool:
+        board, step, world = current.board, current.step, current.world_size
+        with self._changed:
+            cap = step.set_cap()
+        board.set(f"cap/{current.rank}", str(cap))
+        caps = [f"cap/{rank}" for rank in range(world)]
+        deadline = time.monotonic() + _AGREE_TIMEOUT
+        seen: set[str] = set()
+        while self._is_in(current):
+            keys = set(board.list_keys())
+            if seen - keys or not keys.isdisjoint(("done", "gone")):
+                # Keys end with the connection of one that has died.
+                return False
+            seen |= keys
+            if step.at is None:
+                if "leave" in keys:
+                    self._set_leave_step(current, int(board.get("leave")))
+                elif current.rank == 0 and keys.issuperset(caps):
+                    board.set("leave", str(agreed([int(each) for each in board.multi_get(caps)])))
+                    continue
+                elif time.monotonic() > deadline:
+                    return False
+            time.sleep(_pause(current))
+        return True
+
+    def _await_end(self, current: Round) -> None:
+        """If the training has ended for one worker, let the main thread do the steps that were done there."""
+        with suppress(DistError):
+            if self._is_in(current) and current.board.check(["done"]):
+                self._set_leave_step(current, int(current.board.get("done")))
+        while self._is_in(current) and current.step.done < (current.step.at or AT_ONCE):
+            time.sleep(_TICK)
+
+    def _break_off(self, current: Round) -> None:
+        """Take the main thread out of whatever collective it is in."""
+        self._set_leave_step(current, AT_ONCE)
+        limit = self._stuck_timeout + 2 * self._longest
+        deadline = time.monotonic() + limit
+        if self.abort is not None and self._is_in(current):
+            try:
+                self.abort()
+            except Exception:
+                _log.exception("round %s: a process group could not be aborted", current.number)
+        while self._is_in(current):
+            current.connections.shut()
+            if time.monotonic() > deadline:
+                _end_process(current, limit)
+            time.sleep(_TICK)
+
+
+def _wait_for_all(current: Round) -> None:
+    """Say that this worker is out of the round, and wait until all that live are."""
+    board, ranks = current.board, range(current.world_size)
+    board.set(f"out/{current.rank}", "")
+    deadline = time.monotonic() + _END_TIMEOUT
+    while time.monotonic() < deadline:
+        keys = set(board.list_keys())
+        if all(f"out/{rank}" in keys or f"here/{rank}" not in keys for rank in ranks):
+            return
+        time.sleep(_pause(current))
+
+
+def _pause(current: Round) -> float:
+    """Seconds between two looks at the board; it holds a few keys for each worker, and each worker looks."""
+    return 0.002 * current.world_size
+
+
+def _end_process(current: Round, limit: float) -> NoReturn:
+    text = f"rank {current.rank} did not leave round {current.number} within {limit:.1f} s and ends itself"
+    try:
+        os.write(2, f"elasticrs.train: {text}; where it is:\n".encode())
+        faulthandler.dump_traceback(2, all_threads=True)
+    finally:
+        os._exit(1)
+
+
+_members: list[Membership] = []
+
+
+def _after_fork_in_child() -> None:
+    while _members:
+        member = _members.pop()
+        current, member._round = member._round, None
+        connections = current.connections if current is not None else Connections()
+        ports = member._ports | ({current.master_port} if current is not None else set())
+        connections.leave_to_parent(ports)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

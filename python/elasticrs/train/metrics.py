@@ -1,0 +1,33 @@
+"""Metrics with torchelastic's names: those of :mod:`elasticrs.metrics`."""
+
+from __future__ import annotations
+
+from elasticrs.metrics import (
+    ConsoleMetricHandler,
+    MetricData,
+    MetricHandler,
+    MetricStream,
+    NullMetricHandler,
+    configure,
+    get_elapsed_time_ms,
+    getStream,
+    prof,
+    profile,
+    publish_metric,
+    put_metric,
+)
+
+__all__ = [
+    "ConsoleMetricHandler",
+    "MetricData",
+    "MetricHandler",
+    "MetricStream",
+    "NullMetricHandler",
+    "configure",
+    "getStream",
+    "get_elapsed_time_ms",
+    "prof",
+    "profile",
+    "publish_metric",
+    "put_metric",
+]

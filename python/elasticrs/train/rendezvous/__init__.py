@@ -1,0 +1,88 @@
+"""How workers meet, with torchelastic's names."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode
+
+from elasticrs._value import Value
+from elasticrs.rendezvous.api import (
+    RendezvousClosedError as RendezvousClosedException,
+)
+from elasticrs.rendezvous.api import (
+    RendezvousConnectionError as RendezvousNonRetryableError,
+)
+from elasticrs.rendezvous.api import RendezvousHandler
+from elasticrs.rendezvous.api import (
+    RendezvousTimeoutError as RendezvousTimeoutException,
+)
+
+if TYPE_CHECKING:
+    from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+
+__all__ = [
+    "RendezvousClosedException",
+    "RendezvousHandler",
+    "RendezvousNonRetryableError",
+    "RendezvousParameters",
+    "RendezvousTimeoutException",
+    "get_rendezvous",
+]
+
+
+class RendezvousParameters(Value):
+    """Where to meet, in parts.
+
+    Args:
+        rdzv_backend: the scheme of the URL: ``elasticrs`` or ``etcd``.
+        rdzv_endpoint: ``HOST:PORT``.
+        run_id: the name of the job.
+        min_workers: how many have to come.
+        max_workers: how many may come.
+        config: more settings, ``KEY=VALUE,KEY=VALUE``.
+
+    Raises:
+        ValueError: numbers that make no sense, or settings that are none.
+    """
+
+    rdzv_backend: str
+    rdzv_endpoint: str
+    run_id: str
+    min_workers: int
+    max_workers: int
+    config: str = ""
+
+    def __init__(self, *args: object, **given: object) -> None:
+        super().__init__(*args, **given)
+        if not 0 < self.min_workers <= self.max_workers:
+            raise ValueError(
+                f"min_workers, max_workers: got {self.min_workers}, {self.max_workers}, "
+                "expected 0 < min_workers <= max_workers"
+            )
+
+    @property
+    def url(self) -> str:
+        """The URL for ``init_method`` of a coordinator."""
+        pairs = [pair.partition("=") for pair in self.config.split(",") if pair]
+        if wrong := ["".join(pair) for pair in pairs if not pair[1]]:
+            raise ValueError(f"config: got {wrong[0]!r}, expected KEY=VALUE")
+        query: dict[str, object] = {"min_workers": self.min_workers, "max_workers": self.max_workers}
+        query |= {key: value for key, _, value in pairs}
+        return f"{self.rdzv_backend}://{self.rdzv_endpoint}/{self.run_id}?{urlencode(query)}"
+
+
+def get_rendezvous(rdzv_params: RendezvousParameters) -> ElasticRendezvousHandler:
+    """Return a handler for a worker that meets the others by itself.
+
+    Args:
+        rdzv_params: where.
+
+    Raises:
+        ValueError: they make no sense.
+    """
+    from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+    from elasticrs.train.meeting_url import parse
+
+    place = parse(rdzv_params.url, os.environ, source="rendezvous")
+    return ElasticRendezvousHandler(place.rendezvous, place.backend)

@@ -1,0 +1,386 @@
+"""``train`` and ``run_train``: carry out what :mod:`elasticrs.train.loop` decides."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from elasticrs.metrics import api as metrics
+from elasticrs.train import forked, loop
+from elasticrs.train.checkpoint import CheckpointUtil, get_checkpoint_manager
+from elasticrs.train.coordinator import Coordinator
+from elasticrs.train.errors import NonRetryableException, StopException
+from elasticrs.train.loop import Action, Event, Loop
+from elasticrs.train.measuring import GROUP, Measured, Times
+from elasticrs.train.state import State
+from elasticrs.train.stats import WorkerStats
+from elasticrs.train.votes import Vote, disagreement, numbers_of, vote_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["run_train", "train"]
+
+_log = logging.getLogger("elasticrs.train")
+
+_NOTHING = object()
+_END = object()
+
+_MISTAKES = (NonRetryableException, NotImplementedError, RecursionError)
+"""What never goes away by trying again. The last two are kinds of RuntimeError."""
+
+
+def train(
+    coordinator: Coordinator,
+    train_step: Callable[[Any], tuple[Any, WorkerStats | None]],
+    state: State,
+    *,
+    retryable: tuple[type[Exception], ...] = (RuntimeError,),
+    max_failures: int | None = None,
+) -> Any:
+    """Call a train step again and again, until the data of some worker have ended; return the state.
+
+    A step that raises something retryable is rolled back; the workers meet anew and go on from the state that
+    has come furthest. All workers return the same state.
+
+    Args:
+        coordinator: who brings the workers together.
+        train_step: takes the state; returns the state, and how fast this worker is (or ``None``). It raises
+            ``StopIteration`` when the data have ended.
+        state: of the job, as it begins.
+        retryable: what may be tried again: a failed collective is a ``RuntimeError``.
+        max_failures: how many failures without a step in between are too many; 100 when ``None``.
+
+    Raises:
+        NonRetryableException: this process cannot go on.
+        RuntimeError: too many failures without progress.
+        TypeError: an argument, or what the step returns, has the wrong type.
+    """
+
+    def steps(state: State) -> Iterator[Any]:
+        while True:
+            try:
+                result = train_step(state)
+            except StopIteration:
+                return
+            new = result[0] if isinstance(result, tuple) and len(result) == 2 else None
+            if not isinstance(new, State):
+                raise TypeError(f"train_step returned {result!r}, expected (state, worker_stats)")
+            state = new
+            yield result
+
+    if not callable(train_step):
+        raise TypeError(f"train_step: got {train_step!r}, expected a function")
+    return _Run(coordinator, steps, state, retryable, max_failures).run()
+
+
+def run_train(
+    coordinator: Coordinator,
+    train_step_gen: Callable[[Any], Iterator[tuple[Any, WorkerStats | None]]],
+    state: State,
+    *,
+    retryable: tuple[type[Exception], ...] = (RuntimeError,),
+    max_failures: int | None = None,
+) -> Any:
+    """Like :func:`train`, with a generator function in place of the step.
+
+    Args:
+        coordinator: who brings the workers together.
+        train_step_gen: takes the state, changes it in place, and yields ``(state, worker_stats)`` after each
+            step. A new generator is made each time that the workers have met.
+        state: of the job, as it begins.
+        retryable: what may be tried again.
+        max_failures: how many failures without a step in between are too many; 100 when ``None``.
+
+    Raises:
+        NonRetryableException: this process cannot go on.
+        RuntimeError: too many failures without progress.
+        TypeError: an argument, or what the generator yields, has the wrong type.
+    """
+
+    def steps(state: State) -> Iterator[Any]:
+        made: Any = train_step_gen(state)
+        if not hasattr(made, "__next__"):
+            raise TypeError(f"train_step_gen returned {made!r}, expected a generator")
+        try:
+            for result in made:
+                if not isinstance(result, tuple) or len(result) != 2:
+                    raise TypeError(f"train_step_gen yielded {result!r}, expected (state, worker_stats)")
+                # Who yields has changed it in place.
+                yield state, result[1]
+        finally:
+            if hasattr(made, "close"):
+                made.close()
+
+    if not callable(train_step_gen):
+        raise TypeError(f"train_step_gen: got {train_step_gen!r}, expected a generator function")
+    return _Run(coordinator, steps, state, retryable, max_failures).run()
+
+
+def _is_of_a_collective(error: Exception) -> bool:
+    """True if PyTorch raised it because another worker did not take part. Errors of gloo have no type of
+    their own, but name the file of gloo that they come from.
+    """
+    known = getattr(sys.modules.get("torch.distributed"), "DistError", ())
+    return isinstance(error, known) or "gloo" in str(error)
+
+
+class _Run:
+    """The effects of one loop."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        steps_of: Callable[[State], Iterator[Any]],
+        state: State,
+        retryable: tuple[type[Exception], ...],
+        max_failures: int | None,
+    ) -> None:
+        if not isinstance(coordinator, Coordinator):
+            raise TypeError(f"coordinator: got {coordinator!r}, expected a Coordinator")
+        if not isinstance(state, State):
+            raise TypeError(f"state: got {state!r}, expected a State")
+        self._plain = coordinator
+        self._coordinator: Any = coordinator
+        self._state = state
+        self._steps_of = steps_of
+        self._retryable = retryable
+        self._loop = Loop(loop.MAX_FAILURES if max_failures is None else max_failures)
+        self._steps: Any = None
+        self._snapshot: Any = _NOTHING
+        self._error: Exception | None = None
+        self._forks = forked.count()
+        self._checkpoints: CheckpointUtil | None = None
+        self._is_meeting = self._is_loaded = False
+        self._votes: list[Vote] = []
+        self._round = 0
+        self._asked = self._said_yes = 0
+        self._is_saving = False
+        self._rank, self._world_size = -1, 0
+        self._times: Times | None = None
+
+    def run(self) -> State:
+        """Go through the loop to its end."""
+        effects: dict[Action, Callable[[], Event | None]] = {
+            Action.MEET: self._meet,
+            Action.SYNC: self._sync,
+            Action.ROLL_BACK: self._roll_back,
+            Action.CLOSE: self._close,
+            Action.GIVE_UP: self._give_up,
+            Action.RAISE: self._raise,
+        }
+        forked.watch()
+        event = Event.BEGIN
+        try:
+            while True:
+                self._loop, actions = loop.step(self._loop, event)
+                if actions is loop.ONE_STEP:
+                    event = self._step()
+                    continue
+                for action in actions:
+                    if action is Action.RETURN:
+                        return self._state
+                    event = effects[action]() or event
+        except BaseException:
+            # Also an interrupt: whoever catches it goes on without the others. Those of a fork's parent stay.
+            if self._forks == forked.count():
+                self._plain.leave()
+            raise
+        finally:
+            self._close_steps()
+            self._snapshot = _NOTHING
+            self._error = None
+            if self._times is not None:
+                self._times.end_turn()
+
+    # --- a meeting ---
+
+    def _meet(self) -> Event:
+        self._error, self._snapshot, self._is_meeting = None, _NOTHING, False
+        self._listen()
+        try:
+            self._close_steps()
+            if self._coordinator.should_stop_training():
+                return Event.ENDED
+            self._snapshot = self._state.capture_snapshot()
+            self._is_meeting = True
+            try:
+                _, self._rank, self._world_size = self._coordinator.rendezvous_barrier()
+            except StopException:
+                return Event.ENDED
+            self._coordinator.init_process_group()
+            self._coordinator.barrier()
+            self._exchange_votes()
+            at_the_end = any(vote.at_the_end for vote in self._votes)
+            return Event.MET_AT_THE_END if at_the_end else Event.MET
+        except Exception as error:
+            return self._judge(error)
+
+    def _listen(self) -> None:
+        """Look who wants to hear of this round: nothing is measured for nobody."""
+        if self._times is not None:
+            self._times.end_turn()
+        if metrics.has_listener(GROUP):
+            self._times = Times()
+            self._coordinator = Measured(self._plain)
+        else:
+            self._times, self._coordinator = None, self._plain
+
+    def _exchange_votes(self) -> None:
+        manager = get_checkpoint_manager()
+        self._checkpoints = None if manager is None else CheckpointUtil(self._coordinator)
+        vote = Vote(
+            manager is not None,
+            self._is_loaded,
+            self._loop.at_the_end,
+            random.SystemRandom().randrange(1, 2**62),
+            last_round=self._round,
+            asked=self._asked,
+            said_yes=self._said_yes,
+            is_saving=self._is_saving,
+        )
+        self._votes = [vote_of(numbers) for numbers in self._coordinator.exchange(numbers_of(vote))]
+        if trouble := disagreement(self._votes):
+            with suppress(RuntimeError):
+                # Who leaves breaks off those that have not got all votes yet.
+                self._coordinator.barrier()
+            raise NonRetryableException(trouble)
+        self._round = self._votes[0].next_round
+        self._asked = self._said_yes = 0
+        self._is_saving = False
+
+    def _sync(self) -> Event:
+        self._is_meeting = False
+        try:
+            if not any(vote.is_loaded for vote in self._votes):
+                self._begin_state()
+            began = time.perf_counter()
+            self._state.sync(self._world_size, self._rank)
+            if self._times is not None:
+                self._times.put("state_sync", began)
+            # What has been received whole stays, whatever becomes of the others.
+            self._is_loaded, self._snapshot = True, _NOTHING
+            self._coordinator.barrier()
+            if not self._loop.at_the_end:
+                self._steps = self._steps_of(self._state)
+                if self._times is not None:
+                    self._times.inner = time.perf_counter()
+            return Event.SYNCED
+        except Exception as error:
+            return self._judge(error)
+
+    def _begin_state(self) -> None:
+        """No worker has a state of this run of the job."""
+        is_found = self._checkpoints is not None and self._checkpoints.load_checkpoint(
+            self._state, self._rank
+        )
+        if self._coordinator.rounds_before and self._rank == 0:
+            where = "the newest checkpoint" if is_found else "the beginning"
+            _log.warning("no worker is left that holds the state of the last round: starting from %s", where)
+
+    # --- a step ---
+
+    def _step(self) -> Event:
+        coordinator = self._coordinator
+        self._snapshot = _NOTHING
+        try:
+            if self._forks != forked.count():
+                raise NonRetryableException(forked.message())
+            if coordinator.should_stop_training():
+                return Event.ENDED
+            self._snapshot = self._state.capture_snapshot()
+            began = 0.0 if self._times is None else time.perf_counter()
+            result: Any = next(self._steps, _END)
+            if result is _END:
+                coordinator.announce_end()
+                return Event.OUT_OF_DATA
+            self._state, stats = result[0], result[1]
+            if self._times is not None:
+                self._times.put("train_step", began)
+            if stats is not None and not isinstance(stats, WorkerStats):
+                raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
+            coordinator.monitor_progress(self._state, stats)
+            if self._checkpoints is not None:
+                self._save_if_due(self._checkpoints)
+            if coordinator.should_rendezvous(self._state):
+                return Event.CHANGED
+            coordinator.report_progress(self._state)
+            return loop.STEPPED
+        except Exception as error:
+            return self._judge(error)
+
+    def _save_if_due(self, checkpoints: CheckpointUtil) -> None:
+        # Both are asked, on every worker: they may count.
+        is_asked = self._coordinator.should_save_checkpoint()
+        is_due = self._state.should_save_checkpoint(self._rank) or is_asked
+        self._asked += 1
+        if is_due:
+            self._said_yes, self._is_saving = self._asked, True
+            checkpoints.save_checkpoint(self._state, self._rank)
+            self._is_saving = False
+
+    # --- what follows from an error ---
+
+    def _judge(self, error: Exception) -> Event:
+        if self._forks != forked.count():
+            # The coordinator is the parent's.
+            self._error = (
+                error if isinstance(error, NonRetryableException) else NonRetryableException(forked.message())
+            )
+            return Event.BROKE
+        if isinstance(error, StopException):
+            return Event.CUT
+        self._plain.on_error(error)
+        self._error = error
+        if isinstance(error, _MISTAKES) or not isinstance(error, self._retryable):
+            return Event.BROKE
+        is_broken_off = self._is_meeting or _is_of_a_collective(error)
+        _log.warning(
+            "rank %d: %s%s: %s; the workers meet anew, and go on from the last step",
+            self._rank,
+            "broken off by others: " if is_broken_off else "",
+            type(error).__name__,
+            error,
+        )
+        return Event.BROKEN_OFF if is_broken_off else Event.FAILED
+
+    def _roll_back(self) -> None:
+        try:
+            self._close_steps()
+            if self._snapshot is not _NOTHING and self._snapshot is not None:
+                self._state.apply_snapshot(self._snapshot)
+        except Exception as error:
+            # What is left is neither the old state nor the new one.
+            self._plain.on_error(error)
+            raise
+
+    def _close_steps(self) -> None:
+        """End the generator, so that its last words do not come into the next round."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
+
+    def _close(self) -> None:
+        try:
+            self._coordinator.signal_training_done()
+        except Exception as error:
+            # All workers have the last state.
+            _log.warning("the job could not be closed: %s: %s", type(error).__name__, error)
+
+    def _give_up(self) -> Event:
+        if self._coordinator.should_stop_training():
+            return Event.ENDED
+        error = RuntimeError(
+            f"reached the max number of recoverable failures: {self._loop.failures} of this worker and "
+            f"{self._loop.broken_off} collectives that were broken off, without a step in between"
+        )
+        self._plain.on_error(error)
+        raise error from self._error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error

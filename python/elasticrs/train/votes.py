@@ -1,0 +1,85 @@
+"""What the workers tell each other at each meeting, and what follows from it. Pure.
+
+Nothing is sent between two meetings. A worker that wants a checkpoint after a step in which another one does
+not waits for it; the other one fails in its next collective, so all meet anew, and here the reason is found.
+"""
+
+from __future__ import annotations
+
+from elasticrs._value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Vote(Value):
+    """What one worker tells.
+
+    Args:
+        has_manager: it has a checkpoint manager.
+        is_loaded: it has had its chance to load a checkpoint: its state is of this run of the job.
+        at_the_end: some worker's data have ended, as far as it knows.
+        next_round: a random number; that of rank 0 names the round that begins.
+        last_round: the name of the round that this worker comes from; 0 for none.
+        asked: how often it had been asked there whether to save.
+        said_yes: when it last said yes there; 0 for never.
+        is_saving: it has not come out of that save.
+    """
+
+    has_manager: bool
+    is_loaded: bool
+    at_the_end: bool
+    next_round: int
+    last_round: int = 0
+    asked: int = 0
+    said_yes: int = 0
+    is_saving: bool = False
+
+
+def numbers_of(vote: Vote) -> list[int]:
+    """Return a vote as it is sent."""
+    return [int(each) for each in vote.values()]
+
+
+def vote_of(numbers: Sequence[int]) -> Vote:
+    """Return the vote that was sent as these numbers."""
+    has_manager, is_loaded, at_the_end, next_round, last_round, asked, said_yes, is_saving = numbers
+    return Vote(
+        bool(has_manager),
+        bool(is_loaded),
+        bool(at_the_end),
+        next_round,
+        last_round,
+        asked,
+        said_yes,
+        bool(is_saving),
+    )
+
+
+def disagreement(votes: Sequence[Vote]) -> str | None:
+    """Return in what the workers differ that must be the same on all; ``None`` for nothing.
+
+    Args:
+        votes: by rank.
+    """
+    if len({vote.has_manager for vote in votes}) > 1:
+        with_one = [rank for rank, vote in enumerate(votes) if vote.has_manager]
+        without = [rank for rank, vote in enumerate(votes) if not vote.has_manager]
+        return f"set_checkpoint_manager was called on {_ranks(with_one)}, but not on {_ranks(without)}"
+    for first in votes:
+        if not first.is_saving:
+            continue
+        peers = [vote for vote in votes if vote.last_round == first.last_round]
+        # One that has said yes later has come out of this save.
+        against = [vote for vote in peers if vote.asked >= first.said_yes > vote.said_yes]
+        if against:
+            return (
+                f"should_save_checkpoint differs: False on {len(against)} of {len(peers)} workers, "
+                f"True on others, after step {first.said_yes} of the last round"
+            )
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,155 @@
+"""``--on-failure replace``: a worker that fails is replaced, and the others are left alone."""
+
+import os
+import re
+import signal
+
+import pytest
+from helpers import procs
+
+pytestmark = pytest.mark.beyond_torchrun
+
+WAITS = """
+    # A script that uses elasticrs.train
+    import os, signal, sys
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+    rank, life = os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    os.write(1, f"UP rank={rank} pid={os.getpid()} life={life}\\n".encode())
+    while True:
+        signal.pause()
+"""
+DAEMON = """
+    import os, signal
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        os.write(1, f"DAEMON rank={os.environ['LOCAL_RANK']} pid={os.getpid()}\\n".encode())
+        signal.pause()
+    os.waitpid(pid, 0)
+"""
+
+UP = r"UP rank=(\d) pid=(\d+) life=(\d)"
+
+
+def started(job, count):
+    """Local rank and pid of all workers that have come up so far, once there are so many."""
+    return [(int(found[1]), int(found[2])) for found in job.wait_for_lines(UP, count, "stdout")]
+
+
+def end(job, pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    return job.wait()
+
+
+def test_only_the_worker_that_dies_is_started_again(launch, worker_script):
+    job = launch("--nproc-per-node=3", "--max-restarts=2", "--on-failure=replace", worker_script(WAITS))
+    pids = dict(started(job, 3))
+    os.kill(pids[1], signal.SIGKILL)
+    rank, new = started(job, 4)[-1]
+    assert rank == 1
+    assert end(job, [pids[0], pids[2], new]) == 0
+    (line,) = re.findall(
+        rf"rank 1 \(pid {pids[1]}\) died by SIGKILL; 2 others .*pid {new} .* 1 of 2 .*", job.stderr
+    )
+    assert re.search(r"after [\d.]+ ms", line)
+    assert re.search(r"succeeded after .*\b1 restart\b", job.stderr)
+
+
+def test_what_the_dead_worker_had_started_is_ended_and_nothing_else(launch, worker_script):
+    job = launch(
+        *("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace"),
+        worker_script(DAEMON + WAITS),
+    )
+    pids = dict(started(job, 2))
+    found = job.wait_for_lines(r"DAEMON rank=(\d) pid=(\d+)", 2)
+    of = {int(each[1]): os.pidfd_open(int(each[2])) for each in found}
+    try:
+        os.kill(pids[0], signal.SIGKILL)
+        _, new = started(job, 3)[-1]
+        assert procs.wait_readable(of[0], procs.HANG)
+        assert not procs.wait_readable(of[1], 0)
+        end(job, [pids[1], new])
+    finally:
+        for fd in of.values():
+            os.close(fd)
+
+
+def test_without_a_restart_left_the_job_fails_with_the_last_failure(launch, worker_script):
+    script = worker_script("""
+        # A script that uses elasticrs.train
+        import os, signal
+        if os.environ["LOCAL_RANK"] == "1":
+            raise ValueError(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+        signal.pause()
+    """)
+    job = launch("--nproc-per-node=2", "--max-restarts=2", "--on-failure=replace", script).exits(1)
+    assert re.findall(r"ValueError: life (\d) .*(\d) of 2 left", job.stderr) == [("0", "1"), ("1", "0")]
+    report = job.stderr[job.stderr.index("Root Cause") :]
+    assert "ValueError: life 2" in report
+
+
+def test_each_life_of_a_worker_goes_on_in_the_same_files(launch, worker_script, tmp_path):
+    job = launch(
+        *("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", "--tee=3"),
+        *("--log-dir", tmp_path, worker_script(WAITS)),
+    )
+    pids = dict(started(job, 2))
+    os.kill(pids[1], signal.SIGKILL)
+    _, new = started(job, 3)[-1]
+    assert end(job, [pids[0], new]) == 0
+    (file,) = tmp_path.glob("*/attempt_0/1/stdout.log")
+    assert re.findall(UP, file.read_text()) == [("1", str(pids[1]), "0"), ("1", str(new), "1")]
+
+
+def test_a_signal_stops_all_though_one_was_replaced(launch, worker_script):
+    job = launch("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", worker_script(WAITS))
+    pids = dict(started(job, 2))
+    os.kill(pids[1], signal.SIGKILL)
+    started(job, 3)
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ((), "does not use elasticrs.train"),
+        (("--no-python",), "--no-python"),
+        (("--run-path",), "--run-path"),
+        (("--nnodes=2", "--rdzv-endpoint=localhost:1", "--rdzv-backend=static"), "c10d or etcd"),
+    ],
+)
+def test_what_cannot_be_replaced_is_refused_at_the_start(launch, worker_script, options, why):
+    script = worker_script("pass" if not options else WAITS)
+    script.chmod(0o755)
+    job = launch(*options, "--on-failure=replace", script).exits(2)
+    (line,) = job.stderr.splitlines()
+    assert why in line
+    assert "--on-failure" in line
+
+
+def test_a_worker_that_hangs_is_replaced(launch, worker_script):
+    beats = """
+    # A script that uses elasticrs.train
+    import os, signal
+    from elasticrs.timer import heartbeat
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+    rank, life = os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    heartbeat(0)
+    os.write(1, f"UP rank={rank} pid={os.getpid()} life={life}\\n".encode())
+    while (rank, life) == ("1", "0"):
+        signal.pause()
+    step = 0
+    while True:
+        heartbeat(step := step + 1)
+        signal.sigtimedwait([signal.SIGUSR2], 0.05)
+    """
+    options = ("--nproc-per-node=3", "--max-restarts=1", "--on-failure=replace", "--hang-timeout=2")
+    job = launch(*options, worker_script(beats))
+    pids = dict(started(job, 3))
+    rank, new = started(job, 4)[-1]
+    assert rank == 1
+    assert end(job, [pids[0], pids[2], new]) == 0
+    assert re.search(rf"rank 1 \(pid {pids[1]}\).*(heartbeat|hung).*replaced by pid {new}", job.stderr)

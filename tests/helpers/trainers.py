@@ -1,0 +1,131 @@
+"""Trainers that meet each other, forked from one process that has imported torch."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from helpers.procs import HANG
+
+_PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "trainers.py"
+
+Told = dict[str, Any]
+
+
+class Parent:
+    """The process that forks the trainers of one job after the other."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders, self.told = self._process.stdin, self._process.stdout
+
+    def close(self) -> None:
+        self._orders.close()
+        self.told.close()
+        self._process.wait()
+
+    def order(self, order: dict[str, Any]) -> None:
+        self._orders.write((json.dumps(order) + "\n").encode())
+        self._orders.flush()
+
+    @contextmanager
+    def job(self, query: str, stderr: Path) -> "Iterator[Trainers]":
+        """Give out trainers, with a coordination store of their own; all are gone at the end.
+
+        Args:
+            query: what stands after the ? of the URL.
+            stderr: the file for that of the trainers.
+        """
+        store = subprocess.Popen(
+            [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert store.stdout is not None
+        port = int(store.stdout.readline().decode().rsplit(":", 1)[1].split()[0])
+        trainers = Trainers(self, f"elasticrs://127.0.0.1:{port}/job?{query}", stderr)
+        try:
+            yield trainers
+        finally:
+            self.order({"end": True})
+            trainers.wait("all ended")
+            store.stdout.close()
+            store.kill()
+            store.wait()
+
+
+class Trainers:
+    """The trainers of one job."""
+
+    def __init__(self, parent: Parent, url: str, stderr: Path) -> None:
+        self._parent = parent
+        self.url, self.stderr = url, stderr
+        self.told: list[Told] = []
+        self.pids: dict[str, int] = {}
+        self._seen = 0
+        self._rest = b""
+
+    def start(self, *names: str, **order: Any) -> None:
+        defaults = {"loop": "coordinator", "url": self.url, "stderr": str(self.stderr), "steps": 1 << 30}
+        for name in names:
+            self._parent.order({**defaults, **order, "name": name})
+
+    def take(self, timeout: float) -> Told | None:
+        """What is told next; `None` after a while of silence."""
+        if self._seen == len(self.told):
+            fd = self._parent.told.fileno()
+            if not select.select([fd], [], [], timeout)[0]:
+                return None
+            data = os.read(fd, 1 << 16)
+            assert data, "the parent of the trainers has ended"
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                told = json.loads(line)
+                self.told.append(told)
+                self.pids[told["name"]] = told["pid"]
+        if self._seen == len(self.told):
+            return self.take(timeout)
+        self._seen += 1
+        return self.told[self._seen - 1]
+
+    def wait(self, what: str, count: int = 1, timeout: float = HANG, **fields: Any) -> list[Told]:
+        """Wait until `count` trainers tell this, after what was waited for before."""
+        found: list[Told] = []
+        deadline = time.monotonic() + timeout
+        while len(found) < count:
+            told = self.take(max(0.0, deadline - time.monotonic()))
+            assert told is not None, f"only {found} of {count} {what} {fields}; all: {self.told}"
+            if told["what"] == what and all(told.get(field) == value for field, value in fields.items()):
+                found.append(told)
+        return found
+
+    def wait_until(self, holds: Callable[[], bool], timeout: float = HANG) -> None:
+        deadline = time.monotonic() + timeout
+        while not holds():
+            assert self.take(max(0.0, deadline - time.monotonic())) is not None, self.told
+
+    def of(self, what: str, *names: str) -> list[Told]:
+        return [each for each in self.told if each["what"] == what and (not names or each["name"] in names)]
+
+    def kill(self, name: str, signum: int = signal.SIGKILL) -> float:
+        """Send a signal; say when."""
+        moment = time.monotonic()
+        os.kill(self.pids[name], signum)
+        return moment
+
+    def code(self, name: str) -> int:
+        """Wait for the end of a trainer."""
+        self._parent.order({"name": name, "wait": self.pids[name]})
+        code: int = self.wait("ended", name=name)[0]["code"]
+        return code

@@ -1,0 +1,237 @@
+"""What Python sees of a group whose workers are replaced."""
+
+import os
+import signal
+import sys
+
+import pytest
+from helpers.groups import Group
+from helpers.procs import HANG, assert_gone, children, process
+
+from elasticrs import _core
+from elasticrs._worker import warm_environment
+from elasticrs.warm.modules import Preload
+
+SLEEP = ["sleep", "1234"]
+# The substitution ends when the daemon, in a session of its own and an orphan, has told its pid.
+WITH_A_DAEMON = [
+    "sh",
+    "-c",
+    "x=$(setsid sh -c 'echo $$; exec sleep 1234 >/dev/null' &); echo $x > $0; exec sleep 1234",
+]
+
+
+def with_a_daemon(path):
+    os.mkfifo(path)
+    return [*WITH_A_DAEMON, str(path)]
+
+
+def test_another_process_takes_the_place_of_one_that_failed(group):
+    pids = group.start(SLEEP, SLEEP, replaces=True)
+    os.kill(pids[1], signal.SIGKILL)
+    swept = group.until(_core.WorkerSwept)
+    assert (swept.local_rank, swept.ended, swept.more_ended, swept.stuck) == (1, [], 0, [])
+    pid = group.replace(1, SLEEP)
+    replaced = group.events[-1]
+    assert (replaced.local_rank, replaced.pid) == (1, pid)
+    exited = next(e for e in group.events if isinstance(e, _core.WorkerExited))
+    assert exited.sent_signal is None
+    assert exited.seen_ns <= swept.swept_ns <= replaced.started_ns
+    assert process(pids[0])
+    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
+    assert group.end().outcome == "stopped"
+    assert not any(isinstance(e, _core.FailureSeen) for e in group.events)
+
+
+def test_a_place_that_is_taken_is_not_given_away(group):
+    spec = _core.ProcessSpec(0, SLEEP, env=dict(os.environ))
+    with pytest.raises(_core.SupervisorError, match="no group is running"):
+        group.supervisor.replace(spec)
+    group.start(SLEEP, replaces=True)
+    with pytest.raises(_core.SupervisorError, match="local rank 0 cannot be replaced: it runs"):
+        group.supervisor.replace(spec)
+    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
+    group.end()
+
+
+def test_workers_of_other_groups_are_not_replaced(group):
+    group.start(SLEEP)
+    with pytest.raises(_core.SupervisorError, match="workers of this group are not replaced"):
+        group.supervisor.replace(_core.ProcessSpec(0, SLEEP, env=dict(os.environ)))
+    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
+    group.end()
+
+
+def test_a_start_in_a_place_that_fails_says_why(group):
+    pids = group.start(SLEEP, replaces=True)
+    os.kill(pids[0], signal.SIGKILL)
+    group.until(_core.WorkerSwept)
+    group.supervisor.replace(_core.ProcessSpec(0, ["no-such-program"], env=dict(os.environ)))
+    failed = group.until(_core.ReplaceFailed)
+    assert (failed.local_rank, failed.stage, failed.errno, failed.subject) == (
+        0,
+        "execute",
+        2,
+        "no-such-program",
+    )
+    assert failed.message == "could not execute `no-such-program` for local rank 0: No such file or directory"
+    group.replace(0, ["true"])
+    assert group.end().outcome == "succeeded"
+
+
+def test_daemons_of_the_dead_end_and_those_of_the_living_go_on(group, tmp_path):
+    fifos = [tmp_path / "0", tmp_path / "1"]
+    pids = group.start(*[with_a_daemon(fifo) for fifo in fifos], replaces=True)
+    kept, left = [int(fifo.read_text()) for fifo in fifos]
+    os.kill(pids[1], signal.SIGKILL)
+    swept = group.until(_core.WorkerSwept)
+    assert [d.pid for d in swept.ended] == [left]
+    assert_gone([left])
+    assert process(kept)
+    group.supervisor.stop(_core.StopPolicy(signal.SIGTERM, 60))
+    assert [d.pid for d in group.end().ended] == [kept]
+
+
+def test_the_lines_of_the_one_that_takes_the_place_are_copied(group, tmp_path):
+    first, second, copies = tmp_path / "first", tmp_path / "second", tmp_path / "copies"
+
+    def follow(path):
+        group.supervisor.follow([_core.LogStream(0, str(path), str(copies), b"[0]", contains=[b"line"])])
+
+    follow(first)
+    group.start(["sh", "-c", "echo line one; exit 1"], stdout=first, replaces=True)
+    group.until(_core.WorkerSwept)
+    assert group.supervisor.drain(60) == []
+    assert copies.read_text() == "[0]line one\n"
+    follow(second)
+    group.replace(0, ["sh", "-c", "echo line two"], stdout=second)
+    assert group.end().outcome == "succeeded"
+    assert group.supervisor.drain(60) == []
+    assert copies.read_text() == "[0]line one\n[0]line two\n"
+
+
+def python(code, *arguments):
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+BEATS = """
+import signal, sys
+from elasticrs.timer import heartbeat
+heartbeat(int(sys.argv[1]))
+open(sys.argv[2], "w").close()
+signal.pause()
+"""
+
+
+def test_the_one_that_takes_the_place_has_heartbeats_of_its_own(group, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    group.supervisor.watch_hangs(600.0)
+
+    def steps():
+        assert fifo.read_text() == ""
+        return [(beat.local_rank, beat.step) for beat in group.supervisor.heartbeats()]
+
+    [pid] = group.start(python(BEATS, 7, fifo), replaces=True)
+    assert steps() == [(0, 7)]
+    os.kill(pid, signal.SIGKILL)
+    group.until(_core.WorkerSwept)
+    group.replace(0, python(BEATS, 8, fifo))
+    assert steps() == [(0, 8)]
+    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
+    group.end()
+
+
+def test_a_worker_that_hangs_is_killed_alone_and_its_successor_is_watched_as_well(group):
+    group.supervisor.watch_hangs(None, startup=0.001)
+    [pid] = group.start(SLEEP, replaces=True)
+    for _ in range(2):
+        hung = group.until(_core.WorkerHung)
+        assert (hung.local_rank, hung.pid, hung.missed) == (0, pid, "startup")
+        exited = group.until(_core.WorkerExited)
+        assert (exited.exitcode, exited.sent_signal) == (-signal.SIGKILL, signal.SIGKILL)
+        group.until(_core.WorkerSwept)
+        pid = group.replace(0, SLEEP)
+    assert not any(isinstance(e, _core.FailureSeen) for e in group.events)
+    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
+    assert group.end().outcome == "stopped"
+
+
+RAISES = """
+import signal, socket, sys
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"", chr(0) + sys.argv[1])
+signal.pause()
+"""
+
+
+def test_the_one_that_takes_the_place_tells_of_its_own_exception(group):
+    name = group.supervisor.watch_exits()
+    [pid] = group.start(python(RAISES, name), replaces=True)
+    for _ in range(2):
+        assert group.until(_core.WorkerRaised).pid == pid
+        os.kill(pid, signal.SIGKILL)
+        group.until(_core.WorkerSwept)
+        pid = group.replace(0, python(RAISES, name))
+    assert group.until(_core.WorkerRaised).pid == pid
+    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
+    group.end()
+
+
+FORKED = """
+import os, signal, subprocess, sys
+subprocess.run(["setsid", "-f", "sleep", "1234"], stdout=subprocess.DEVNULL)
+with open(os.environ["TELLS"], "w") as told:
+    print("colorsys" in sys.modules, file=told)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def forking(tmp_path):
+    """A supervisor whose workers are forks of a process that has imported ``colorsys``, and such a worker."""
+    script = tmp_path / "forked.py"
+    script.write_text(FORKED)
+    command = [sys.executable, str(script)]
+    preload = Preload(modules=("colorsys",), is_explicit=True)
+    env = warm_environment(dict(os.environ), preload, os.path.abspath(_core.__file__))
+    report = os.memfd_create("report")
+    nursery = _core.WarmNursery(_core.ProcessSpec(0, command, env=env), report_fd=report, limit=HANG)
+    os.close(report)
+    group = Group(_core.Supervisor(warm=nursery))
+
+    def worker(local_rank):
+        env = dict(os.environ, TELLS=str(tmp_path / f"told-{local_rank}"))
+        return _core.ProcessSpec(local_rank, command, env=env, warm=True)
+
+    for local_rank in range(2):
+        os.mkfifo(tmp_path / f"told-{local_rank}")
+    yield group, worker
+    group.supervisor.close()
+    # As in the fixture of other groups.
+    del group.supervisor
+
+
+def test_a_fork_takes_the_place_of_a_fork(forking, tmp_path):
+    group, worker = forking
+
+    def daemon_of(local_rank, pid):
+        assert (tmp_path / f"told-{local_rank}").read_text() == "True\n", "what was imported is there"
+        [daemon] = [p.pid for p in children(pid)]
+        return daemon
+
+    policy = _core.StopPolicy(signal.SIGTERM, HANG)
+    group.supervisor.start(
+        _core.GroupSpec([worker(0), worker(1)], on_failure=policy, linger=0, replaces=True)
+    )
+    pids = group.until(_core.GroupStarted).pids
+    kept = daemon_of(0, pids[0])
+    for _ in range(2):
+        left = daemon_of(1, pids[1])
+        os.kill(pids[1], signal.SIGKILL)
+        assert [d.pid for d in group.until(_core.WorkerSwept).ended] == [left]
+        group.supervisor.replace(worker(1))
+        pids[1] = group.until(_core.WorkerReplaced).pid
+    assert daemon_of(1, pids[1])
+    assert [p.pid for p in children(pids[0])] == [kept]
+    group.supervisor.stop(_core.StopPolicy(signal.SIGTERM, HANG))
+    assert group.end().outcome == "stopped"

@@ -1,0 +1,323 @@
+"""Checkpoints: what is there after a writer died, what a damaged one costs, who loads and when."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrs.train import NonRetryableException
+from elasticrs.train.checkpoint import (
+    CheckpointError,
+    FileSystemCheckpointManager,
+    get_checkpoint_manager,
+    set_checkpoint_manager,
+)
+from elasticrs.train.votes import Vote, disagreement, numbers_of, vote_of
+
+from .threads import Job, Sum, add, train_sum
+
+
+def write(manager, data, key="default"):
+    made = manager.create_checkpoint()
+    with made.open_output_stream(key) as stream:
+        stream.write(data)
+    made.commit()
+    return made
+
+
+def read(made, key="default"):
+    with made.open_input_stream(key) as stream:
+        return stream.read()
+
+
+@pytest.fixture
+def manager(tmp_path):
+    return FileSystemCheckpointManager(tmp_path / "checkpoints")
+
+
+def folder(manager):
+    return Path(manager.directory)
+
+
+def test_the_newest_is_the_one_that_was_committed_last(manager):
+    assert manager.get_latest_checkpoint() is None
+    assert manager.list_checkpoints() == []
+    for number in range(3):
+        made = write(manager, b"%d" % number)
+        made.commit()
+        made.discard()
+        assert read(made) == b"%d" % number
+    assert [read(each) for each in manager.list_checkpoints()] == [b"2", b"1", b"0"]
+    assert read(manager.get_latest_checkpoint()) == b"2"
+    assert read(manager.get_checkpoint(1)) == b"1"
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/9"):
+        manager.get_checkpoint(9)
+
+
+def test_what_is_not_committed_is_not_there(manager):
+    write(manager, b"old")
+    made = manager.create_checkpoint()
+    with made.open_output_stream("default") as stream:
+        stream.write(b"new")
+    assert read(manager.get_latest_checkpoint()) == b"old"
+    with pytest.raises(CheckpointError, match="is not committed"):
+        made.open_input_stream("default")
+    made.discard()
+    made.discard()
+    assert os.listdir(manager.directory) == ["0"]
+
+
+def test_streams_have_any_name(manager):
+    for key in ("model/layer 1", "..", "ä"):
+        assert read(write(manager, b"x", key), key) == b"x"
+    assert sorted(os.listdir(manager.directory)) == ["0", "1", "2"]
+    with pytest.raises(CheckpointError, match="has no stream 'other'"):
+        manager.get_latest_checkpoint().open_input_stream("other")
+    with pytest.raises(CheckpointError, match="is committed"):
+        manager.get_latest_checkpoint().open_output_stream("other")
+
+
+DIES = """
+import os, signal, sys
+from elasticrs.train.checkpoint import FileSystemCheckpointManager
+made = FileSystemCheckpointManager(sys.argv[1]).create_checkpoint()
+made.open_output_stream("default").write(b"x" * 100_000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_dead_writer_leaves_is_removed_by_the_next(manager):
+    alive = manager.create_checkpoint()
+    subprocess.run([sys.executable, "-c", DIES, manager.directory], check=False)
+    assert len(os.listdir(manager.directory)) == 2
+    write(manager, b"next")
+    assert read(manager.get_latest_checkpoint()) == b"next"
+    # That of a writer which is alive stays.
+    assert len(os.listdir(manager.directory)) == 2
+    alive.discard()
+
+
+def test_so_many_are_kept(tmp_path):
+    manager = FileSystemCheckpointManager(tmp_path, keep=2)
+    for number in range(5):
+        write(manager, b"%d" % number)
+    assert sorted(os.listdir(tmp_path)) == ["3", "4"]
+    with pytest.raises(ValueError, match="keep: got 0, expected at least 1"):
+        FileSystemCheckpointManager(tmp_path, keep=0)
+
+
+def cut(made):
+    (made / "default.stream").write_bytes(b"ne")
+
+
+def flip(made):
+    (made / "default.stream").write_bytes(b"nfw")
+
+
+def lose_stream(made):
+    (made / "default.stream").unlink()
+
+
+def lose_manifest(made):
+    (made / "checkpoint.json").unlink()
+
+
+def cut_manifest(made):
+    (made / "checkpoint.json").write_bytes((made / "checkpoint.json").read_bytes()[:20])
+
+
+def other_manifest(made):
+    (made / "checkpoint.json").write_text("[]")
+
+
+def old_manifest(made):
+    (made / "checkpoint.json").write_text('{"format": 0}')
+
+
+DAMAGES = (cut, flip, lose_stream, lose_manifest, cut_manifest, other_manifest, old_manifest)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_named_and_passed_over(manager, caplog, damage):
+    write(manager, b"old")
+    write(manager, b"new")
+    damage(folder(manager) / "1")
+    assert read(manager.get_latest_checkpoint()) == b"old"
+    (record,) = caplog.records
+    assert "/1 is damaged" in record.getMessage()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read(manager.get_checkpoint(1))
+    damage(folder(manager) / "0")
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints in .* are damaged"):
+        manager.get_latest_checkpoint()
+
+
+def test_that_of_another_job_is_refused(tmp_path):
+    write(FileSystemCheckpointManager(tmp_path, job="cats"), b"x")
+    with pytest.raises(CheckpointError, match="/0 is of job 'cats', this is 'dogs'"):
+        FileSystemCheckpointManager(tmp_path, job="dogs").get_latest_checkpoint()
+    # Who has no name asks for none.
+    assert read(FileSystemCheckpointManager(tmp_path).get_latest_checkpoint()) == b"x"
+
+
+def test_that_of_a_newer_version_is_refused(manager):
+    write(manager, b"x")
+    path = folder(manager) / "0" / "checkpoint.json"
+    path.write_text(json.dumps({"format": 2, "chunks": []}))
+    with pytest.raises(CheckpointError, match="/0 has format 2, this version of elasticrs reads up to 1"):
+        manager.get_latest_checkpoint()
+
+
+# --- in the loop ---
+
+
+class Saved(Sum):
+    """Says when it is time, and writes down what it was asked."""
+
+    due = frozenset({4, 8})
+    asked = ()
+
+    def save(self, stream):
+        stream.write(json.dumps([self.steps, self.total]).encode())
+
+    def load(self, stream):
+        self.steps, self.total = json.load(stream)
+        self.coordinator.calls.append(("load", self.steps))
+
+    def should_save_checkpoint(self, rank):
+        self.asked += ((rank, self.steps),)
+        return self.steps in self.due
+
+
+@pytest.fixture
+def saving(manager):
+    set_checkpoint_manager(manager)
+    yield manager
+    set_checkpoint_manager(None)
+
+
+def test_without_a_manager_nobody_is_asked():
+    assert get_checkpoint_manager() is None
+    states = []
+
+    def work(name, coordinator):
+        states.append(Saved(coordinator, 10))
+        return train_sum(coordinator, state=lambda *_: states[-1])
+
+    Job(1).run(work)
+    assert states[0].asked == ()
+
+
+def test_rank_0_saves_when_it_is_due(saving):
+    assert Job(3).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 3
+    assert [json.loads(read(each))[0] for each in saving.list_checkpoints()] == [8, 4]
+
+
+def test_a_new_run_goes_on_from_the_newest_and_loads_it_once(saving):
+    write(saving, json.dumps([6, 210]).encode())
+    loads = []
+
+    def work(name, coordinator):
+        failed = []
+
+        def step(state):
+            if state.steps == 7 and name == 1 and not failed:
+                failed.append(True)
+                raise RuntimeError("once")
+            return add(state)
+
+        try:
+            return train_sum(coordinator, step=step, state=Saved)
+        finally:
+            loads.extend((name, call) for call in coordinator.calls if call[0] == "load")
+
+    assert Job(3).run(work) == [(10, 550)] * 3
+    assert loads == [(0, ("load", 6))]
+
+
+def test_the_platform_may_ask_for_one(saving):
+    class Quiet(Saved):
+        due = frozenset()
+
+    def work(name, coordinator):
+        coordinator.should_save_checkpoint = lambda: True
+        return train_sum(coordinator, length=2, state=Quiet)
+
+    Job(2).run(work)
+    assert len(saving.list_checkpoints()) == 2
+
+
+def test_a_checkpoint_that_cannot_be_read_ends_all_with_one_error_each(saving, caplog):
+    write(saving, b"")
+    cut_manifest(folder(saving) / "0")
+    first, second = Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved))
+    assert isinstance(first, CheckpointError)
+    assert "are damaged" in str(first)
+    assert isinstance(second, CheckpointError)
+    assert "rank 0 cannot load" in str(second)
+
+
+def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Saved, "save", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "no checkpoint was written: [Errno 28] No space left on device"
+    ] * 2
+    assert os.listdir(saving.directory) == []
+
+
+@pytest.mark.parametrize("yes", [{0}, {1, 2}])
+def test_answers_that_differ_are_named(saving, yes, caplog):
+    class Odd(Saved):
+        def should_save_checkpoint(self, rank):
+            return rank in yes and self.steps == 4
+
+    def work(name, coordinator):
+        # Those who want none wait in the next step, those who want one before it.
+        coordinator.patience = 0.2
+        return train_sum(coordinator, state=Odd)
+
+    found = Job(3).run(work)
+    assert {type(error) for error in found} == {NonRetryableException}
+    (told,) = {str(error) for error in found}
+    assert told == (
+        f"should_save_checkpoint differs: False on {3 - len(yes)} of 3 workers, True on others, "
+        "after step 4 of the last round"
+    )
+
+
+def test_a_manager_on_some_workers_only_is_named(manager, monkeypatch):
+    votes = [Vote(True, False, False, 1), Vote(False, False, False, 2), Vote(False, False, False, 3)]
+    told = "set_checkpoint_manager was called on rank 0, but not on ranks 1, 2"
+    assert disagreement(votes) == told
+    assert disagreement(votes[:1]) is disagreement(votes[1:]) is None
+
+
+def vote(**fields):
+    return Vote(True, True, False, 5, **fields)
+
+
+def test_who_was_in_the_same_save_did_not_differ():
+    saving = vote(last_round=7, asked=4, said_yes=4, is_saving=True)
+    for other in (
+        # One has come out of the save already, and went on; even into the next one.
+        vote(last_round=7, asked=4, said_yes=4),
+        vote(last_round=7, asked=6, said_yes=4),
+        vote(last_round=7, asked=6, said_yes=6, is_saving=True),
+        # One has not come so far, one comes from elsewhere.
+        vote(last_round=7, asked=3, said_yes=1),
+        vote(last_round=0),
+        vote(last_round=6, asked=9, said_yes=1),
+    ):
+        assert disagreement([saving, other]) is None
+        assert disagreement([other, saving]) is None
+        assert vote_of(numbers_of(other)) == other
+    assert disagreement([vote(last_round=7, asked=4, said_yes=1), saving]) is not None

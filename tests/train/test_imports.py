@@ -1,0 +1,10 @@
+"""What importing the package costs."""
+
+import subprocess
+import sys
+
+
+def test_torch_is_not_imported():
+    shown = "import sys, elasticrs.train; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", shown], check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,70 @@
+"""A member without a network: what is refused, and what a child of it may do."""
+
+import os
+
+import pytest
+
+from elasticrs.train.agent import AgentCoordinator
+from elasticrs.train.by_hand import on_change
+from elasticrs.train.meeting_url import parse
+from elasticrs.train.membership import Membership
+from elasticrs.train.p2p import CoordinatorP2P
+
+URL = "elasticrs://localhost:1/job?min_workers=2&max_workers=4"
+
+
+def test_a_coordinator_begins_with_the_fields_of_2019():
+    coordinator = CoordinatorP2P("gloo", URL, 3)
+    assert (coordinator.rank, coordinator.world_size) == (-1, 0)
+    assert (coordinator.is_worker_straggler, coordinator.stop_training) == (False, False)
+    assert coordinator.max_num_trainers == 3
+    assert not coordinator.should_stop_training()
+
+
+@pytest.mark.parametrize(("one", "all_"), [(10000, 10000), (0, 10), (20, 10)])
+def test_the_time_for_the_others_exceeds_that_of_a_collective(one, all_):
+    with pytest.raises(ValueError, match="coordinator_pg_timeout"):
+        CoordinatorP2P("gloo", URL, 4, one, all_)
+
+
+def test_without_a_round_there_is_no_group():
+    coordinator = CoordinatorP2P("gloo", URL, 4)
+    for ask in (coordinator.init_process_group, coordinator.barrier, lambda: coordinator.exchange([1])):
+        with pytest.raises(RuntimeError, match=r"rendezvous_barrier\(\) first"):
+            ask()
+    assert coordinator.should_rendezvous(None), "who is in no round has to ask for one"
+
+
+def test_without_an_agent_it_is_one_line(monkeypatch):
+    monkeypatch.delenv("ELASTICRS_TRAIN", raising=False)
+    for make in (lambda: AgentCoordinator("gloo"), on_change):
+        with pytest.raises(RuntimeError, match=r"ELASTICRS_TRAIN is not set: .*--on-failure replace"):
+            make()
+
+
+def test_an_agent_says_where_and_with_which_token(monkeypatch):
+    monkeypatch.setenv("ELASTICRS_TRAIN", URL)
+    monkeypatch.setenv("ELASTICRS_TRAIN_TOKEN", "secret")
+    settings = AgentCoordinator("gloo")._member._handler.rendezvous.settings
+    assert settings.token == b"secret"
+    assert settings.is_host is False
+
+
+def test_a_bad_url_of_the_agent_names_the_variable(monkeypatch):
+    monkeypatch.setenv("ELASTICRS_TRAIN", "elasticrs://h:1/j")
+    with pytest.raises(ValueError, match="ELASTICRS_TRAIN: min_workers is missing"):
+        AgentCoordinator("gloo")
+
+
+def test_a_child_takes_no_part():
+    place = parse(URL, {})
+    member = Membership(place.rendezvous, place.backend)
+    pid = os.fork()
+    if not pid:
+        try:
+            member.meet()
+        except RuntimeError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

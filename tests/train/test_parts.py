@@ -1,0 +1,184 @@
+"""Small parts: shares of the data, events, statistics, faults on purpose, states."""
+
+import os
+import subprocess
+import sys
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from elasticrs.train import SimpleWorkerStats, State, data, event_logger, events, fault_injection
+from elasticrs.train.data import Shares
+from elasticrs.train.rendezvous import RendezvousParameters, get_rendezvous
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_no_sample_is_lost_or_seen_twice_while_workers_come_and_go(size, batch, worlds, shuffle):
+    seen, position = [], 0
+    for place, (world, steps) in enumerate(worlds):
+        ranks = [
+            Shares(size, batch, world, rank, position, epoch=3, shuffle=shuffle, seed=1)
+            for rank in range(world)
+        ]
+        assert len({len(each) for each in ranks}) == 1
+        is_last = place == len(worlds) - 1
+        for _ in range(len(ranks[0]) if is_last else min(steps, len(ranks[0]))):
+            taken = [next(each) for each in ranks]
+            seen += [index for share in taken for index in share]
+            assert {each.taken for each in ranks} == {sum(map(len, taken))}
+            position += ranks[0].taken
+        if is_last:
+            assert [list(each) for each in ranks] == [[]] * world
+    assert sorted(seen) == list(range(size))
+
+
+def test_the_order_is_that_of_the_epoch():
+    assert list(Shares(5, 2, 1, 0, shuffle=False)) == [[0, 1], [2, 3], [4]]
+    orders = {str(list(Shares(20, 20, 1, 0, epoch=epoch, seed=seed))) for epoch in (0, 1) for seed in (0, 1)}
+    assert len(orders) == 4
+    assert list(Shares(20, 3, 1, 0, epoch=1)) == list(Shares(20, 3, 1, 0, epoch=1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5, 1, 2, 2), "rank: got 2, expected 0 to 1"),
+        ((5, 0, 2, 1), "batch_size: got 0, expected at least 1"),
+        ((5, 1, 2, 1, 6), "start: got 6, expected 0 to 5"),
+    ],
+)
+def test_shares_that_make_no_sense(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Shares(*arguments)
+
+
+def test_the_data_helpers_of_torchelastic_are_there():
+    from elasticrs.utils.data import CyclingIterator
+
+    assert data.CyclingIterator is CyclingIterator
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        data.Other  # noqa: B018
+
+
+@pytest.fixture
+def told(monkeypatch):
+    kept = []
+
+    class Kept(event_logger.EventLogHandler):
+        def log_event(self, event_name, message=None):
+            kept.append((event_name, message))
+
+    event_logger.configure(Kept())
+    yield kept
+    event_logger.configure(event_logger.NullEventLogHandler())
+
+
+def test_events_go_to_their_handler_and_to_a_destination(told, monkeypatch):
+    recorded = []
+    monkeypatch.setattr("elasticrs.events.record", lambda *arguments: recorded.append(arguments))
+    monkeypatch.setenv("ELASTICRS_TRAIN_EVENTS", "console")
+    events.record("rendezvous_succeeded", 2, world_size=4)
+    ((name, message),) = told
+    assert name == "rendezvous_succeeded"
+    assert f'"pid": {os.getpid()}, "rank": 2, "world_size": 4' in message
+    ((event, destination),) = recorded
+    assert (event.name, event.source, event.metadata["rank"]) == (name, "WORKER", 2)
+    assert destination == "console"
+
+
+def test_nobody_hears_of_events_by_default(monkeypatch, capsys):
+    monkeypatch.delenv("ELASTICRS_TRAIN_EVENTS", raising=False)
+    events.record("rendezvous_started", -1)
+    assert capsys.readouterr() == ("", "")
+    event_logger.ConsoleEventLogHandler().log_event("x", "{}")
+    assert capsys.readouterr().out == "event: x, message: {}\n"
+
+
+def test_a_rate_may_be_unknown():
+    assert SimpleWorkerStats(4.5).get_progress_rate() == 4.5
+    assert SimpleWorkerStats(None).get_progress_rate() is None
+
+
+KILLED = """
+import threading
+from elasticrs.train.fault_injection import start_fault_injection_thread
+start_fault_injection_thread(rate=1, interval_s=0.001)
+threading.Event().wait(60)
+"""
+
+
+def test_a_worker_dies_by_chance():
+    assert subprocess.run([sys.executable, "-c", KILLED], check=False, timeout=60).returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((1.5, 1), "rate: got 1.5, expected 0 to 1"), ((1, 0), "interval_s: got 0, expected more than 0")],
+)
+def test_chances_that_make_no_sense(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fault_injection.start_fault_injection_thread(*arguments)
+
+
+SAVES = """
+import io
+from elasticrs.train import State
+
+class Counter(State):
+    count = 0
+
+    def sync(self, world_size, rank):
+        pass
+
+    def capture_snapshot(self):
+        return {"count": self.count}
+
+    def apply_snapshot(self, snapshot):
+        self.count = snapshot["count"]
+
+stream, state, loaded = io.BytesIO(), Counter(), Counter()
+state.count = 4
+state.save(stream)
+stream.seek(0)
+loaded.load(stream)
+print(loaded.count, state.should_save_checkpoint(0))
+"""
+
+
+@pytest.mark.torch
+def test_a_snapshot_is_saved_and_loaded():
+    done = subprocess.run(
+        [sys.executable, "-c", SAVES], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "4 False\n"
+
+
+def test_where_to_meet_may_be_given_in_parts():
+    made = RendezvousParameters("elasticrs", "localhost:1234", "job", 2, 4, "last_call_timeout=5")
+    assert made.url == "elasticrs://localhost:1234/job?min_workers=2&max_workers=4&last_call_timeout=5"
+    handler = get_rendezvous(made)
+    assert (handler.get_run_id(), handler.rendezvous.max_nodes) == ("job", 4)
+    with pytest.raises(ValueError, match="got 3, 2, expected 0 < min_workers <= max_workers"):
+        made.replaced(min_workers=3, max_workers=2)
+    with pytest.raises(ValueError, match="config: got 'x', expected KEY=VALUE"):
+        made.replaced(config="x").url  # noqa: B018
+
+
+class Half(State):
+    """It can be pictured, but not restored."""
+
+    def sync(self, *_):
+        raise AssertionError("not called")
+
+
+def test_a_state_with_half_of_the_methods_says_so():
+    assert Half().capture_snapshot() is None
+    Half().apply_snapshot(None)
+    with pytest.raises(NotImplementedError, match="Half has capture_snapshot, but no apply_snapshot"):
+        Half().apply_snapshot(1)

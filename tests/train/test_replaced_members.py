@@ -1,0 +1,31 @@
+"""A process that is known to be in the place of another one does not wait for the end of that one's lease."""
+
+import pytest
+
+from elasticrs.native_session import Server
+from elasticrs.rendezvous.elastic.describe import describe
+from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+
+
+@pytest.fixture
+def handler():
+    """Makes members of a job of one, which meet in the same store."""
+    server = Server([("127.0.0.1", 0)], run_id="job")
+    made = []
+
+    def make(**names):
+        config = {"is_host": "0", "join_timeout": "20", "close_timeout": "1"}
+        described, _ = describe("c10d", f"127.0.0.1:{server.port}", "job", (1, 1), config, {})
+        made.append(ElasticRendezvousHandler(described.replaced(**names), "c10d"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+    server.close()
+
+
+def test_it_takes_the_place_at_once(handler):
+    before, after = handler(member="a"), handler(member="b", replaces="a")
+    first, second = before.next_rendezvous(), after.next_rendezvous()
+    assert (first.rank, second.rank, second.world_size) == (0, 0, 1)

@@ -1,0 +1,385 @@
+"""``train`` and ``run_train`` over workers that are threads: every call of theirs may fail once."""
+
+import subprocess
+import sys
+
+import hypothesis.strategies as st
+import pytest
+from helpers.launcher import clean_environment
+from hypothesis import given
+
+from elasticrs.train import (
+    NonRetryableException,
+    RetryableException,
+    SimpleWorkerStats,
+    StopException,
+    loop,
+    metrics,
+    run_train,
+    train,
+)
+
+from .threads import Job, Sum, add, train_sum
+
+DONE = (10, 550)
+
+
+def once(error, when):
+    """A train step that raises the first time that its state has taken ``when`` steps."""
+    raised = []
+
+    def step(state):
+        if state.steps == when and not raised:
+            raised.append(True)
+            raise error
+        return add(state)
+
+    return step
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_job_runs_to_its_end(size):
+    assert Job(size).run(lambda _, coordinator: train_sum(coordinator)) == [DONE] * size
+
+
+def test_generators_step_too():
+    made = []
+
+    def steps(state):
+        made.append(state.steps)
+        try:
+            while state.steps < state.length:
+                add(state)
+                yield state, SimpleWorkerStats(1.0)
+                state.coordinator.wants_to_meet = state.steps == 5
+        finally:
+            made.append("closed")
+
+    def work(name, coordinator):
+        state = Sum(coordinator, 10)
+        assert run_train(coordinator, steps, state) is state
+        return state.steps, state.total
+
+    assert Job(1).run(work) == [DONE]
+    # After the fifth step the workers have met anew, with a new generator.
+    assert made == [0, "closed", 6, "closed"]
+
+
+def test_two_workers_fail_once_and_one_step_is_repeated():
+    job = Job(4)
+    steps = []
+
+    def work(name, coordinator):
+        step = once(RuntimeError("broken"), 4) if name in {1, 2} else add
+
+        def counted(state):
+            steps.append((name, state.steps))
+            return step(state)
+
+        return train_sum(coordinator, step=counted)
+
+    assert job.run(work) == [DONE] * 4
+    assert len([name for name, _ in steps if name == 1]) == 12
+    assert job.rounds == 3
+
+
+def test_what_is_no_runtime_error_is_fatal_for_one_worker():
+    def work(name, coordinator):
+        step = once(NameError("no_such_name"), 4) if name in {1, 2} else add
+        try:
+            return train_sum(coordinator, step=step)
+        finally:
+            assert ("leave" in coordinator.calls) == (name in {1, 2})
+            assert any(isinstance(error, NameError) for error in coordinator.errors) == (name in {1, 2})
+
+    first, *died, last = Job(4).run(work)
+    assert first == last == DONE
+    assert {type(error) for error in died} == {NameError}
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("x"), RecursionError("x"), NonRetryableException("x")])
+def test_mistakes_are_not_tried_again(error):
+    found = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=once(error, 0)))
+    assert found == [error]
+
+
+def test_what_may_be_tried_again_can_be_chosen():
+    def work(name, coordinator):
+        return train_sum(coordinator, step=once(KeyError("x"), 3), retryable=(RuntimeError, KeyError))
+
+    assert Job(2).run(work) == [DONE] * 2
+    (found,) = Job(1).run(
+        lambda _, coordinator: train_sum(coordinator, step=once(RuntimeError("x"), 3), retryable=(KeyError,))
+    )
+    assert isinstance(found, RuntimeError)
+
+
+def test_a_worker_that_always_fails_gives_up_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(loop, "MAX_FAILURES", 5)
+
+    def work(name, coordinator):
+        def step(state):
+            if name == 0 and state.steps == 3:
+                raise RetryableException("again and again")
+            return add(state)
+
+        return train_sum(coordinator, step=step)
+
+    first, *others = Job(3).run(work)
+    assert "max number of recoverable failures: 5 of this worker and 0 collectives" in str(first)
+    assert isinstance(first.__cause__, RetryableException)
+    assert others == [DONE] * 2
+    (found,) = Job(1).run(
+        lambda _, coordinator: train_sum(coordinator, step=always(RuntimeError("x")), max_failures=2)
+    )
+    assert "failures: 2 of" in str(found)
+
+
+def always(error):
+    def step(state):
+        raise error
+
+    return step
+
+
+class Unsaved(Sum):
+    """Rollback is off; so nothing must be done before the collective."""
+
+    def capture_snapshot(self):
+        return None
+
+    def apply_snapshot(self, _):
+        raise AssertionError("there is nothing to apply")
+
+
+def test_without_snapshots_nothing_is_rolled_back():
+    def gather_first(state):
+        if state.steps == state.length:
+            raise StopIteration
+        total = sum(state.coordinator.gather((state.steps + 1) * 10)) // state.coordinator.world_size
+        state.steps, state.total = state.steps + 1, state.total + total
+        return state, None
+
+    failed = []
+
+    def work(name, coordinator):
+        def step(state):
+            if name == 0 and state.steps == 6 and not failed:
+                failed.append(True)
+                raise RuntimeError("once")
+            return gather_first(state)
+
+        return train_sum(coordinator, step=step, state=Unsaved)
+
+    assert Job(3).run(work) == [DONE] * 3
+
+
+def test_the_first_that_has_no_more_data_ends_the_job_and_all_return_the_same():
+    found = Job(4).run(lambda name, coordinator: train_sum(coordinator, length=10 + name))
+    assert found == [DONE] * 4
+
+
+def test_who_comes_after_the_end_returns_its_state():
+    job = Job(2)
+    job.run(lambda _, coordinator: train_sum(coordinator))
+    job.alive = {7}
+    assert job.run(lambda _, coordinator: train_sum(coordinator)) == [(0, 0)]
+
+
+METHODS = (
+    *("rendezvous_barrier", "init_process_group", "barrier", "exchange", "should_rendezvous"),
+    *("should_stop_training", "announce_end", "monitor_progress", "report_progress"),
+    *("sync", "capture_snapshot", "step"),
+)
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(METHODS), st.integers(0, 12), st.booleans()), max_size=4
+    ),
+)
+def test_any_call_may_fail_at_any_time(size, faults):
+    def work(name, coordinator):
+        state = Sum(coordinator, 10)
+
+        def step(state):
+            return add(state)
+
+        holder = type("Holder", (), {"step": staticmethod(step)})()
+        for who, method, call, is_late in faults:
+            if who == name:
+                owner = next(each for each in (coordinator, state, holder) if hasattr(each, method))
+                setattr(owner, method, failing(getattr(owner, method), call, is_late))
+        done = train(coordinator, holder.step, state)
+        return done.steps, done.total
+
+    assert Job(size).run(work) == [DONE] * size
+
+
+def failing(plain, when, is_late):
+    """The same, but for one call, which fails before or after it has done its work."""
+    calls = []
+
+    def call(*args):
+        calls.append(args)
+        if len(calls) != when + 1:
+            return plain(*args)
+        if is_late:
+            plain(*args)
+        raise RuntimeError(f"call {when} of {plain}")
+
+    return call
+
+
+def test_the_job_may_end_in_the_middle_of_a_step():
+    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=stopped_at(4)))
+    assert found == (4, 100)
+
+
+def stopped_at(when):
+    def step(state):
+        done = add(state)
+        if state.steps > when:
+            raise StopException
+        return done
+
+    return step
+
+
+class Unfit(Sum):
+    """A snapshot of it cannot be applied."""
+
+    def apply_snapshot(self, _):
+        raise RuntimeError("torn")
+
+
+def test_a_rollback_that_fails_is_fatal():
+    (found,) = Job(1).run(
+        lambda _, coordinator: train_sum(coordinator, step=once(RuntimeError("x"), 2), state=Unfit)
+    )
+    assert str(found) == "torn"
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (3, "train_step returned 3, expected (state, worker_stats)"),
+        (None, "train_step returned None"),
+        ((1, 2), "train_step returned (1, 2)"),
+        ([1], "train_step returned [1]"),
+    ],
+)
+def test_what_a_step_returns_must_make_sense(result, message):
+    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=lambda _: result))
+    assert isinstance(found, TypeError)
+    assert message in str(found)
+
+
+def test_worker_stats_are_none_or_worker_stats():
+    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=lambda state: (state, 5)))
+    assert str(found) == "worker_stats: got 5, expected a WorkerStats or None"
+
+
+def run_sum(coordinator, steps):
+    return run_train(coordinator, steps, Sum(coordinator, 10))
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (lambda _: 3, "train_step_gen returned 3, expected a generator"),
+        (lambda _: iter([3]), "train_step_gen yielded 3, expected (state, worker_stats)"),
+        (7, "train_step_gen: got 7, expected a generator function"),
+    ],
+)
+def test_what_a_generator_yields_must_make_sense(steps, message):
+    (found,) = Job(1).run(lambda _, coordinator: run_sum(coordinator, steps))
+    assert isinstance(found, TypeError)
+    assert str(found) == message
+
+
+def test_arguments_have_their_types():
+    def work(name, coordinator):
+        state = Sum(coordinator, 1)
+        with pytest.raises(TypeError, match="coordinator: got 1, expected a Coordinator"):
+            train(1, add, state)
+        with pytest.raises(TypeError, match="state: got 1, expected a State"):
+            train(coordinator, add, 1)
+        with pytest.raises(TypeError, match="train_step: got None, expected a function"):
+            train(coordinator, None, state)
+
+    assert Job(1).run(work) == [None]
+
+
+def test_a_sync_that_always_fails_reaches_the_cap():
+    class Broken(Sum):
+        def sync(self, world_size, rank):
+            if rank == 0:
+                raise RuntimeError("cannot sync")
+            super().sync(world_size, rank)
+
+    found = Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Broken, max_failures=3))
+    assert all("reached the max number" in str(error) for error in found)
+
+
+FORKS = """
+import os, sys
+sys.path[:0] = sys.argv[1:]
+from train.threads import Job, ThreadCoordinator, add, train_sum
+from elasticrs.train import NonRetryableException
+
+def step(state):
+    if state.steps == 3:
+        os.fork()
+    return add(state)
+
+coordinator = ThreadCoordinator(Job(1), 0)
+try:
+    print(train_sum(coordinator, step=step), flush=True)
+except NonRetryableException as error:
+    os.write(1, f"{error}\\n".encode())
+    os._exit(7 if coordinator.calls == coordinator.errors == [] else 1)
+print("exit", os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_child_that_a_step_forks_is_no_worker(pytestconfig):
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(pytestconfig.rootpath / "tests")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=clean_environment(),
+    )
+    assert sorted(done.stdout.splitlines())[:2] == ["(10, 550)", "exit 7"], done.stderr
+    assert "this process was forked from worker" in done.stdout
+
+
+# --- what is measured ---
+
+
+class Kept(metrics.MetricHandler):
+    def __init__(self):
+        self.names = []
+
+    def emit(self, metric_data):
+        self.names.append(metric_data.name)
+
+
+def test_metrics_are_published_to_a_handler():
+    kept = Kept()
+    metrics.configure(kept, "torchelastic")
+    try:
+        Job(1).run(lambda _, coordinator: train_sum(coordinator, length=2))
+    finally:
+        metrics.configure(metrics.NullMetricHandler(), "torchelastic")
+    assert kept.names.count("train_step.duration.ms") == 2
+    assert kept.names.count("state_sync.duration.ms") == 2
+    assert {"outer_train_loop.duration.ms", "inner_train_loop.duration.ms"} <= set(kept.names)
+    assert kept.names.count("ThreadCoordinator.should_rendezvous.success") == 2
+    assert "ThreadCoordinator.rendezvous_barrier.duration.ms" in kept.names

@@ -1,0 +1,203 @@
+"""Workers die, hang, come and go; the others keep their processes and go on from the most advanced state."""
+
+import os
+import signal
+
+import pytest
+from helpers.procs import HANG
+from helpers.trainers import Told, Trainers
+
+from train.soak import soak
+
+pytestmark = [pytest.mark.torch]
+
+FIXED = "min_workers=4&max_workers=4"
+FLEXIBLE = "min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0"
+SHORT_LEASE = "&keep_alive_interval=0.2&keep_alive_max_attempt=5&settle=10"
+
+NAMES = ("a", "b", "c", "d")
+
+
+def sums_are_right(job: Trainers) -> None:
+    """The sum of each trainer that came to the end has one for each step: none lost, none counted twice."""
+    ends = job.of("done") + job.of("stopped")
+    assert ends
+    for told in ends:
+        assert told["equal"]
+        assert told["sum"] == told["step"], told
+
+
+def met_in_one_round(job: Trainers, names: str, timeout: float = HANG) -> list[Told]:
+    """Wait until all of these are in one round; load may end a lease, and so cost another one."""
+
+    def last() -> list[Told]:
+        return [told[-1] for name in names if (told := job.of("met", name))]
+
+    job.wait_until(
+        lambda: len(last()) == len(names) and len({each["round"] for each in last()}) == 1, timeout
+    )
+    return last()
+
+
+def test_the_place_of_one_that_is_killed_is_taken(trainers):
+    job = trainers(FIXED)
+    job.start(*NAMES)
+    job.wait("stepped", 4)
+    pids = dict(job.pids)
+    job.kill("b")
+    job.start("e")
+    met = met_in_one_round(job, "acde")
+    assert sorted(each["rank"] for each in met) == [0, 1, 2, 3]
+    assert all(each["env"] == [str(each["rank"]), "4"] for each in met), "the environment is the round's"
+    assert all(job.pids[name] == pids[name] for name in "acd")
+    job.wait_until(lambda: bool(job.of("stepped", "e")))
+    votes = [max(each["steps"]) for each in job.of("votes", "e")]
+    assert votes[-1] >= 0, "it got the others' state"
+
+
+def test_an_undisturbed_job_has_no_error_in_the_end(trainers):
+    job = trainers(FIXED)
+    job.start(*NAMES, steps=3)
+    job.wait("done", 4)
+    sums_are_right(job)
+    assert not job.of("failed") + job.of("raised") + job.of("stopped")
+    assert all(job.code(name) == 0 for name in NAMES)
+    assert job.stderr.read_text() == ""
+
+
+def test_all_of_them_come_to_the_same_end(trainers):
+    job = trainers(FIXED)
+    job.start(*NAMES, steps=40, pause=0.01)
+    job.wait("stepped", 4)
+    job.kill("a")
+    job.start("e", steps=40, pause=0.01)
+    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 4)
+    sums_are_right(job)
+    assert {each["step"] for each in job.of("done") + job.of("stopped")} == {40}
+    for name in "bcde":
+        assert job.code(name) == 0
+
+
+def test_two_kill_themselves_and_two_go_on(trainers):
+    job = trainers(FLEXIBLE)
+    job.start("a", "b", steps=30, pause=0.01)
+    job.start("c", "d", steps=30, pause=0.01, do="kill", at=5)
+    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 2)
+    sums_are_right(job)
+    assert job.of("met", "a")[-1]["world"] == 2
+
+
+def test_a_start_with_fewer_than_the_most(trainers):
+    job = trainers(FLEXIBLE)
+    job.start("a", "b")
+    assert all(each["world"] == 2 for each in job.wait("met", 2))
+    job.wait("stepped", 2)
+
+
+def test_newcomers_are_let_in_at_a_step_boundary(trainers):
+    job = trainers(FLEXIBLE + "&keep_alive_interval=5")
+    job.start("a", "b", pause=0.005)
+    job.wait("stepped", 2)
+    job.start("c", "d", pause=0.005)
+    job.wait("met", 4, world=4)
+    # Nobody was broken off, and both left at one step.
+    assert not job.of("raised")
+    left = job.of("left", "a", "b")
+    assert len({each["step"] for each in left[-2:]}) == 1
+
+
+def test_a_worker_that_is_stopped_is_gone_with_its_lease(trainers):
+    job = trainers(FIXED + SHORT_LEASE)
+    job.start(*NAMES, timeout=60000)
+    job.wait("stepped", 4)
+    job.kill("c", signal.SIGSTOP)
+    job.start("e")
+    # Long before the time-out of the collective.
+    met_in_one_round(job, "abde", timeout=30)
+
+
+def test_one_that_spins_ends_itself_when_the_others_have_gone_on(trainers):
+    job = trainers(FLEXIBLE + "&stuck_timeout=3")
+    job.start("a", "b", "c", steps=30, timeout=1000)
+    job.start("d", steps=30, timeout=1000, do="spin", at=5)
+    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 3)
+    sums_are_right(job)
+    assert job.code("d") == 1
+    text = job.stderr.read_text()
+    assert "did not leave round" in text
+    assert "in misbehave" in text, "it says where it was"
+
+
+def test_too_few_is_an_end_for_all(trainers):
+    job = trainers("min_workers=3&max_workers=4&timeout=3")
+    job.start("a", "b")
+    told = job.wait("stuck", 2)
+    assert all("permanently stuck" in each["error"] for each in told)
+
+
+def test_who_comes_after_the_end_returns_at_once(trainers):
+    job = trainers("min_workers=2&max_workers=2")
+    job.start("a", "b", steps=5)
+    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 2)
+    job.start("late", steps=5)
+    assert job.wait("stopped", name="late")[0]["step"] == -1
+
+
+def test_a_step_that_fails_once_is_repeated(trainers):
+    job = trainers(FIXED)
+    job.start("a", "b", steps=20)
+    job.start("c", "d", steps=20, do="raise", at=7)
+    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 4)
+    sums_are_right(job)
+
+
+def test_an_error_that_is_fatal_for_two_is_not_for_the_others(trainers):
+    job = trainers(FLEXIBLE)
+    job.start("a", "b", steps=20)
+    job.start("c", "d", steps=20, do="die", at=7)
+    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 2)
+    sums_are_right(job)
+    assert job.code("c") == job.code("d") == 1
+
+
+def test_a_loop_of_ones_own_takes_part_by_hand(trainers):
+    job = trainers(FIXED)
+    job.start(*NAMES, loop="by_hand", steps=30, pause=0.01)
+    job.wait("stepped", 4)
+    job.kill("a")
+    job.start("e", loop="by_hand", steps=30, pause=0.01)
+    job.wait("done", 4)
+    sums_are_right(job)
+    assert all(job.code(name) == 0 for name in "bcde")
+    assert {planned for each in job.of("raised") for planned in each["planned"]} <= {False}
+
+
+def test_a_child_that_a_worker_has_forked_does_not_keep_its_place(trainers):
+    # Only the end of the connection can tell in time that the worker is gone.
+    job = trainers(FIXED + "&keep_alive_interval=30&keep_alive_max_attempt=5&settle=300")
+    job.start("a", "b", "c", timeout=300_000)
+    job.start("d", timeout=300_000, do="fork", at=3)
+    child = job.wait("forked")[0]["child"]
+    job.kill("d")
+    job.start("e", timeout=300_000)
+    met_in_one_round(job, "abce", timeout=30)
+    # An orphan is a child of the tests.
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_straggler_is_found_by_its_rate(trainers):
+    job = trainers(FIXED)
+    job.start("a", "b", "c", rate=100, pause=0.001)
+    job.start("d", rate=42, pause=0.001)
+    assert job.wait("straggles")[0]["name"] == "d"
+    job.kill("a")
+    job.start("e", rate=100, pause=0.001)
+    # The flag is of a round.
+    assert job.wait("straggles")[0]["name"] == "d"
+    assert {each["name"] for each in job.of("straggles")} == {"d"}
+
+
+def test_kills_in_the_middle_of_a_recovery(trainers, tmp_path):
+    job = trainers(FIXED)
+    soak(job, 12, 0, tmp_path / "end")

@@ -1,0 +1,30 @@
+"""The workers of several nodes are members of one rendezvous; each agent keeps its own."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import ports
+
+pytestmark = pytest.mark.beyond_torchrun
+
+TRAIN = Path(__file__).parents[2] / "examples" / "train_state" / "train.py"
+
+
+def test_the_worker_of_another_node_stays_when_one_dies(launch):
+    node = (
+        *(
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=localhost:{ports.free()}",
+        ),
+        *("--max-restarts=1", "--on-failure=replace", "--warm=auto", TRAIN),
+        *("--stamps", "--epochs=1", "--kill-rank=1", "--kill-step=5"),
+    )
+    jobs = [launch(*node), launch(*node)]
+    assert [job.wait() for job in jobs] == [0, 0]
+    done = [set(re.findall(r"stamp done .*pid=(\d+)", job.stdout)) for job in jobs]
+    assert sorted(map(len, done)) == [1, 2]
+    assert sum(len(re.findall("final accuracy", job.stdout)) for job in jobs) == 1
+    assert sorted(len(re.findall(r"replaced by pid", job.stderr)) for job in jobs) == [0, 1]

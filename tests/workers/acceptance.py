@@ -1,0 +1,151 @@
+"""What a trainer does in the scenarios of acceptance: `train` over the sum of all samples.
+
+The order says what goes wrong: ``faults`` is a list of ``{"at": step, "do": what, "times": how often}``.
+"""
+
+import os
+import select
+import signal
+
+import torch
+import torch.distributed as dist
+
+from elasticrs.train import NonRetryableException, SimpleWorkerStats, State, p2p, train
+from elasticrs.train.checkpoint import FileSystemCheckpointManager, set_checkpoint_manager
+from elasticrs.train.data import Shares
+from elasticrs.train.distributed import all_gather_return_max_long, broadcast_binary
+
+
+class Total(State):
+    """The sum of the samples that have been taken, and how many these are."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.size, self.batch = trainer.order.get("size", 400), trainer.order.get("batch", 5)
+        self.steps = self.taken = self.total = 0
+        self.shares = self.left = None
+
+    def sync(self, world_size, rank):
+        self.trainer.fault("sync", self.steps)
+        best, _ = all_gather_return_max_long(self.steps)
+        mine = torch.tensor([self.steps, self.taken, self.total])
+        packed = broadcast_binary(mine.view(torch.uint8), best)
+        self.steps, self.taken, self.total = packed.clone().view(torch.long).tolist()
+        self.trainer.met(world_size, rank, self.steps)
+        self.shares = Shares(self.size, self.batch, world_size, rank, self.taken)
+
+    def capture_snapshot(self):
+        if self.trainer.order.get("rollback", True):
+            return self.steps, self.taken, self.total
+        return None
+
+    def apply_snapshot(self, snapshot):
+        self.steps, self.taken, self.total = snapshot
+
+    def should_save_checkpoint(self, rank):
+        return bool(self.trainer.order.get("checkpoints")) and rank in self.trainer.order.get(
+            "savers", range(9)
+        )
+
+
+class Trainer:
+    """One process; its order is what the test wants of it."""
+
+    def __init__(self, order, say):
+        self.order = order
+        self._say = say
+        self.done = []
+        self.straggles = False
+        self.child = None
+        kind = MeetsAlways if order.get("always") else p2p.CoordinatorP2P
+        timeouts = order.get("timeout", 10000), order.get("control_timeout", 60000)
+        self.coordinator = kind("gloo", order["url"], 64, *timeouts)
+
+    def say(self, what, **more):
+        self._say(self.order["name"], what, **more)
+
+    def met(self, world, rank, step):
+        self.world, self.rank = world, rank
+        self.say("met", world=world, rank=rank, step=step)
+
+    def fault(self, where, step):
+        for each in self.order.get("faults", ()):
+            if each.get("in", "step") == where and each["at"] <= step and each.get("times", 1) > 0:
+                each["times"] = each.get("times", 1) - 1
+                self.say("does", do=each["do"], step=step)
+                getattr(self, each["do"])()
+
+    def retryable(self):
+        raise RuntimeError("on purpose")
+
+    def fatal(self):
+        raise NameError("on purpose")
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def spin(self):
+        while True:
+            pass
+
+    def fork(self):
+        self.child = os.fork()
+        if self.child == 0:
+            self.order["name"] += " forked"
+
+    def hold(self):
+        signal.pause()
+
+    def step(self, state):
+        if state.steps >= self.order.get("own_end", 1 << 30):
+            raise StopIteration
+        self.straggles = self.straggles or self.coordinator.is_worker_straggler
+        mine = next(state.shares)
+        self.fault("step", state.steps)
+        if not os.path.exists(self.order.get("slow_until", "/")):
+            select.select([], [], [], 0.05)
+        total = torch.tensor(sum(mine))
+        dist.all_reduce(total)
+        # Nothing is written before the last collective of the step.
+        state.total += int(total)
+        state.taken += state.shares.taken
+        state.steps += 1
+        self.done.append(state.steps)
+        if state.steps == self.order.get("tell", 2):
+            self.say("stepped", step=state.steps)
+        return state, SimpleWorkerStats(self.order["rate"]) if "rate" in self.order else None
+
+
+class MeetsAlways(p2p.CoordinatorP2P):
+    """Meets anew after every step."""
+
+    def should_rendezvous(self, state):
+        super().should_rendezvous(state)
+        return True
+
+
+def run(order, say):
+    trainer = Trainer(order, say)
+    if order.get("checkpoints"):
+        set_checkpoint_manager(FileSystemCheckpointManager(order["checkpoints"]))
+    if order.get("monitor"):
+        p2p.MONITOR_PROGRESS_FREQ = order["monitor"]
+    state = Total(trainer)
+    try:
+        train(trainer.coordinator, trainer.step, state, max_failures=order.get("max_failures"))
+    except NonRetryableException as error:
+        trainer.say("stuck", error=str(error))
+        return
+    except RuntimeError as error:
+        trainer.say("gave up", error=str(error))
+        return
+    if trainer.child:
+        os.waitpid(trainer.child, 0)
+    trainer.say(
+        "finished",
+        steps=state.steps,
+        taken=state.taken,
+        total=state.total,
+        done=trainer.done,
+        straggler=trainer.straggles,
+    )

@@ -1,0 +1,218 @@
+"""A process that has imported torch and forks trainers; see `helpers/trainers.py`.
+
+Takes one JSON object per line: {"name", "url", "loop", ...}; trainers tell theirs on stdout.
+"""
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+
+import acceptance
+import torch
+import torch.distributed as dist
+
+from elasticrs.train import NonRetryableException, SimpleWorkerStats, StopException, p2p
+from elasticrs.train.by_hand import on_change
+
+torch.set_num_threads(1)
+
+SIZE = 1 << 16
+
+
+def say(name, what, **more):
+    text = json.dumps({"name": name, "what": what, "pid": os.getpid(), "at": time.monotonic(), **more})
+    os.write(1, (text + "\n").encode())
+
+
+class Trainer:
+    """Counts steps; its sum has one for each, so that a step that is lost or done twice shows."""
+
+    def __init__(self, order):
+        self.name = order["name"]
+        self.order = order
+        self.step = -1
+        self.sum = torch.zeros(SIZE)
+
+    def say(self, what, **more):
+        say(self.name, what, step=self.step, **more)
+
+    def tell_end(self, what):
+        self.say(what, sum=float(self.sum[0]), equal=bool((self.sum == self.sum[0]).all()))
+
+    def sync(self):
+        votes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(votes, torch.tensor([self.step]))
+        steps = [int(vote) for vote in votes]
+        best = max(range(len(steps)), key=lambda each: (steps[each], -each))
+        self.say("votes", steps=steps)
+        # Into a spare place: the own state keeps its vote until all have the new one.
+        spare = self.sum.clone()
+        dist.broadcast(spare, best)
+        dist.barrier()
+        self.step, self.sum = max(steps[best], 0), spare
+
+    def train_step(self, rank, world):
+        order = self.order
+        if self.step == order.get("at", -1) and order.get("do") and rank == order.get("rank", rank):
+            do, order["do"] = order["do"], None
+            self.misbehave(do)
+        gradient = torch.full((SIZE,), 1.0 / world)
+        dist.all_reduce(gradient)
+        if order.get("pause"):
+            select.select([], [], [], order["pause"])
+        # No collective after the first write: an error leaves the state as it was.
+        self.sum += gradient.round()
+        self.step += 1
+
+    def misbehave(self, do):
+        self.say("does", do=do)
+        if do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if do == "fork":
+            pid = os.fork()
+            while not pid:
+                select.select([], [], [])
+            self.say("forked", child=pid)
+        while do == "spin":
+            pass
+        if do == "raise":
+            raise RuntimeError("once")
+        if do == "die":
+            raise NameError("for good")
+
+
+def with_coordinator(order):
+    trainer = Trainer(order)
+    coordinator = p2p.CoordinatorP2P("gloo", order["url"], 64, order.get("timeout", 10000))
+    p2p.MONITOR_PROGRESS_FREQ = 5
+    has_ended = 0
+    while True:
+        began = time.monotonic()
+        try:
+            _, rank, world = coordinator.rendezvous_barrier()
+            met = time.monotonic()
+            coordinator.init_process_group()
+            made = time.monotonic()
+            coordinator.barrier()
+            is_over = max(coordinator.exchange([has_ended]))[0]
+            trainer.sync()
+            coordinator.barrier()
+            if is_over:
+                coordinator.signal_training_done()
+                trainer.tell_end("done")
+                return
+        except StopException:
+            trainer.tell_end("stopped")
+            return
+        except NonRetryableException as error:
+            trainer.say("stuck", error=str(error))
+            return
+        except RuntimeError as error:
+            trainer.say("failed", error=str(error)[:200])
+            continue
+        trainer.say(
+            "met",
+            rank=rank,
+            world=world,
+            round=coordinator.rounds_before + 1,
+            began=began,
+            met=met,
+            made=made,
+            env=[os.environ["RANK"], os.environ["WORLD_SIZE"]],
+        )
+        is_first = True
+        while True:
+            if trainer.step >= order["steps"] or os.path.exists(order.get("end_when", "")):
+                coordinator.announce_end()
+                has_ended = 1
+                break
+            try:
+                trainer.train_step(rank, world)
+                if "rate" in order:
+                    was = coordinator.is_worker_straggler
+                    coordinator.monitor_progress(None, SimpleWorkerStats(order["rate"]))
+                    if coordinator.is_worker_straggler and not was:
+                        trainer.say("straggles")
+                if coordinator.should_rendezvous(None):
+                    trainer.say("left")
+                    break
+            except RuntimeError as error:
+                trainer.say("raised", error=str(error)[:200])
+                break
+            if is_first:
+                trainer.say("stepped")
+                is_first = False
+
+
+def by_hand(order):
+    trainer = Trainer(order)
+    changes = []
+    with on_change(changes.append, order["url"]) as job:
+        while trainer.step < order["steps"]:
+            place = job.meet()
+            try:
+                job.init_process_group("gloo")
+                trainer.sync()
+                trainer.say("met", rank=place.rank, world=place.world_size)
+                trainer.train_step(place.rank, place.world_size)
+                trainer.say("stepped")
+                while not job.passed() and trainer.step < order["steps"]:
+                    trainer.train_step(place.rank, place.world_size)
+            except RuntimeError:
+                trainer.say("raised", planned=[each.planned for each in changes])
+        job.close()
+    trainer.tell_end("done")
+
+
+LOOPS = {
+    "coordinator": with_coordinator,
+    "train": lambda order: acceptance.run(order, say),
+    "by_hand": by_hand,
+}
+
+
+def run(order):
+    os.dup2(os.open(order["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable()
+    try:
+        LOOPS[order["loop"]](order)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main():
+    children = set()
+
+    def end():
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        while children:
+            os.waitpid(children.pop(), 0)
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "end" in order:
+            end()
+            say("", "all ended")
+        elif "wait" in order:
+            _, status = os.waitpid(order["wait"], 0)
+            children.discard(order["wait"])
+            say(order["name"], "ended", code=os.waitstatus_to_exitcode(status))
+        else:
+            pid = os.fork()
+            if not pid:
+                run(order)
+            children.add(pid)
+    end()
+
+
+main()
