@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 
 from benchmarks import (
     deadlines,
+    etcd,
     idle,
     launch,
     leave,
@@ -19,6 +20,7 @@ from benchmarks import (
     siblings,
     tee,
     timers,
+    train_steps,
     usage,
     worker_store,
 )
@@ -39,9 +41,12 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "nodes-killed": lost.measure_killed,
     "nodes-silent": lost.measure_silent,
     "nodes-idle": idle.measure_nodes,
+    "nodes-etcd": etcd.measure,
+    "nodes-hosted": etcd.measure_hosted,
     "timers": timers.measure,
     "timers-deadlines": deadlines.measure,
     "scrape": scrape.measure,
+    "train-steps": train_steps.measure,
     "worker-store": worker_store.measure,
 }
 

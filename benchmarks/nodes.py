@@ -35,7 +35,8 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                env=environment() | {"BENCH_REPORTS": str(reports)},
+                # What a killed agent leaves in its temporary folder goes with this one.
+                env=environment() | {"BENCH_REPORTS": str(reports), "TMPDIR": str(folder)},
                 cwd=folder,
                 start_new_session=True,
             )
@@ -87,7 +88,7 @@ class Job:
         self.agents: list[Agent] = []
         self.reports = Reports(folder / "reports", self.check)
         self._launcher, self._shape, self._arguments, self._folder = launcher, shape, arguments, folder
-        self._port = _free_port()
+        self._port = free_port()
 
     def check(self) -> None:
         for agent in self.agents:
@@ -104,7 +105,9 @@ class Job:
         command = (
             *self._launcher.command,
             *("--nnodes", str(self._shape.nodes), "--nproc-per-node", str(self._shape.nproc)),
-            *("--rdzv-backend", "c10d", "--rdzv-id", "bench", "--rdzv-endpoint", f"127.0.0.1:{self._port}"),
+            # Not the id of another job: etcd would remember it.
+            *("--rdzv-backend", "c10d", "--rdzv-id", f"bench-{self._port}"),
+            *("--rdzv-endpoint", f"127.0.0.1:{self._port}"),
             *("--log-dir", str(self._folder / f"logs-{number}")),
             *self._arguments,
         )
@@ -183,7 +186,8 @@ def connections(text: str, port: int) -> Connections:
     return Connections(LISTEN in states, states.count(ESTABLISHED))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that was free a moment ago."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

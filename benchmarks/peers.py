@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.harness import Launcher, Options, Row, Samples, percentile, take_turns, time_box, worker
 from benchmarks.nodes import Shape, job
@@ -14,14 +14,27 @@ MAX_KILLS = 100
 BOX_S = 10.0
 
 
-def measure(options: Options) -> list[Row]:
+def measure(
+    options: Options, meet: Callable[[Launcher], Sequence[str]] | None = None, where: str = ""
+) -> list[Row]:
+    """Kill workers at random.
+
+    Args:
+        options: of the command line.
+        meet: the options that say where a launcher's agents meet; at the first agent when ``None``.
+        where: the same in words.
+    """
     signalled, restarted = Samples(options), Samples(options)
     rng = random.Random(4)
     kills = options.repeats(MAX_KILLS, 5)
 
     def one(launcher: Launcher) -> None:
-        with job(launcher, SHAPE, "--max-restarts", str(kills), worker("first_line.py")) as agents:
-            agents.start_all()
+        arguments = ("--max-restarts", str(kills), *(meet(launcher) if meet else ()))
+        with job(launcher, SHAPE, *arguments, worker("first_line.py")) as agents:
+            if meet:
+                agents.start(SHAPE.nodes)
+            else:
+                agents.start_all()
             running = agents.running()
             for _ in time_box(BOX_S, kills):
                 # All Python start-ups are over by then; a launcher that polls does so every 0.1 s.
@@ -45,7 +58,7 @@ def measure(options: Options) -> list[Row]:
 
         arrived = f"{conditions} until SIGTERM has arrived in the other node's last worker"
         rows += signalled.rows(
-            f"nodes: worker killed, SIGTERM in the peers' workers, p{percent}", "ms", arrived, pick
+            f"nodes{where}: worker killed, SIGTERM in the peers' workers, p{percent}", "ms", arrived, pick
         )
     for percent in (50, 99):
 
@@ -53,7 +66,7 @@ def measure(options: Options) -> list[Row]:
             return percentile(values, percent)
 
         rows += restarted.rows(
-            f"nodes: worker killed, all run again, p{percent}",
+            f"nodes{where}: worker killed, all run again, p{percent}",
             "ms",
             f"{conditions} to the last worker's first line",
             pick,

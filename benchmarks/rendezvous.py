@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable, Sequence
 
 from benchmarks.harness import Launcher, Options, Row, Samples, take_turns, time_box, worker
 from benchmarks.nodes import Shape, job
@@ -11,18 +12,34 @@ BOX_S = 2.0
 
 def measure(options: Options) -> list[Row]:
     return [
-        *_measure(options, Shape(2, 2), is_joined_late=True),
-        *_measure(options, Shape(4, 1), is_joined_late=True),
-        *_measure(options, Shape(4, 1), is_joined_late=False),
+        *measure_shape(options, Shape(2, 2), is_joined_late=True),
+        *measure_shape(options, Shape(4, 1), is_joined_late=True),
+        *measure_shape(options, Shape(4, 1)),
     ]
 
 
-def _measure(options: Options, shape: Shape, is_joined_late: bool) -> list[Row]:
+def measure_shape(
+    options: Options,
+    shape: Shape,
+    *,
+    is_joined_late: bool = False,
+    meet: Callable[[Launcher], Sequence[str]] = lambda _: (),
+    where: str = "",
+) -> list[Row]:
+    """All agents start at once, or the last one when the others wait.
+
+    Args:
+        options: of the command line.
+        shape: of the job.
+        is_joined_late: the last one starts later; only with a store at an agent.
+        meet: the options that say where a launcher's agents meet; at an agent without any.
+        where: the same in words.
+    """
     samples = Samples(options)
     rng = random.Random(3)
 
     def sample(launcher: Launcher) -> None:
-        with job(launcher, shape, worker("first_line.py")) as agents:
+        with job(launcher, shape, *meet(launcher), worker("first_line.py")) as agents:
             if is_joined_late:
                 agents.start_waiting(shape.nodes - 1)
                 # Torchrun polls every second: it is to be hit at a random point of that.
@@ -40,4 +57,4 @@ def _measure(options: Options, shape: Shape, is_joined_late: bool) -> list[Row]:
     take_turns(options, options.repeats(3, 1), one)
     name = "the others wait" if is_joined_late else "all at once"
     conditions = f"{shape}, plain Python, from before fork of the last agent to the last worker's first line"
-    return samples.rows(f"nodes: {shape.nodes} agents rendezvous, {name}", "ms", conditions)
+    return samples.rows(f"nodes{where}: {shape.nodes} agents rendezvous, {name}", "ms", conditions)

@@ -26,7 +26,7 @@ from helpers import hosts, ports
 PORT = 29400
 EPOCHS = 60
 BATCH_SIZE = 4
-PAUSE = 4
+PAUSE = 2
 """Epochs before the cable is pulled, before it is plugged in again, and before and after the store dies."""
 LIMIT = 8
 """Seconds of silence after which a host is lost, and for which the store may be away."""

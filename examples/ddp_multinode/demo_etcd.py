@@ -23,7 +23,7 @@ from helpers import etcd, ports, procs
 
 EPOCHS = 40
 BATCH_SIZE = 4
-PAUSE = 4
+PAUSE = 2
 """Epochs before the agent is killed, and before the member of etcd is."""
 NODES = 3
 RUNNING = re.compile(r"elasticrs\[.*: attempt .* is running")

@@ -10,7 +10,7 @@ from helpers.procs import reap_adopted
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("options", "worlds"),
-    [(("--epochs=16",), (3, 2)), (("--epochs=24", "--hosted"), (3, 2, 3))],
+    [(("--epochs=10",), (3, 2)), (("--epochs=16", "--hosted"), (3, 2, 3))],
     ids=["etcd of a site", "hosted"],
 )
 def test_an_agent_and_a_member_of_etcd_are_killed(run_demo, options, worlds):

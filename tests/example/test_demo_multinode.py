@@ -7,8 +7,8 @@ import pytest
 from helpers import hosts
 
 ROOT = Path(__file__).parents[2]
-EPOCHS = "30"
-"""The host is back after some ten; the others are there for a quick machine, on which it comes back late."""
+EPOCHS = "22"
+"""The host is back after some six; the others are there for a quick machine, on which it comes back late."""
 
 PLACES = [
     pytest.param((), marks=pytest.mark.privileged, id="namespaces"),

@@ -1,0 +1,67 @@
+"""Nodes that meet in etcd: elasticrs by its v3 interface, torchrun's ``etcd-v2`` by v2; and in an etcd that
+the agents host, beside the store of an agent.
+
+Torchrun needs python-etcd, which it does not bring along, and an etcd before 3.6, which has v2.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from subprocess import DEVNULL
+
+from benchmarks import peers, rendezvous
+from benchmarks.harness import Launcher, Options, Row
+from benchmarks.nodes import Shape, free_port
+from elasticrs.rendezvous.etcd_server import EtcdServer
+
+V2 = "ETCD_ENABLE_V2"
+
+
+def measure(options: Options) -> list[Row]:
+    if find_spec("etcd") is None:
+        print("  torchrun is left out: its etcd-v2 needs python-etcd", file=sys.stderr)
+        options = _ours(options)
+    server = EtcdServer()
+    os.environ[V2] = "true"
+    try:
+        server.start(stderr=DEVNULL)
+    finally:
+        del os.environ[V2]
+
+    def meet(launcher: Launcher) -> Sequence[str]:
+        backend = "etcd-v2" if launcher.name == "torchrun" else "etcd"
+        return "--rdzv-backend", backend, "--rdzv-endpoint", server.get_endpoint()
+
+    try:
+        return [
+            *rendezvous.measure_shape(options, Shape(4, 1), meet=meet, where=" over etcd"),
+            *peers.measure(options, meet, " over etcd"),
+        ]
+    finally:
+        server.stop()
+
+
+def measure_hosted(options: Options) -> list[Row]:
+    options, shape = _ours(options), Shape(3, 1)
+    seats = ",".join(f"127.0.0.1:{_seat()}" for _ in range(shape.nodes))
+    hosted = ("--rdzv-backend", "etcd", "--rdzv-endpoint", seats, "--rdzv-conf", "host=1")
+    return [
+        *rendezvous.measure_shape(options, shape),
+        *rendezvous.measure_shape(options, shape, meet=lambda _: hosted, where=" that host etcd"),
+    ]
+
+
+def _seat() -> int:
+    """A free port for clients before a free one for other members."""
+    while True:
+        port = free_port()
+        with suppress(OSError), socket.socket() as peers_port:
+            peers_port.bind(("127.0.0.1", port + 1))
+            return port
+
+
+def _ours(options: Options) -> Options:
+    return options._replace(launchers=tuple(each for each in options.launchers if each.name != "torchrun"))

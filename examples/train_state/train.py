@@ -1,0 +1,160 @@
+"""Handwritten digits with `elasticrs.train`: a worker that dies costs one step, and the others stay.
+
+    python -m elasticrs.launch --standalone --nproc-per-node 4 --max-restarts 3 --on-failure replace train.py
+
+The whole job is a state and a step over it. What one worker knows, the others can take over: that is `sync`.
+"""
+
+import argparse
+import hashlib
+import io
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from elasticrs.train import AgentCoordinator, State, train
+from elasticrs.train.distributed import all_gather_return_max_long, broadcast_binary
+
+
+class Digits(State):
+    """The model, its optimizer, and how far the job is."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.arguments = arguments
+        self.images, self.labels, self.unseen, self.answers = digits()
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
+        self.step = 0
+        self.epoch = 0
+        self.seen = 0  # samples of this epoch, by all workers together
+
+    def capture_snapshot(self) -> dict[str, Any]:
+        """What a step changes. Taken before each one, so that a step that fails leaves nothing behind."""
+        return {
+            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
+            "optimizer": copy_of(self.optimizer.state_dict()),
+            "progress": (self.step, self.epoch, self.seen),
+        }
+
+    def apply_snapshot(self, snapshot: object) -> None:
+        """Go back to it."""
+        assert isinstance(snapshot, dict)
+        self.model.load_state_dict(snapshot["model"])
+        self.optimizer.load_state_dict(snapshot["optimizer"])
+        self.step, self.epoch, self.seen = snapshot["progress"]
+
+    def sync(self, world_size: int, rank: int) -> None:
+        """All workers are there, old and new: take over the state of the one that is furthest."""
+        leader, _ = all_gather_return_max_long(self.step)
+        stream = io.BytesIO()
+        if rank == leader:
+            self.save(stream)
+        data = broadcast_binary(
+            torch.frombuffer(bytearray(stream.getvalue() or b"-"), dtype=torch.uint8), leader
+        )
+        self.load(io.BytesIO(data.numpy().tobytes()))
+        self.rank, self.world_size = rank, world_size
+        # All wrappers are made anew. With this option they never change their buckets on the way, so that the
+        # sums are the same to the last bit, with or without a failure.
+        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
+
+    def batch(self) -> torch.Tensor:
+        """The samples of this worker for this step: no sample twice, whoever comes or goes meanwhile."""
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(self.epoch))
+        begin = self.seen + self.rank * self.arguments.batch_size
+        return order[begin : begin + self.arguments.batch_size]
+
+    def accuracy(self) -> float:
+        """On digits that nobody has trained on, in per cent."""
+        with torch.no_grad():
+            return 100 * (self.model(self.unseen).argmax(1) == self.answers).float().mean().item()
+
+    def digest(self) -> str:
+        """Of all parameters, to the last bit."""
+        return hashlib.sha256(
+            b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
+        ).hexdigest()
+
+
+def train_step(state: Digits) -> tuple[Digits, None]:
+    """One batch of each worker."""
+    arguments = state.arguments
+    if state.epoch == arguments.epochs:
+        raise StopIteration
+    stamp("begins", state)
+    indices = state.batch()
+    state.optimizer.zero_grad()
+    loss = cross_entropy(state.ddp(state.images[indices]), state.labels[indices])
+    if dies_here(state):
+        stamp("dies", state)
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+    state.optimizer.step()
+    state.step += 1
+    state.seen += state.world_size * arguments.batch_size
+    if state.seen + state.world_size * arguments.batch_size > len(state.images):
+        state.epoch, state.seen = state.epoch + 1, 0
+    stamp("done", state)
+    return state, None
+
+
+def dies_here(state: Digits) -> bool:
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    return is_first and (state.rank, state.step) == (state.arguments.kill_rank, state.arguments.kill_step)
+
+
+def stamp(what: str, state: Digits) -> None:
+    if state.arguments.stamps:
+        print(
+            f"stamp {what} rank={state.rank} pid={os.getpid()} step={state.step} ns={time.monotonic_ns()}",
+            flush=True,
+        )
+
+
+def copy_of(value: Any) -> Any:
+    """A copy of nested dictionaries and lists whose tensors share nothing."""
+    if isinstance(value, dict):
+        return {key: copy_of(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [copy_of(inner) for inner in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    is_unseen = torch.arange(len(x)) % 5 == 0
+    return x[~is_unseen], y[~is_unseen], x[is_unseen], y[is_unseen]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=16, help="per worker")
+    parser.add_argument("--kill-rank", type=int, help="this rank dies once, by SIGKILL ...")
+    parser.add_argument("--kill-step", type=int, default=60, help="... in the middle of this step")
+    parser.add_argument("--stamps", action="store_true", help="print the monotonic time of each step")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    state = train(AgentCoordinator("gloo"), train_step, Digits(arguments))
+    assert isinstance(state, Digits)
+    if state.rank == 0:
+        print(
+            f"final accuracy on held-out data: {state.accuracy():.1f}%, parameters {state.digest()}",
+            flush=True,
+        )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
