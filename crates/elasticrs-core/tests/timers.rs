@@ -101,6 +101,20 @@ impl Job {
         self.fifo.write_all(text.as_bytes()).unwrap();
     }
 
+    /// The timer of the first worker expires. Evidence takes as long as it may: this `py-spy` says that it was asked, and
+    /// no more.
+    fn is_asked_where_it_is(&mut self) {
+        let folder = tempfile::tempdir().unwrap();
+        let (spy, asked) = (folder.path().join("py-spy"), folder.path().join("asked"));
+        nix::unistd::mkfifo(&asked, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        std::fs::write(&spy, format!("#!/bin/sh\necho asked > {}\nexec sleep 1000\n", asked.display())).unwrap();
+        std::fs::set_permissions(&spy, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
+        self.supervisor.keep_evidence(vec![files], Some(spy)).unwrap();
+        self.write(&acquire(self.pids[0], "hung", -1.0, 10));
+        assert_eq!(std::fs::read_to_string(&asked).unwrap(), "asked\n");
+    }
+
     fn until_end(&self) -> (Vec<(u32, WorkerExit, Option<Signal>)>, Outcome) {
         let mut exits = Vec::new();
         loop {
@@ -324,16 +338,7 @@ fn who_is_to_be_signalled_is_not_forgotten_for_others_that_have_timers() {
     let mut job = Job::start(vec![worker(&["sleep"]), shell(script)]);
     let children: Vec<i32> = job.lines.said.iter().filter_map(|line| line.parse().ok()).collect();
     assert_eq!(children.len(), 520);
-    // Evidence takes as long as it may: this `py-spy` says that it was asked, and no more.
-    let folder = tempfile::tempdir().unwrap();
-    let (spy, asked) = (folder.path().join("py-spy"), folder.path().join("asked"));
-    nix::unistd::mkfifo(&asked, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    std::fs::write(&spy, format!("#!/bin/sh\necho asked > {}\nexec sleep 1000\n", asked.display())).unwrap();
-    std::fs::set_permissions(&spy, std::fs::Permissions::from_mode(0o755)).unwrap();
-    let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
-    job.supervisor.keep_evidence(vec![files], Some(spy)).unwrap();
-    job.write(&acquire(job.pids[0], "hung", -1.0, 10));
-    assert_eq!(std::fs::read_to_string(&asked).unwrap(), "asked\n");
+    job.is_asked_where_it_is();
     let use_and_release = |pid: &i32| acquire(*pid, "step", 1000.0, 9) + &release(*pid, "step");
     job.write(&children.iter().map(use_and_release).collect::<String>());
     job.write(&acquire(job.pids[1], "all were read", -1.0, 0));
@@ -343,5 +348,15 @@ fn who_is_to_be_signalled_is_not_forgotten_for_others_that_have_timers() {
     assert!(matches!(job.event(), Event::FailureSeen { local_rank: 0, siblings: 1, .. }));
     let (exits, outcome) = job.until_end();
     assert_eq!((exits[0], outcome), ((0, by(10), Signal::new(10)), Outcome::Failed), "TIM-3");
+    job.close();
+}
+
+#[test]
+fn who_looks_into_a_worker_goes_with_the_group_that_is_stopped() {
+    let mut job = Job::sleepers(1);
+    job.is_asked_where_it_is();
+    job.supervisor.stop(KILL).unwrap();
+    let (exits, _) = job.until_end();
+    assert_eq!(exits.len(), 1);
     job.close();
 }

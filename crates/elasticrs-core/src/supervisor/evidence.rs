@@ -9,7 +9,8 @@
 //! - **EVI-2** all ranks are asked at once, and all of it ends by the deadline that the caller gives;
 //! - **EVI-3** only plain files are opened: a worker may put anything in their place, and one that blocks (a FIFO) would
 //!   cost the evidence of all;
-//! - **EVI-4** what is written to the file for a crash, meanwhile or before, stays in it.
+//! - **EVI-4** what is written to the file for a crash, meanwhile or before, stays in it;
+//! - **EVI-5** evidence that nobody waits for any more ends at once, and `py-spy` with it.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -18,6 +19,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use memchr::memmem;
@@ -80,13 +82,32 @@ pub struct Found {
     pub problem: Option<String>,
 }
 
-/// Looks at all; blocks until `deadline` at most, apart from a disk that does not answer.
-pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, deadline: Instant) -> Vec<Found> {
+/// How long evidence is waited for.
+#[derive(Debug)]
+pub(super) struct Patience {
+    pub(super) deadline: Instant,
+    /// EVI-5.
+    pub(super) given_up: AtomicBool,
+}
+
+impl Patience {
+    pub(super) fn until(deadline: Instant) -> Self {
+        Self { deadline, given_up: AtomicBool::new(false) }
+    }
+
+    fn is_over(&self) -> bool {
+        Instant::now() >= self.deadline || self.given_up.load(Ordering::Relaxed)
+    }
+}
+
+/// Looks at all; blocks as long as `patience` lasts at most, apart from a disk that does not answer.
+pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, patience: &Patience) -> Vec<Found> {
     let mut looks: Vec<Look> = subjects.into_iter().map(Look::begin).collect();
-    await_answers(&mut looks, deadline.min(Instant::now() + ANSWERS));
+    await_answers(&mut looks, patience);
+    let py_spy = py_spy.filter(|_| !patience.is_over());
     let mut reports: Vec<_> = looks.into_iter().map(|look| look.write(py_spy)).collect();
     let mut is_running = |spy: &mut Spy| matches!(spy.child.try_wait(), Ok(None));
-    while Instant::now() < deadline && reports.iter_mut().filter_map(|(_, spy)| spy.as_mut()).any(&mut is_running) {
+    while !patience.is_over() && reports.iter_mut().filter_map(|(_, spy)| spy.as_mut()).any(&mut is_running) {
         std::thread::sleep(PAUSE);
     }
     let with_frame = |(mut found, spy): (Found, Option<Spy>)| {
@@ -120,7 +141,8 @@ impl Answer {
     }
 }
 
-fn await_answers(looks: &mut [Look], deadline: Instant) {
+fn await_answers(looks: &mut [Look], patience: &Patience) {
+    let deadline = Instant::now() + ANSWERS;
     loop {
         let mut waits = false;
         for answer in looks.iter_mut().filter_map(|look| look.answer.as_mut()) {
@@ -130,7 +152,7 @@ fn await_answers(looks: &mut [Look], deadline: Instant) {
             }
             waits |= !answer.is_whole();
         }
-        if !waits || Instant::now() >= deadline {
+        if !waits || Instant::now() >= deadline || patience.is_over() {
             return;
         }
         std::thread::sleep(PAUSE);
@@ -371,7 +393,7 @@ mod tests {
         let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
         File::create(&files.stacks).unwrap();
         fs::write(&files.report, "an earlier one\n").unwrap();
-        let found = gather(vec![subject(pid, &files)], None, Instant::now() + LIMIT);
+        let found = gather(vec![subject(pid, &files)], None, &Patience::until(Instant::now() + LIMIT));
         assert_eq!((found[0].local_rank, &found[0].frame, &found[0].problem), (3, &None, &None));
         assert!(child.try_wait().unwrap().is_none(), "it lives");
         let report = fs::read_to_string(&files.report).unwrap();
@@ -390,7 +412,7 @@ mod tests {
         std::os::unix::fs::symlink("precious", &link).unwrap();
         for report in [fifo.clone(), link] {
             let files = EvidenceFiles { stacks: fifo.clone(), report };
-            let found = gather(vec![subject(own_pid(), &files)], None, Instant::now() + LIMIT);
+            let found = gather(vec![subject(own_pid(), &files)], None, &Patience::until(Instant::now() + LIMIT));
             assert!(found[0].problem.is_some(), "EVI-3");
             assert!(ask(&pidfd::open(1).unwrap(), &fifo).is_err());
         }
@@ -417,7 +439,7 @@ mod tests {
     #[test]
     fn a_report_that_cannot_be_written_is_told() {
         let files = EvidenceFiles { stacks: "/nonexistent/a".into(), report: "/nonexistent/hang.txt".into() };
-        let found = gather(vec![subject(own_pid(), &files)], None, Instant::now() + LIMIT);
+        let found = gather(vec![subject(own_pid(), &files)], None, &Patience::until(Instant::now() + LIMIT));
         assert!(found[0].problem.as_deref().is_some_and(|problem| problem.contains("/nonexistent/hang.txt")));
     }
 }

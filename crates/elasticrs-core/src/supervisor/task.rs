@@ -107,7 +107,7 @@ struct Task {
     watched: JoinSet<Watched>,
     /// Futures of others, see [`super::Supervisor::spawn`]. Declared behind the nursery: they end after it.
     tasks: JoinSet<()>,
-    /// Nurseries that are ending.
+    /// Nurseries, and evidence, that are ending.
     retired: JoinSet<()>,
     /// What the nursery holds for us; kept for the next one.
     guard: Connections,
@@ -529,7 +529,7 @@ impl Task {
         self.current = Current::Idle;
         self.deadlines.clear();
         self.watched = JoinSet::new();
-        self.gathering = None;
+        self.give_up_evidence();
         self.sweeps_left = None;
         self.exits = Exits::default();
         if let Some(message) = self.watchdog.as_mut().and_then(Watchdog::clear) {
@@ -542,6 +542,7 @@ impl Task {
 
     /// Ends the nursery, and with it whatever is left.
     async fn close(mut self, keep_descendants: bool) {
+        self.give_up_evidence();
         self.close_nursery(keep_descendants).await;
         while self.retired.join_next().await.is_some() {}
     }

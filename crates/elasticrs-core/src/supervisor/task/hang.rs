@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::clock::Stamp;
@@ -14,7 +15,7 @@ use super::{Current, Running, Task};
 use crate::limits;
 use crate::logs::Logs;
 use crate::spec::{GroupSpec, PassedFd, ProcessSpec};
-use crate::supervisor::evidence::{self, EvidenceFiles, Found, Subject};
+use crate::supervisor::evidence::{self, EvidenceFiles, Found, Patience, Subject};
 use crate::supervisor::state::{Input, Sight};
 use crate::timer::hang::{Limits, Seen};
 use crate::timer::pages::HeartbeatPage;
@@ -23,7 +24,7 @@ use crate::timer::pages::HeartbeatPage;
 /// themselves.
 const PAGE_FD: i32 = 198;
 /// A disk that does not answer must not keep a hung job.
-const PATIENCE: Duration = Duration::from_millis(100);
+const SLACK: Duration = Duration::from_millis(100);
 
 /// How the workers of a group are watched.
 #[derive(Default)]
@@ -107,13 +108,14 @@ fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::R
 /// Evidence is being taken, in a thread of its own.
 pub(super) struct Gathering {
     task: JoinHandle<Vec<Found>>,
-    deadline: Instant,
+    patience: Arc<Patience>,
 }
 
 impl Gathering {
     /// What was found by the deadline. Cancel-safe.
     pub(super) async fn found(&mut self) -> Vec<Found> {
-        match tokio::time::timeout_at(self.deadline.into(), &mut self.task).await {
+        let deadline = self.patience.deadline + SLACK;
+        match tokio::time::timeout_at(deadline.into(), &mut self.task).await {
             Ok(Ok(found)) => found,
             // It panicked, or a disk does not answer: the job goes on without.
             Ok(Err(_)) | Err(_) => Vec::new(),
@@ -136,9 +138,18 @@ impl Task {
             Some(Subject { local_rank, pid: member.pid, files, title: title.to_owned() })
         };
         let subjects: Vec<Subject> = running.members.iter().filter_map(subject).collect();
-        let (py_spy, deadline) = (self.hangs.py_spy.clone(), Instant::now() + evidence::LIMIT);
-        let task = tokio::task::spawn_blocking(move || evidence::gather(subjects, py_spy.as_deref(), deadline));
-        self.gathering = Some(Gathering { task, deadline: deadline + PATIENCE });
+        let (py_spy, patience) = (self.hangs.py_spy.clone(), Patience::until(Instant::now() + evidence::LIMIT));
+        let patience = Arc::new(patience);
+        let shared = Arc::clone(&patience);
+        let task = tokio::task::spawn_blocking(move || evidence::gather(subjects, py_spy.as_deref(), &shared));
+        self.gathering = Some(Gathering { task, patience });
+    }
+
+    /// Nobody waits for it any more. Closing does, for `py-spy`: it is our child.
+    pub(super) fn give_up_evidence(&mut self) {
+        let Some(mut gathering) = self.gathering.take() else { return };
+        gathering.patience.given_up.store(true, Ordering::Relaxed);
+        self.retire_by(async move { drop(gathering.found().await) });
     }
 }
 

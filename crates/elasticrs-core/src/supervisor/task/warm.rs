@@ -37,7 +37,7 @@ impl Task {
         self.retire_by(async { _ = nursery.end(false, CLOSE_LIMIT).await });
     }
 
-    fn retire_by(&mut self, end: impl Future<Output = ()> + 'static) {
+    pub(super) fn retire_by(&mut self, end: impl Future<Output = ()> + 'static) {
         while self.retired.try_join_next().is_some() {}
         self.retired.spawn_local(end);
     }
