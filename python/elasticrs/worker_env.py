@@ -8,6 +8,9 @@ if TYPE_CHECKING:
 
     from elasticrs.ranks import WorkerRanks
 
+NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Whether NCCL's watchdog ends the process when a collective fails."""
+
 
 def worker_env(
     ranks: WorkerRanks,
@@ -56,7 +59,7 @@ def worker_env(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        NCCL_ENDS_PROCESSES: inherited.get(NCCL_ENDS_PROCESSES, "1"),
         "ELASTICRS_ROUND": str(round),
     }
 

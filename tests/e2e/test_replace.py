@@ -57,6 +57,17 @@ def test_only_the_worker_that_dies_is_started_again(launch, worker_script):
     assert re.search(r"succeeded after .*\b1 restart\b", job.stderr)
 
 
+@pytest.mark.parametrize(("given", "seen"), [({}, "0"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "3")])
+def test_nccl_ends_no_worker_whose_collective_is_aborted(launch, worker_script, given, seen):
+    script = worker_script("""
+        # A script that uses elasticrs.train
+        import os
+        os.write(1, f"NCCL {os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']}.\\n".encode())
+    """)
+    job = launch("--on-failure=replace", script, env=given).exits(0)
+    assert re.findall(r"NCCL (\d)\.", job.stdout) == [seen]
+
+
 def test_what_the_dead_worker_had_started_is_ended_and_nothing_else(launch, worker_script):
     job = launch(
         *("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace"),
@@ -119,6 +130,7 @@ def test_a_signal_stops_all_though_one_was_replaced(launch, worker_script):
         (("--no-python",), "--no-python"),
         (("--run-path",), "--run-path"),
         (("--nnodes=2", "--rdzv-endpoint=localhost:1", "--rdzv-backend=static"), "c10d or etcd"),
+        (("--rdzv-backend=c10d", "--rdzv-conf=store_type=file"), "c10d in a file"),
     ],
 )
 def test_what_cannot_be_replaced_is_refused_at_the_start(launch, worker_script, options, why):

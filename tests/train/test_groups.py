@@ -34,7 +34,6 @@ def test_recorded_connections_end_and_others_do_not():
         one.sendall(b"x")
         assert other.recv(1) == b"x"
     assert connections.shut() == 0, "what is shut is not shut again"
-    connections.forget()
     close(*before, *inside, *after)
 
 

@@ -8,7 +8,6 @@ from elasticrs.agent.state import (
     MAX_PORT_RETRIES,
     SIGKILL,
     AgentState,
-    AnnounceReplacement,
     AnnounceRestart,
     Begin,
     CloseRendezvous,
@@ -175,7 +174,7 @@ REPLACED = [WorkerExited(1, -9), WorkerSwept(1), WorkerReplaced(1)]
 def test_a_worker_is_replaced_when_nothing_of_it_is_left():
     state, actions = play([*UP, *REPLACED, *SUCCESS], replaces=True)
     assert (state.phase, state.restarts) == (Phase.SUCCEEDED, 1)
-    assert actions[2:] == [AnnounceReplacement(1, 0), Replace(1, 1), CloseRendezvous(), Exit(0)]
+    assert actions[2:] == [Replace(1, 1), CloseRendezvous(), Exit(0)]
 
 
 def test_workers_that_fail_together_cost_one_restart():
@@ -202,7 +201,7 @@ def test_all_start_again_when_a_place_stays_empty():
 def test_a_worker_that_was_ended_has_failed_though_it_exits_with_0():
     state, actions = play([*UP, WorkerExited(1, 0), WorkerSwept(1), WorkerReplaced(1)], replaces=True)
     assert (state.phase, state.restarts) == (Phase.RUNNING, 1)
-    assert actions[-2:] == [AnnounceReplacement(1, 0), Replace(1, 1)]
+    assert actions[-1:] == [Replace(1, 1)]
 
 
 def test_a_worker_of_which_something_is_stuck_is_not_replaced():

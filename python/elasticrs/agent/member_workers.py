@@ -21,6 +21,7 @@ from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, MeetingPoint
 from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.rendezvous.one_node import OneNodePlanner
+from elasticrs.worker_env import NCCL_ENDS_PROCESSES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -141,7 +142,11 @@ def _variables(rendezvous: Rendezvous, meeting_point: MeetingPoint) -> dict[str,
     given = {key: str(value) for key, value in rendezvous.config.items() if key not in _NOT_FOR_WORKERS}
     limits = {"min_workers": str(rendezvous.min_nodes), "max_workers": str(rendezvous.max_nodes)}
     job = quote(rendezvous.run_id, safe="")
-    variables = {"ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**given, **limits})}"}
+    variables = {
+        "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**given, **limits})}",
+        # Else NCCL's own watchdog ends a worker that has left a collective which was aborted.
+        NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
+    }
     if rendezvous.settings.token is not None:
         variables["ELASTICRS_TRAIN_TOKEN"] = rendezvous.settings.token.decode(errors="surrogateescape")
     return variables

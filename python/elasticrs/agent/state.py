@@ -259,13 +259,6 @@ class AnnounceRestart(Action):
     charged: bool = True
 
 
-class AnnounceReplacement(Action):
-    """Tell the user, in one line, which worker failed and that it is replaced."""
-
-    local_rank: int
-    restarts_left: int
-
-
 class Replace(Action):
     """Start a process in the place of a worker; answered by :class:`WorkerReplaced` or
     :class:`ReplaceFailed`.
@@ -370,25 +363,24 @@ def _on_worker_to_replace(state: AgentState, local_rank: int) -> tuple[AgentStat
     if restarts is None:
         return _stop_all(state)
     new = state._next(state.phase, restarts=restarts, replacing=state.replacing | {local_rank})
-    return new, [AnnounceReplacement(local_rank, new.restarts_left)]
+    return new, []
 
 
 def _on_replacement(
     state: AgentState, event: WorkerSwept | WorkerReplaced | ReplaceFailed
 ) -> tuple[AgentState, list[Action]]:
-    announced: list[Action] = []
     if event.local_rank not in state.replacing:
         if not isinstance(event, WorkerSwept):
             return state, []
         # It has exited with 0 when its timer had expired: it has failed all the same.
-        state, announced = _on_worker_to_replace(state, event.local_rank)
-        if state.phase is not Phase.RUNNING:
-            return state, announced
+        state, stop = _on_worker_to_replace(state, event.local_rank)
+        if stop:
+            return state, stop
     if isinstance(event, WorkerReplaced):
         return state._next(state.phase, replacing=state.replacing - {event.local_rank}), []
     if isinstance(event, ReplaceFailed) or event.is_stuck:
         return _stop_all(state)
-    return state, [*announced, Replace(event.local_rank, state.restarts)]
+    return state, [Replace(event.local_rank, state.restarts)]
 
 
 def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:

@@ -371,9 +371,8 @@ class AttemptTracker:
 
     def _on_swept(self, event: _core.WorkerSwept) -> None:
         rank = event.local_rank
-        for verb, left in (("ended", event.ended), ("could not end", event.stuck)):
-            more = event.more_ended if verb == "ended" else 0
-            self._name_descendants(verb, [(process.pid, process.command) for process in left], more)
+        self._name_descendants("ended", _named(event.ended), event.more_ended)
+        self._name_descendants("could not end", _named(event.stuck))
         if event.stuck:
             self.why_unfit = texts.stuck((rank,))
         self.events.append(machine.WorkerSwept(rank, bool(event.stuck)))
@@ -414,11 +413,11 @@ class AttemptTracker:
             self._console.say(
                 f"{self._who(rank)} did not end after SIGKILL (waits in {channel or 'the kernel'})"
             )
-        for verb, left in (("could not end", event.stuck), ("left alone", event.spared)):
-            self._name_descendants(verb, [(process.pid, process.command) for process in left])
+        self._name_descendants("could not end", _named(event.stuck))
+        self._name_descendants("left alone", _named(event.spared))
         outcome = "stopped" if leftovers.was_stopped else event.outcome
         if outcome == "succeeded":
-            ended = [*((process.pid, process.command) for process in event.ended), *leftovers.ended]
+            ended = [*_named(event.ended), *leftovers.ended]
             self._name_descendants("ended", ended, event.more_ended + leftovers.more_ended)
             if self._has_silent(attempt, event, leftovers):
                 outcome = "failed"
@@ -486,6 +485,10 @@ def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
         import logging
 
         logging.getLogger("elasticrs.agent").exception("log_debug_info_for_expired_timers failed")
+
+
+def _named(processes: Sequence[_core.Descendant]) -> list[tuple[int, str]]:
+    return [(process.pid, process.command) for process in processes]
 
 
 _RECORDERS: dict[type, Callable[[AttemptTracker, Any], None]] = {

@@ -140,11 +140,11 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     notices: list[str] = []
     command = _command(args, environ)
     nproc = _nproc(args.nproc_per_node, environ, notices)
-    if args.on_failure == "replace":
-        _check_replace(args, command)
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
     meeting = meeting_of(args, environ, grace, notices)
+    if args.on_failure == "replace":
+        _check_replace(args, command, meeting)
     job = JobConfig(
         nproc,
         meeting.run_id,
@@ -365,18 +365,16 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
         raise UsageError(f"--numa-binding: got {mode!r}, but {error}") from None
 
 
-_MEETS = ("c10d", "elasticrs", "etcd", "etcd-v3", "etcd-v2")
 _REPLACEABLE = (b"elasticrs.train", b"elasticrs import train", b"torchelastic")
 
 
-def _check_replace(args: Namespace, command: list[str]) -> None:
+def _check_replace(args: Namespace, command: list[str], meeting: Meeting) -> None:
     """Workers that go on when another one has failed must be programs that can do so.
 
     Raises:
         UsageError: they are not.
     """
     from elasticrs import warm
-    from elasticrs.launcher.back_end import is_alone
 
     where = "--on-failure: got 'replace', but"
     if args.run_path or args.no_python:
@@ -385,9 +383,10 @@ def _check_replace(args: Namespace, command: list[str]) -> None:
         )
     if args.logs_specs is not None:
         raise UsageError(f"{where} with --logs-specs only all workers can be restarted")
-    if not is_alone(args) and args.rdzv_backend not in _MEETS:
+    if not meeting.lets_workers_meet:
+        store = " in a file" if meeting.handler is not None and args.rdzv_backend == "c10d" else ""
         raise UsageError(
-            f"{where} with --rdzv-backend {args.rdzv_backend} only all workers can be restarted; "
+            f"{where} with --rdzv-backend {args.rdzv_backend}{store} only all workers can be restarted; "
             "use c10d or etcd"
         )
     if not warm.mentions(_entry(args, command), _REPLACEABLE):

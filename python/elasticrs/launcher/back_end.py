@@ -40,6 +40,11 @@ class Meeting(Value):
     rendezvous: Rendezvous | None = None
     handler: HandlerSettings | None = None
 
+    @property
+    def lets_workers_meet(self) -> bool:
+        """True if the workers can meet by themselves where the nodes do."""
+        return self.handler is None and (self.rendezvous is None or not self.rendezvous.is_static)
+
 
 def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
     """Choose the back end of a command line, and check its settings; ``notices`` gets lines for the user.

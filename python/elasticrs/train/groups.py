@@ -22,6 +22,8 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from elasticrs.worker_env import NCCL_ENDS_PROCESSES
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
@@ -47,10 +49,6 @@ class Connections:
         finally:
             self._recorded |= _sockets().keys() - before
             self._before = None
-
-    def forget(self) -> None:
-        """Forget all: the groups are gone."""
-        self._recorded = set()
 
     def leave_to_parent(self, ports: set[int]) -> None:
         """Give up the copies that a child made by ``fork`` has, of these and of connections at these ports:
@@ -156,8 +154,8 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
 
     if "nccl" in backend:
         # Else its own watchdog ends the process after an abort; torch's documentation of
-        # _abort_process_group.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        # _abort_process_group. An agent has set it already.
+        os.environ.setdefault(NCCL_ENDS_PROCESSES, "0")
     _reset_names()
     first = min(timeout, datetime.timedelta(seconds=MEETING_TIMEOUT + world_size / 10))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=first)

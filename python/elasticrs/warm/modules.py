@@ -236,11 +236,18 @@ def mentions(entry: Entry, words: Sequence[bytes]) -> bool:
     if entry.path is None:
         return False
     try:
+        # As a rule it is the script itself, and nothing has to be parsed.
+        if _has(_read(entry.path), words):
+            return True
         _, sources = _read_all(entry.path, entry)
     except (OSError, *_CANNOT_PARSE):
         # The worker will tell.
         return True
-    return any(word in source for word in words for source in sources)
+    return any(_has(source, words) for source in sources)
+
+
+def _has(source: bytes, words: Sequence[bytes]) -> bool:
+    return any(word in source for word in words)
 
 
 def lazily_imported(source: bytes) -> list[str]:
@@ -249,4 +256,4 @@ def lazily_imported(source: bytes) -> list[str]:
     Args:
         source: of which words count, wherever they are.
     """
-    return [name for words, name in LAZY if any(word in source for word in words)]
+    return [name for words, name in LAZY if _has(source, words)]
