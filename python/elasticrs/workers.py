@@ -151,6 +151,11 @@ class Workers(ABC):
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         """Return the processes of an attempt by local rank, with these files and their whole environment."""
 
+    def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> _core.ProcessSpec:
+        """Return the process that takes the place of a worker, with its whole environment."""
+        (process,) = self.specs(paths, {local_rank: environ})
+        return process
+
     @abstractmethod
     def return_values(self, attempt: Attempt) -> dict[int, object]:
         """Return what the workers of the last attempt returned, by global rank."""
@@ -159,6 +164,9 @@ class Workers(ABC):
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- see above
         """All workers of the attempt that the core starts run."""
+
+    def replaced(self, supervisor: _core.Supervisor, local_rank: int) -> None:  # noqa: B027 -- see above
+        """What :meth:`replacement` described runs."""
 
     def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- see above
         """A descriptor that the workers' side watches is readable."""
@@ -216,7 +224,7 @@ def prepare_group(
     files = [path for _, path in sorted(paths.error_files.items())]
     are_watched = bool(files) and all(files)
     notices = supervisor.watch_exits(job.exit_timeout or None) if are_watched else ""
-    attempt.notices = notices
+    attempt.variables = variables
     for local_rank, own in variables.items():
         own["ELASTICRS_NOTICES"] = notices
         own.update(_member(attempt.plan, local_rank))
@@ -242,12 +250,7 @@ def prepare_group(
 
 
 def prepare_replacement(
-    workers: Workers,
-    supervisor: _core.Supervisor,
-    attempt: Attempt,
-    local_rank: int,
-    restarts: int,
-    timer_file: str | None,
+    workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
 ) -> _core.ProcessSpec:
     """Return the process that takes the place of a worker of which nothing is left. It goes on in the files
     of its predecessor, whose error file gets another name.
@@ -259,22 +262,16 @@ def prepare_replacement(
     setup, paths = workers.setup, attempt.paths
     if paths is None:
         raise RuntimeError("a worker is replaced that was never started")
-    variables = variables_of(setup.job, attempt.plan, attempt.round, restarts, setup.environ, timer_file)
-    own = {
-        **variables[local_rank],
-        "ELASTICRS_NOTICES": attempt.notices,
-        **_member(attempt.plan, local_rank),
-    }
+    own = attempt.variables[local_rank]
+    own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    own.update(_member(attempt.plan, local_rank))
     error_file = paths.error_files.get(local_rank)
-    if error_file:
-        own["TORCHELASTIC_ERROR_FILE"] = error_file
-        if os.path.exists(error_file):
-            os.rename(error_file, error_file_of(error_file, attempt.pids[local_rank]))
+    if error_file and os.path.exists(error_file):
+        os.rename(error_file, error_file_of(error_file, attempt.pids[local_rank]))
     streams = [each for each in _streams(setup, attempt, paths) if each.local_rank == local_rank]
     if streams:
         supervisor.follow(streams)
-    (process,) = workers.specs(paths, {local_rank: {**setup.environ, **own}})
-    return process
+    return workers.replacement(paths, local_rank, {**setup.environ, **own})
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:

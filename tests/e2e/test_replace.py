@@ -43,8 +43,10 @@ def end(job, pids):
     return job.wait()
 
 
-def test_only_the_worker_that_dies_is_started_again(launch, worker_script):
-    job = launch("--nproc-per-node=3", "--max-restarts=2", "--on-failure=replace", worker_script(WAITS))
+@pytest.mark.parametrize("options", [(), ("--run-path",), ("--logs-specs=default", "--tee=3")])
+def test_only_the_worker_that_dies_is_started_again(launch, worker_script, options):
+    options = ("--nproc-per-node=3", "--max-restarts=2", "--on-failure=replace", *options)
+    job = launch(*options, worker_script(WAITS))
     pids = dict(started(job, 3))
     os.kill(pids[1], signal.SIGKILL)
     rank, new = started(job, 4)[-1]
@@ -128,7 +130,7 @@ def test_a_signal_stops_all_though_one_was_replaced(launch, worker_script):
     [
         ((), "does not use elasticrs.train"),
         (("--no-python",), "--no-python"),
-        (("--run-path",), "--run-path"),
+        (("--run-path", "--start-method=fork"), "use spawn"),
         (("--nnodes=2", "--rdzv-endpoint=localhost:1", "--rdzv-backend=static"), "c10d or etcd"),
         (("--rdzv-backend=c10d", "--rdzv-conf=store_type=file"), "c10d in a file"),
     ],

@@ -515,3 +515,53 @@ except RuntimeError as error:
         [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60, check=False
     )
     assert re.search(r"not a file .*\(<stdin>\).*start_method='fork'", done.stdout)
+
+
+REPLACED = """
+def work():
+    # It would use elasticrs.train.
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if rank() == 1:
+        if life < 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(os.open("gate", os.O_WRONLY), b"xx")
+    else:
+        os.read(os.open("gate", os.O_RDONLY), 1)
+    return life, os.environ["ELASTICRS_TRAIN_MEMBER"].split(), "x" * 100_000
+"""
+REPLACES = """
+os.mkfifo("gate")
+values = launch(work, restarts=5, on_failure="replace", {how})
+print(json.dumps([values[rank] for rank in sorted(values)]))
+"""
+
+
+@pytest.mark.parametrize("how", ["", 'warm="json"'])
+def test_values_are_those_of_the_last_in_each_place(tmp_path, monkeypatch, how):
+    monkeypatch.chdir(tmp_path)
+    values, errors = host(tmp_path, REPLACED, REPLACES.format(how=how))
+    assert [life for life, _, _ in values] == [0, 2, 0], "the others were left alone"
+    assert [len(member) for _, member, _ in values] == [1, 2, 1], "who came later knows whose place it has"
+    assert {len(text) for _, _, text in values} == {100_000}
+    assert errors.count("died by SIGKILL; 2 others go on") == 2
+
+
+@pytest.mark.parametrize(
+    ("functions", "main", "why"),
+    [
+        ("", 'launch(print, on_failure="replace", start_method="fork")', "start method fork"),
+        ("", 'launch(json.dumps, on_failure="replace")', "dumps does not use"),
+        ("", 'launch(print, on_failure="all")', "on_failure must be"),
+        (
+            "import elasticrs.train\nfrom elasticrs.agent.server import LocalElasticAgent\n"
+            "LocalElasticAgent._rendezvous = lambda *_: None\ndef work(): ...",
+            'launch(work, on_failure="replace")',
+            "_rendezvous was replaced",
+        ),
+    ],
+)
+def test_what_cannot_be_replaced_is_refused(tmp_path, functions, main, why):
+    attempt = f"try:\n    {main}\nexcept ValueError as error:\n    print(json.dumps(str(error)))"
+    message, _ = host(tmp_path, functions, attempt)
+    assert why in message
+    assert "on_failure" in message

@@ -345,3 +345,43 @@ except Exception as error:
     other = ends[1 - failing]
     assert other["kind"] not in ("none", kind)
     assert f"{kind}: {said}" in other["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_functions_meet_those_of_other_nodes_and_one_is_replaced(nodes):
+    functions = """
+def work():
+    from elasticrs.train import AgentCoordinator, State, train
+    import torch
+    from torch import distributed
+
+    class Steps(State):
+        def __init__(self):
+            self.steps = torch.zeros(1)
+        def sync(self, world_size, rank):
+            distributed.all_reduce(self.steps, distributed.ReduceOp.MAX)
+        def capture_snapshot(self):
+            return self.steps.clone()
+        def apply_snapshot(self, snapshot):
+            self.steps = snapshot
+
+    def step(state):
+        if state.steps[0] == 6:
+            raise StopIteration
+        if state.steps[0] == 3 and NODE == 1 and own("TORCHELASTIC_RESTART_COUNT") == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ones = torch.ones(1)
+        distributed.all_reduce(ones)
+        state.steps += ones / distributed.get_world_size()
+        return state, None
+
+    state = train(AgentCoordinator("gloo"), step, Steps())
+    return int(state.steps[0]), own("TORCHELASTIC_RESTART_COUNT"), os.getpid()
+"""
+    main = """
+how = {"nproc": 1, "restarts": 2, "on_failure": "replace", "warm": "torch"}
+tell(values=list(launch(work, **how).values()))
+"""
+    (first,), (second,) = (each["values"] for each in told(nodes(functions, main, 0, 1)))
+    assert [first[:2], second[:2]] == [[6, 0], [6, 1]]

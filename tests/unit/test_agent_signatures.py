@@ -35,7 +35,9 @@ DIFFERENT = {
     "LocalElasticAgent.__init__": {"exit_barrier_timeout": "None", "shutdown_timeout": "None"},
 }
 MORE = {
-    "WorkerSpec.__init__": {"exit_timeout", "hang_timeout", "hang_startup_timeout", "warm", "warm_timeout"},
+    "WorkerSpec.__init__": {
+        *("exit_timeout", "hang_timeout", "hang_startup_timeout", "warm", "warm_timeout", "on_failure"),
+    },
     "LocalElasticAgent.__init__": {"signals_to_handle", "signals_to_forward", "stop_scope"},
     "LaunchConfig.__init__": {
         "exit_barrier_timeout",
@@ -46,6 +48,7 @@ MORE = {
         "hang_startup_timeout",
         "warm",
         "warm_timeout",
+        "on_failure",
     },
 }
 
@@ -130,4 +133,5 @@ def test_a_launch_configuration_has_torchs_fields_in_order(torchs):
         "exit_timeout",
         "warm",
         "warm_timeout",
+        "on_failure",
     ]

@@ -42,7 +42,7 @@ class Attempt(Record):
         name: of its log directory: the restarts, and the round where another attempt had as many.
         plan: ranks and addresses.
         paths: its files.
-        notices: where workers tell of an exception that nobody caught.
+        variables: what is added to the environment of each worker, by local rank.
         pids: of the workers, by local rank; of those that were replaced, the last one's.
         exits: by local rank, in the order in which they were seen; not of workers that were replaced.
         replaced_workers: those, each as an attempt of its own, with nothing but its part.
@@ -68,7 +68,7 @@ class Attempt(Record):
     plan: Plan
     name: str = ""
     paths: LogPaths | None = None
-    notices: str = ""
+    variables: dict[int, dict[str, str]] = fresh(factory=dict)
     pids: list[int] = fresh(factory=list)
     exits: dict[int, WorkerExited] = fresh(factory=dict)
     replaced_workers: list[Attempt] = fresh(factory=list)

@@ -26,7 +26,9 @@ from elasticrs.worker_env import NCCL_ENDS_PROCESSES
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs import _core
+    from elasticrs.agent.decisions import Planner
     from elasticrs.config import JobConfig
+    from elasticrs.rendezvous.elastic.meeting_point import Home
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
 _NOT_FOR_WORKERS = ("token", "token_file", "host", "is_host")
@@ -39,10 +41,13 @@ class MemberWorkers(OneNode):
 
     Args:
         job: the job; without a rendezvous its workers meet those of no other node.
+        planner: of this node's ranks; one for a node by itself when ``None``.
+        home: of an agent that may run several times.
     """
 
-    def __init__(self, job: JobConfig) -> None:
-        super().__init__(job, OneNodePlanner(job))
+    def __init__(self, job: JobConfig, planner: Planner | None = None, home: Home | None = None) -> None:
+        super().__init__(job, planner or OneNodePlanner(job))
+        self._home = home
         nodes = _alone(job) if job.rendezvous is None else job.rendezvous
         # Whoever may come is a worker.
         self._rendezvous = nodes.replaced(
@@ -87,7 +92,9 @@ class MemberWorkers(OneNode):
         self._names = None
         supervisor.unwatch_fd(fd)
         names.close()
-        self._meeting_point = meeting_point = MeetingPoint(self._rendezvous, supervisor, found=names.take())
+        self._meeting_point = meeting_point = MeetingPoint(
+            self._rendezvous, supervisor, self._home, names.take()
+        )
         try:
             meeting_point.host_if_possible()
         except CannotHost as error:
@@ -112,7 +119,8 @@ class MemberWorkers(OneNode):
         return self._leave() if self._exit is not None and is_over else []
 
     def _is_needed(self) -> bool:
-        return self._meeting_point is not None and self._meeting_point.is_needed()
+        # A home waits for them itself.
+        return self._home is None and self._meeting_point is not None and self._meeting_point.is_needed()
 
     def _leave(self) -> list[machine.Action]:
         held, self._exit = self._exit, None
@@ -122,7 +130,7 @@ class MemberWorkers(OneNode):
         if self._names is not None:
             self._names.close()
         if self._meeting_point is not None:
-            self._meeting_point.close(stays=False)
+            self._meeting_point.close(stays=self._home is not None)
 
 
 def _alone(job: JobConfig) -> Rendezvous:
@@ -141,7 +149,7 @@ def _variables(rendezvous: Rendezvous, meeting_point: MeetingPoint) -> dict[str,
         scheme, endpoint = "etcd", rendezvous.endpoint
     given = {key: str(value) for key, value in rendezvous.config.items() if key not in _NOT_FOR_WORKERS}
     limits = {"min_workers": str(rendezvous.min_nodes), "max_workers": str(rendezvous.max_nodes)}
-    job = quote(rendezvous.run_id, safe="")
+    job = quote(meeting_point.job, safe="")
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**given, **limits})}",
         # Else NCCL's own watchdog ends a worker that has left a collective which was aborted.

@@ -191,9 +191,7 @@ class AttemptTracker:
         """Start a process in the place of a worker; an event tells if it runs."""
         attempt, rank, self._restarts = self.result.attempts[-1], action.local_rank, action.restarts
         try:
-            process = prepare_replacement(
-                self._workers, self.supervisor, attempt, rank, action.restarts, self._timer_file
-            )
+            process = prepare_replacement(self._workers, self.supervisor, attempt, rank, action.restarts)
             self.supervisor.replace(process)
         except (OSError, _core.SupervisorError) as error:
             self._not_replaced(rank, str(error))
@@ -381,6 +379,7 @@ class AttemptTracker:
         attempt = self.result.attempts[-1]
         failed = attempt.replace(event.local_rank, event.pid, self._restarts)
         failed.stamps["started"] = event.started_ns
+        self._workers.replaced(self.supervisor, event.local_rank)
         self.events.append(machine.WorkerReplaced(event.local_rank))
         self.observers.replaced(attempt, failed)
 

@@ -144,11 +144,16 @@ class LocalElasticAgent(SimpleElasticAgent):
             RendezvousError: the rendezvous failed, or is closed.
             RuntimeError: the workers could not be started; for a program that is not there or may not be run
                 also a ``FileNotFoundError`` or ``PermissionError``.
-            ValueError: the machine's limits do not allow that many.
+            ValueError: the machine's limits do not allow that many; or workers cannot be replaced one by
+                one, as ``on_failure`` wants it.
         """
+        why = why_hooks_decide(self)
+        if why is not None and self._worker_group.spec.on_failure == "replace":
+            raise ValueError(
+                f"on_failure: got 'replace', but {why}; in torch's loop only all workers can be restarted"
+            )
         self._setup_healthcheck()
         try:
-            why = why_hooks_decide(self)
             if why is not None:
                 _log.debug("the agent's hooks decide: %s", why)
                 with raised_signals(self._local.signals, self._local.forwarded, self._pass_on):

@@ -15,6 +15,7 @@ from elasticrs.config import JobConfig, ObserveSettings
 from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.multiprocessing.tail_log import replaced_streams
+from elasticrs.replaceable import why_not
 from elasticrs.workers import CommandWorkers, Workers, WorkerSetup
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from elasticrs.compat.worker_group import WorkerSpec
     from elasticrs.multiprocessing.api import LogsSpecs
     from elasticrs.rendezvous.elastic.settings import Rendezvous
-    from elasticrs.warm import Preload
+    from elasticrs.warm import Entry, Preload
 
 
 class LocalJob:
@@ -66,6 +67,8 @@ class LocalJob:
         self.start_method = start_method
         self.logs_specs = logs_specs
         self._spec = spec
+        if spec.on_failure == "replace" and (why := why_not(_entry(spec, start_method), start_method)):
+            raise ValueError(f"on_failure: got 'replace', but {why}")
         self._preload = _preload(spec, start_method)
         self._shutdown_timeout = shutdown_timeout
         self._prefix_template = prefix_template
@@ -97,6 +100,7 @@ class LocalJob:
             role=spec.role,
             name=spec.get_entrypoint_name(),
             max_restarts=spec.max_restarts,
+            on_failure=spec.on_failure,
             shutdown_timeout=self._shutdown_timeout,
             signals=self.signals,
             forwarded=self.forwarded,
@@ -148,16 +152,20 @@ class LocalJob:
         return [*observers, ReplacedConsole(streams, self._spec.role, self.prefix_template)]
 
 
+def _entry(spec: WorkerSpec, start_method: str) -> Entry:
+    from elasticrs import warm
+
+    if callable(spec.entrypoint):
+        return warm.entry_of_function(spec.entrypoint, spec.args, start_method)
+    return warm.entry_of_command([str(spec.entrypoint), *map(str, spec.args)])
+
+
 def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
     if spec.warm == "off":
         return None
     from elasticrs import warm
 
-    if callable(spec.entrypoint):
-        entry = warm.entry_of_function(spec.entrypoint, spec.args, start_method)
-    else:
-        entry = warm.entry_of_command([str(spec.entrypoint), *map(str, spec.args)])
     try:
-        return warm.preload(spec.warm, entry)
+        return warm.preload(spec.warm, _entry(spec, start_method))
     except defaults.UsageError as error:
         raise ValueError(f"warm: got {spec.warm!r}, but {error}") from None

@@ -49,6 +49,7 @@ class WorkerSpec:
         exit_timeout: see there.
         warm: see there.
         warm_timeout: see there.
+        on_failure: see there.
 
     Raises:
         AssertionError: no workers, no interval or no entrypoint (as in torch).
@@ -76,6 +77,7 @@ class WorkerSpec:
     exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
     warm: str = "off"
     warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
+    on_failure: str = "restart"
 
     def __post_init__(self) -> None:
         if self.local_world_size <= 0:
@@ -88,6 +90,7 @@ class WorkerSpec:
             exit_timeout=self.exit_timeout,
             warm=self.warm,
             warm_timeout=self.warm_timeout,
+            on_failure=self.on_failure,
         )
         if self.fn:
             warnings.warn("WorkerSpec.fn is deprecated: use entrypoint", DeprecationWarning, stacklevel=3)

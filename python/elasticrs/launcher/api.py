@@ -82,6 +82,9 @@ class LaunchConfig:
         warm: what is imported once, before the workers are forked: ``"auto"``, or names of modules separated
             by commas. Not in torch.
         warm_timeout: seconds that this may take before the workers start without it.
+        on_failure: what follows when a worker fails: ``"restart"`` of all, or ``"replace"`` this one alone,
+            for functions and scripts that use :mod:`elasticrs.train`; not with ``fork`` and ``forkserver``.
+            Not in torch.
 
     Raises:
         ValueError: a negative time, or a limit that is none.
@@ -118,6 +121,7 @@ class LaunchConfig:
     exit_timeout: float = defaults.DEFAULT_EXIT_TIMEOUT
     warm: str = "off"
     warm_timeout: float = defaults.DEFAULT_WARM_TIMEOUT
+    on_failure: str = "restart"
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -141,6 +145,7 @@ class LaunchConfig:
             exit_timeout=self.exit_timeout,
             warm=self.warm,
             warm_timeout=self.warm_timeout,
+            on_failure=self.on_failure,
         )
 
 

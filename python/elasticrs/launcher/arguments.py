@@ -365,34 +365,23 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
         raise UsageError(f"--numa-binding: got {mode!r}, but {error}") from None
 
 
-_REPLACEABLE = (b"elasticrs.train", b"elasticrs import train", b"torchelastic")
-
-
 def _check_replace(args: Namespace, command: list[str], meeting: Meeting) -> None:
     """Workers that go on when another one has failed must be programs that can do so.
 
     Raises:
         UsageError: they are not.
     """
-    from elasticrs import warm
+    from elasticrs import replaceable
 
-    where = "--on-failure: got 'replace', but"
-    if args.run_path or args.no_python:
-        raise UsageError(
-            f"{where} with --{'run-path' if args.run_path else 'no-python'} only all workers can be restarted"
-        )
-    if args.logs_specs is not None:
-        raise UsageError(f"{where} with --logs-specs only all workers can be restarted")
+    where, back_end = "--on-failure: got 'replace', but", None
+    if args.no_python:
+        raise UsageError(f"{where} with --no-python only all workers can be restarted")
     if not meeting.lets_workers_meet:
-        store = " in a file" if meeting.handler is not None and args.rdzv_backend == "c10d" else ""
-        raise UsageError(
-            f"{where} with --rdzv-backend {args.rdzv_backend}{store} only all workers can be restarted; "
-            "use c10d or etcd"
-        )
-    if not warm.mentions(_entry(args, command), _REPLACEABLE):
-        raise UsageError(
-            f"{where} {args.training_script} does not use elasticrs.train, which lets the other workers go on"
-        )
+        is_file = meeting.handler is not None and args.rdzv_backend == "c10d"
+        back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
+    method = args.start_method if args.run_path else "spawn"
+    if why := replaceable.why_not(_entry(args, command), method, back_end):
+        raise UsageError(f"{where} {why}")
 
 
 def _entry(args: Namespace, command: list[str]) -> Entry:

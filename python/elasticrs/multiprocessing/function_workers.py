@@ -82,6 +82,8 @@ class FunctionWorkers(Workers):
         if setup.preload is not None and not BY_METHOD[start_method].has_keeper:
             self.warm_command = command_line(0, 0)
         self._start: FunctionStart | None = None
+        # Of those that took the place of others, by local rank.
+        self._late: dict[int, FunctionStart] = {}
         # By local rank.
         self._values: dict[int, bytes] = {}
         # For heartbeats of workers that the core does not start, by local rank.
@@ -98,6 +100,15 @@ class FunctionWorkers(Workers):
     ) -> list[ProcessSpec]:
         # Those of an earlier attempt may be of other ranks.
         self._values = {}
+        self._start = self._start_of(paths, environments, keeps)
+        return self._start.prepare()
+
+    def _start_of(
+        self,
+        paths: LogPaths,
+        environments: Mapping[int, dict[str, str]],
+        keeps: Mapping[int, Sequence[int]],
+    ) -> FunctionStart:
         functions = Functions(
             self.setup.job.name,
             self._function,
@@ -109,8 +120,21 @@ class FunctionWorkers(Workers):
             keeps,
             self.warm_command is not None,
         )
-        self._start = BY_METHOD[self._start_method](functions)
-        return self._start.prepare()
+        return BY_METHOD[self._start_method](functions)
+
+    def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> ProcessSpec:
+        if (before := self._late.pop(local_rank, None)) is not None:
+            before.close()
+        self._late[local_rank] = late = self._start_of(paths, {local_rank: environ}, {})
+        (process,) = late.prepare()
+        return process
+
+    def replaced(self, supervisor: Supervisor, local_rank: int) -> None:
+        """Read what this one returns."""
+        self._late[local_rank].watch(supervisor)
+
+    def _starts(self) -> list[FunctionStart]:
+        return [each for each in (self._start, *self._late.values()) if each is not None]
 
     def started(self, supervisor: Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
         """Read what they return from now on."""
@@ -119,20 +143,22 @@ class FunctionWorkers(Workers):
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:  # noqa: ARG002
         """Read a piece of a return value."""
-        if self._start is not None:
-            self._start.fd_ready(fd)
+        for start in self._starts():
+            start.fd_ready(fd)
 
     def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: ARG002
         """Read what is left, and close everything."""
         self._read_out()
-        if self._start is not None:
-            self._start.close()
+        for start in self._starts():
+            start.close()
+        self._late.clear()
         self.leftovers = Leftovers(silent=self._silent())
 
     def _read_out(self) -> None:
-        if self._start is not None and self._start.watcher is not None:
-            self._start.read_out()
-            self._values = {rank: bytes(data) for rank, data in self._start.values.items()}
+        for start in self._starts():
+            if start.watcher is not None:
+                start.read_out()
+                self._values.update((rank, bytes(data)) for rank, data in start.values.items())
 
     def _silent(self) -> list[int]:
         """Those that ended by ``os._exit``, say; none of scripts, which return nothing."""
@@ -140,11 +166,12 @@ class FunctionWorkers(Workers):
 
     def close(self) -> None:
         """See the base class. Also end multiprocessing's own helper, which would outlive a launcher."""
-        start, self._start = self._start, None
-        if start is not None:
+        for start in self._starts():
             # The supervisor is closed.
             start.watcher = None
             start.close()
+        self._start = None
+        self._late.clear()
         if self._is_script:
             stop_tracker()
 

@@ -46,7 +46,7 @@ PATIENCE = 30.0
 
 
 class Functions(Value):
-    """The functions that are started together. Mappings and sequences are by local rank ``0..n-1``.
+    """The functions that are started together. Mappings and sequences are by local rank.
 
     Args:
         name: of their processes.
@@ -168,8 +168,8 @@ class FunctionStart(ABC):
         while self._prepared:
             self._prepared.pop().close()
 
-    def _ranks(self) -> range:
-        return range(len(self._functions.arguments))
+    def _ranks(self) -> Sequence[int]:
+        return sorted(self._functions.arguments)
 
     def _open_pipes(self) -> None:
         for rank in self._ranks():
