@@ -14,7 +14,13 @@ from helpers import functions, procs
 
 from elasticrs import multiprocessing, stop_requests
 from elasticrs.config import START_METHODS
-from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
+from elasticrs.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    SignalException,
+    interrupts,
+    start_processes,
+)
 
 PACKAGE = str(Path(multiprocessing.__file__).parent)
 
@@ -179,6 +185,15 @@ def test_a_second_signal_raises_nothing_in_the_clean_up_after_the_first(
     # The next request is told again.
     with pytest.raises(SignalException):
         multiprocessing.api._terminate_process_handler(signal.SIGTERM, None)
+
+
+def test_what_a_handler_wants_just_before_a_wait_ends_that() -> None:
+    told: list[str] = []
+    with interrupts.held():
+        interrupts.when_safe(lambda: told.append("done"))
+        with interrupts.waiting(lambda: told.append("wait ended")):
+            assert told == ["wait ended"]
+        assert told == ["wait ended", "done"]
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])

@@ -73,11 +73,16 @@ def call_kept() -> None:
         raise raised
 
 
-def waiting(end: Callable[[], None]) -> AbstractContextManager[None]:
+@contextmanager
+def waiting(end: Callable[[], None]) -> Iterator[None]:
     """Wait for an event and record it in this block; what handlers want is done at its end. A handler calls
     ``end``.
     """
-    return _block(_waits, end, is_wait=True)
+    with _block(_waits, end, is_wait=True):
+        if _kept and threading.current_thread() is threading.main_thread():
+            # Its handler ran before there was a wait that it could end.
+            end()
+        yield
 
 
 def held() -> AbstractContextManager[None]:
