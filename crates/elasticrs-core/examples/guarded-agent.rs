@@ -32,16 +32,10 @@ fn say(line: &str) -> io::Result<()> {
 }
 
 fn group(commands: &[String]) -> GroupSpec {
-    let process = |(local_rank, command): (u32, &String)| ProcessSpec {
-        local_rank,
-        argv: command.split(' ').map(OsString::from).collect(),
-        env: vec!["PATH=/usr/bin:/bin".into()],
-        cwd: None,
-        stdio: [Stdio::Null, Stdio::Inherit, Stdio::Inherit],
-        pass_fds: Vec::new(),
-        cpus: None,
-        warm: false,
-        keeps_orphans: false,
+    let process = |(local_rank, command): (u32, &String)| {
+        let argv = command.split(' ').map(OsString::from).collect();
+        let stdio = [Stdio::Null, Stdio::Inherit, Stdio::Inherit];
+        ProcessSpec { local_rank, stdio, ..ProcessSpec::new(argv, vec!["PATH=/usr/bin:/bin".into()]) }
     };
     GroupSpec {
         processes: (0..).zip(commands).map(process).collect(),

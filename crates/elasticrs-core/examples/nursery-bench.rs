@@ -47,17 +47,7 @@ fn spawn(nursery: &mut Launched, count: u32, command: &str) -> Result<Vec<i32>> 
         let argv = vec![worker_program().into(), command.into()];
         let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
         let pass_fds = vec![PassedFd { source: 0, target: 1 }];
-        let process = ProcessSpec {
-            local_rank,
-            argv,
-            env: Vec::new(),
-            cwd: None,
-            stdio,
-            pass_fds,
-            cpus: None,
-            warm: false,
-            keeps_orphans: false,
-        };
+        let process = ProcessSpec { local_rank, stdio, pass_fds, ..ProcessSpec::new(argv, Vec::new()) };
         let fd = writer.as_fd().try_clone_to_owned()?;
         nursery.link.send(&Request::Spawn { process, keep_ignored: Vec::new() }, vec![fd])?;
         loop {
@@ -119,17 +109,7 @@ fn main() -> Result<()> {
     for _ in 0..rounds {
         let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
         let argv = vec!["/bin/true".into()];
-        let process = ProcessSpec {
-            local_rank: 0,
-            argv,
-            env: Vec::new(),
-            cwd: None,
-            stdio,
-            pass_fds: Vec::new(),
-            cpus: None,
-            warm: false,
-            keeps_orphans: false,
-        };
+        let process = ProcessSpec { stdio, ..ProcessSpec::new(argv, Vec::new()) };
         let begin = Instant::now();
         nursery.link.send(&Request::Spawn { process, keep_ignored: Vec::new() }, Vec::new())?;
         while !matches!(next(&mut nursery)?.0, Reply::Spawned { .. }) {}

@@ -35,17 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for local_rank in 0..count {
         let stdio = [Stdio::Null, Stdio::Inherit, Stdio::Inherit];
         let (argv, env) = (argv.clone(), vec!["PATH=/usr/bin:/bin".into()]);
-        let process = ProcessSpec {
-            local_rank,
-            argv,
-            env,
-            cwd: None,
-            stdio,
-            pass_fds: Vec::new(),
-            cpus: None,
-            warm: false,
-            keeps_orphans: false,
-        };
+        let process = ProcessSpec { local_rank, stdio, ..ProcessSpec::new(argv, env) };
         nursery.link.send(&Request::Spawn { process, keep_ignored: Vec::new() }, Vec::new())?;
         // Others of the group may be stopped or gone before all are started.
         let pid = loop {

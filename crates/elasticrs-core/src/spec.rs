@@ -53,6 +53,23 @@ pub struct ProcessSpec {
     pub keeps_orphans: bool,
 }
 
+impl ProcessSpec {
+    /// Local rank 0, with the agent's streams and folder, on all CPUs.
+    pub fn new(argv: Vec<OsString>, env: Vec<OsString>) -> Self {
+        Self {
+            local_rank: 0,
+            argv,
+            env,
+            cwd: None,
+            stdio: [Stdio::Inherit, Stdio::Inherit, Stdio::Inherit],
+            pass_fds: Vec::new(),
+            cpus: None,
+            warm: false,
+            keeps_orphans: false,
+        }
+    }
+}
+
 /// CPUs by their numbers in Linux, in the form that the kernel takes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuSet {

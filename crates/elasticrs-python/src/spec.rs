@@ -83,14 +83,11 @@ impl ProcessSpec {
         let to = |path: Option<PathBuf>| path.map_or(core::Stdio::Inherit, core::Stdio::File);
         let inner = core::ProcessSpec {
             local_rank,
-            argv,
-            env: environment(env)?,
             cwd,
             stdio: [to(stdin), to(stdout), to(stderr)],
-            pass_fds: Vec::new(),
             cpus,
             warm,
-            keeps_orphans: false,
+            ..core::ProcessSpec::new(argv, environment(env)?)
         };
         Ok(Self { inner, pass_fds })
     }

@@ -208,17 +208,7 @@ mod tests {
         let pass_fds = (0..descriptors).zip(3..).map(|(source, target)| PassedFd { source, target }).collect();
         let stdio = [Stdio::Null, Stdio::Null, Stdio::Null];
         let argv = vec!["x".repeat(argument).into()];
-        let process = ProcessSpec {
-            local_rank: 0,
-            argv,
-            env: Vec::new(),
-            cwd: None,
-            stdio,
-            pass_fds,
-            cpus: None,
-            warm: false,
-            keeps_orphans: false,
-        };
+        let process = ProcessSpec { stdio, pass_fds, ..ProcessSpec::new(argv, Vec::new()) };
         Request::Spawn { process, keep_ignored: Vec::new() }
     }
 
@@ -277,17 +267,7 @@ mod tests {
     fn paths_that_are_not_utf_8_arrive() {
         let odd = || PathBuf::from(OsStr::from_bytes(b"log\xff/\n"));
         let stdio = [Stdio::Null, Stdio::File(odd()), Stdio::Inherit];
-        let process = ProcessSpec {
-            local_rank: 0,
-            argv: Vec::new(),
-            env: Vec::new(),
-            cwd: Some(odd()),
-            stdio,
-            pass_fds: vec![],
-            cpus: None,
-            warm: false,
-            keeps_orphans: false,
-        };
+        let process = ProcessSpec { cwd: Some(odd()), stdio, ..ProcessSpec::new(Vec::new(), Vec::new()) };
         let request = Request::Spawn { process, keep_ignored: Vec::new() };
         let (mut agent, mut nursery) = ends();
         agent.send(&request, Vec::new()).unwrap();

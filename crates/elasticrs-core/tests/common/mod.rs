@@ -315,17 +315,8 @@ pub fn worker(arguments: &[&str]) -> ProcessSpec {
 }
 
 pub fn process(argv: Vec<OsString>) -> ProcessSpec {
-    ProcessSpec {
-        local_rank: 0,
-        argv,
-        env: vec!["PATH=/usr/bin:/bin".into()],
-        cwd: None,
-        stdio: [Stdio::Null, Stdio::Null, Stdio::Inherit],
-        pass_fds: Vec::new(),
-        cpus: None,
-        warm: false,
-        keeps_orphans: false,
-    }
+    let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
+    ProcessSpec { stdio, ..ProcessSpec::new(argv, vec!["PATH=/usr/bin:/bin".into()]) }
 }
 
 /// The first descriptor that is sent becomes standard output.

@@ -273,17 +273,7 @@ mod tests {
     use super::*;
 
     fn process(program: &str, env: &[&str]) -> ProcessSpec {
-        ProcessSpec {
-            local_rank: 0,
-            argv: vec![program.into()],
-            env: env.iter().map(OsString::from).collect(),
-            cwd: None,
-            stdio: [Stdio::Inherit, Stdio::Inherit, Stdio::Inherit],
-            pass_fds: Vec::new(),
-            cpus: None,
-            warm: false,
-            keeps_orphans: false,
-        }
+        ProcessSpec::new(vec![program.into()], env.iter().map(OsString::from).collect())
     }
 
     fn paths(program: &str, env: &[&str]) -> Vec<String> {
