@@ -19,6 +19,7 @@ from elasticrs.rendezvous.elastic.etcd_membership import (
     Wait,
     initial_cluster,
     label_of,
+    learner_name,
     name_of,
     next_step,
     next_step_out,
@@ -103,6 +104,29 @@ def test_who_leaves_does_not_remove_who_may_only_be_slow():
     assert next_step_out(view) == Remove(0)
 
 
+def test_who_leaves_does_not_mind_an_etcd_of_somebody_else():
+    strange = (entry(1, label="default"),)
+    assert next_step_out(View(seats(3), 0, LABEL, (ALL, strange, ALL))) == Remove(1)
+    assert next_step_out(View(seats(3), 0, LABEL, (FORMING, strange, None))) == Out()
+
+
+STARTING = tuple(
+    Entry(index, learner_name(LABEL, index), (f"http://n{index}:2380",), has_published=False)
+    for index in range(3)
+)
+"""What a learner lists before it has caught up."""
+
+
+def test_what_a_learner_lists_at_its_start_is_not_believed():
+    known = (*ALL[:2], entry(2, learner=True))
+    assert step(None, known, STARTING) == Remove(0)
+    assert step(None, None, STARTING) == Wait()
+    assert step(None, None, (*STARTING, entry(0, 7))) == Wait()
+    assert next_step_out(View(seats(3), 0, LABEL, (known, None, STARTING))) == Wait()
+    learner = (*ALL[1:], entry(0, 9, learner=True))
+    assert next_step_out(View(seats(3), 0, LABEL, (STARTING, learner, learner))) == Remove(9)
+
+
 def test_where_most_are_hidden_no_cluster_is_made():
     assert step(None, None, None, hidden=frozenset([1])) == Bootstrap()
     assert step(None, None, None, hidden=frozenset([1, 2])) == Wait()
@@ -155,7 +179,7 @@ def test_who_is_there_at_the_start():
     urls = [f"http://n{index}:2380" for index in range(3)]
     assert initial_cluster(view) == ",".join(f"{name_of(LABEL, i)}={url}" for i, url in enumerate(urls))
     found = initial_cluster(view, (entry(2, 7), entry(1, 9, published=False, learner=True)))
-    assert found == f"member7={urls[2]},{name_of(LABEL, 1)}={urls[1]}"
+    assert found == f"{LABEL}-id7={urls[2]},{LABEL}-id9={urls[1]}"
 
 
 # --- a world ---
@@ -181,6 +205,11 @@ class World:
         """Seats that reach nobody, and that nobody reaches."""
         self.hosts = dict.fromkeys(range(count))
         """By seat: not there, or own id, 0 before it is known, and the list that it knows."""
+        self.starting = {}
+        """By id, of those that have not caught up: what they list at their start."""
+        self.replaying = set()
+        """Those among them that have begun to, and list former members as well."""
+        self.former = []
         self.next_id = 100
 
     def listed(self, number):
@@ -200,6 +229,7 @@ class World:
         if self.has_quorum():
             here = {each.id for each in self.entries if not indices or self.seat(each) in indices}
             self.ran |= here & self.alive
+            self.starting = {each: self.starting[each] for each in self.starting if each not in self.ran}
             self.entries = [
                 entry(self.seat(each), each.id, published=each.id in self.ran, learner=each.is_learner)
                 for each in self.entries
@@ -217,8 +247,16 @@ class World:
         found = [None] * self.count
         for each in self.entries:
             if each.id in self.alive and self.seat(each) not in self.hidden(index):
-                found[self.seat(each)] = tuple(self.entries)
+                found[self.seat(each)] = self.list_of(each.id)
         return found
+
+    def list_of(self, number):
+        if number not in self.starting:
+            return tuple(self.entries)
+        return self.starting[number] + (tuple(self.former) if number in self.replaying else ())
+
+    def replay(self, index):
+        self.replaying |= {each.id for each in self.entries if self.seat(each) == index}
 
     def toggle(self, index):
         self.cut ^= {index}
@@ -256,13 +294,18 @@ class World:
             is_left = any(each.id in self.alive for each in self.entries)
             is_sure = had_quorum and is_left and not self.cut
             assert self.has_quorum() or not is_sure, "who leaves takes the quorum along"
-        if self.listed_at(index) is None or not isinstance(chosen, Remove) or not reaches:
+        own = self.listed_at(index)
+        is_last = [own] == [each for each in self.entries if not each.is_learner]
+        is_out = own is None or is_last or not reaches
+        assert is_out or not isinstance(chosen, Out), "who leaves is counted on"
+        if own is None or not isinstance(chosen, Remove) or not reaches:
             self.die(index)
 
     def remove(self, index, number):
         target = self.listed(number)
         is_seen = target is not None and self.seat(target) not in self.hidden(index) | {index}
         assert not (number in self.alive and is_seen), "a member that runs is removed"
+        self.former += [target] if target is not None and target.has_published else []
         self.entries = [each for each in self.entries if each.id != number]
 
     def listed_at(self, index):
@@ -281,9 +324,8 @@ class World:
             return None
         answers, hidden = self.answers(index), self.hidden(index)
         gone = frozenset(i for i, answer in enumerate(answers) if answer is None)
-        chosen = next_step(
-            View(self.seats, index, LABEL, answers, own or None, hidden, gone, index in self.forgetful)
-        )
+        view = View(self.seats, index, LABEL, answers, own or None, hidden, gone, index in self.forgetful)
+        chosen = next_step(view)
         reaches = self.has_quorum(index)
         if isinstance(chosen, Bootstrap):
             self.bootstrap(index)
@@ -294,6 +336,11 @@ class World:
             self.entries.append(entry(index, self.next_id, published=False, learner=True))
             self.alive.add(self.next_id)
             self.hosts[index] = self.next_id
+            told = [pair.split("=") for pair in initial_cluster(view, self.entries).split(",")]
+            ids = {each.peer_urls[0]: each.id for each in self.entries}
+            self.starting[self.next_id] = tuple(
+                Entry(ids[url], name, (url,), has_published=False) for name, url in told
+            )
         elif isinstance(chosen, Promote) and reaches and chosen.id in self.ran:
             self.entries = [entry(index, each.id) if each.id == chosen.id else each for each in self.entries]
         elif isinstance(chosen, StartOver):
@@ -311,13 +358,15 @@ class World:
             # What is left of a cluster without a quorum ends with its agents, which have lost their store.
             voters = [each for each in self.entries if not each.is_learner]
             up = [each for each in voters if each.id in self.alive]
-            assert 2 * len(up) <= len(voters), "beside a cluster that works another one is made"
+            # But for one of less than half of the seats, since the others have left.
+            is_small = 2 * len(voters) < self.count
+            assert is_small or 2 * len(up) <= len(voters), "beside a cluster that works another one is made"
             for seat in map(self.seat, list(self.entries)):
                 if seat != index:
                     self.die(seat)
         if not any(each.id in self.alive for each in self.entries):
             self.entries = [entry(i, i, published=False) for i in range(self.count)]
-            self.ran, self.voted = set(), set()
+            self.ran, self.voted, self.former = set(), set(), []
         assert index not in self.ran, "a member that has forgotten its votes is back under its id"
         # But for one whose agent has ended before it had published, while the others are no quorum.
         assert index not in self.voted or not has_to_know, "a member may vote twice"
@@ -329,24 +378,32 @@ class World:
         assert sum(each.is_learner for each in self.entries) <= 1
 
 
-STEPS = st.tuples(st.sampled_from("aaaappcdxfl"), st.integers(0, 4))
+STEPS = st.tuples(st.sampled_from("aaaappcdxflr"), st.integers(0, 4))
 
 
 VOTED = [("c", 0), ("c", 1), ("c", 2), ("a", 0), ("a", 1), ("a", 2), ("p", 0), ("p", 1)]
 """All three have voted; the last one has not published."""
 
 
+COMES = [("d", 0), ("c", 0), ("a", 0), ("a", 0)]
+"""A learner that has not caught up."""
+
+
 @settings(max_examples=400, deadline=None)
 @example(3, False, [*VOTED, ("d", 2), ("c", 2), ("a", 2)])
 @example(3, False, [*VOTED, ("d", 1), ("f", 2), ("a", 2)])
 @example(3, True, [("d", 0), ("l", 1)])
+@example(3, True, [("l", 1), ("a", 1), ("a", 1), ("l", 2), ("a", 2), ("a", 2), ("x", 0), ("c", 1), ("a", 1)])
+@example(5, True, [*COMES, ("l", 1), ("a", 1)])
+@example(5, True, [*COMES, ("r", 0), ("l", 1), ("a", 1)])
+@example(5, True, [("d", 1), ("c", 1), *COMES, ("a", 1)])
 @given(st.sampled_from([1, 3, 3, 5]), st.booleans(), st.lists(STEPS, max_size=80))
 def test_a_cluster_whose_nodes_die_and_come_back(count, is_formed, schedule):
     world = World(count)
     prelude = [(what, index) for what in "cap" for index in range(count)] if is_formed else []
     for what, number in prelude + schedule:
         acts = {"a": world.act, "c": world.come, "d": world.die, "x": world.toggle, "p": world.publish}
-        acts |= {"f": world.forget, "l": world.leave}
+        acts |= {"f": world.forget, "l": world.leave, "r": world.replay}
         acts[what](number % count)
         world.check()
     for index in tuple(world.cut):

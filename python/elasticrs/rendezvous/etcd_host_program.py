@@ -145,7 +145,7 @@ class Member:
         self._etcd = EtcdProcess(os.path.join(orders.folder, "etcd.log"))
         self._guard = threading.Lock()
         self._news = os.eventfd(0, os.EFD_CLOEXEC)
-        self._order = ""
+        self._order = self._name = ""
         self._belongs = self._is_voter = False
         self._has_voted = orders.has_voted
         self._heard: dict[int, float] = {}
@@ -318,7 +318,7 @@ class Member:
             self._give_up()
         if os.path.isdir(self._data):
             # Nothing was forgotten: the same member goes on.
-            self._start(program, "new", membership.initial_cluster(self._view([])))
+            self._start(program, "new", self._name, membership.initial_cluster(self._view([])))
             return self._await_own()
         os.makedirs(self._orders.folder, mode=0o700, exist_ok=True)
         own: int | None = None
@@ -334,7 +334,8 @@ class Member:
             refused_since = (refused_since or now) if isinstance(step, membership.Refuse) else None
             if isinstance(step, membership.Bootstrap):
                 self._is_voter = True
-                self._start(program, "new", membership.initial_cluster(view))
+                name = membership.name_of(view.label, view.mine)
+                self._start(program, "new", name, membership.initial_cluster(view))
                 return self._await_own()
             if isinstance(step, membership.Belongs):
                 return self._has_joined()
@@ -417,7 +418,8 @@ class Member:
             return None
         own = Entry.read(answer["member"])
         entries = [Entry.read(each) for each in answer["members"]]
-        self._start(program, "existing", membership.initial_cluster(view, entries))
+        name = membership.learner_name(view.label, own.id)
+        self._start(program, "existing", name, membership.initial_cluster(view, entries))
         return own.id
 
     def _change(self, view: View, what: str, body: dict[str, Any]) -> Any:
@@ -468,11 +470,11 @@ class Member:
         """End etcd, if it runs, under the guard; sooner when nobody is served any more."""
         self._etcd.end(_SHORT_GRACE_MS if self._order == "over" else _GRACE_MS)
 
-    def _start(self, program: str, state: str, initial: str) -> None:
-        seat = self._seats[self._mine]
+    def _start(self, program: str, state: str, name: str, initial: str) -> None:
+        self._name, seat = name, self._seats[self._mine]
         listen = [seat.url_at(self._address, port) for port in (seat.port, seat.peer_port)]
         command = [
-            *(program, "--name", membership.name_of(self._orders.label, self._mine)),
+            *(program, "--name", name),
             *("--data-dir", self._data, *_OPTIONS, *_tls(self._orders.files)),
             *("--listen-client-urls", listen[0], "--advertise-client-urls", seat.url),
             *("--listen-peer-urls", listen[1], "--initial-advertise-peer-urls", seat.peer_url),

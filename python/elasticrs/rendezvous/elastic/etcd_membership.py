@@ -14,7 +14,9 @@ that forgets its vote or what it has acknowledged breaks what Raft promises.
   time.
 - **MEMB-4** Whoever leaves, or gives up, takes its own member out, and before that voters that are known to
   be dead, since their machines refuse the connection: with them counted, those that stay might be no quorum.
-- **MEMB-5** An etcd that is not of this job is left alone: the names of members begin with a label that is
+- **MEMB-5** What a learner lists is not believed until it has caught up: first it lists those with which it
+  was started, and then members of the past. Until then some of them have names that no member publishes.
+- **MEMB-6** An etcd that is not of this job is left alone: the names of members begin with a label that is
   made from the name of the job and its token.
 """
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from dataclasses import KW_ONLY
     from typing import Any, TypeAlias
+
+
+_LATER = "id"
+"""How the names of members begin that have come later, behind the label."""
 
 
 class Seat(Value):
@@ -177,24 +183,24 @@ def _derived(what: str, run_id: str, prefix: str, token: bytes | None) -> str:
 
 
 def name_of(label: str, index: int) -> str:
-    """Return the name of the member at a seat."""
+    """Return the name of the member at a seat that makes the cluster with the others."""
     return f"{label}-{index}"
+
+
+def learner_name(label: str, number: int) -> str:
+    """Return the name of a member that has come later, by its id."""
+    return f"{label}-{_LATER}{number:x}"
 
 
 def initial_cluster(view: View, entries: Iterable[Entry] | None = None) -> str:
     """Return who is there at the start, in etcd's words: all seats, or the members of a cluster.
 
-    The name of a member counts only for the one that starts.
+    A learner lists these names until it has caught up; of them only its own becomes known.
     """
     if entries is None:
         pairs = [(name_of(view.label, index), seat.peer_url) for index, seat in enumerate(view.seats)]
     else:
-        own = view.seats[view.mine].peer_url
-        pairs = [
-            (name_of(view.label, view.mine) if url == own else f"member{entry.id:x}", url)
-            for entry in entries
-            for url in entry.peer_urls
-        ]
+        pairs = [(learner_name(view.label, entry.id), url) for entry in entries for url in entry.peer_urls]
     return ",".join(f"{name}={url}" for name, url in pairs)
 
 
@@ -203,12 +209,13 @@ def next_step(view: View) -> Step:
     why = _mistake(view)
     if why is not None:
         return Refuse(why)
-    lists = [answer for answer in others(view) if any(entry.has_published for entry in answer)]
+    lists = [answer for answer in told(view) if any(entry.has_published for entry in answer)]
     if view.own is not None:
         return _of_learner(view.own, lists)
     if not lists:
-        # Those that answer all the same are about to make the cluster.
-        return Bootstrap() if 2 * len(view.hidden) < len(view.seats) else Wait()
+        # Those that answer all the same are about to make the cluster, but for learners of one.
+        is_free = 2 * len(view.hidden) < len(view.seats) and len(told(view)) == len(others(view))
+        return Bootstrap() if is_free else Wait()
     mine = view.seats[view.mine].peer_url
     for entry in (entry for entries in lists for entry in entries):
         if mine in entry.peer_urls:
@@ -238,13 +245,14 @@ def next_step_out(view: View) -> Remove | Out | Wait:
     """Decide what comes next for a seat that is to have no member any more; told what its own says as well,
     if that still runs.
     """
-    lists = [view.answers[view.mine]] if view.answers[view.mine] else view.answers
-    entries = {entry.id: entry for answer in lists for entry in answer or ()}.values()
+    its_own = view.answers[view.mine]
+    lists = [its_own] if its_own and not _is_behind(view, its_own) else told(view)
+    entries = {entry.id: entry for answer in lists for entry in answer}.values()
     if not any(entry.has_published for entry in entries):
-        return Wait()
+        return Wait() if _mistake(view) is None else Out()
     own = next((entry for entry in entries if view.seats[view.mine].peer_url in entry.peer_urls), None)
     voters = [entry for entry in entries if not entry.is_learner]
-    if own is None or voters == [own] or _mistake(view) is not None:
+    if own is None or voters == [own]:
         return Out()
     lost = [entry for entry in voters if _seat_of(view, entry) not in _answering(view)]
     if 2 * len(lost) >= len(voters):
@@ -257,17 +265,41 @@ def next_step_out(view: View) -> Remove | Out | Wait:
 def heirs(view: View) -> set[int]:
     """The voters of other seats that answer, by id."""
     rest = _answering(view) - {view.mine}
-    listed = (entry for answer in others(view) for entry in answer if not entry.is_learner)
+    listed = (entry for answer in told(view) for entry in answer if not entry.is_learner)
     return {entry.id for entry in listed if _seat_of(view, entry) in rest}
 
 
+def others(view: View) -> dict[int, tuple[Entry, ...]]:
+    """The answers of other seats, by seat."""
+    return {
+        index: answer
+        for index, answer in enumerate(view.answers)
+        if index != view.mine and answer is not None
+    }
+
+
+def told(view: View) -> list[tuple[Entry, ...]]:
+    """Those that tell of this job's cluster, be it late."""
+    found = others(view).items()
+    return [
+        answer
+        for index, answer in found
+        if _misfit(view, index, answer) is None and not _is_behind(view, answer)
+    ]
+
+
 def _answering(view: View) -> set[int]:
-    return {index for index, answer in enumerate(view.answers) if answer is not None}
+    """The seats where members of this job are."""
+    mine = {view.mine} if view.answers[view.mine] is not None else set()
+    return mine | {index for index, answer in others(view).items() if _misfit(view, index, answer) is None}
 
 
-def others(view: View) -> list[tuple[Entry, ...]]:
-    """The answers of other seats."""
-    return [answer for index, answer in enumerate(view.answers) if index != view.mine and answer is not None]
+def _is_behind(view: View, answer: tuple[Entry, ...]) -> bool:
+    """True if it comes from a learner that has not caught up: in the cluster a name and an address for
+    clients are published at once, but of members that make it.
+    """
+    later = f"{view.label}-{_LATER}"
+    return any(not entry.has_published and entry.name.startswith(later) for entry in answer)
 
 
 def _seat_of(view: View, entry: Entry) -> int | None:
@@ -276,21 +308,23 @@ def _seat_of(view: View, entry: Entry) -> int | None:
 
 
 def _mistake(view: View) -> str | None:
+    found = (_misfit(view, index, answer) for index, answer in others(view).items())
+    return next((why for why in found if why is not None), None)
+
+
+def _misfit(view: View, index: int, answer: tuple[Entry, ...]) -> str | None:
+    """Why what answers at a seat is no member of this job's cluster."""
     urls = {seat.peer_url for seat in view.seats}
-    for index, answer in enumerate(view.answers):
-        if index == view.mine or answer is None:
-            continue
-        seat = view.seats[index]
-        where = shown_endpoint(seat.host, seat.peer_port)
-        if any(entry.name and not entry.name.startswith(f"{view.label}-") for entry in answer):
-            return (
-                f"an etcd that is not of this job answers at {where}: give each job ports of its own in "
-                "--rdzv-endpoint (or another peer_port), and all nodes the same --rdzv-id and token"
-            )
-        strange = next((url for entry in answer for url in entry.peer_urls if url not in urls), None)
-        if strange is not None:
-            return (
-                f"the etcd at {where} has a member at {strange}, which is not in --rdzv-endpoint: all nodes "
-                "have to have the same endpoints"
-            )
-    return None
+    where = shown_endpoint(view.seats[index].host, view.seats[index].peer_port)
+    if any(entry.name and not entry.name.startswith(f"{view.label}-") for entry in answer):
+        return (
+            f"an etcd that is not of this job answers at {where}: give each job ports of its own in "
+            "--rdzv-endpoint (or another peer_port), and all nodes the same --rdzv-id and token"
+        )
+    strange = next((url for entry in answer for url in entry.peer_urls if url not in urls), None)
+    if strange is None:
+        return None
+    return (
+        f"the etcd at {where} has a member at {strange}, which is not in --rdzv-endpoint: all nodes have to "
+        "have the same endpoints"
+    )
