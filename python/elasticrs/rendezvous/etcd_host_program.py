@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from elasticrs._value import Value
 from elasticrs.rendezvous.elastic import etcd_membership as membership
@@ -36,10 +36,7 @@ from elasticrs.rendezvous.elastic.etcd_membership import Entry, Seat, View
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, listening_address
 from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.rendezvous.etcd_keeper import find_program
-from elasticrs.rendezvous.etcd_process import EtcdProcess, trouble_with
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from elasticrs.rendezvous.etcd_process import EtcdProcess, options, trouble_with
 
 _TICK = 0.05
 _PATIENCE = 5.0
@@ -74,17 +71,6 @@ _REST = 60.0
 """Seconds before the next try after so many short ones; each rest is twice as long as the one before."""
 
 _MOST_RESTS = 5
-
-_OPTIONS = (
-    # Its check refuses learners for 5 s after a member has gone; what it guards against does not occur here.
-    *("--strict-reconfig-check=false", "--pre-vote"),
-    # Nothing of a member is used after its agent: it need not outlast the machine, nor wait for its disk.
-    "--unsafe-no-fsync",
-    *("--auto-compaction-mode=revision", "--auto-compaction-retention=10000", "--snapshot-count=10000"),
-    # Derived passwords have 256 bits: guesses need not be made slow.
-    "--bcrypt-cost=4",
-    *("--logger=zap", "--log-level=warn", "--log-outputs=stderr"),
-)
 
 
 class Orders(Value):
@@ -475,7 +461,7 @@ class Member:
         listen = [seat.url_at(self._address, port) for port in (seat.port, seat.peer_port)]
         command = [
             *(program, "--name", name),
-            *("--data-dir", self._data, *_OPTIONS, *_tls(self._orders.files)),
+            *("--data-dir", self._data, *options(self._orders.files)),
             *("--listen-client-urls", listen[0], "--advertise-client-urls", seat.url),
             *("--listen-peer-urls", listen[1], "--initial-advertise-peer-urls", seat.peer_url),
             *("--initial-cluster-token", self._orders.label),
@@ -555,14 +541,6 @@ class Member:
     def _own(self, path: str, body: dict[str, Any]) -> Any:
         seat = self._seats[self._mine]
         return self._gateway.ask(seat, path, body, _LAST_QUESTION, _reached(self._address))
-
-
-def _tls(files: list[str]) -> Iterator[str]:
-    """Options by which clients and members show certificates, and check those of others."""
-    for prefix in ("--", "--peer-") if files else ():
-        for name, file in zip(("trusted-ca-file", "cert-file", "key-file"), files, strict=True):
-            yield f"{prefix}{name}={file}"
-        yield f"{prefix}client-cert-auth"
 
 
 def _program() -> str | None:

@@ -6,7 +6,26 @@ import json
 import os
 import socket
 
+from elasticrs.logs import last_bytes
 from elasticrs.rendezvous.etcd_keeper import end, spawn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MOST = 65536
+"""Bytes of the log in which the last error is looked for."""
+
+_OPTIONS = (
+    # Its check refuses learners for 5 s after a member has gone; what it guards against does not occur here.
+    *("--strict-reconfig-check=false", "--pre-vote"),
+    # Nothing of a member is used after its agent: it need not outlast the machine, nor wait for its disk.
+    "--unsafe-no-fsync",
+    *("--auto-compaction-mode=revision", "--auto-compaction-retention=10000", "--snapshot-count=10000"),
+    # Derived passwords have 256 bits: guesses need not be made slow.
+    "--bcrypt-cost=4",
+    *("--logger=zap", "--log-level=warn", "--log-outputs=stderr"),
+)
 
 
 class EtcdProcess:
@@ -49,12 +68,7 @@ class EtcdProcess:
 
     def last_words(self) -> str:
         """Return the last error in the log."""
-        try:
-            with open(self._log, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError as error:
-            return str(error)
+        lines = last_bytes(self._log, _MOST).decode(errors="replace").splitlines()
         for line in reversed(lines):
             try:
                 record = json.loads(line)
@@ -76,3 +90,17 @@ def trouble_with(address: str, port: int) -> str | None:
         except OSError as error:
             return error.strerror or str(error)
     return None
+
+
+def options(files: Sequence[str]) -> list[str]:
+    """Return etcd's options for a member that outlives neither its agent nor the job.
+
+    Args:
+        files: of authorities, certificate and key, by which clients and members know each other; or none.
+    """
+    found = list(_OPTIONS)
+    for prefix in ("--", "--peer-") if files else ():
+        for name, file in zip(("trusted-ca-file", "cert-file", "key-file"), files, strict=True):
+            found.append(f"{prefix}{name}={file}")
+        found.append(f"{prefix}client-cert-auth")
+    return found
