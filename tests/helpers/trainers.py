@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,54 +40,67 @@ class Parent:
         self._orders.flush()
 
     @contextmanager
-    def job(self, query: str, stderr: Path) -> "Iterator[Trainers]":
+    def job(self, query: str, stderr: Path) -> "Iterator[ByHand]":
         """Give out trainers, with a coordination store of their own; all are gone at the end.
 
         Args:
             query: what stands after the ? of the URL.
             stderr: the file for that of the trainers.
         """
-        store = subprocess.Popen(
-            [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert store.stdout is not None
-        port = int(store.stdout.readline().decode().rsplit(":", 1)[1].split()[0])
-        trainers = Trainers(self, f"elasticrs://127.0.0.1:{port}/job?{query}", stderr)
-        try:
-            yield trainers
-        finally:
-            self.order({"end": True})
-            trainers.wait("all ended")
-            store.stdout.close()
-            store.kill()
-            store.wait()
+        with store() as port:
+            trainers = ByHand(self, f"elasticrs://127.0.0.1:{port}/job?{query}", stderr)
+            try:
+                yield trainers
+            finally:
+                self.order({"end": True})
+                trainers.wait("all ended")
+
+
+@contextmanager
+def store() -> Iterator[int]:
+    """A coordination store in a process of its own; its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline().decode().rsplit(":", 1)[1].split()[0])
+    finally:
+        process.stdout.close()
+        process.kill()
+        process.wait()
 
 
 class Trainers:
-    """The trainers of one job."""
+    """The trainers of one job, and what they tell.
 
-    def __init__(self, parent: Parent, url: str, stderr: Path) -> None:
-        self._parent = parent
-        self.url, self.stderr = url, stderr
+    Args:
+        told: the descriptor from which that comes.
+    """
+
+    def __init__(self, told: int) -> None:
+        self._fd = told
         self.told: list[Told] = []
         self.pids: dict[str, int] = {}
         self._seen = 0
         self._rest = b""
 
-    def start(self, *names: str, **order: Any) -> None:
-        defaults = {"loop": "coordinator", "url": self.url, "stderr": str(self.stderr), "steps": 1 << 30}
-        for name in names:
-            self._parent.order({**defaults, **order, "name": name})
+    def has_news(self, timeout: float) -> bool:
+        """Wait until they have told something."""
+        return bool(select.select([self._fd], [], [], timeout)[0])
+
+    def story(self) -> str:
+        """All that is known."""
+        return "\n".join(map(str, self.told[-200:]))
 
     def take(self, timeout: float) -> Told | None:
         """What is told next; `None` after a while of silence."""
         if self._seen == len(self.told):
-            fd = self._parent.told.fileno()
-            if not select.select([fd], [], [], timeout)[0]:
+            if not self.has_news(timeout):
                 return None
-            data = os.read(fd, 1 << 16)
+            data = os.read(self._fd, 1 << 16)
             assert data, "the parent of the trainers has ended"
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
@@ -105,7 +118,7 @@ class Trainers:
         deadline = time.monotonic() + timeout
         while len(found) < count:
             told = self.take(max(0.0, deadline - time.monotonic()))
-            assert told is not None, f"only {found} of {count} {what} {fields}; all: {self.told}"
+            assert told is not None, f"only {found} of {count} {what} {fields}\n{self.story()}"
             if told["what"] == what and all(told.get(field) == value for field, value in fields.items()):
                 found.append(told)
         return found
@@ -113,7 +126,7 @@ class Trainers:
     def wait_until(self, holds: Callable[[], bool], timeout: float = HANG) -> None:
         deadline = time.monotonic() + timeout
         while not holds():
-            assert self.take(max(0.0, deadline - time.monotonic())) is not None, self.told
+            assert self.take(max(0.0, deadline - time.monotonic())) is not None, self.story()
 
     def of(self, what: str, *names: str) -> list[Told]:
         return [each for each in self.told if each["what"] == what and (not names or each["name"] in names)]
@@ -123,6 +136,45 @@ class Trainers:
         moment = time.monotonic()
         os.kill(self.pids[name], signum)
         return moment
+
+
+class ByHand(Trainers):
+    """Trainers that meet at a URL; no agent has started them."""
+
+    def __init__(self, parent: Parent, url: str, stderr: Path) -> None:
+        super().__init__(parent.told.fileno())
+        self._parent = parent
+        self.url, self.stderr = url, stderr
+
+    def start(self, *names: str, **order: Any) -> None:
+        defaults = {"loop": "coordinator", "url": self.url, "stderr": str(self.stderr), "steps": 1 << 30}
+        for name in names:
+            self._parent.order({**defaults, **order, "name": name})
+
+    def start_all(self, orders: Mapping[str, Mapping[str, Any]], **_: Any) -> None:
+        """Start these, with an order for each; what is for agents does not matter."""
+        for name, order in orders.items():
+            self.start(name, loop="train", **order)
+
+    def after(self, *names: str) -> Sequence[str]:  # noqa: ARG002 -- as under agents
+        """Nobody takes the place of one that ends."""
+        return ()
+
+    def replaced(self, name: str, code: int) -> None:
+        """A trainer has ended like this."""
+        assert self.code(name) == code
+
+    def fails(self, *names: str) -> None:
+        """These have failed."""
+        for name in names:
+            self.replaced(name, 1)
+
+    def over(self) -> None:
+        """Nothing is left to wait for."""
+
+    def stderr_text(self) -> str:
+        """What they have written there."""
+        return self.stderr.read_text()
 
     def code(self, name: str) -> int:
         """Wait for the end of a trainer."""

@@ -1,11 +1,14 @@
-"""One process that has imported torch, for all tests of a file."""
+"""One process that has imported torch, for all tests of a file; agents for those of acceptance."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
-from helpers.trainers import Parent, Trainers
+from helpers.agent_trainers import UnderAgents
+from helpers.launcher import Launched
+from helpers.trainers import ByHand, Parent, store
 
 
 @pytest.fixture(scope="module")
@@ -15,12 +18,48 @@ def parent() -> Iterator[Parent]:
 
 
 @pytest.fixture
-def trainers(parent: Parent, tmp_path: Path) -> Iterator[Callable[[str], Trainers]]:
+def trainers(parent: Parent, tmp_path: Path) -> Iterator[Callable[[str], ByHand]]:
     """Makes a job of trainers that meet with these settings."""
     with ExitStack() as stack:
 
-        def make(query: str) -> Trainers:
-            job: AbstractContextManager[Trainers] = parent.job(query, tmp_path / "stderr")
+        def make(query: str) -> ByHand:
+            job: AbstractContextManager[ByHand] = parent.job(query, tmp_path / "stderr")
             return stack.enter_context(job)
 
         yield make
+
+
+@pytest.fixture
+def under_agents(launch: Callable[..., Launched], tmp_path: Path) -> Iterator[Callable[..., UnderAgents]]:
+    """Makes a job whose trainers are started by agents; see :class:`helpers.agent_trainers.UnderAgents`."""
+    with ExitStack() as stack:
+
+        def make(workers: tuple[int, int], conf: dict[str, object], *, together: bool) -> UnderAgents:
+            port = stack.enter_context(store())
+            job = UnderAgents(launch, tmp_path, workers, conf, port, together=together)
+            return stack.enter_context(closing(job))
+
+        yield make
+
+
+BY_HAND, ONE_NODE, NODES = "by hand", "one node", "nodes"
+
+
+@pytest.fixture(params=[BY_HAND, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (ONE_NODE, NODES))])
+def how(request: pytest.FixtureRequest) -> str:
+    """How the workers are started: each by hand, by the agent of one node, or each by an agent of its own."""
+    return str(request.param)
+
+
+@pytest.fixture
+def job_of(
+    how: str, trainers: Callable[[str], ByHand], under_agents: Callable[..., UnderAgents]
+) -> Callable[..., ByHand | UnderAgents]:
+    """Makes a job of so many workers, at least and at most, with settings of the rendezvous."""
+
+    def make(least: int, most: int, **conf: object) -> ByHand | UnderAgents:
+        if how == BY_HAND:
+            return trainers(urlencode({"min_workers": least, "max_workers": most, **conf}))
+        return under_agents((least, most), conf, together=how == ONE_NODE)
+
+    return make

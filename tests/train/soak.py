@@ -13,13 +13,13 @@ from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
-from helpers.trainers import Parent, Trainers
+from helpers.trainers import ByHand, Parent
 
 LIMIT = 60.0
 
 
 def soak(
-    job: Trainers, kills: int, seed: int, end: Path, *, workers: int = 4, longest_pause: float = 0.2
+    job: ByHand, kills: int, seed: int, end: Path, *, workers: int = 4, longest_pause: float = 0.2
 ) -> list[float]:
     """Kill and replace; return the seconds without a step of anybody, for each gap that a kill has made."""
     chance = random.Random(seed)
@@ -53,12 +53,12 @@ def soak(
     return [later - earlier for earlier, later in pairwise(steps)]
 
 
-def holders(job: Trainers, live: list[str]) -> set[str]:
+def holders(job: ByHand, live: list[str]) -> set[str]:
     """Those who have the state: they have done a step."""
     return {told["name"] for told in job.of("stepped") if told["name"] in live}
 
 
-def ends(job: Trainers) -> list[dict[str, object]]:
+def ends(job: ByHand) -> list[dict[str, object]]:
     return job.of("done") + job.of("stopped")
 
 

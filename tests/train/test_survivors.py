@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from helpers.procs import HANG
-from helpers.trainers import Told, Trainers
+from helpers.trainers import ByHand, Told
 
 from train.soak import soak
 
@@ -18,7 +18,7 @@ SHORT_LEASE = "&keep_alive_interval=0.2&keep_alive_max_attempt=5&settle=10"
 NAMES = ("a", "b", "c", "d")
 
 
-def sums_are_right(job: Trainers) -> None:
+def sums_are_right(job: ByHand) -> None:
     """The sum of each trainer that came to the end has one for each step: none lost, none counted twice."""
     ends = job.of("done") + job.of("stopped")
     assert ends
@@ -27,7 +27,7 @@ def sums_are_right(job: Trainers) -> None:
         assert told["sum"] == told["step"], told
 
 
-def met_in_one_round(job: Trainers, names: str, timeout: float = HANG) -> list[Told]:
+def met_in_one_round(job: ByHand, names: str, timeout: float = HANG) -> list[Told]:
     """Wait until all of these are in one round; load may end a lease, and so cost another one."""
 
     def last() -> list[Told]:

@@ -10,7 +10,7 @@ import signal
 import torch
 import torch.distributed as dist
 
-from elasticrs.train import NonRetryableException, SimpleWorkerStats, State, p2p, train
+from elasticrs.train import AgentCoordinator, NonRetryableException, SimpleWorkerStats, State, p2p, train
 from elasticrs.train.checkpoint import FileSystemCheckpointManager, set_checkpoint_manager
 from elasticrs.train.data import Shares
 from elasticrs.train.distributed import all_gather_return_max_long, broadcast_binary
@@ -57,9 +57,12 @@ class Trainer:
         self.done = []
         self.straggles = False
         self.child = None
-        kind = MeetsAlways if order.get("always") else p2p.CoordinatorP2P
+        kind = p2p.CoordinatorP2P if "url" in order else AgentCoordinator
+        if order.get("always"):
+            kind = type("MeetsAlways", (MeetsAlways, kind), {})
+        where = (order["url"], 64) if "url" in order else ()
         timeouts = order.get("timeout", 10000), order.get("control_timeout", 60000)
-        self.coordinator = kind("gloo", order["url"], 64, *timeouts)
+        self.coordinator = kind("gloo", *where, *timeouts)
 
     def say(self, what, **more):
         self._say(self.order["name"], what, **more)
@@ -116,7 +119,7 @@ class Trainer:
         return state, SimpleWorkerStats(self.order["rate"]) if "rate" in self.order else None
 
 
-class MeetsAlways(p2p.CoordinatorP2P):
+class MeetsAlways:
     """Meets anew after every step."""
 
     def should_rendezvous(self, state):
@@ -131,14 +134,15 @@ def run(order, say):
     if order.get("monitor"):
         p2p.MONITOR_PROGRESS_FREQ = order["monitor"]
     state = Total(trainer)
+    trainer.fault("begin", 0)
     try:
         train(trainer.coordinator, trainer.step, state, max_failures=order.get("max_failures"))
     except NonRetryableException as error:
         trainer.say("stuck", error=str(error))
-        return
+        raise
     except RuntimeError as error:
         trainer.say("gave up", error=str(error))
-        return
+        raise
     if trainer.child:
         os.waitpid(trainer.child, 0)
     trainer.say(

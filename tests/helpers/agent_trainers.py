@@ -1,0 +1,142 @@
+"""Trainers that agents have started: one node with all of them, or a node for each."""
+
+import json
+import os
+import select
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from helpers import procs
+from helpers.launcher import Launched
+from helpers.trainers import Trainers
+
+_PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "agent_trainer.py"
+
+NEXT = "+"
+"""Behind the name of a trainer: the one that is started in its place."""
+
+
+class UnderAgents(Trainers):
+    """Trainers of ``elasticrun --on-failure replace``. The one in the place of another has the same order,
+    without faults, and its name with a :data:`NEXT` behind it.
+
+    Args:
+        launch: starts an agent.
+        folder: for the orders, and what is told.
+        workers: how many trainers take part, at least and at most.
+        conf: settings of the rendezvous, and ``stuck_timeout``, which only workers know.
+        port: of the store where several nodes meet.
+        together: those that are started by one call are one node; else each has a node of its own.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[..., Launched],
+        folder: Path,
+        workers: tuple[int, int],
+        conf: Mapping[str, object],
+        port: int,
+        *,
+        together: bool,
+    ) -> None:
+        self._folder = folder
+        told, self._gate = folder / "told", folder / "gate"
+        for fifo in (told, self._gate):
+            os.mkfifo(fifo)
+        # Ends never come to one that has the other end itself.
+        super().__init__(os.open(told, os.O_RDWR))
+        self._launch, self._workers, self._port = launch, workers, port
+        self._conf = dict(conf)
+        self._stuck_timeout = self._conf.pop("stuck_timeout", None)
+        self._together = together
+        self.agents: dict[str, Launched] = {}
+        self._failed = set[Launched]()
+
+    def start_all(
+        self, orders: Mapping[str, Mapping[str, Any]], *, restarts: int = 4, meets: bool = False
+    ) -> None:
+        """Start these trainers, and let them begin when all are up.
+
+        Args:
+            orders: by name.
+            restarts: that each agent may make.
+            meets: others may come to a job that is one node, too.
+        """
+        for name, order in orders.items():
+            more = {"stuck_timeout": self._stuck_timeout} if self._stuck_timeout else {}
+            (self._folder / f"{name}.json").write_text(json.dumps({**order, "query": more}))
+        gate = os.open(self._gate, os.O_RDWR)
+        for names in [list(orders)] if self._together else [[name] for name in orders]:
+            least, most = (max(1, count // len(names)) for count in self._workers)
+            nodes = (least, most) if self._together else self._workers
+            agent = self._launch(
+                *self._options(len(names), nodes, restarts, meets=meets),
+                *(_PROGRAM, self._folder, *names),
+                env={"OMP_NUM_THREADS": "1"},
+            )
+            self.agents.update(dict.fromkeys(names, agent))
+        self.wait_until(lambda: {told["name"] for told in self.of("up")} >= set(orders))
+        # Who waits for the end of the file goes on.
+        os.close(gate)
+
+    def _options(self, nproc: int, nodes: tuple[int, int], restarts: int, *, meets: bool) -> list[str]:
+        options = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
+        options += ["--on-failure=replace", "--warm=auto"]
+        if nodes == (1, 1) and not (meets or "join_timeout" in self._conf):
+            return [*options, "--standalone"]
+        options += [f"--nnodes={nodes[0]}:{nodes[1]}", "--rdzv-backend=c10d", "--rdzv-id=job"]
+        conf = ",".join(f"{name}={value}" for name, value in self._conf.items())
+        return [*options, f"--rdzv-endpoint=127.0.0.1:{self._port}", f"--rdzv-conf={conf}"]
+
+    def after(self, *names: str) -> Sequence[str]:
+        """Those that are started in the places of these, should they fail."""
+        return [name + NEXT for name in names]
+
+    def lose(self, name: str) -> None:
+        """The node of this trainer is lost."""
+        agent, others = self.agents[name], {child.pid for child in procs.children()}
+        agent.signal(signal.SIGKILL)
+        self._failed.add(agent)
+        assert agent.wait() == -signal.SIGKILL
+        procs.reap_adopted(keep=others)
+
+    def replaced(self, name: str, code: int) -> None:
+        """A trainer has ended like this, and the agent has told so when it started another one."""
+        how = f"died by {signal.Signals(-code).name}" if code < 0 else rf"exited with code {code}|Error"
+        line = rf"\(pid {self.pids[name]}\).*(?:{how}).*replaced by pid {self.pids[name + NEXT]}"
+        self.agents[name].wait_for_line(line, "stderr")
+
+    def fails(self, *names: str) -> None:
+        """The agents of these fail."""
+        for name in names:
+            self._failed.add(self.agents[name].exits(1))
+
+    def over(self) -> None:
+        """Wait until all agents have ended; those that are not known to have failed have succeeded."""
+        for agent in {*self.agents.values()} - self._failed:
+            agent.exits(0)
+
+    def stderr_text(self) -> str:
+        """What the trainers and their agents have written there."""
+        return "".join(agent.stderr for agent in {*self.agents.values()})
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def has_news(self, timeout: float) -> bool:
+        agents = {*self.agents.values()}
+        while True:
+            for agent in agents:
+                # Nothing waits for room in a pipe that is never emptied.
+                agent.read_for(0)
+            running = [agent for agent in agents if not agent.has_exited]
+            sources = [self._fd, *(fd for agent in running for fd in agent.sources())]
+            ready = select.select(sources, [], [], timeout)[0]
+            if self._fd in ready or not ready:
+                return bool(ready)
+
+    def story(self) -> str:
+        agents = {*self.agents.values()}
+        return "\n".join([super().story(), *(f"---\n{agent.stdout}{agent.stderr}" for agent in agents)])
