@@ -16,10 +16,19 @@ use elasticrs_core::spec::{GroupSpec, PassedFd, ProcessSpec};
 use elasticrs_core::supervisor::{Event, Outcome, Supervisor, SupervisorError, Swept};
 use elasticrs_runtime::clock::boot_now;
 use elasticrs_testkit::{is_running, open_fds, wait_for_end, wait_for_state, worker_program};
+use tempfile::TempDir;
 
 /// A running group that replaces, its pids, and what the workers have said before they were ready.
 fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
     run_with(supervisor, commands, |_| ())
+}
+
+/// Two workers, of which the first has died; the pid of the other one.
+fn run_without_the_first(supervisor: &Supervisor) -> (i32, Lines) {
+    let (pids, lines) = run(supervisor, &[&["sleep"], &["sleep"]]);
+    kill(pids[0]);
+    until_swept(supervisor);
+    (pids[1], lines)
 }
 
 fn run_with(supervisor: &Supervisor, commands: &[&[&str]], change: impl Fn(&mut GroupSpec)) -> (Vec<i32>, Lines) {
@@ -51,6 +60,14 @@ fn replace(supervisor: &Supervisor, local_rank: u32, arguments: &[&str]) -> (i32
     (pid, lines)
 }
 
+/// A start in the place of local rank 0 that hangs for as long as the folder is there.
+fn hang_in_place(supervisor: &Supervisor) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let hangs = ProcessSpec { warm: is_warm(), ..hanging_worker(folder.path()) };
+    supervisor.replace(hangs, Vec::new()).unwrap();
+    folder
+}
+
 fn kill(pid: i32) {
     let pidfd = elasticrs_testkit::pidfd(pid).expect("it lives");
     elasticrs_core::sys::pidfd::send_signal(pidfd, libc::SIGKILL).unwrap();
@@ -62,6 +79,12 @@ fn until_swept(supervisor: &Supervisor) -> (u32, WorkerExit, Swept) {
     let Event::WorkerSwept { local_rank: of, swept, .. } = event(supervisor) else { panic!("it is swept") };
     assert_eq!(of, local_rank);
     (local_rank, exit, swept)
+}
+
+fn stop(supervisor: Supervisor) {
+    supervisor.stop(KILL).unwrap();
+    assert_eq!(outcome(&supervisor), Outcome::Stopped);
+    close(supervisor);
 }
 
 fn outcome(supervisor: &Supervisor) -> Outcome {
@@ -86,9 +109,7 @@ fn the_others_go_on_and_another_one_takes_the_place() {
     let (pid, _) = replace(&supervisor, 1, &["exit", "0"]);
     let Event::WorkerExited { local_rank: 1, pid: ended, .. } = event(&supervisor) else { panic!("it ends") };
     assert_eq!(ended, pid);
-    supervisor.stop(KILL).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    close(supervisor);
+    stop(supervisor);
 }
 
 #[test]
@@ -149,9 +170,7 @@ fn a_place_that_is_not_free_is_not_given_away() {
 #[test]
 fn a_start_in_the_place_of_another_that_fails_may_be_tried_again() {
     let supervisor = supervisor();
-    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
-    kill(pids[0]);
-    until_swept(&supervisor);
+    let (survivor, _lines) = run_without_the_first(&supervisor);
     let (process, descriptors, _) = in_place_of(0, &["sleep"]);
     supervisor.replace(ProcessSpec { cwd: Some("/nonexistent".into()), ..process }, descriptors).unwrap();
     let Event::ReplaceFailed(failure) = event(&supervisor) else { panic!("it fails") };
@@ -159,10 +178,8 @@ fn a_start_in_the_place_of_another_that_fails_may_be_tried_again() {
         "could not change to the working directory `/nonexistent` for local rank 0: No such file or directory";
     assert_eq!(failure.to_string(), expected);
     replace(&supervisor, 0, &["sleep"]);
-    assert!(is_running(pids[1]));
-    supervisor.stop(KILL).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    close(supervisor);
+    assert!(is_running(survivor));
+    stop(supervisor);
 }
 
 #[test]
@@ -200,9 +217,7 @@ fn workers_that_die_together_are_swept_and_told_each_once() {
     swept.sort_unstable();
     assert_eq!((swept, ended), (vec![0, 1, 2], daemons.clone()));
     assert!(!daemons.into_iter().any(is_running) && is_running(pids[3]));
-    supervisor.stop(KILL).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    close(supervisor);
+    stop(supervisor);
 }
 
 #[test]
@@ -226,33 +241,25 @@ fn a_death_while_another_place_is_taken_is_one_of_its_own() {
     lines.until_ready();
     assert_eq!(swept.unwrap().ended.len(), 1);
     assert!(is_running(replaced.unwrap()) && is_running(pids[2]));
-    supervisor.stop(KILL).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    close(supervisor);
+    stop(supervisor);
 }
 
 #[test]
 fn one_that_dies_at_once_is_swept_like_any_other() {
     let supervisor = supervisor();
-    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
-    kill(pids[0]);
-    until_swept(&supervisor);
+    let (survivor, _lines) = run_without_the_first(&supervisor);
     for _ in 0..3 {
         replace(&supervisor, 0, &["exit", "3"]);
         assert_eq!(until_swept(&supervisor).1, WorkerExit::Exited { code: 3 });
     }
-    assert!(is_running(pids[1]));
-    supervisor.stop(KILL).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    close(supervisor);
+    assert!(is_running(survivor));
+    stop(supervisor);
 }
 
 #[test]
 fn a_stop_while_a_place_is_taken_ends_who_takes_it() {
     let supervisor = supervisor();
-    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
-    kill(pids[0]);
-    until_swept(&supervisor);
+    let (survivor, _lines) = run_without_the_first(&supervisor);
     let (process, descriptors, _reader) = in_place_of(0, &["sleep"]);
     supervisor.replace(process, descriptors).unwrap();
     supervisor.stop(TERM).unwrap();
@@ -268,7 +275,7 @@ fn a_stop_while_a_place_is_taken_ends_who_takes_it() {
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(exited, [pids[1], replaced.unwrap()].into());
+    assert_eq!(exited, [survivor, replaced.unwrap()].into());
     close(supervisor);
 }
 
@@ -280,9 +287,7 @@ fn a_start_in_a_place_that_hangs_is_killed_and_the_others_go_on() {
     });
     kill(pids[0]);
     until_swept(&supervisor);
-    let folder = tempfile::tempdir().unwrap();
-    let hangs = ProcessSpec { warm: is_warm(), ..hanging_worker(folder.path()) };
-    supervisor.replace(hangs, Vec::new()).unwrap();
+    let _fifo = hang_in_place(&supervisor);
     let Event::Degraded { message } = event(&supervisor) else { panic!("it is told") };
     assert!(message.starts_with("local rank 0 did not start within 2s: it hangs while it tries to open"), "{message}");
     // Nobody can tell a program that is killed as it is executed from one that is killed later.
@@ -295,23 +300,15 @@ fn a_start_in_a_place_that_hangs_is_killed_and_the_others_go_on() {
     }
     replace(&supervisor, 0, &["sleep"]);
     assert!(is_running(pids[1]));
-    supervisor.stop(KILL).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    close(supervisor);
+    stop(supervisor);
 }
 
 #[test]
 fn a_start_in_a_place_that_hangs_does_not_keep_the_group_from_being_killed() {
     let supervisor = supervisor();
-    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
-    kill(pids[0]);
-    until_swept(&supervisor);
-    let folder = tempfile::tempdir().unwrap();
-    let hangs = ProcessSpec { warm: is_warm(), ..hanging_worker(folder.path()) };
-    supervisor.replace(hangs, Vec::new()).unwrap();
-    supervisor.stop(KILL).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    close(supervisor);
+    let (_, _lines) = run_without_the_first(&supervisor);
+    let _fifo = hang_in_place(&supervisor);
+    stop(supervisor);
 }
 
 #[test]
@@ -350,17 +347,13 @@ fn the_fence_ends_a_group_that_replaces_and_nothing_starts_behind_it() {
 #[test]
 fn the_fence_ends_a_start_that_hangs_in_a_place() {
     let supervisor = supervisor();
-    let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
-    kill(pids[0]);
-    until_swept(&supervisor);
-    let folder = tempfile::tempdir().unwrap();
-    let hangs = ProcessSpec { warm: is_warm(), ..hanging_worker(folder.path()) };
-    supervisor.replace(hangs, Vec::new()).unwrap();
+    let (survivor, _lines) = run_without_the_first(&supervisor);
+    let _fifo = hang_in_place(&supervisor);
     // The nursery cannot see it: it waits.
     assert!(supervisor.fence().set(Some(boot_now() + 300_000_000)));
     assert!(matches!(event(&supervisor), Event::Fenced { .. }));
     assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    wait_for_end(pids[1]);
+    wait_for_end(survivor);
     close(supervisor);
 }
 
@@ -397,9 +390,7 @@ fn one_that_left_on_purpose_is_spared_and_does_not_keep_a_sweep_going() {
     assert!(is_running(exempt));
     kill(exempt);
     wait_for_end(exempt);
-    supervisor.stop(KILL).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    close(supervisor);
+    stop(supervisor);
 }
 
 #[test]
@@ -447,7 +438,5 @@ fn fifty_replacements_leave_nothing_behind() {
     assert_eq!(descriptors(), before);
     assert!(memory() <= memory_before + 128, "KiB: {memory_before}, {}", memory());
     assert!(is_running(pids[1]));
-    supervisor.stop(KILL).unwrap();
-    assert_eq!(outcome(&supervisor), Outcome::Stopped);
-    close(supervisor);
+    stop(supervisor);
 }
