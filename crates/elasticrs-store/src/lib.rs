@@ -13,5 +13,6 @@
 
 pub mod coordination;
 pub mod etcd;
+mod handle;
 mod watched;
 pub mod worker;

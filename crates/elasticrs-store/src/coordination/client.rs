@@ -6,23 +6,20 @@
 //! - **CLIENT-3** the end is told once, and last;
 //! - **CLIENT-4** a session that may be taken up again survives its connection until then ([`Options::resume`]).
 
-use std::sync::Arc;
-use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 use elasticrs_runtime::runtime::Spawn;
-use elasticrs_runtime::threads::ask;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 pub use super::connect::Options;
-use super::connect::{Lost, Met, Opened, open};
+use super::connect::{Met, Opened, open};
 use super::events::{Event, Events};
 use super::guard::Guard;
 use super::protocol::{Request, WatchFrom};
-use super::session::{Command, Ended, Session};
-use super::types::{LostKind, Txn, Watch};
+use super::session::{Asked, Session};
+use super::types::{Txn, Watch};
 use super::unanswered::Kind;
 use super::wire::MAX_REQUEST;
+use crate::handle::{Ended, Handle, Inbox, finish, until_close};
 
 /// The request cannot be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -36,31 +33,23 @@ pub enum Unsendable {
 /// A session with a store. Dropping it closes it.
 #[derive(Debug)]
 pub struct Client {
-    commands: UnboundedSender<Command>,
-    events: Arc<Events>,
+    handle: Handle<Asked>,
     resume: bool,
 }
 
 impl Client {
     /// Begins to connect. [`Event::Connected`] or [`Event::Lost`] follows.
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
-        let events = Arc::new(Events::new()?);
         let resume = options.resume;
-        let (commands, inbox) = unbounded_channel();
-        let told = Arc::clone(&events);
-        let is_running = runtime.spawn(Box::new(move || {
-            let ending = Ending(told);
+        let handle = Handle::start(runtime, move |ending, inbox| {
             Box::pin(async move { run(&options, &ending.0, guard.as_ref(), inbox).await })
-        }));
-        if !is_running {
-            drop(Ending(Arc::clone(&events)));
-        }
-        Ok(Self { commands, events, resume })
+        })?;
+        Ok(Self { handle, resume })
     }
 
     /// What happens.
     pub fn events(&self) -> &Events {
-        &self.events
+        self.handle.events()
     }
 
     /// Sends a transaction; its reply carries the tag.
@@ -89,46 +78,22 @@ impl Client {
         if frame.len() - 4 > MAX_REQUEST {
             return Err(Unsendable::TooLarge(frame.len() - 4));
         }
-        // A session that is over answers nothing; its end is among the events.
-        let _ = self.commands.send(Command::Send(kind, frame));
+        self.handle.send((kind, frame));
         Ok(())
     }
 
     /// Ends the session, also where a duplicate of its socket is held; no event follows. Blocks until that is done.
     pub fn close(&self) {
-        // One that has ended has nothing left to close.
-        ask(&self.commands, Command::Close);
-        self.events.finish();
+        self.handle.close();
     }
 }
 
-impl Drop for Client {
-    fn drop(&mut self) {
-        let (reply, _) = sync_channel(1);
-        // As in `close`, without waiting.
-        let _ = self.commands.send(Command::Close(reply));
-    }
-}
-
-/// Tells of the end even when the runtime ends, or the task panics.
-pub(crate) struct Ending(pub(crate) Arc<Events>);
-
-impl Drop for Ending {
-    fn drop(&mut self) {
-        let message = "the runtime of this client has ended".to_owned();
-        self.0.push(Event::Lost { kind: LostKind::Closed, message }, 0);
-    }
-}
-
-async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: UnboundedReceiver<Command>) {
+async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: Inbox<Asked>) {
     let mut early = Vec::new();
     let opened = tokio::select! {
         opened = open(options) => opened,
         closed = until_close(&mut inbox, &mut early) => {
-            events.finish();
-            // Nobody waits when the client was dropped; nor below.
-            let _ = closed.map(|reply| reply.send(()));
-            return;
+            return finish(events, closed);
         }
     };
     let ended = match opened {
@@ -138,14 +103,7 @@ async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: U
         }
         Err(lost) => Ended::Lost(lost),
     };
-    match ended {
-        Ended::Lost(Lost { kind, message }) => events.push(Event::Lost { kind, message }, 0),
-        Ended::Closed(reply) => {
-            guard.closed();
-            events.finish();
-            let _ = reply.map(|reply| reply.send(()));
-        }
-    }
+    ended.tell(events, guard);
 }
 
 fn tell_connected(events: &Events, guard: &dyn Guard, opened: &Opened) {
@@ -165,15 +123,4 @@ fn tell_connected(events: &Events, guard: &dyn Guard, opened: &Opened) {
         peer_address: opened.peer.ip().to_string(),
     };
     events.push(connected, 0);
-}
-
-/// Keeps requests until they can be sent; returns when the user has closed the client.
-async fn until_close(inbox: &mut UnboundedReceiver<Command>, early: &mut Vec<Command>) -> Option<SyncSender<()>> {
-    loop {
-        match inbox.recv().await {
-            Some(Command::Close(reply)) => return Some(reply),
-            Some(request) => early.push(request),
-            None => return None,
-        }
-    }
 }

@@ -10,7 +10,6 @@ use elasticrs_runtime::clock::{boot_now, nanoseconds};
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::io::Interest;
 use tokio::net::TcpStream;
-use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::yield_now;
 
 use super::away::{Away, LAST_PAUSE};
@@ -21,37 +20,15 @@ use super::protocol::{Answer, Pace, Request, Secret};
 use super::types::{LostKind, OpResult};
 use super::unanswered::{Heard, Kind, Unanswered};
 use super::wire::{Broken, Frames};
+use crate::handle::{Command, Ended, Halt, Inbox};
 use crate::watched::Told;
 
-/// What the user of a client asks of its task.
-pub(super) enum Command {
-    Send(Kind, Vec<u8>),
-    Close(SyncSender<()>),
-}
-
-/// How a session came to its end.
-pub(super) enum Ended {
-    Lost(Lost),
-    /// By its user, who may wait for it.
-    Closed(Option<SyncSender<()>>),
-}
-
-/// Why a connection is not used on.
-enum Halt {
-    /// Another one may do.
-    Broken(Lost),
-    Ended(Ended),
-}
-
-impl From<Lost> for Halt {
-    fn from(lost: Lost) -> Self {
-        Self::Ended(Ended::Lost(lost))
-    }
-}
+/// A request of the user's, encoded.
+pub(super) type Asked = (Kind, Vec<u8>);
 
 /// What one turn of the loop found to do.
 enum Turn {
-    Command(Option<Command>),
+    Command(Option<Command<Asked>>),
     Socket(io::Result<()>),
     Time,
 }
@@ -115,11 +92,9 @@ impl<'a> Session<'a> {
         }
     }
 
-    pub(super) async fn run(mut self, early: Vec<Command>, inbox: &mut UnboundedReceiver<Command>) -> Ended {
-        for command in early {
-            if let Err(Halt::Ended(ended)) = self.command(Some(command)) {
-                return ended;
-            }
+    pub(super) async fn run(mut self, early: Vec<Asked>, inbox: &mut Inbox<Asked>) -> Ended {
+        for asked in early {
+            self.ask(asked);
         }
         loop {
             let mut halt = self.turn(inbox).await;
@@ -132,7 +107,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    async fn turn(&mut self, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Halt> {
+    async fn turn(&mut self, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
         // First of all: after a stop of this process or of the machine nothing counts that came too late.
         let now = boot_now();
         self.check_deadline(now)?;
@@ -154,7 +129,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    async fn next(&self, inbox: &mut UnboundedReceiver<Command>, is_sent: bool, now: u64) -> Turn {
+    async fn next(&self, inbox: &mut Inbox<Asked>, is_sent: bool, now: u64) -> Turn {
         let wake = self.next_beat.min(self.deadline).min(self.overdue()).saturating_sub(now);
         // A user who does not take events gets no more of them.
         let interest = match (self.events.is_full(), is_sent) {
@@ -236,7 +211,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn commands(&mut self, command: Option<Command>, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Halt> {
+    fn commands(&mut self, command: Option<Command<Asked>>, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
         self.command(command)?;
         // Requests that were made together go out together.
         while let Ok(command) = inbox.try_recv() {
@@ -245,17 +220,21 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    fn command(&mut self, command: Option<Command>) -> Result<(), Halt> {
+    fn command(&mut self, command: Option<Command<Asked>>) -> Result<(), Halt> {
         match command {
-            Some(Command::Send(kind, frame)) => {
-                self.connection.unsent.extend(&frame);
-                if let Some(unanswered) = &mut self.unanswered {
-                    unanswered.ask(kind, frame);
-                }
+            Some(Command::Request(asked)) => {
+                self.ask(asked);
                 Ok(())
             }
             Some(Command::Close(reply)) => Err(self.close(Some(reply))),
             None => Err(self.close(None)),
+        }
+    }
+
+    fn ask(&mut self, (kind, frame): Asked) {
+        self.connection.unsent.extend(&frame);
+        if let Some(unanswered) = &mut self.unanswered {
+            unanswered.ask(kind, frame);
         }
     }
 
@@ -392,7 +371,7 @@ impl<'a> Session<'a> {
     }
 
     /// Takes the session up on another connection, for as long as the lease lasts. The last connection stays open until then.
-    async fn move_on(&mut self, lost: Lost, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Halt> {
+    async fn move_on(&mut self, lost: Lost, inbox: &mut Inbox<Asked>) -> Result<(), Halt> {
         let mut away = Away::new(self.options.endpoint(), boot_now(), self.answered, self.deadline);
         let mut why = lost;
         loop {
@@ -416,7 +395,7 @@ impl<'a> Session<'a> {
         &mut self,
         away: &mut Away,
         why: &str,
-        inbox: &mut UnboundedReceiver<Command>,
+        inbox: &mut Inbox<Asked>,
     ) -> Result<Result<Opened, Lost>, Halt> {
         let (options, guard, pause) = (self.options, self.guard, away.pause());
         let wanted = Wanted { resume: Some((self.number, self.secret)), met: self.events.met() };

@@ -3,14 +3,10 @@
 use std::convert::Infallible;
 use std::os::fd::AsFd;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 use elasticrs_runtime::runtime::Spawn;
-use elasticrs_runtime::threads::ask;
 use tokio::net::TcpListener;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
@@ -20,33 +16,28 @@ use super::links::Links;
 use super::mapping::unsigned;
 use super::open::{Granted, Opened, open, revoke};
 pub use super::options::{Options, Site};
-use super::session::{Command, Ended, Session};
+use super::session::{Request, Session};
 use super::tls;
-use crate::coordination::client::{Ending, Unsendable};
-use crate::coordination::connect::Lost;
+use crate::coordination::client::Unsendable;
 use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
 use crate::coordination::protocol::WatchFrom;
 use crate::coordination::types::{Compare, LostKind, Op, Txn, Watch};
 use crate::coordination::wire::MAX_REQUEST;
+use crate::handle::{Ended, Handle, Inbox, finish, until_close};
 
 /// A session with etcd. Dropping it closes it.
 #[derive(Debug)]
 pub struct Client {
-    commands: UnboundedSender<Command>,
-    events: Arc<Events>,
+    handle: Handle<Request>,
 }
 
 impl Client {
     /// Begins to connect. [`Event::Connected`] or [`Event::Lost`] follows.
     pub fn start(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Self> {
-        let events = Arc::new(Events::new()?);
-        let (commands, inbox) = unbounded_channel();
-        let told = Arc::clone(&events);
         // Here, as reading files may take long.
         let credentials = credentials(&options);
-        let is_running = runtime.spawn(Box::new(move || {
-            let ending = Ending(told);
+        let handle = Handle::start(runtime, move |ending, inbox| {
             Box::pin(async move {
                 match credentials {
                     Ok(credentials) => {
@@ -55,61 +46,47 @@ impl Client {
                     Err(message) => ending.0.push(Event::Lost { kind: LostKind::Tls, message }, 0),
                 }
             })
-        }));
-        if !is_running {
-            drop(Ending(Arc::clone(&events)));
-        }
-        Ok(Self { commands, events })
+        })?;
+        Ok(Self { handle })
     }
 
     /// What happens.
     pub fn events(&self) -> &Events {
-        &self.events
+        self.handle.events()
     }
 
     /// Sends a transaction; its reply carries the tag.
     pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
-        self.send(Command::Txn { tag, txn })
+        self.send(Request::Txn { tag, txn })
     }
 
     /// Begins a watch; its reply carries the tag.
     pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
-        self.send(Command::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
+        self.send(Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
     }
 
     /// Ends a watch; what is on its way still comes.
     pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
-        self.send(Command::Unwatch(watch))
+        self.send(Request::Unwatch(watch))
     }
 
-    fn send(&self, command: Command) -> Result<(), Unsendable> {
-        let size = match &command {
-            Command::Txn { txn, .. } => size(txn),
+    fn send(&self, request: Request) -> Result<(), Unsendable> {
+        let size = match &request {
+            Request::Txn { txn, .. } => size(txn),
             // A key or prefix.
-            Command::Watch { .. } | Command::Unwatch(_) | Command::Close(_) => 0,
+            Request::Watch { .. } | Request::Unwatch(_) => 0,
         };
         if size > MAX_REQUEST {
             return Err(Unsendable::TooLarge(size));
         }
-        // A session that is over answers nothing; its end is among the events.
-        let _ = self.commands.send(command);
+        self.handle.send(request);
         Ok(())
     }
 
     /// Ends the session and its lease, after what was asked before; no event follows. Blocks until that is done, or
     /// a moment when etcd does not answer.
     pub fn close(&self) {
-        // One that has ended has nothing left to close.
-        ask(&self.commands, Command::Close);
-        self.events.finish();
-    }
-}
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        let (reply, _) = sync_channel(1);
-        // As in `close`, without waiting.
-        let _ = self.commands.send(Command::Close(reply));
+        self.handle.close();
     }
 }
 
@@ -144,7 +121,7 @@ async fn run(
     credentials: &Rc<Credentials>,
     events: &Events,
     guard: &dyn Guard,
-    mut inbox: UnboundedReceiver<Command>,
+    mut inbox: Inbox<Request>,
 ) {
     let (mut early, granted) = (Vec::new(), Granted::default());
     let opening = open(options, credentials, &granted);
@@ -157,10 +134,7 @@ async fn run(
                 // Without an answer, the lease ends by itself.
                 let _ = timeout(REVOKE_LIMIT, revoke(&channel, id)).await;
             }
-            events.finish();
-            // Nobody waits when the client was dropped; nor below.
-            let _ = closed.map(|reply| reply.send(()));
-            return;
+            return finish(events, closed);
         }
     };
     let ended = match opened {
@@ -176,14 +150,7 @@ async fn run(
         }
         Err(lost) => Ended::Lost(lost),
     };
-    match ended {
-        Ended::Lost(Lost { kind, message }) => events.push(Event::Lost { kind, message }, 0),
-        Ended::Closed(reply) => {
-            guard.closed();
-            events.finish();
-            let _ = reply.map(|reply| reply.send(()));
-        }
-    }
+    ended.tell(events, guard);
 }
 
 /// A session does without links that cannot be: its lease ends by itself.
@@ -215,15 +182,4 @@ fn tell_connected(events: &Events, opened: &Opened) {
         peer_address: opened.link.peer.ip().to_string(),
     };
     events.push(connected, 0);
-}
-
-/// Keeps requests until they can be sent; returns when the user has closed the client.
-async fn until_close(inbox: &mut UnboundedReceiver<Command>, early: &mut Vec<Command>) -> Option<SyncSender<()>> {
-    loop {
-        match inbox.recv().await {
-            Some(Command::Close(reply)) => return Some(reply),
-            Some(command) => early.push(command),
-            None => return None,
-        }
-    }
 }

@@ -7,7 +7,6 @@ use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use elasticrs_runtime::clock::{boot_now, nanoseconds};
-use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
@@ -26,28 +25,15 @@ use crate::coordination::events::{Event, Events};
 use crate::coordination::guard::Guard;
 use crate::coordination::protocol::WatchFrom;
 use crate::coordination::types::{LostKind, Txn, Watch};
+use crate::handle::{Command, Ended, Halt, Inbox};
 use crate::watched::Told;
 
-/// What the user of a client asks of its task.
-pub(super) enum Command {
+/// A request of the user's.
+#[derive(Debug)]
+pub(super) enum Request {
     Txn { tag: u64, txn: Txn },
     Watch { tag: u64, watch: WatchFrom },
     Unwatch(Watch),
-    Close(SyncSender<()>),
-}
-
-/// How a session came to its end.
-pub(super) enum Ended {
-    Lost(Lost),
-    /// By its user, who may wait for it.
-    Closed(Option<SyncSender<()>>),
-}
-
-/// Why a connection is not used on.
-enum Halt {
-    /// Another one may do.
-    Broken(Lost),
-    Ended(Ended),
 }
 
 impl From<Trouble> for Halt {
@@ -56,12 +42,6 @@ impl From<Trouble> for Halt {
             Trouble::Again(lost) => Self::Broken(lost),
             Trouble::Fatal(lost) => Self::Ended(Ended::Lost(lost)),
         }
-    }
-}
-
-impl From<Lost> for Halt {
-    fn from(lost: Lost) -> Self {
-        Self::Ended(Ended::Lost(lost))
     }
 }
 
@@ -81,7 +61,7 @@ struct Live {
 
 /// What one turn of the loop found to do.
 enum Turn {
-    Command(Option<Command>),
+    Command(Option<Command<Request>>),
     Beat(Result<pb::KeepAliveResponse, CallError>),
     Watch(Result<pb::WatchResponse, CallError>),
     Done(Carried),
@@ -166,14 +146,9 @@ impl<'a> Session<'a> {
         (session, link)
     }
 
-    pub(super) async fn run(
-        mut self,
-        link: Link,
-        early: Vec<Command>,
-        inbox: &mut UnboundedReceiver<Command>,
-    ) -> Ended {
-        for command in early {
-            self.command(Some(command));
+    pub(super) async fn run(mut self, link: Link, early: Vec<Request>, inbox: &mut Inbox<Request>) -> Ended {
+        for request in early {
+            self.ask(request);
         }
         let mut next = Ok(link);
         loop {
@@ -189,7 +164,7 @@ impl<'a> Session<'a> {
     }
 
     /// Uses a connection until it breaks, or the session ends.
-    async fn serve(&mut self, link: Link, inbox: &mut UnboundedReceiver<Command>) -> Halt {
+    async fn serve(&mut self, link: Link, inbox: &mut Inbox<Request>) -> Halt {
         let mut live = match self.enter(link).await {
             Ok(live) => live,
             Err(halt) => return halt,
@@ -233,7 +208,7 @@ impl<'a> Session<'a> {
         halt
     }
 
-    async fn turn(&mut self, live: &mut Live, inbox: &mut UnboundedReceiver<Command>) -> Result<(), Halt> {
+    async fn turn(&mut self, live: &mut Live, inbox: &mut Inbox<Request>) -> Result<(), Halt> {
         // First of all: after a stop of this process or of the machine nothing counts that came too late.
         let now = boot_now();
         self.check(now)?;
@@ -276,7 +251,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    async fn next(&self, live: &mut Live, inbox: &mut UnboundedReceiver<Command>, now: u64) -> Turn {
+    async fn next(&self, live: &mut Live, inbox: &mut Inbox<Request>, now: u64) -> Turn {
         let Live { link, beats, watching, running, comparing } = live;
         let closing = self.closing.as_ref().map_or(u64::MAX, |closing| closing.until);
         let wake = self.lease.wake().min(closing).min(self.overdue()).saturating_sub(now);
@@ -406,15 +381,21 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    fn command(&mut self, command: Option<Command>) {
+    fn command(&mut self, command: Option<Command<Request>>) {
         let close = |reply| Closing { reply, until: boot_now() + CLOSE_LIMIT };
         match command {
-            Some(Command::Txn { tag, txn }) => self.tasks.push_back(Task::Job(Job::Txn { tag, txn: Rc::new(txn) })),
-            Some(Command::Watch { tag, watch }) => self.tasks.push_back(Task::Job(Job::Watch { tag, watch })),
-            Some(Command::Unwatch(watch)) => self.tasks.push_back(Task::Unwatch(watch)),
+            Some(Command::Request(request)) => self.ask(request),
             Some(Command::Close(reply)) => self.closing = Some(close(Some(reply))),
             None => self.closing = Some(close(None)),
         }
+    }
+
+    fn ask(&mut self, request: Request) {
+        self.tasks.push_back(match request {
+            Request::Txn { tag, txn } => Task::Job(Job::Txn { tag, txn: Rc::new(txn) }),
+            Request::Watch { tag, watch } => Task::Job(Job::Watch { tag, watch }),
+            Request::Unwatch(watch) => Task::Unwatch(watch),
+        });
     }
 
     /// Whether time is over for the session, its end, or its first task.
@@ -444,7 +425,7 @@ impl<'a> Session<'a> {
     }
 
     /// Makes a new connection, for as long as the lease lasts.
-    async fn reconnect(&mut self, lost: Lost, inbox: &mut UnboundedReceiver<Command>) -> Result<Link, Halt> {
+    async fn reconnect(&mut self, lost: Lost, inbox: &mut Inbox<Request>) -> Result<Link, Halt> {
         let now = boot_now();
         let count = if now.saturating_sub(self.breaks.1) > CALM { 1 } else { self.breaks.0 + 1 };
         self.breaks = (count, now);

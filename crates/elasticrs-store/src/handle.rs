@@ -1,0 +1,130 @@
+//! What the clients of both stores have in common: the handle of a session, and how that ends.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
+
+use elasticrs_runtime::runtime::Spawn;
+use elasticrs_runtime::threads::ask;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use crate::coordination::connect::Lost;
+use crate::coordination::events::{Event, Events};
+use crate::coordination::guard::Guard;
+use crate::coordination::types::LostKind;
+
+/// What the user of a client asks of its task.
+#[derive(Debug)]
+pub(crate) enum Command<R> {
+    Request(R),
+    Close(SyncSender<()>),
+}
+
+pub(crate) type Inbox<R> = UnboundedReceiver<Command<R>>;
+
+/// The user's end of a session. Dropping it closes the session.
+#[derive(Debug)]
+pub(crate) struct Handle<R> {
+    commands: UnboundedSender<Command<R>>,
+    events: Arc<Events>,
+}
+
+impl<R: Send + 'static> Handle<R> {
+    /// Begins the session's task. Its end is told whatever ends it.
+    pub(crate) fn start<F>(runtime: &dyn Spawn, session: F) -> std::io::Result<Self>
+    where
+        F: FnOnce(Ending, Inbox<R>) -> Pin<Box<dyn Future<Output = ()>>> + Send + 'static,
+    {
+        let events = Arc::new(Events::new()?);
+        let (commands, inbox) = unbounded_channel();
+        // Dropped where there is no runtime any more.
+        let ending = Ending(Arc::clone(&events));
+        runtime.spawn(Box::new(move || session(ending, inbox)));
+        Ok(Self { commands, events })
+    }
+
+    /// What happens.
+    pub(crate) fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Asks for something. A session that is over answers nothing; its end is among the events.
+    pub(crate) fn send(&self, request: R) {
+        let _ = self.commands.send(Command::Request(request));
+    }
+
+    /// Ends the session; no event follows. Blocks until that is done.
+    pub(crate) fn close(&self) {
+        // One that has ended has nothing left to close.
+        ask(&self.commands, Command::Close);
+        self.events.finish();
+    }
+}
+
+impl<R> Drop for Handle<R> {
+    fn drop(&mut self) {
+        let (reply, _) = sync_channel(1);
+        // As in `close`, without waiting.
+        let _ = self.commands.send(Command::Close(reply));
+    }
+}
+
+/// Tells of the end even when the runtime ends, or the task panics.
+pub(crate) struct Ending(pub(crate) Arc<Events>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        let message = "the runtime of this client has ended".to_owned();
+        self.0.push(Event::Lost { kind: LostKind::Closed, message }, 0);
+    }
+}
+
+/// How a session came to its end.
+pub(crate) enum Ended {
+    Lost(Lost),
+    /// By its user, who may wait for it.
+    Closed(Option<SyncSender<()>>),
+}
+
+impl Ended {
+    pub(crate) fn tell(self, events: &Events, guard: &dyn Guard) {
+        match self {
+            Self::Lost(Lost { kind, message }) => events.push(Event::Lost { kind, message }, 0),
+            Self::Closed(reply) => {
+                guard.closed();
+                finish(events, reply);
+            }
+        }
+    }
+}
+
+/// The user has closed the session, and hears that it has ended.
+pub(crate) fn finish(events: &Events, reply: Option<SyncSender<()>>) {
+    events.finish();
+    // Nobody waits when the client was dropped.
+    let _ = reply.map(|reply| reply.send(()));
+}
+
+/// Why a connection is not used on.
+pub(crate) enum Halt {
+    /// Another one may do.
+    Broken(Lost),
+    Ended(Ended),
+}
+
+impl From<Lost> for Halt {
+    fn from(lost: Lost) -> Self {
+        Self::Ended(Ended::Lost(lost))
+    }
+}
+
+/// Keeps requests until they can be sent; returns when the user has closed the client.
+pub(crate) async fn until_close<R>(inbox: &mut Inbox<R>, early: &mut Vec<R>) -> Option<SyncSender<()>> {
+    loop {
+        match inbox.recv().await {
+            Some(Command::Close(reply)) => return Some(reply),
+            Some(Command::Request(request)) => early.push(request),
+            None => return None,
+        }
+    }
+}
