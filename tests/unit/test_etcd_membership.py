@@ -210,6 +210,8 @@ class World:
         self.replaying = set()
         """Those among them that have begun to, and list former members as well."""
         self.former = []
+        self.late = {}
+        """By id, of those that hear late of changes: what they list."""
         self.next_id = 100
 
     def listed(self, number):
@@ -252,8 +254,15 @@ class World:
 
     def list_of(self, number):
         if number not in self.starting:
-            return tuple(self.entries)
+            return self.late.get(number, tuple(self.entries))
         return self.starting[number] + (tuple(self.former) if number in self.replaying else ())
+
+    def lag(self, index):
+        """Its member hears late from now on, or has heard of everything."""
+        own = self.listed_at(index)
+        # One that has not heard who has voted may let another one vote twice: as in `bootstrap`.
+        if own is not None and self.late.pop(own.id, None) is None and self.ran >= self.voted:
+            self.late[own.id] = tuple(self.entries)
 
     def replay(self, index):
         self.replaying |= {each.id for each in self.entries if self.seat(each) == index}
@@ -334,13 +343,11 @@ class World:
         elif isinstance(chosen, Add) and reaches:
             self.next_id += 1
             self.entries.append(entry(index, self.next_id, published=False, learner=True))
-            self.alive.add(self.next_id)
             self.hosts[index] = self.next_id
-            told = [pair.split("=") for pair in initial_cluster(view, self.entries).split(",")]
-            ids = {each.peer_urls[0]: each.id for each in self.entries}
-            self.starting[self.next_id] = tuple(
-                Entry(ids[url], name, (url,), has_published=False) for name, url in told
-            )
+            # Whoever is asked has heard of it.
+            asked = next(i for i, answer in enumerate(answers) if answer is not None)
+            self.late.pop(self.listed_at(asked).id, None)
+            self.start(index, initial_cluster(view, self.entries))
         elif isinstance(chosen, Promote) and reaches and chosen.id in self.ran:
             self.entries = [entry(index, each.id) if each.id == chosen.id else each for each in self.entries]
         elif isinstance(chosen, StartOver):
@@ -348,6 +355,20 @@ class World:
             self.hosts[index] = 0
         assert not isinstance(chosen, Refuse)
         return self.vote()
+
+    def start(self, index, initial):
+        """As etcd does: it looks for itself in the list of one of those that answer."""
+        told = dict(reversed(pair.split("=")) for pair in initial.split(","))
+        listed = next(answer for answer in reversed(self.answers(index)) if answer is not None)
+        ids = {each.peer_urls[0]: each.id for each in listed}
+        if ids.keys() != told.keys():
+            self.hosts[index] = 0
+            return
+        assert ids[self.seats[index].peer_url] == self.hosts[index], "a learner takes the id of another one"
+        self.alive.add(self.hosts[index])
+        self.starting[self.hosts[index]] = tuple(
+            Entry(ids[url], name, (url,), has_published=False) for url, name in told.items()
+        )
 
     def bootstrap(self, index):
         is_told = any(each.has_published for answer in self.answers(index) for each in answer or ())
@@ -378,7 +399,7 @@ class World:
         assert sum(each.is_learner for each in self.entries) <= 1
 
 
-STEPS = st.tuples(st.sampled_from("aaaappcdxflr"), st.integers(0, 4))
+STEPS = st.tuples(st.sampled_from("aaaappcdxflrh"), st.integers(0, 4))
 
 
 VOTED = [("c", 0), ("c", 1), ("c", 2), ("a", 0), ("a", 1), ("a", 2), ("p", 0), ("p", 1)]
@@ -394,6 +415,8 @@ COMES = [("d", 0), ("c", 0), ("a", 0), ("a", 0)]
 @example(3, False, [*VOTED, ("d", 1), ("f", 2), ("a", 2)])
 @example(3, True, [("d", 0), ("l", 1)])
 @example(3, True, [("l", 1), ("a", 1), ("a", 1), ("l", 2), ("a", 2), ("a", 2), ("x", 0), ("c", 1), ("a", 1)])
+@example(3, True, [("h", 1), *COMES])
+@example(3, True, [("h", 2), *COMES])
 @example(5, True, [*COMES, ("l", 1), ("a", 1)])
 @example(5, True, [*COMES, ("r", 0), ("l", 1), ("a", 1)])
 @example(5, True, [("d", 1), ("c", 1), *COMES, ("a", 1)])
@@ -403,11 +426,12 @@ def test_a_cluster_whose_nodes_die_and_come_back(count, is_formed, schedule):
     prelude = [(what, index) for what in "cap" for index in range(count)] if is_formed else []
     for what, number in prelude + schedule:
         acts = {"a": world.act, "c": world.come, "d": world.die, "x": world.toggle, "p": world.publish}
-        acts |= {"f": world.forget, "l": world.leave, "r": world.replay}
+        acts |= {"f": world.forget, "l": world.leave, "r": world.replay, "h": world.lag}
         acts[what](number % count)
         world.check()
     for index in tuple(world.cut):
         world.toggle(index)
+    world.late = {}
     world.publish()
     for index in tuple(world.leaving):
         world.die(index)
