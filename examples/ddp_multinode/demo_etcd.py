@@ -92,8 +92,7 @@ class Demo(Agents):
 
 def _hosted() -> tuple[str, str]:
     """Endpoints on this machine, and what makes the agents host etcd there."""
-    # Even ones: the next port is for the members.
-    return ",".join(f"127.0.0.1:{ports.free() & ~1}" for _ in range(NODES)), ",host=1"
+    return ",".join(f"127.0.0.1:{port}" for port in ports.pairs(NODES)), ",host=1"
 
 
 def run(folder: Path, *, epochs: int, is_hosted: bool, is_verbose: bool) -> int:

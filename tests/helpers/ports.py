@@ -10,6 +10,21 @@ def free() -> int:
     numbers = random.SystemRandom()
     while True:
         port = numbers.randrange(10000, 32000)
-        with socket.socket(socket.AF_INET6) as sock:
-            if sock.connect_ex(("::ffff:127.0.0.1", port)) != 0:
-                return port
+        if is_free(port):
+            return port
+
+
+def pairs(count: int) -> list[int]:
+    """So many ports in order, each free as the next one is; no two overlap."""
+    found = set[int]()
+    while len(found) < count:
+        port = free() & ~1
+        if is_free(port) and is_free(port + 1):
+            found.add(port)
+    return sorted(found)
+
+
+def is_free(port: int) -> bool:
+    """True if nobody listens there."""
+    with socket.socket(socket.AF_INET6) as sock:
+        return sock.connect_ex(("::ffff:127.0.0.1", port)) != 0

@@ -19,22 +19,6 @@ pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(180)]
 PREFIX = "/torchelastic/p2p"
 
 
-def is_closed(port):
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) != 0
-
-
-def pairs(count):
-    """Ports for clients, each before one for other members, in order."""
-    found = set()
-    while len(found) < count:
-        # Even ones, so that no two overlap.
-        port = ports.free() & ~1
-        if is_closed(port) and is_closed(port + 1):
-            found.add(port)
-    return sorted(found)
-
-
 def _order(files):
     """As :class:`Gateway` takes them."""
     return () if files is None else (files.ca, files.cert, files.key)
@@ -49,7 +33,7 @@ class Job:
         self._launch, self._folder, self._gateway = launch, folder, Gateway(_order(files))
         self._scheme = "http" if files is None else "https"
         # In the order in which agents look for a free one.
-        self.ports = pairs(3)
+        self.ports = ports.pairs(3)
 
     def agent(self, *options, env=None, conf="", nnodes="1:3", last=()):
         endpoint = ",".join((*(f"127.0.0.1:{port}" for port in self.ports[: 3 - len(last)]), *last))
@@ -93,7 +77,7 @@ class Job:
 
     def left(self):
         """What the job has left on this machine."""
-        listening = [port for each in self.ports for port in (each, each + 1) if not is_closed(port)]
+        listening = [port for each in self.ports for port in (each, each + 1) if not ports.is_free(port)]
         return listening, self.programs(), list(self._folder.glob("elasticrs_etcd_*"))
 
 

@@ -261,6 +261,20 @@ def test_a_lost_connection_is_told_of_with_and_without_workers():
     assert a.all(m.Stop)[-1].why == "node b was lost"
 
 
+def test_who_was_in_the_round_that_is_about_to_end_is_no_spare():
+    _, lost = running(3)
+    for agent in lost:
+        agent.disconnect()
+    for agent in lost:
+        agent.send(ConnectionLost("closed", "reset"))
+    for agent in lost:
+        agent.send(m.GroupEnded())
+    assert lost[0].texts == [
+        "waiting for the end of round 1, of which this node was before it was lost",
+        "node a was lost; round 2 starts with 3 nodes (no restart charged, 0 of 0 used)",
+    ]
+
+
 def test_leaving_does_not_wait_for_a_silent_store():
     _, (a,) = running(1)
     member = a.member

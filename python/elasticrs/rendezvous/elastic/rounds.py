@@ -157,9 +157,11 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
     elif head is not None and not is_mine(registration, head):
         look(member)
     if head is not None and is_slot_known(link, registration) and _is_spare(member, head):
-        member.do(
-            Announce(f"waiting as a spare: round {head.round} already runs with all of its {head.size} nodes")
-        )
+        if head.round == member.started_round:
+            text = f"waiting for the end of round {head.round}, of which this node was before it was lost"
+        else:
+            text = f"waiting as a spare: round {head.round} already runs with all of its {head.size} nodes"
+        member.do(Announce(text))
 
 
 def is_slot_known(link: Link, registration: Registration) -> bool:
@@ -220,7 +222,7 @@ def look(member: Member) -> None:
 
 
 def _start(member: Member, head: Head, slot: Slot) -> None:
-    member.workers = Workers(head.round)
+    member.workers, member.started_round = Workers(head.round), head.round
     member.joining.delay = 0.0
     serves = slot.group_rank == 0
     member.listener.has_served = member.listener.has_served or serves

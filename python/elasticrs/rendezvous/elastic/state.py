@@ -228,6 +228,7 @@ class Member:
         link: the connection.
         workers: those that may be here.
         done: set while this node has finished and waits for the others.
+        started_round: the last round whose workers were started here.
         finished_round: the last round that finished here.
         own_failure: the last one.
         told_end: the last round whose end the user was told of here, and in which words.
@@ -247,7 +248,7 @@ class Member:
         self.link: Link | None = None
         self.workers: Workers | None = None
         self.done: Done | None = None
-        self.finished_round = 0
+        self.started_round = self.finished_round = 0
         self.own_failure: OwnFailure | None = None
         self.told_end = 0, ""
         self.leaving: Leaving | None = None
