@@ -261,9 +261,15 @@ def test_a_checkpoint_that_cannot_be_read_ends_all_with_one_error_each(saving, c
     assert "rank 0 cannot load" in str(second)
 
 
-def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog):
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog, is_wrapped):
     def refuse(*_):
-        raise OSError(28, "No space left on device")
+        try:
+            raise OSError(28, "No space left on device")
+        finally:
+            if is_wrapped:
+                # As torch.save does.
+                raise RuntimeError("unexpected pos 704 vs 598")
 
     monkeypatch.setattr(Saved, "save", refuse)
     with caplog.at_level(logging.WARNING):

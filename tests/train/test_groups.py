@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -125,3 +127,20 @@ def test_a_store_that_is_gone_is_not_waited_for_when_the_round_is_over():
     listener.close()
     with pytest.raises(RuntimeError, match="the round has ended"):
         connect("127.0.0.1", port, lambda: True)
+
+
+@pytest.mark.torch
+def test_each_group_gives_back_the_hook_for_uncaught_exceptions():
+    """Torch puts one more prefix before each line with each group."""
+    program = """
+import datetime, sys
+from torch import distributed
+from elasticrs.train import groups
+before = sys.excepthook
+for _ in range(3):
+    groups.create("gloo", distributed.HashStore(), 0, 1, datetime.timedelta(seconds=60))
+    assert sys.excepthook is not before
+    groups.destroy()
+    assert sys.excepthook is before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elasticrs.train.loop import Action, Event, Loop, step
+from elasticrs.train.loop import OF_OTHERS, Action, Event, Loop, step
 
 ENDS = {Action.RETURN, Action.GIVE_UP, Action.RAISE}
 AFTER = {
@@ -71,9 +71,9 @@ def test_it_gives_up_after_so_many(failures):
     assert step(loop, Event.FAILED)[1] == (Action.ROLL_BACK, Action.GIVE_UP)
 
 
-def test_others_are_waited_for_ten_times_as_long():
+def test_others_are_waited_for_longer():
     loop = Loop(2)
-    for _ in range(19):
+    for _ in range(2 * OF_OTHERS - 1):
         loop, actions = step(loop, Event.BROKEN_OFF)
         assert actions == (Action.ROLL_BACK, Action.MEET)
     assert step(loop, Event.BROKEN_OFF)[1] == (Action.ROLL_BACK, Action.GIVE_UP)

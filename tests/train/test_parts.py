@@ -31,8 +31,8 @@ def test_no_sample_is_lost_or_seen_twice_while_workers_come_and_go(size, batch, 
         for _ in range(len(ranks[0]) if is_last else min(steps, len(ranks[0]))):
             taken = [next(each) for each in ranks]
             seen += [index for share in taken for index in share]
-            assert {each.taken for each in ranks} == {sum(map(len, taken))}
-            position += ranks[0].taken
+            assert {each.after(position) for each in ranks} == {position + sum(map(len, taken))}
+            position = ranks[0].after(position)
         if is_last:
             assert [list(each) for each in ranks] == [[]] * world
     assert sorted(seen) == list(range(size))

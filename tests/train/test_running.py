@@ -114,6 +114,15 @@ def test_what_may_be_tried_again_can_be_chosen():
     assert isinstance(found, RuntimeError)
 
 
+def test_an_own_error_is_told_in_full_the_first_time(caplog):
+    def work(_, coordinator):
+        return train_sum(coordinator, step=always(RuntimeError("wrong shape")), max_failures=3)
+
+    Job(1).run(work)
+    told = [record for record in caplog.records if "wrong shape" in record.message]
+    assert [bool(record.exc_info) for record in told] == [True, False, False]
+
+
 def test_a_worker_that_always_fails_gives_up_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(loop, "MAX_FAILURES", 5)
 

@@ -111,7 +111,7 @@ class Trainer:
         dist.all_reduce(total)
         # Nothing is written before the last collective of the step.
         state.total += int(total)
-        state.taken += state.shares.taken
+        state.taken = state.shares.after(state.taken)
         state.steps += 1
         self.done.append(state.steps)
         if state.steps == self.order.get("tell", 2):

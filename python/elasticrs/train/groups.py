@@ -18,6 +18,7 @@ import datetime
 import os
 import socket
 import stat
+import sys
 import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -144,6 +145,10 @@ def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
     )
 
 
+_hooks: list[Any] = []
+"""Torch's hook for uncaught exceptions, since there is a group, and the one before."""
+
+
 def create(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
     """Make the default group. It is given its own time-out when it is there: until then a short one holds.
 
@@ -157,8 +162,10 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
         # _abort_process_group. An agent has set it already.
         os.environ.setdefault(NCCL_ENDS_PROCESSES, "0")
     _reset_names()
+    hook = sys.excepthook
     first = min(timeout, datetime.timedelta(seconds=MEETING_TIMEOUT + world_size / 10))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=first)
+    _hooks[:] = [sys.excepthook, hook]
     store.set_timeout(timeout)
     if first != timeout:
         # Its name until torch 2.14.
@@ -171,6 +178,10 @@ def destroy() -> None:
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
+    if _hooks and sys.excepthook is _hooks[0]:
+        # Torch's puts "[rank0]:" before each line: once more with each group, and with the rank in that one.
+        sys.excepthook = _hooks[1]
+    _hooks.clear()
     _reset_names()
 
 

@@ -21,10 +21,12 @@ from enum import Enum
 
 from elasticrs._value import Value
 
-MAX_FAILURES = 100
-"""How many failures without progress end a worker, unless it says otherwise."""
+MAX_FAILURES = 10
+"""How many failures without progress end a worker, unless it says otherwise. Torchelastic 0.1 had 100; a step
+that has failed ten times by itself is not going to succeed.
+"""
 
-OF_OTHERS = 10
+OF_OTHERS = 100
 """How many collectives that were broken off count as one failure."""
 
 

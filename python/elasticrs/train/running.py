@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import textwrap
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["run_train", "train"]
 
 _log = logging.getLogger("elasticrs.train")
+
+_SHOWN = 120
+"""Characters of the error of a collective that others have broken off: it says little of why."""
 
 _NOTHING = object()
 _END = object()
@@ -53,7 +57,7 @@ def train(
             ``StopIteration`` when the data have ended.
         state: of the job, as it begins.
         retryable: what may be tried again: a failed collective is a ``RuntimeError``.
-        max_failures: how many failures without a step in between are too many; 100 when ``None``.
+        max_failures: how many failures without a step in between are too many; 10 when ``None``.
 
     Raises:
         NonRetryableException: this process cannot go on.
@@ -94,7 +98,7 @@ def run_train(
             step. A new generator is made each time that the workers have met.
         state: of the job, as it begins.
         retryable: what may be tried again.
-        max_failures: how many failures without a step in between are too many; 100 when ``None``.
+        max_failures: how many failures without a step in between are too many; 10 when ``None``.
 
     Raises:
         NonRetryableException: this process cannot go on.
@@ -344,7 +348,9 @@ class _Run:
             self._rank,
             "broken off by others: " if is_broken_off else "",
             type(error).__name__,
-            error,
+            textwrap.shorten(str(error), _SHOWN) if is_broken_off else error,
+            # Once: it may be tried again and again.
+            exc_info=None if is_broken_off or self._loop.failures else error,
         )
         return Event.BROKEN_OFF if is_broken_off else Event.FAILED
 

@@ -15,8 +15,9 @@ class Shares(Iterator[list[int]]):
     All workers take the same number of steps. A step takes ``batch_size`` samples for each worker from one
     order that the epoch alone decides, and the last step shares out what is left: some workers then get
     fewer, perhaps none, and take part in the step's collectives with nothing. So the place in the epoch is
-    one number that is the same for all, whatever the world: keep it in the state, and add :attr:`taken` to
-    it when a step is done.
+    one number that is the same for all, whatever the world: keep it in the state, and let :meth:`after` move
+    it on when a step is done. A ``DataLoader`` takes this object as its ``batch_sampler``, and may draw
+    ahead; for a share that is empty it needs a ``collate_fn`` that takes none.
 
     Args:
         size: how many samples the data have.
@@ -27,9 +28,6 @@ class Shares(Iterator[list[int]]):
         epoch: decides the order.
         shuffle: ``False`` for the order of the data.
         seed: decides the order too.
-
-    Attributes:
-        taken: how many samples the last step took, of all workers together.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -60,15 +58,22 @@ class Shares(Iterator[list[int]]):
         self._position = start
         self._per_step = batch_size * world_size
         self._world_size, self._rank = world_size, rank
-        self.taken = 0
 
     def __next__(self) -> list[int]:
         step = self._order[self._position : self._position + self._per_step]
         if not step:
             raise StopIteration
-        self.taken = len(step)
-        self._position += self.taken
+        self._position = self.after(self._position)
         return list(step[self._rank :: self._world_size])
+
+    def after(self, place: int) -> int:
+        """Return the place in the epoch after a step: how many samples have then been taken, by all workers
+        together.
+
+        Args:
+            place: at which the step began.
+        """
+        return min(place + self._per_step, len(self._order))
 
     def __len__(self) -> int:
         """How many steps are left."""

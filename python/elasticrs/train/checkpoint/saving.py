@@ -72,9 +72,18 @@ class CheckpointUtil:
         if rank == 0 and (manager := get_checkpoint_manager()) is not None:
             try:
                 _save(manager, state)
-            except OSError as error:
-                _log.warning("no checkpoint was written: %s", error)
+            except Exception as error:
+                if (of_disk := _of_the_disk(error)) is None:
+                    raise
+                _log.warning("no checkpoint was written: %s", of_disk)
         self._coordinator.barrier()
+
+
+def _of_the_disk(error: BaseException | None) -> OSError | None:
+    """What an error is about, if that is a disk: ``torch.save`` makes a RuntimeError of it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _load(manager: CheckpointManager, state: State) -> bool:
