@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.agent.cause import Cause
     from elasticrs.logs import LogPaths
+    from elasticrs.places import Met
     from elasticrs.plan import Plan
 
 
@@ -45,6 +46,8 @@ class Attempt(Record):
         variables: what is added to the environment of each worker, by local rank.
         pids: of the workers, by local rank; of those that were replaced, the last one's.
         exits: by local rank, in the order in which they were seen; not of workers that were replaced.
+        met: by local rank, where each worker that has ended met the others last, where it has and tells of
+            that; see :mod:`elasticrs.places`.
         replaced_workers: those, each as an attempt of its own, with nothing but its part.
         first_failure: the local rank that failed first.
         raised: the local ranks that have recorded an exception that nobody caught, as far as was seen.
@@ -71,6 +74,7 @@ class Attempt(Record):
     variables: dict[int, dict[str, str]] = fresh(factory=dict)
     pids: list[int] = fresh(factory=list)
     exits: dict[int, WorkerExited] = fresh(factory=dict)
+    met: dict[int, Met] = fresh(factory=dict)
     replaced_workers: list[Attempt] = fresh(factory=list)
     first_failure: int | None = None
     raised: set[int] = fresh(factory=set)
@@ -106,6 +110,8 @@ class Attempt(Record):
         failed = Attempt(self.round, self.restarts, self.plan, self.name, paths=paths, pids=list(self.pids))
         self.restarts = restarts
         failed.exits[local_rank] = self.exits.pop(local_rank)
+        if local_rank in self.met:
+            failed.met[local_rank] = self.met.pop(local_rank)
         failed.first_failure = local_rank
         if local_rank in self.expired:
             failed.expired[local_rank] = self.expired.pop(local_rank)
@@ -153,9 +159,43 @@ class Attempt(Record):
         """Say how a worker ended by itself, to follow its name."""
         return texts.SILENT if worker.local_rank in self.silent else texts.how_it_ended(worker.exitcode)
 
+    def last_met(self, local_rank: int) -> Met | None:
+        """Return where a worker has met the others last; ``None`` before the first time, and where nobody
+        tells.
+        """
+        places = self.plan.places
+        if local_rank in self.met or local_rank in self.exits or places is None:
+            return self.met.get(local_rank)
+        return places.read(local_rank)
+
     def global_ranks(self) -> dict[int, int]:
-        """Return them by local rank."""
-        return {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
+        """Return them by local rank, all different.
+
+        Workers that are members of a rendezvous have those of their last meetings. One that has met nobody
+        has the rank that it began with. Where its rank is another one's meanwhile, it has a negative number.
+        """
+        began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
+        if self.plan.members is None:
+            return began
+        met = {local_rank: self.last_met(local_rank) for local_rank in began}
+        taken: dict[int, int] = {}
+        # Who has met last has the rank.
+        for local_rank, last in sorted(met.items(), key=lambda each: -each[1].round if each[1] else 0):
+            rank = last.rank if last else began[local_rank]
+            taken[-1 - local_rank if rank in taken else rank] = local_rank
+        found = {local_rank: rank for rank, local_rank in taken.items()}
+        return dict(sorted(found.items()))
+
+    def who(self, local_rank: int, pid: int | None = None) -> str:
+        """Name a worker, for the user: by its rank, where it has one."""
+        pids = "" if pid is None else f"pid {pid}"
+        if self.plan.members is None:
+            rank = f"rank {self.plan.ranks[local_rank].global_rank}"
+        elif (met := self.last_met(local_rank)) is not None:
+            rank, pids = f"rank {met.rank}", f"local_rank {local_rank}{pids and ', '}{pids}"
+        else:
+            rank = f"local rank {local_rank}"
+        return f"{rank} ({pids})" if pids else rank
 
     def failed_exits(self) -> list[WorkerExited]:
         """Return the workers that did not exit with 0, that a timer of theirs ended, or that are silent: the

@@ -31,10 +31,8 @@ _MAX_RESTARTS = 3
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     """Return what is known of every worker that did not exit with 0, by global rank, the first one first."""
-    return {
-        attempt.plan.ranks[worker.local_rank].global_rank: _failure(attempt, worker)
-        for worker in attempt.failed_exits()
-    }
+    ranks = attempt.global_ranks()
+    return {ranks[worker.local_rank]: _failure(attempt, worker) for worker in attempt.failed_exits()}
 
 
 def first_of(attempt: Attempt) -> str:
@@ -42,7 +40,7 @@ def first_of(attempt: Attempt) -> str:
     failed = failures(attempt)
     rank = root_cause(failed)
     failure = failed[rank]
-    who = f"rank {rank} (pid {failure.pid})"
+    who = attempt.who(failure.local_rank, failure.pid)
     worker = attempt.exits[failure.local_rank]
     why = attempt.why_expired(failure.local_rank)
     if why is not None:
@@ -73,6 +71,10 @@ def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     if cause is None or cause.rank is None:
         return failed
     rank = cause.rank
+    if rank in failed and cause.pid not in (None, failed[rank].pid):
+        # Of workers that are members of a rendezvous, two may have had a rank, one after the other.
+        other = failed.pop(rank)
+        failed[-1 - other.local_rank] = other
     if rank not in failed:
         from elasticrs.agent.cause import remote_failure
 

@@ -180,11 +180,12 @@ class EventRecorder(Observer):
     ) -> None:
         if not attempt.pids:
             return
+        global_ranks = attempt.global_ranks()
         for ranks, state, failure in _ends(attempt, succeeded=has_succeeded):
             if only not in (None, ranks.local_rank):
                 continue
             pid = attempt.pids[ranks.local_rank]
-            self._record_worker(state, ranks, pid, failure, at_ns)
+            self._record_worker(state, ranks, pid, failure, at_ns, global_ranks[ranks.local_rank])
 
     def _record_worker(
         self,
@@ -193,12 +194,13 @@ class EventRecorder(Observer):
         pid: int,
         failure: ProcessFailure | None = None,
         at_ns: int | None = None,
+        rank: int | None = None,
     ) -> None:
         self._record(
             state,
             EventSource.WORKER,
             details_of_worker(ranks, failure and failure.exitcode, failure and failure.pid),
-            global_rank=ranks.global_rank,
+            global_rank=ranks.global_rank if rank is None else rank,
             worker_id=str(pid),
             raw_error=json.dumps(failure.error_file_data) if failure is not None else None,
             at_ns=at_ns,
@@ -303,7 +305,7 @@ def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, s
         return
     from elasticrs.agent.failed_attempt import failures
 
-    failed = failures(attempt)
+    failed = {failure.local_rank: failure for failure in failures(attempt).values()}
     for ranks in attempt.plan.ranks:
-        failure = failed.get(ranks.global_rank)
+        failure = failed.get(ranks.local_rank)
         yield ranks, "TERMINATED" if failure is None else "FAILED", failure

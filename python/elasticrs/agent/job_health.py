@@ -44,6 +44,7 @@ class HealthObserver(Observer):
         self._say = say
         self._state: _core.WorkersState = "INIT"
         self._attempt: Attempt | None = None
+        self._ranks: dict[int, int] = {}
         self._paused: set[int] = set()
         self._last_failure: dict[str, Any] | None = None
         self._failed_ns: int | None = None
@@ -68,6 +69,9 @@ class HealthObserver(Observer):
         """Somebody asks."""
         if not self._is_asked or fd != self._native.fd:
             return False
+        if self._attempt is not None and self._attempt.global_ranks() != self._ranks:
+            # Members of a rendezvous have others after each meeting.
+            self._publish(self._workers_now(self._attempt))
         self._server.answer(self._supervisor)
         if self._is_stale:
             self._publish()
@@ -136,12 +140,12 @@ class HealthObserver(Observer):
             self._failed_ns = None
         self._native.enter("productive")
         self._state = "HEALTHY"
-        self._publish(_pids(self._attempt))
+        self._publish(self._workers_now(self._attempt))
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
         """Why, and who the workers are now."""
         self._native.restarted(_cause(failed))
-        self._publish(_pids(attempt))
+        self._publish(self._workers_now(attempt))
 
     def failed(self, attempt: Attempt) -> None:
         """The state of the workers, and the time that is lost from here on."""
@@ -169,7 +173,7 @@ class HealthObserver(Observer):
 
     def _note_failure(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
         self._last_failure = {
-            "rank": attempt.plan.ranks[worker.local_rank].global_rank,
+            "rank": attempt.global_ranks()[worker.local_rank],
             "local_rank": worker.local_rank,
             "pid": worker.pid,
             "exitcode": worker.exitcode,
@@ -206,13 +210,18 @@ class HealthObserver(Observer):
             "last_failure": self._last_failure,
         }
 
+    def _workers_now(self, attempt: Attempt) -> list[tuple[int, int, int]]:
+        """Global rank, local rank and pid of each worker."""
+        self._ranks = attempt.global_ranks()
+        return [(rank, local_rank, attempt.pids[local_rank]) for local_rank, rank in self._ranks.items()]
+
     def _workers(self, attempt: Attempt) -> list[dict[str, Any]]:
         shown = []
         for ranks, pid in zip(attempt.plan.ranks, attempt.pids, strict=True):
             exited = attempt.exits.get(ranks.local_rank)
             state = "PAUSED" if ranks.local_rank in self._paused else "RUNNING"
             shown.append({
-                "rank": ranks.global_rank,
+                "rank": self._ranks[ranks.local_rank],
                 "local_rank": ranks.local_rank,
                 "role_rank": ranks.role_rank,
                 "pid": pid,
@@ -220,12 +229,6 @@ class HealthObserver(Observer):
                 "exitcode": None if exited is None else exited.exitcode,
             })  # fmt: skip
         return shown
-
-
-def _pids(attempt: Attempt) -> list[tuple[int, int, int]]:
-    """Global rank, local rank and pid of each worker."""
-    workers = zip(attempt.plan.ranks, attempt.pids, strict=True)
-    return [(ranks.global_rank, ranks.local_rank, pid) for ranks, pid in workers]
 
 
 def _group(attempt: Attempt) -> dict[str, Any]:

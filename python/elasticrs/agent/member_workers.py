@@ -1,14 +1,12 @@
-"""A node whose workers are members of the rendezvous themselves, with those of other nodes or alone.
+"""A node by itself whose workers are members of a rendezvous.
 
-Only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent decides as for a node by itself: it
-keeps its workers, one for each place. It hosts the store in which they meet, where that falls to it, and
-stays until the members of other nodes have read there how the job ended.
+Only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent keeps its workers, one for each
+place, and hosts the store in which they meet. One among several is in :mod:`elasticrs.agent.member_nodes`.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from functools import partial
 from urllib.parse import quote, urlencode
 
@@ -16,6 +14,7 @@ from elasticrs.agent import state as machine
 from elasticrs.agent.decisions import OneNode
 from elasticrs.asked import Asked
 from elasticrs.config import LOOPBACK
+from elasticrs.places import Places
 from elasticrs.rendezvous.elastic.describe import describe
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, MeetingPoint
@@ -28,31 +27,23 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs.agent.decisions import Planner
     from elasticrs.config import JobConfig
-    from elasticrs.rendezvous.elastic.meeting_point import Home
     from elasticrs.rendezvous.elastic.settings import Rendezvous
 
 _NOT_FOR_WORKERS = ("token", "token_file", "host", "is_host")
-_TICK = 0.01
-"""Seconds between two looks if the store is still needed."""
 
 
 class MemberWorkers(OneNode):
     """Decides for such a node.
 
     Args:
-        job: the job; without a rendezvous its workers meet those of no other node.
-        planner: of this node's ranks; one for a node by itself when ``None``.
-        home: of an agent that may run several times.
+        job: the job.
+        planner: of this node's ranks; one of our own when ``None``.
     """
 
-    def __init__(self, job: JobConfig, planner: Planner | None = None, home: Home | None = None) -> None:
+    def __init__(self, job: JobConfig, planner: Planner | None = None) -> None:
         super().__init__(job, planner or OneNodePlanner(job))
-        self._home = home
-        nodes = _alone(job) if job.rendezvous is None else job.rendezvous
-        # Whoever may come is a worker.
-        self._rendezvous = nodes.replaced(
-            min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc
-        )
+        self._rendezvous = among_workers(_alone(job), job)
+        self._places = Places(job.nproc)
         self._supervisor: _core.Supervisor | None = None
         self._names: Asked | None = None
         self._begin: machine.Event | None = None
@@ -60,8 +51,6 @@ class MemberWorkers(OneNode):
         self._variables: dict[str, str] = {}
         self._members: dict[int, str] = {}
         self._trouble: str | None = None
-        self._exit: machine.Exit | None = None
-        self._stays_until = 0.0
 
     def open(self, supervisor: _core.Supervisor) -> None:
         """See the base class: name servers are asked, which may take long."""
@@ -74,16 +63,7 @@ class MemberWorkers(OneNode):
             # What follows comes with the names.
             self._begin = event
             return []
-        if isinstance(event, machine.SignalReceived) and self._exit is not None:
-            # The user insists: wait no longer for others.
-            return self._leave()
-        actions = super().step(event)
-        last = actions[-1] if actions else None
-        if isinstance(last, machine.Exit) and self._is_needed():
-            self._exit = last
-            actions = actions[:-1]
-            self._stays_until = time.monotonic() + self._rendezvous.settings.close_timeout
-        return actions
+        return super().step(event)
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:
         names, supervisor = self._names, self._supervisor
@@ -92,14 +72,12 @@ class MemberWorkers(OneNode):
         self._names = None
         supervisor.unwatch_fd(fd)
         names.close()
-        self._meeting_point = meeting_point = MeetingPoint(
-            self._rendezvous, supervisor, self._home, names.take()
-        )
+        self._meeting_point = meeting_point = MeetingPoint(self._rendezvous, supervisor, found=names.take())
         try:
             meeting_point.host_if_possible()
         except CannotHost as error:
             self._trouble = str(error)
-        self._variables = _variables(self._rendezvous, meeting_point)
+        self._variables = variables_of_members(self._rendezvous, meeting_point, meeting_point.job)
         begin, self._begin = self._begin, None
         return [] if begin is None else self.step(begin)
 
@@ -109,28 +87,15 @@ class MemberWorkers(OneNode):
         event = super().next_plan(supervisor)
         if self.plan is not None:
             self.plan.variables, self.plan.members = self._variables, self._members
+            self.plan.places = self._places
         return event
-
-    def seconds_left(self) -> float:
-        return super().seconds_left() if self._exit is None else _TICK
-
-    def look_around(self) -> list[machine.Action]:
-        is_over = not self._is_needed() or time.monotonic() >= self._stays_until
-        return self._leave() if self._exit is not None and is_over else []
-
-    def _is_needed(self) -> bool:
-        # A home waits for them itself.
-        return self._home is None and self._meeting_point is not None and self._meeting_point.is_needed()
-
-    def _leave(self) -> list[machine.Action]:
-        held, self._exit = self._exit, None
-        return [] if held is None else [held]
 
     def close(self) -> None:
         if self._names is not None:
             self._names.close()
         if self._meeting_point is not None:
-            self._meeting_point.close(stays=self._home is not None)
+            self._meeting_point.close(stays=False)
+        self._places.close()
 
 
 def _alone(job: JobConfig) -> Rendezvous:
@@ -141,15 +106,20 @@ def _alone(job: JobConfig) -> Rendezvous:
     return two.replaced(min_nodes=1, max_nodes=1)
 
 
-def _variables(rendezvous: Rendezvous, meeting_point: MeetingPoint) -> dict[str, str]:
-    """What workers need to know to find each other."""
+def among_workers(nodes: Rendezvous, job: JobConfig) -> Rendezvous:
+    """Return the rendezvous of the workers of some nodes: whoever may come is a worker."""
+    return nodes.replaced(min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc)
+
+
+def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, name: str) -> dict[str, str]:
+    """Return what workers need to know to find each other; ``name``: of their job in the store."""
     if rendezvous.etcd is None:
         scheme, endpoint = "elasticrs", shown_endpoint(*meeting_point.address)
     else:
         scheme, endpoint = "etcd", rendezvous.endpoint
     given = {key: str(value) for key, value in rendezvous.config.items() if key not in _NOT_FOR_WORKERS}
     limits = {"min_workers": str(rendezvous.min_nodes), "max_workers": str(rendezvous.max_nodes)}
-    job = quote(meeting_point.job, safe="")
+    job = quote(name, safe="")
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**given, **limits})}",
         # Else NCCL's own watchdog ends a worker that has left a collective which was aborted.

@@ -47,7 +47,7 @@ def first_word(attempt: Attempt, worker: WorkerExited, place: Place, clock: Cloc
     return Cause(
         **place.fields(),
         round=attempt.round,
-        rank=attempt.plan.ranks[worker.local_rank].global_rank,
+        rank=attempt.global_ranks()[worker.local_rank],
         local_rank=worker.local_rank,
         pid=worker.pid,
         exitcode=worker.exitcode,

@@ -60,6 +60,7 @@ class SeveralNodes(Decisions):
     """
 
     has_peers = True
+    _keeps_workers = False
     phase = machine.Phase.INIT
     signum: int | None = None
 
@@ -110,6 +111,7 @@ class SeveralNodes(Decisions):
             use_agent_store=self._use_agent_store,
             home=self._home,
             found=names.take(),
+            keeps_workers=self._keeps_workers,
         )
         return self._translate(self._driver.begin())
 

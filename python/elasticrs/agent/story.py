@@ -99,8 +99,7 @@ class Story(Observer):
         most = self._job.max_restarts
         self._say(
             texts.replace_line(
-                # Which global rank it had is known to the workers alone.
-                f"local {self._cause(failed)}",
+                self._cause(failed),
                 len(attempt.running()) - 1,
                 attempt.pids[local_rank],
                 failed.stamps["started"] - failed.stamps["failure_seen"],

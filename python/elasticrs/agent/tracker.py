@@ -357,6 +357,8 @@ class AttemptTracker:
 
     def _on_exit(self, event: _core.WorkerExited) -> None:
         attempt = self.result.attempts[-1]
+        if (met := attempt.last_met(event.local_rank)) is not None:
+            attempt.met[event.local_rank] = met
         attempt.exits[event.local_rank] = event
         if self._replaces and event.exitcode != 0 and "stopped" not in attempt.stamps:
             # Nobody is stopped for it, so nobody else tells of it.
@@ -467,10 +469,7 @@ class AttemptTracker:
             self._console.say(f"{verb} processes that workers left behind: {names}")
 
     def _who(self, local_rank: int, pid: int | None = None) -> str:
-        rank = f"rank {self.result.attempts[-1].plan.ranks[local_rank].global_rank}"
-        if self._replaces:
-            rank = f"local rank {local_rank}"
-        return rank if pid is None else f"{rank} (pid {pid})"
+        return self.result.attempts[-1].who(local_rank, pid)
 
 
 def _log_expired(run_id: str, event: _core.TimerExpired) -> None:

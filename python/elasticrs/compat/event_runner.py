@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import warnings
-from functools import partial
 from typing import TYPE_CHECKING
 
 from elasticrs._value import Record
@@ -20,8 +19,6 @@ from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.plan import Plan
 from elasticrs.ranks import NodeShare, assign
 from elasticrs.rendezvous.api import RendezvousClosedError
-from elasticrs.rendezvous.one_node import OneNodePlanner
-from elasticrs.rendezvous.own_store import OwnStore
 from elasticrs.rendezvous.static import OneNodeRendezvous
 
 if TYPE_CHECKING:
@@ -79,18 +76,22 @@ class EventRunner(Record):
 
     def _decisions(self, job: JobConfig, console: Console) -> Decisions:
         handler, group = self._group.spec.rdzv_handler, self._group
-        alone = _Planner(group, handler) if isinstance(handler, OneNodeRendezvous) else None
-        home = getattr(handler, "home", None)
-        if job.on_failure == "replace":
+        replaces = job.on_failure == "replace"
+        if isinstance(handler, OneNodeRendezvous):
+            planner = _Planner(group, handler)
+            if not replaces:
+                return OneNode(job, planner)
             from elasticrs.agent.member_workers import MemberWorkers
 
-            together = _MembersPlanner(group, OneNodePlanner(job), OwnStore(job.run_id))
-            return MemberWorkers(job, alone or together, home)
-        if alone is not None:
-            return OneNode(job, alone)
+            return MemberWorkers(job, planner)
+        several = job, console, group.take_plan, getattr(handler, "home", None)
+        if replaces:
+            from elasticrs.agent.member_nodes import MemberNodes
+
+            return MemberNodes(*several)
         from elasticrs.agent.several_nodes import SeveralNodes
 
-        return SeveralNodes(job, console, group.take_plan, home)
+        return SeveralNodes(*several)
 
     def _run_result(self, result: JobResult, decisions: Decisions) -> RunResult:
         group = self._group
@@ -115,24 +116,6 @@ class EventRunner(Record):
 
             raise error_of(outcome)
         raise not_started(result.message or "the workers could not be started", result.start_errno)
-
-
-class _MembersPlanner(Record):
-    """Plans for the workers of this node, which are members of the rendezvous of all nodes themselves."""
-
-    _group: WorkerGroup
-    _planner: OneNodePlanner
-    _store: OwnStore
-    _round: int = 0
-
-    def next(self, supervisor: _core.Supervisor) -> Plan:
-        self._round += 1
-        plan = self._planner.next(supervisor)
-        self._group.take_plan(plan, partial(self._store.of_round, self._round))
-        return plan
-
-    def close(self) -> None:
-        self._store.close()
 
 
 class _Planner(Record):

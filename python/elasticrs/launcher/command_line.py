@@ -190,6 +190,10 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
 
 
 def _decisions(launch: Launch, console: Console) -> Decisions:
+    if launch.job.on_failure == "replace" and launch.job.rendezvous is not None:
+        from elasticrs.agent.member_nodes import MemberNodes
+
+        return MemberNodes(launch.job, console)
     if launch.job.on_failure == "replace":
         from elasticrs.agent.member_workers import MemberWorkers
 

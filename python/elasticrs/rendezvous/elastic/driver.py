@@ -53,6 +53,11 @@ class Driver:
         use_agent_store: this agent serves the workers' store where that falls to its node; otherwise the port
             is kept for rank 0, which hosts the store.
         home: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`, as for ``found``.
+        keeps_workers: those of this node stay when a round ends. They have the name of the job for a
+            rendezvous of their own.
+
+    Attributes:
+        job: the name of the job in the store.
 
     Raises:
         UsageError: an endpoint that makes no sense on this machine.
@@ -69,11 +74,16 @@ class Driver:
         use_agent_store: bool = True,
         home: Home | None = None,
         found: Found | None = None,
+        keeps_workers: bool = False,
     ) -> None:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._role, self._nproc, self._max_restarts = role, nproc, max_restarts
+        self._keeps_workers = keeps_workers
         self.meeting_point = MeetingPoint(rendezvous, supervisor, home, found)
+        self.job = self.meeting_point.job
+        if keeps_workers:
+            self.meeting_point.job += "#agents"
         self._member: Member | None = None
         self._timers = Timers()
         self._store_port: StorePort | None = None
@@ -104,6 +114,7 @@ class Driver:
         agent = self.meeting_point.this_agent(
             role=self._role, nproc=self._nproc, max_restarts=self._max_restarts
         )
+        agent = agent.replaced(keeps_workers=self._keeps_workers)
         self._member = Member(self._rendezvous, agent)
         doubt = self.meeting_point.doubt
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]

@@ -115,7 +115,7 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
     if member.age.seen != head.round:
         member.age.seen = head.round
         member.arm("round_age", member.settings.short_round)
-        if head.round > 1 and is_news:
+        if head.round > 1 and is_news and not member.agent.keeps_workers:
             number, told = member.told_end
             known = told if number == head.round - 1 else None
             member.do(Announce(round_line(head, member.agent.max_restarts, known)))

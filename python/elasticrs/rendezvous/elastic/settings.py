@@ -350,6 +350,7 @@ class Rendezvous(Value):
         config: the settings as the user has given them.
         member: how the names of this process's registrations begin; ``None``: any name.
         replaces: how those of another process began, of which nothing is left, as is known.
+        clients: of the store, on each node.
     """
 
     backend: str
@@ -366,6 +367,7 @@ class Rendezvous(Value):
     config: Mapping[str, object] = fresh(factory=dict)
     member: str | None = None
     replaces: str | None = None
+    clients: int = 1
 
     @property
     def endpoint(self) -> str:
@@ -380,7 +382,7 @@ class Rendezvous(Value):
     @property
     def max_connections(self) -> int:
         """How many connections the store accepts: agents may leave old ones behind, and tools have some."""
-        return 2 * self.max_nodes + 64
+        return 2 * self.max_nodes * self.clients + 64
 
     @property
     def is_static(self) -> bool:
@@ -425,6 +427,7 @@ class ThisAgent(Value):
         hosts_store: this process serves the store, and so stays until the job is over.
         fallback_addr: an address or name that other hosts can reach, used when the connection to the store is
             a loopback one and the round spans hosts.
+        keeps_workers: they stay when a round ends, and whoever asks for this tells the user of rounds.
     """
 
     job: str
@@ -436,6 +439,7 @@ class ThisAgent(Value):
     max_restarts: int
     hosts_store: bool
     fallback_addr: str | None
+    keeps_workers: bool = False
 
 
 def read_settings(

@@ -1,0 +1,257 @@
+"""``--on-failure replace`` on several nodes: one budget, one report, and ranks as the workers have them."""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from helpers import ports, procs
+from helpers.coordination import store_command
+from helpers.etcd import Etcd
+from helpers.etcd_fixtures import site
+from helpers.launcher import Launched, clean_environment
+
+pytestmark = pytest.mark.beyond_torchrun
+
+WORKER = """
+    # Meets the others, as elasticrs.train does, when SIGUSR2 comes: its agent reads the same bytes.
+    import os, signal
+    from elasticrs.train.place import tell
+    began = int(os.environ["RANK"])
+    def meet(*_):
+        number = int(open("meeting").read())
+        tell(number, 10 + began, 4)
+        os.write(1, f"MET {number} rank={10 + began}\\n".encode())
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+    signal.signal(signal.SIGUSR2, meet)
+    group, life = os.environ["GROUP_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    os.write(1, f"UP rank={began} pid={os.getpid()} group={group} life={life}\\n".encode())
+    while True:
+        signal.pause()
+"""
+UP = r"UP rank=(\d) pid=(\d+) group=(\d) life=(\d)"
+
+
+class Nodes:
+    """Agents with two workers each, and who these are by the ranks that they began with."""
+
+    def __init__(self, start: Callable[[], Launched], folder: Path) -> None:
+        self._start, self._folder = start, folder
+        self.agents: list[Launched] = []
+        self.pids: dict[int, int] = {}
+        self._up: list[int] = []
+        self._met: dict[int, int] = {}
+
+    def start(self) -> Launched:
+        self.agents.append(self._start())
+        self._up.append(0)
+        return self.agents[-1]
+
+    def up(self, agent: Launched, count: int) -> list[int]:
+        """Wait for so many more workers of an agent; returns with how many restarts each began."""
+        index = self.agents.index(agent)
+        self._up[index] += count
+        found = agent.wait_for_lines(UP, self._up[index], "stdout")[-count:]
+        self.pids.update((int(each[1]), int(each[2])) for each in found)
+        return [int(each[4]) for each in found]
+
+    def agent_of(self, rank: int) -> Launched:
+        line = rf"UP rank=\d pid={self.pids[rank]} "
+        return next(each for each in self.agents if re.search(line, each.stdout))
+
+    def kill(self, *ranks: int) -> list[int]:
+        """Kill workers, and wait for those in their places; returns with how many restarts they began."""
+        agents = [self.agent_of(rank) for rank in ranks]
+        for rank in ranks:
+            os.kill(self.pids[rank], signal.SIGKILL)
+        return [life for agent in agents for life in self.up(agent, 1)]
+
+    def meet(self, number: int) -> None:
+        (self._folder / "meeting").write_text(str(number))
+        for rank, pid in self.pids.items():
+            agent = self.agent_of(rank)
+            os.kill(pid, signal.SIGUSR2)
+            agent.wait_for_line(f"MET {number} rank={10 + rank}$", "stdout")
+
+    def finish(self, *ranks: int) -> None:
+        for rank in ranks or self.pids:
+            os.kill(self.pids[rank], signal.SIGUSR1)
+
+
+@pytest.fixture
+def nodes(launch, worker_script, tmp_path, either_store):
+    script = worker_script(WORKER)
+
+    def make(*options: str, conf: Sequence[str] = (), store: str | None = None) -> Nodes:
+        backend, endpoint, settings = "c10d", store or f"localhost:{ports.free()}", list(conf)
+        if isinstance(either_store, Etcd):
+            where = site(either_store)
+            backend, endpoint = "etcd", where.endpoint
+            settings += [f"etcd_prefix={where.prefix}", "protocol=http", "lease_ttl=2"]
+        own = [f"--rdzv-conf={','.join(settings)}"] if settings else []
+        common = (f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", *own)
+        how = ("--nproc-per-node=2", "--on-failure=replace", *common, *options, script)
+        return Nodes(lambda: launch(*how), tmp_path)
+
+    return make
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Where a store of its own serves that keeps its state; what kills it, and what starts it again."""
+    port, running = ports.free(), []
+
+    def start() -> None:
+        argv = store_command("--state", tmp_path / "state", port=port)
+        running.append(Launched(argv, env=clean_environment(), cwd=tmp_path))
+        procs.bystanders.add(running[0].pid)
+        running[0].wait_for_line("serving at", "stdout")
+
+    def kill() -> None:
+        program = running.pop()
+        program.signal(signal.SIGKILL)
+        program.wait()
+        procs.bystanders.discard(program.pid)
+        program.close()
+
+    start()
+    yield f"localhost:{port}", kill, start
+    if running:
+        kill()
+
+
+def two(nodes, *options, **how):
+    """Two nodes whose workers are there."""
+    found = nodes("--nnodes=2", *options, **how)
+    for agent in (found.start(), found.start()):
+        agent.wait_for_lines(UP, 2, "stdout")
+    for agent in found.agents:
+        assert found.up(agent, 2) == [0, 0]
+    return found
+
+
+def test_one_budget_and_one_report(nodes):
+    job = two(nodes, "--max-restarts=2")
+    job.meet(1)
+    assert job.kill(0) == [1]
+    job.meet(2)
+    assert job.kill(3) == [2]
+    job.meet(3)
+    last = job.agent_of(1), job.pids[1]
+    os.kill(job.pids[1], signal.SIGKILL)
+    for agent in job.agents:
+        agent.exits(1)
+        assert "no restart is left (max_restarts=2, 2 used)" in agent.stderr
+        assert "2 of 2 restarts used" in agent.stderr
+        (cause,) = re.findall(r"Root Cause.*?^=", agent.stderr, re.DOTALL | re.MULTILINE)
+        assert re.search(r"rank +: 11 \(local_rank: 1\)", cause)
+        assert f"-9 (pid: {last[1]})" in cause
+    own, other = job.agents if job.agents[0] is last[0] else job.agents[::-1]
+    line = r"rank {} \(local_rank \d, pid \d+\) died by SIGKILL; 1 other goes on; .* {} of 2 left"
+    assert re.search(line.format(10, 1), own.stderr)
+    assert re.search(line.format(13, 0), other.stderr)
+    elsewhere = r"rank {} \(pid \d+\) on node \S+ died by SIGKILL; the workers .* 2 nodes \(restart {} of 2\)"
+    assert re.search(elsewhere.format(10, 1), other.stderr)
+    assert re.search(elsewhere.format(13, 2), own.stderr)
+    assert len(re.findall("replaced by", own.stderr + other.stderr)) == 2
+
+
+def test_workers_that_fail_before_all_have_met_again_cost_one(nodes):
+    job = two(nodes, "--max-restarts=2")
+    job.meet(1)
+    assert job.kill(0) == [1]
+    # Of the other node, and still in the meeting that is over.
+    assert job.kill(2) == [1]
+    job.meet(2)
+    assert job.kill(1, 3) == [2, 2]
+    job.meet(3)
+    job.finish()
+    for agent in job.agents:
+        agent.exits(0)
+        assert "2 restarts" in agent.stderr
+
+
+def test_a_node_comes_and_goes_and_nobody_is_stopped_or_charged(nodes):
+    job = nodes("--nnodes=1:2", "--max-restarts=1")
+    first = job.start()
+    job.up(first, 2)
+    before = dict(job.pids)
+    second = job.start()
+    second.wait_for_lines(UP, 2, "stdout")
+    second.signal(signal.SIGKILL)
+    second.wait()
+    procs.reap_adopted(keep=[each.pid for each in job.agents])
+    first.wait_for_line(
+        r"was lost; the workers of this node go on, 1 node \(no restart charged, 0 of 1 used\)"
+    )
+    third = job.start()
+    third.wait_for_lines(UP, 2, "stdout")
+    third.signal(signal.SIGTERM)
+    third.exits(1)
+    first.wait_for_line(r"left \(SIGTERM\); the workers of this node go on, 1 node")
+    assert job.pids == before
+    assert job.kill(0) == [1]
+    job.finish()
+    first.exits(0)
+
+
+def test_a_node_that_is_cut_off_ends_its_workers_and_comes_back(nodes, either_store):
+    conf = () if either_store is not None else ("keep_alive_interval=0.2", "keep_alive_max_attempt=3")
+    job = nodes("--nnodes=1:2", "--max-restarts=0", conf=conf)
+    first = job.start()
+    job.up(first, 2)
+    second = job.start()
+    job.up(second, 2)
+    fds = [os.pidfd_open(job.pids[rank]) for rank in (2, 3)]
+    try:
+        second.signal(signal.SIGSTOP)
+        for fd in fds:
+            assert procs.wait_readable(fd, procs.HANG)
+    finally:
+        second.signal(signal.SIGCONT)
+        for fd in fds:
+            os.close(fd)
+    assert job.up(second, 2) == [0, 0]
+    job.finish()
+    first.exits(0)
+    second.exits(0)
+
+
+def test_who_comes_when_the_job_has_ended_is_told(nodes, store):
+    job = two(nodes, "--max-restarts=0", store=store[0])
+    os.kill(job.pids[3], signal.SIGKILL)
+    for agent in job.agents:
+        agent.exits(1)
+    late = job.start().exits(1)
+    assert "no restart is left" in late.stderr
+    assert "UP" not in late.stdout
+
+
+@pytest.mark.parametrize("either_store", [None], ids=["own"])
+def test_a_store_that_is_away_delays_a_replacement(nodes, store):
+    endpoint, kill, start = store
+    job = two(nodes, "--max-restarts=1", store=endpoint, conf=["store_grace=60"])
+    kill()
+    os.kill(job.pids[0], signal.SIGKILL)
+    job.agent_of(0).wait_for_line("does not answer|is away|lost|no connection")
+    start()
+    assert job.up(job.agent_of(0), 1) == [1]
+    job.finish()
+    for agent in job.agents:
+        agent.exits(0)
+
+
+@pytest.mark.parametrize("either_store", [None], ids=["own"])
+def test_with_the_store_of_a_node_the_job_ends(nodes):
+    conf = ["keep_alive_interval=0.2", "keep_alive_max_attempt=3", "store_lost_timeout=0.5"]
+    job = nodes("--nnodes=1:2", "--max-restarts=1", conf=conf)
+    host = job.start()
+    job.up(host, 2)
+    other = job.start()
+    job.up(other, 2)
+    host.signal(signal.SIGKILL)
+    host.wait()
+    procs.reap_adopted(keep=[other.pid])
+    assert "lost the rendezvous store" in other.exits(1).stderr
