@@ -131,6 +131,13 @@ def automatic_heartbeat(step: int | None) -> None:
         words[_STEP] = step + 1
 
 
+def heartbeat_unless_given(before: int) -> int:
+    """Give a heartbeat if there have been no more than ``before``; return how many there have been now."""
+    if _count == before:
+        _heartbeat()
+    return _count
+
+
 def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()

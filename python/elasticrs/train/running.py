@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.metrics import api as metrics
-from elasticrs.train import forked, loop
+from elasticrs.train import forked, heartbeats, loop
 from elasticrs.train.checkpoint import CheckpointUtil, get_checkpoint_manager
 from elasticrs.train.coordinator import Coordinator
 from elasticrs.train.errors import NonRetryableException, StopException
@@ -205,6 +205,7 @@ class _Run:
 
     def _meet(self) -> Event:
         self._error, self._snapshot, self._is_meeting = None, _NOTHING, False
+        heartbeats.begin_meeting()
         self._listen()
         try:
             self._close_steps()
@@ -307,6 +308,7 @@ class _Run:
                 self._times.put("train_step", began)
             if stats is not None and not isinstance(stats, WorkerStats):
                 raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
+            heartbeats.step_is_done()
             coordinator.monitor_progress(self._state, stats)
             if self._checkpoints is not None:
                 self._save_if_due(self._checkpoints)
