@@ -95,6 +95,26 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left:
     )
 
 
+def checkpoint_line(result: str, ns: int) -> str:
+    """Say what has come of a checkpoint that was asked for.
+
+    Args:
+        result: as in :mod:`elasticrs.node_page`.
+        ns: since it was asked for.
+    """
+    if result == "saved":
+        return f"checkpoint saved {ns / 1e6:.1f} ms after it was asked for"
+    if result == "failed":
+        return "the checkpoint that was asked for was not written; the output of rank 0 says why"
+    return "a checkpoint was asked for, but the workers have not called set_checkpoint_manager"
+
+
+def checkpoint_is_late(seconds: float, workers: int) -> str:
+    """Say that nothing has come of a request yet; ``workers``: how many of this node take part."""
+    who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
+    return f"the checkpoint that was asked for {seconds:g} s ago is not there yet ({who} in elasticrs.train)"
+
+
 def stop_line(asked: int | None, signum: int, grace: float) -> str:
     """Say that the job is being stopped.
 

@@ -29,6 +29,7 @@ class Checks:
         self.restarts = {}
         self.finished_ranks = set()
         self.recorded = set()
+        self.asked = False
         self.failures = {}
         self.losses = 0
         self.lossy = 0
@@ -149,7 +150,7 @@ class Checks:
         require(before is not None and before.state == "RUNNING", "I-1 the end of", before)
         require((before.round, before.form) == (head.round, head.form), "I-2 one content per round", head)
         require(head.used == before.used, "I-5 an end changes the budget", head)
-        is_for_nothing = self.world.kinds["calm"] and head.end["kind"] != "scale"
+        is_for_nothing = self.world.kinds["calm"] and head.end["kind"] not in ("scale", "asked")
         require(not is_for_nothing, "I-14 a round ends though the store was only away", head)
         end = head.end
         if end["kind"] in ("lost", "left"):
@@ -157,6 +158,8 @@ class Checks:
             require((head.round, rank) not in self.done(), "I-6 a finished member counts as lost", head)
         if end["kind"] == "lost":
             require(self.world.store.get(KEYS.node(end["member"])) is None, "I-6 lost, but here", head)
+        if end["kind"] == "asked":
+            require(self.asked, "asked for by nobody", head)
         if end["kind"] == "scale":
             require(self.world.config["scale_up"], "ended for scale", head)
 

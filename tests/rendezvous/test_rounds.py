@@ -252,6 +252,27 @@ def test_a_waiting_node_ends_the_round_after_a_while():
     assert (len(b.starts), a.starts[-1].ranks.group_world_size) == (1, 2)
 
 
+def test_a_round_that_is_asked_for_costs_nothing_and_leaves_nobody_out():
+    cluster, (a, b) = running(2, min_nodes=1, max_short_losses=1)
+    b.send(m.AskForRound("a checkpoint"))
+    b.send(m.AskForRound("a checkpoint"))
+    assert (cluster.head.end["kind"], cluster.head.end["node"]) == ("asked", "b")
+    for agent in (a, b):
+        (stop,) = agent.all(m.Stop)
+        assert (stop.planned, stop.why) == (True, "node b asked for another round (a checkpoint)")
+        agent.send(m.GroupEnded())
+    assert (cluster.head.state, cluster.head.round, cluster.head.used) == ("RUNNING", 2, 0)
+    assert [agent.starts[-1].group_rank for agent in (a, b)] == [0, 1]
+
+
+def test_without_a_round_that_runs_nothing_is_asked_for():
+    cluster, (a, _) = running(2)
+    a.fail()
+    before = cluster.head
+    a.send(m.AskForRound("a checkpoint"))
+    assert cluster.head == before
+
+
 def test_no_scale_up_against_the_setting_nor_when_a_node_has_finished():
     cluster = Cluster(min_nodes=1, max_nodes=2, scale_up=False)
     a = cluster.add("a")

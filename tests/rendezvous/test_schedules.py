@@ -4,6 +4,7 @@ A failure names its seed: ``python -m tests.rendezvous.soak --schedules 1 --seed
 """
 
 import os
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -60,6 +61,13 @@ def test_no_schedule_breaks_a_rule(part):
     assert totals["rounds"] > PER_PART / 2
     if IS_THOROUGH:
         assert not [what for what in HAPPENS if not totals[what]], "the schedules miss what they are for"
+
+
+def test_no_rule_is_broken_where_workers_ask_for_rounds():
+    totals = Counter()
+    for seed in range(PER_PART):
+        totals.update(schedules.play(seed, asks=True).stats)
+    assert totals["ENDED asked"] > PER_PART / 10
 
 
 def test_what_happens_does_not_depend_on_the_clocks():

@@ -95,10 +95,11 @@ class Proc:
 class World(Outages):
     """Everything, and the choices that can be made."""
 
-    def __init__(self, pick, random, *, clocks_agree=False):
+    def __init__(self, pick, random, *, clocks_agree=False, asks=False):
         """``pick(weights)`` chooses an index; ``random()`` is a number below 1 for the set-up."""
         self.pick, self.random = pick, random
         self.clocks_agree = clocks_agree
+        self.asks = asks
         most = 1 + int(random() * 4)
         least = 1 + int(random() * most)
         self.config = {
@@ -352,6 +353,8 @@ class World(Outages):
                 continue
             add((0.12, self.fault_crash, proc))
             add((0.015, self.fault_leave, proc))
+            if self.asks:
+                add((1, self.ask_for_round, proc))
             if proc.conn is not None:
                 add((0.8 if self.kinds["flaky"] else 0.06, self.fault_cut, proc))
             if proc.connecting:
@@ -483,6 +486,12 @@ class World(Outages):
         self.mark_peers(proc)
         close = self.is_host(proc) or self.random() < 0.2
         proc.queue.append(m.Leave("SIGTERM", close))
+
+    def ask_for_round(self, proc):
+        if not proc.paused:
+            self.count("asked")
+            self.checks.asked = True
+            proc.queue.append(m.AskForRound("a checkpoint"))
 
     def fault_spawn(self):
         if self.kinds["mismatch"] and self.random() < 0.5:

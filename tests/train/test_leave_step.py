@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticrs.train.leave_step import AHEAD, AT_ONCE, LeaveStep, agreed
+from elasticrs.train.leave_step import AHEAD, AT_ONCE, LeaveStep, agreed, heard, said
 
 
 class Worker:
@@ -64,6 +64,11 @@ def test_all_leave_at_one_step(seed, size, is_coupled, told_after):
             if worker.step.verdict() == "leave":
                 worker.left = worker.step.done
     assert [worker.left for worker in workers] == [leave[0]] * size
+
+
+@given(at=st.integers(1, 2**60), saves=st.booleans())
+def test_what_is_said_is_heard(at, saves):
+    assert heard(said(at, saves=saves)) == (at, saves)
 
 
 def test_a_cap_is_set_once():

@@ -15,7 +15,7 @@ AFTER = {
     Action.MEET: (Event.MET, Event.MET_AT_THE_END, Event.FAILED, Event.BROKEN_OFF, Event.BROKE, Event.ENDED),
     Action.SYNC: (Event.SYNCED, Event.FAILED, Event.BROKEN_OFF, Event.BROKE, Event.CUT),
     Action.STEP: (
-        *(Event.STEPPED, Event.CHANGED, Event.OUT_OF_DATA, Event.FAILED, Event.BROKE),
+        *(Event.STEPPED, Event.CHANGED, Event.LEAVES, Event.OUT_OF_DATA, Event.FAILED, Event.BROKE),
         *(Event.BROKEN_OFF, Event.ENDED, Event.CUT),
     ),
 }
@@ -45,6 +45,9 @@ def test_rules_hold_whatever_happens(data, max_failures):
             assert not knows_the_end
         # TRAIN-3
         assert (Action.GIVE_UP in actions) == (failures >= max_failures or broken_off >= 10 * max_failures)
+        # TRAIN-5
+        assert actions == (Action.LEAVE, Action.RETURN) or Action.LEAVE not in actions
+        assert (Action.LEAVE in actions) == (event is Event.LEAVES)
         # TRAIN-4
         assert (Action.CLOSE in actions) == (event is Event.SYNCED and knows_the_end)
         assert not ENDS.intersection(actions[:-1])

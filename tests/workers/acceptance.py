@@ -10,7 +10,15 @@ import signal
 import torch
 import torch.distributed as dist
 
-from elasticrs.train import AgentCoordinator, NonRetryableException, SimpleWorkerStats, State, p2p, train
+from elasticrs.train import (
+    AgentCoordinator,
+    NonRetryableException,
+    SimpleWorkerStats,
+    State,
+    p2p,
+    request_signals,
+    train,
+)
 from elasticrs.train.checkpoint import FileSystemCheckpointManager, set_checkpoint_manager
 from elasticrs.train.data import Shares
 from elasticrs.train.distributed import all_gather_return_max_long, broadcast_binary
@@ -42,6 +50,10 @@ class Total(State):
     def apply_snapshot(self, snapshot):
         self.steps, self.taken, self.total = snapshot
 
+    def save(self, stream):
+        self.trainer.fault("save", self.steps)
+        super().save(stream)
+
     def should_save_checkpoint(self, rank):
         return bool(self.trainer.order.get("checkpoints")) and rank in self.trainer.order.get(
             "savers", range(9)
@@ -60,6 +72,8 @@ class Trainer:
         kind = p2p.CoordinatorP2P if "url" in order else AgentCoordinator
         if order.get("always"):
             kind = type("MeetsAlways", (MeetsAlways, kind), {})
+        elif order.get("reads_late"):
+            kind = type("ReadsLate", (ReadsLate, kind), {})
         where = (order["url"], 64) if "url" in order else ()
         timeouts = order.get("timeout", 10000), order.get("control_timeout", 60000)
         self.coordinator = kind("gloo", *where, *timeouts)
@@ -74,6 +88,8 @@ class Trainer:
     def fault(self, where, step):
         for each in self.order.get("faults", ()):
             if each.get("in", "step") == where and each["at"] <= step and each.get("times", 1) > 0:
+                if "once" in each and not is_first(each["once"]):
+                    continue
                 each["times"] = each.get("times", 1) - 1
                 self.say("does", do=each["do"], step=step)
                 getattr(self, each["do"])()
@@ -119,6 +135,15 @@ class Trainer:
         return state, SimpleWorkerStats(self.order["rate"]) if "rate" in self.order else None
 
 
+def is_first(path):
+    """True for the first of all trainers that comes here."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 class MeetsAlways:
     """Meets anew after every step."""
 
@@ -127,10 +152,36 @@ class MeetsAlways:
         return True
 
 
+class ReadsLate:
+    """Reads what the others say some time after all have said it, but on rank 0, who serves the store."""
+
+    def _gather(self, own):
+        store = self._store
+        self._store = store if self.rank == 0 or store is None else LateReader(store)
+        try:
+            return super()._gather(own)
+        finally:
+            self._store = store
+
+
+class LateReader:
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def multi_get(self, keys):
+        select.select([], [], [], 0.3)
+        return self._store.multi_get(keys)
+
+
 def run(order, say):
     trainer = Trainer(order, say)
     if order.get("checkpoints"):
         set_checkpoint_manager(FileSystemCheckpointManager(order["checkpoints"]))
+    if "meeting_limit" in order:
+        request_signals.MEETING_LIMIT = order["meeting_limit"]
     if order.get("monitor"):
         p2p.MONITOR_PROGRESS_FREQ = order["monitor"]
     state = Total(trainer)

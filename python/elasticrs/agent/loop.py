@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.agent.attempt import JobResult
+    from elasticrs.agent.checkpoint_requests import CheckpointRequests
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
@@ -43,6 +44,9 @@ class Agent:
         owns_process: the process is ours alone (the command line).
         console: for lines to the user.
         observers: hear of everything.
+
+    Attributes:
+        checkpoints: what is asked of workers that are replaced one by one; while there may be some.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Agent:
         self._actions: deque[machine.Action] = deque()
         self._requests = StopRequests()
         self._sleepers: Sleepers | None = None
+        self.checkpoints: CheckpointRequests | None = None
         self._error: Exception | None = None
         if job.uninterruptible_state_timeout > 0:
             from elasticrs.agent.sleepers import Sleepers
@@ -101,6 +106,7 @@ class Agent:
             if not self._events_end_it():
                 self._tracker.open(None if self._signals is None else self._signals.fd)
                 self._decisions.open(self._tracker.supervisor)
+                self._open_checkpoints()
                 self._drive()
         finally:
             try:
@@ -109,6 +115,7 @@ class Agent:
                 try:
                     self._tracker.close()
                 finally:
+                    self._close_checkpoints()
                     self._decisions.close()
         self._console.flush()
         if self._error is not None:
@@ -144,11 +151,28 @@ class Agent:
                 self._carry_out(action)
             self._console.flush()
             left = self._decisions.seconds_left()
-            if not self._tracker.wait(left if self._sleepers is None else min(left, self._sleepers.interval)):
+            if self._sleepers is not None:
+                left = min(left, self._sleepers.interval)
+            if self.checkpoints is not None:
+                left = min(left, self.checkpoints.look())
+            if not self._tracker.wait(left):
                 self._take_signals(self._tracker.supervisor)
                 self._actions.extend(self._decisions.look_around())
             if self._sleepers is not None:
                 self._look_for_sleepers(self._sleepers)
+
+    def _open_checkpoints(self) -> None:
+        if self._job.on_failure == "replace":
+            from elasticrs.agent.checkpoint_requests import CheckpointRequests
+
+            self.checkpoints = CheckpointRequests(self._job.nproc, self._console.say)
+            self._tracker.supervisor.watch_fd(self.checkpoints.fd)
+
+    def _close_checkpoints(self) -> None:
+        checkpoints, self.checkpoints = self.checkpoints, None
+        if checkpoints is not None:
+            checkpoints.look()
+            checkpoints.close()
 
     def _look_for_sleepers(self, sleepers: Sleepers) -> None:
         """A worker that hangs in the kernel ends the job; see :mod:`elasticrs.agent.sleepers`."""
@@ -186,6 +210,8 @@ class Agent:
         plan = self._decisions.plan
         if plan is None:
             raise RuntimeError("workers are started without a rendezvous")
+        if self.checkpoints is not None:
+            plan.variables = {**plan.variables, **self.checkpoints.variables}
         attempt = self._tracker.begin(action, plan)
         self._decisions.observe(attempt)
         try:
@@ -211,6 +237,9 @@ class Agent:
     def on_fd(self, fd: int, *, is_over: bool) -> bool:
         if self._signals is not None and fd == self._signals.fd:
             self._take_signals(None if is_over else self._tracker.supervisor)
+            return True
+        if self.checkpoints is not None and fd == self.checkpoints.fd:
+            self.checkpoints.take()
             return True
         actions = None if is_over else self._decisions.fd_ready(fd)
         self._actions.extend(actions or ())

@@ -41,6 +41,7 @@ class EventRunner(Record):
         rendezvous: that of several nodes; ``None`` for one node.
         server: the health check server, open, for the loop to answer for.
         restarts: those that were charged.
+        agent: while it runs.
     """
 
     _group: WorkerGroup
@@ -48,6 +49,7 @@ class EventRunner(Record):
     _rendezvous: Rendezvous | None
     _server: HealthCheckServer | None
     restarts: int = 0
+    agent: Agent | None = None
 
     def run(self) -> RunResult:
         """See :meth:`elasticrs.agent.server.LocalElasticAgent.run`."""
@@ -61,7 +63,7 @@ class EventRunner(Record):
         decisions = self._decisions(job, console)
         try:
             observers = make_observers(job, self._local.observe(), console.say, self._server, tells_end=False)
-            agent = Agent(
+            self.agent = agent = Agent(
                 *(job, self._local.workers(job), decisions),
                 signals=signals,
                 owns_process=False,

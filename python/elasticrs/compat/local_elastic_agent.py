@@ -135,6 +135,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._given_barrier_timeout = exit_barrier_timeout
         self._sleepers = Sleepers(self._local.uninterruptible_state_timeout)
         self._pcontext: PolledWorkers | GivenContext | None = None
+        self._runner: EventRunner | None = None
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run until the workers have succeeded, or failed too often.
@@ -160,7 +161,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                     result: RunResult = super().run(role)
                     return result
             self._check_limits()
-            runner = EventRunner(
+            self._runner = runner = EventRunner(
                 self._worker_group, self._local, self._rendezvous_settings(), self._server_of_ours()
             )
             try:
@@ -173,6 +174,23 @@ class LocalElasticAgent(SimpleElasticAgent):
                 pcontext.release()
             if self._health_check_server is not None:
                 self._health_check_server.stop()
+
+    def request_checkpoint(self) -> None:
+        """Ask the workers, which use :func:`elasticrs.train.train`, for a checkpoint; from any thread. Not in
+        torch.
+
+        All workers of the job, on all nodes, save at the end of one step: at the next but one, as a rule. A
+        line tells when it is there, or why there will be none. A worker that dies meanwhile takes no request
+        along, and requests that overlap share one checkpoint.
+
+        Raises:
+            RuntimeError: no workers run that could be asked: ``on_failure="replace"`` is needed.
+        """
+        agent = None if self._runner is None else self._runner.agent
+        checkpoints = None if agent is None else agent.checkpoints
+        if checkpoints is None:
+            raise RuntimeError('no workers run that could be asked: they need on_failure="replace"')
+        checkpoints.ask()
 
     def _pass_on(self, signum: int) -> None:
         # A context of the user's has no way to.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from elasticrs._worker import TOKEN_VARIABLE
+from elasticrs.node_page import page_of
 from elasticrs.train.meeting_url import MEMBER_VARIABLE
 from elasticrs.train.p2p import CoordinatorP2P
 
@@ -33,6 +34,7 @@ class AgentCoordinator(CoordinatorP2P):
         url, environ = agent_url()
         timeouts = process_group_timeout, coordinator_pg_timeout
         self._begin(c10d_backend, (url, URL_VARIABLE), environ, None, timeouts, may_host=False)
+        self._page = page_of(os.environ)
 
 
 def agent_url() -> tuple[str, dict[str, str]]:

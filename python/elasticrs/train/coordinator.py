@@ -19,9 +19,11 @@ class Coordinator(ABC):
 
     Attributes:
         rounds_before: how many rounds the job had before the present one, as far as that is known.
+        takes_requests: it has :meth:`request` and what belongs to it.
     """
 
     rounds_before: int = 0
+    takes_requests: bool = False
 
     @abstractmethod
     def rendezvous_barrier(self) -> tuple[Any, int, int]:
@@ -69,6 +71,39 @@ class Coordinator(ABC):
         Args:
             state: after the step.
         """
+
+    def request(self, *, leave: bool) -> None:
+        """Somebody asks this worker for a checkpoint; called by signal handlers, so it only takes a note.
+
+        All workers then save at one step, before they meet anew: :meth:`should_rendezvous` and
+        :meth:`should_save_before_meeting` become true.
+
+        Args:
+            leave: this worker shall leave the job there, in order: :meth:`should_leave` becomes true.
+        """
+        raise NotImplementedError
+
+    @property
+    def has_round(self) -> bool:
+        """True if the workers have met, and are not about to meet anew."""
+        return True
+
+    def should_save_before_meeting(self) -> bool:
+        """True if a checkpoint was asked for, and is to be saved now; asked when :meth:`should_rendezvous`
+        was true, the same on all workers.
+        """
+        return False
+
+    def saved(self, is_saved: bool) -> None:  # noqa: B027 -- may be left out
+        """Called when what was asked for is done: on all workers, before they meet.
+
+        Args:
+            is_saved: the checkpoint is there.
+        """
+
+    def should_leave(self) -> bool:
+        """True if this worker leaves the job now; asked when :meth:`should_rendezvous` was true."""
+        return False
 
     @abstractmethod
     def should_stop_training(self) -> bool:

@@ -6,7 +6,9 @@ to its own cap before that is known waits there.
 
 - **LEAVE-1** nobody passes its own cap before the leave step is known, so the leave step is never behind
   anybody, whatever the threads and the network do.
-- **LEAVE-2** caps are published by the threads that are told, never by the training: so all caps come though
+- **LEAVE-2** whether they save a checkpoint at that step is said with it, in one word of one worker: so all
+  do, or none.
+- **LEAVE-3** caps are published by the threads that are told, never by the training: so all caps come though
   workers wait at theirs.
 """
 
@@ -37,11 +39,13 @@ class LeaveStep(Record):
         done: boundaries passed.
         cap: the boundary that is not passed before the leave step is known.
         at: the leave step.
+        saves: all save a checkpoint there before they leave.
     """
 
     done: int = 0
     cap: int | None = None
     at: int | None = None
+    saves: bool = False
 
     def verdict(self) -> Verdict:
         """Say what to do at the boundary that was counted last."""
@@ -59,3 +63,16 @@ class LeaveStep(Record):
 def agreed(caps: list[int]) -> int:
     """Return the leave step, from the caps of all workers."""
     return max(caps)
+
+
+def said(at: int, *, saves: bool) -> str:
+    """Return what one worker publishes for all: the leave step, and whether they save there. Being one value,
+    it is the same for all.
+    """
+    return f"{at} saving" if saves else str(at)
+
+
+def heard(text: str) -> tuple[int, bool]:
+    """Return what :func:`said` was given."""
+    at, _, saving = text.partition(" ")
+    return int(at), bool(saving)

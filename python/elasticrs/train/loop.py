@@ -13,6 +13,8 @@ Invariants, each held by a property test:
   counts: it takes :data:`OF_OTHERS` times as many, so that the others are still there when it gives up.
 - **TRAIN-4** once a worker knows that the data have ended it takes no step any more, and it ends only after
   one more ``sync``: so all return the same state.
+- **TRAIN-5** who was asked to leave does so only after a step that is done by all: nothing is rolled back for
+  it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class Event(Enum):
     SYNCED = "synced"
     STEPPED = "stepped"
     CHANGED = "stepped, and the workers shall meet anew"
+    LEAVES = "stepped, and this worker shall leave the job"
     OUT_OF_DATA = "out of data"
     FAILED = "failed, and may try again"
     BROKEN_OFF = "failed in a collective, and may try again"
@@ -55,6 +58,7 @@ class Action(Enum):
     STEP = "step"
     ROLL_BACK = "roll back"
     CLOSE = "close"
+    LEAVE = "leave"
     RETURN = "return"
     GIVE_UP = "give up"
     RAISE = "raise"
@@ -97,6 +101,8 @@ def step(loop: Loop, event: Event) -> tuple[Loop, tuple[Action, ...]]:
         return loop, (Action.CLOSE, Action.RETURN) if loop.at_the_end else ONE_STEP
     if event is Event.CHANGED:
         return _with_progress(loop), _MEET
+    if event is Event.LEAVES:
+        return loop, (Action.LEAVE, Action.RETURN)
     if event is Event.OUT_OF_DATA:
         return loop.replaced(at_the_end=True), _MEET
     if event is Event.FAILED:

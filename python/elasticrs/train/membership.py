@@ -27,7 +27,7 @@ from elasticrs.rendezvous.api import RendezvousError
 from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
 from elasticrs.store import DistError
 from elasticrs.train.groups import Connections
-from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed
+from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed, heard, said
 from elasticrs.train.place import tell
 
 if TYPE_CHECKING:
@@ -194,6 +194,45 @@ class Membership:
                 self._since = time.monotonic()
             return verdict == "leave"
 
+    def ask_for_round(self, reason: str, *, saves: bool) -> None:
+        """All shall leave the round at an agreed step, and meet anew; nobody has failed.
+
+        Args:
+            reason: a few words for the log.
+            saves: they shall save a checkpoint there.
+        """
+        current = self._round
+        if current is None:
+            return
+        if saves:
+            with suppress(DistError):
+                # Before the round ends: whoever sets the step, sees it.
+                current.board.set("save", "")
+        self._handler.ask_for_round(reason)
+
+    @property
+    def has_left_as_agreed(self) -> bool:
+        """True if all leave the round at the step that this worker has just done."""
+        with self._lock:
+            current = self._round
+            return current is not None and bool(current.step.at) and current.step.at == current.step.done
+
+    @property
+    def saves(self) -> bool:
+        """True if they save a checkpoint there."""
+        with self._lock:
+            current = self._round
+            return self.has_left_as_agreed and current is not None and current.step.saves
+
+    def wait_for_others(self) -> None:
+        """Wait until all that live are out of this round, 5 s at most. It is left: what they read of each
+        other is there until then.
+        """
+        current = self._round
+        if current is not None:
+            with suppress(DistError):
+                _wait_for_all(current)
+
     def announce_end(self) -> None:
         """The training has ended here. When the round ends, as it does when this worker asks for the next
         one, the others first do the steps that were done here.
@@ -205,14 +244,19 @@ class Membership:
 
     def leave(self) -> None:
         """Leave the job at once, and let the others go on: they break off what they are doing."""
+        has_left = self.has_left_as_agreed
         with self._changed:
             current, self._round = self._round, None
-        if current is not None:
+        if current is not None and not has_left:
             with suppress(DistError):
                 current.board.set("gone", "")
         self._handler.leave()
         # Until the store knows; if this worker hosts it, until the others do not need it any more.
-        threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True).start()
+        farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
+        farewell.start()
+        if has_left:
+            # What follows is the end of this process.
+            farewell.join(_END_TIMEOUT)
 
     def _farewell(self) -> None:
         with suppress(RendezvousError):
@@ -279,9 +323,9 @@ class Membership:
     def _is_in(self, current: Round) -> bool:
         return self._round is current
 
-    def _set_leave_step(self, current: Round, at: int) -> None:
+    def _set_leave_step(self, current: Round, at: int, *, saves: bool = False) -> None:
         with self._changed:
-            current.step.at = at
+            current.step.at, current.step.saves = at, saves
             self._changed.notify_all()
 
     def _left_as_agreed(self, current: Round) -> bool:
@@ -303,15 +347,16 @@ class Membership:
         seen: set[str] = set()
         while self._is_in(current):
             keys = set(board.list_keys())
-            if seen - keys or not keys.isdisjoint(("done", "gone")):
-                # Keys end with the connection of one that has died.
+            if _has_lost(seen, keys) or not keys.isdisjoint(("done", "gone")):
                 return False
             seen |= keys
             if step.at is None:
                 if "leave" in keys:
-                    self._set_leave_step(current, int(board.get("leave")))
+                    at, saves = heard(board.get("leave").decode())
+                    self._set_leave_step(current, at, saves=saves)
                 elif current.rank == 0 and keys.issuperset(caps):
-                    board.set("leave", str(agreed([int(each) for each in board.multi_get(caps)])))
+                    at = agreed([int(each) for each in board.multi_get(caps)])
+                    board.set("leave", said(at, saves="save" in keys))
                     continue
                 elif time.monotonic() > deadline:
                     return False
@@ -341,6 +386,11 @@ class Membership:
             if time.monotonic() > deadline:
                 _end_process(current, limit)
             time.sleep(_TICK)
+
+
+def _has_lost(seen: set[str], keys: set[str]) -> bool:
+    """True if a member has died: its key ends with its connection. One that was out before is no loss."""
+    return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 
 
 def _wait_for_all(current: Round) -> None:

@@ -6,10 +6,12 @@ import datetime
 import json
 import logging
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from elasticrs.train import groups
+from elasticrs.train.checkpoint import get_checkpoint_manager
 from elasticrs.train.coordinator import Coordinator
 from elasticrs.train.errors import NonRetryableException, StopException
 from elasticrs.train.events import record
@@ -19,6 +21,7 @@ from elasticrs.train.membership import Membership
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from elasticrs.node_page import WorkerPage
     from elasticrs.train.membership import Round
     from elasticrs.train.state import State
     from elasticrs.train.stats import WorkerStats
@@ -32,6 +35,9 @@ MONITOR_PROGRESS_FREQ = 1000
 
 STRAGGLER_THRESHOLD = 0.8
 """A worker is one if its rate is less than this part of the best."""
+
+ASK_AGAIN = 5.0
+"""Seconds between two attempts to end a round for a checkpoint that is asked for."""
 
 
 class CoordinatorP2P(Coordinator):
@@ -105,6 +111,11 @@ class CoordinatorP2P(Coordinator):
         self.monitor_progress_step = 0
         self._gathered = 0
         self._store: Any = None
+        self._page: WorkerPage | None = None
+        self._is_asked = self._leaves = False
+        self._ask_again_at = 0.0
+        self._serves = 0
+        self._has_saved = False
         self._member = Membership(place.rendezvous, place.backend, stuck_timeout=place.stuck_timeout)
         if "nccl" in c10d_backend:
             self._member.abort = groups.abort
@@ -125,6 +136,9 @@ class CoordinatorP2P(Coordinator):
         current = self._meet()
         self.rank, self.world_size, self.rounds_before = current.rank, current.world_size, current.number - 1
         self.is_worker_straggler, self.monitor_progress_step, self._gathered = False, 0, 0
+        self._has_saved, self._ask_again_at = False, 0.0
+        if self._page is not None:
+            self._page.place(self.rank, self.world_size, current.number)
         with current.connections.recorded():
             self._store = groups.connect(
                 current.master_addr, current.master_port, lambda: self._member.is_broken
@@ -193,10 +207,61 @@ class CoordinatorP2P(Coordinator):
         return found
 
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 -- the loop's interface
-        """True if this worker leaves the round here: a member was lost, or all have agreed to let others in.
-        Without a change it is a look at this process's memory.
+        """True if this worker leaves the round here: a member was lost, or all have agreed to let others in,
+        or to save. Without a change it is a look at memory.
         """
+        if self._is_asked or (self._page is not None and self._page.is_asked):
+            self._ask_the_others()
         return self._member.passed()
+
+    # --- checkpoints that were asked for ---
+
+    takes_requests = True
+
+    @property
+    def has_round(self) -> bool:
+        return self._member.round is not None
+
+    def request(self, *, leave: bool) -> None:
+        """See the base class."""
+        self._leaves = self._leaves or leave
+        self._is_asked = True
+
+    def _ask_the_others(self) -> None:
+        """End the round at a step that all agree on."""
+        page = self._page
+        has_manager = get_checkpoint_manager() is not None
+        if not has_manager:
+            _log.warning(
+                "rank %d: a checkpoint is asked for, but set_checkpoint_manager was not called", self.rank
+            )
+            self._is_asked = self._leaves
+            if page is not None:
+                page.serve(page.asked, "no manager")
+        now = time.monotonic()
+        if now < self._ask_again_at or not (has_manager or self._leaves):
+            return
+        # A store that is away may not hear of it.
+        self._ask_again_at = now + ASK_AGAIN
+        reason = "rank {} leaves" if self._leaves else "rank {} was asked for a checkpoint"
+        self._member.ask_for_round(reason.format(self.rank), saves=has_manager)
+
+    def should_save_before_meeting(self) -> bool:
+        saves = self._member.saves
+        # What is asked for from now on may have come too late.
+        self._serves = 0 if self._page is None else self._page.asked
+        return saves
+
+    def saved(self, is_saved: bool) -> None:
+        """See the base class. Returns when all have come here, or are gone."""
+        if self._page is not None:
+            self._page.serve(self._serves, "saved" if is_saved else "failed")
+        self._is_asked, self._has_saved = self._leaves, True
+        self._member.wait_for_others()
+
+    def should_leave(self) -> bool:
+        has_tried = self._has_saved or get_checkpoint_manager() is None
+        return self._leaves and has_tried and self._member.has_left_as_agreed
 
     def should_stop_training(self) -> bool:
         return self.stop_training

@@ -17,6 +17,7 @@ from elasticrs.train.coordinator import Coordinator
 from elasticrs.train.errors import NonRetryableException, StopException
 from elasticrs.train.loop import Action, Event, Loop
 from elasticrs.train.measuring import GROUP, Measured, Times
+from elasticrs.train.request_signals import RequestSignals
 from elasticrs.train.state import State
 from elasticrs.train.stats import WorkerStats
 from elasticrs.train.votes import Vote, disagreement, numbers_of, vote_of
@@ -165,6 +166,7 @@ class _Run:
         self._asked = self._said_yes = 0
         self._is_saving = False
         self._rank, self._world_size = -1, 0
+        self._signals = RequestSignals(coordinator)
         self._times: Times | None = None
 
     def run(self) -> State:
@@ -174,21 +176,23 @@ class _Run:
             Action.SYNC: self._sync,
             Action.ROLL_BACK: self._roll_back,
             Action.CLOSE: self._close,
+            Action.LEAVE: self._leave,
             Action.GIVE_UP: self._give_up,
             Action.RAISE: self._raise,
         }
         forked.watch()
         event = Event.BEGIN
         try:
-            while True:
-                self._loop, actions = loop.step(self._loop, event)
-                if actions is loop.ONE_STEP:
-                    event = self._step()
-                    continue
-                for action in actions:
-                    if action is Action.RETURN:
-                        return self._state
-                    event = effects[action]() or event
+            with self._signals:
+                while True:
+                    self._loop, actions = loop.step(self._loop, event)
+                    if actions is loop.ONE_STEP:
+                        event = self._step()
+                        continue
+                    for action in actions:
+                        if action is Action.RETURN:
+                            return self._state
+                        event = effects[action]() or event
         except BaseException:
             # Also an interrupt: whoever catches it goes on without the others. Those of a fork's parent stay.
             if self._forks == forked.count():
@@ -310,24 +314,46 @@ class _Run:
                 raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
             heartbeats.step_is_done()
             coordinator.monitor_progress(self._state, stats)
-            if self._checkpoints is not None:
-                self._save_if_due(self._checkpoints)
+            is_saved = None if self._checkpoints is None else self._save_if_due(self._checkpoints)
             if coordinator.should_rendezvous(self._state):
-                return Event.CHANGED
+                return self._leave_round(is_saved)
             coordinator.report_progress(self._state)
             return loop.STEPPED
         except Exception as error:
             return self._judge(error)
 
-    def _save_if_due(self, checkpoints: CheckpointUtil) -> None:
+    def _save_if_due(self, checkpoints: CheckpointUtil) -> bool | None:
         # Both are asked, on every worker: they may count.
         is_asked = self._coordinator.should_save_checkpoint()
         is_due = self._state.should_save_checkpoint(self._rank) or is_asked
         self._asked += 1
         if is_due:
             self._said_yes, self._is_saving = self._asked, True
-            checkpoints.save_checkpoint(self._state, self._rank)
+            is_saved: bool = checkpoints.save_checkpoint(self._state, self._rank)
             self._is_saving = False
+            return is_saved
+        return None
+
+    def _leave_round(self, is_saved: bool | None) -> Event:
+        """The workers meet anew; before that they save, if somebody has asked for it: the state of this step,
+        which all have done. So a save that is broken off takes nothing back.
+
+        Args:
+            is_saved: the state has been saved already after this step, as far as this worker knows; ``None``:
+                it was not due.
+        """
+        coordinator, self._snapshot = self._coordinator, _NOTHING
+        if self._checkpoints is not None and coordinator.should_save_before_meeting():
+            if is_saved is None:
+                is_saved = self._checkpoints.save_checkpoint(self._state, self._rank)
+            # Rank 0 knows.
+            coordinator.saved(bool(coordinator.exchange([int(is_saved)])[0][0]))
+        return Event.LEAVES if coordinator.should_leave() else Event.CHANGED
+
+    def _leave(self) -> None:
+        self._close_steps()
+        self._coordinator.leave()
+        self._signals.end_process()
 
     # --- what follows from an error ---
 

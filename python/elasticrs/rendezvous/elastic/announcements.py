@@ -46,6 +46,8 @@ def end_of(head: Head) -> str:
     if kind == "left":
         why = f" ({end['message']})" if end.get("message") else ""
         return f"node {end.get('node')} left{why}"
+    if kind == "asked":
+        return f"node {end.get('node')} asked for another round ({end.get('message')})"
     return "more nodes have joined"
 
 

@@ -182,6 +182,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.Leave(f"node {node_name()} leaves"))
 
+    def ask_for_round(self, reason: str) -> None:
+        """End the round that runs for all nodes, as planned: nobody has failed, and nobody leaves. Without
+        effect where none runs, or it has ended already. Not in torch.
+
+        Args:
+            reason: a few words for the users of all nodes.
+        """
+        with self._news:
+            if self._driver is not None and self._outcome is None:
+                self._tell(self._driver, messages.AskForRound(reason))
+
     def set_succeeded(self) -> None:
         """The workers here have finished, and nothing of them is left; :meth:`shutdown` then does not end the
         job for the others. Not in torch.

@@ -87,6 +87,8 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
         case messages.Leave():
             leaving.leave(member, event)
+        case messages.AskForRound():
+            rounds.ask_for_round(member, event)
         case messages.Begin():
             connecting.begin(member)
         case _:

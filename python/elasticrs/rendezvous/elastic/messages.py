@@ -77,6 +77,14 @@ class Leave(Value):
     close: bool = False
 
 
+class AskForRound(Value):
+    """The workers of this node want another round though all are well: the present one ends, as planned, and
+    nobody is charged for it.
+    """
+
+    reason: str
+
+
 class StoreHosted(Value):
     """The process has begun to serve the coordination store, which it did not at first. ``fallback_addr`` as
     in :class:`~.settings.ThisAgent`, now that it is known.
@@ -209,7 +217,7 @@ class Exit(Value):
 if TYPE_CHECKING:
     WorkersEvent: TypeAlias = StartFailed | WorkerFailed | WorkersDone | GroupEnded
     ListenerEvent: TypeAlias = StoreHosted | StorePort | StorePortFailed
-    Event: TypeAlias = StoreEvent | Begin | WorkersEvent | ListenerEvent | TimerFired | Leave
+    Event: TypeAlias = StoreEvent | Begin | WorkersEvent | ListenerEvent | TimerFired | Leave | AskForRound
     LoopAction: TypeAlias = Start | Stop | Announce | Exit
     """What concerns workers and the user."""
     Action: TypeAlias = Request | Connect | Disconnect | BindStore | CloseStore | Arm | Disarm | LoopAction

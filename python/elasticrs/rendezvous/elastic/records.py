@@ -375,7 +375,7 @@ _HEAD = {
 _END = {
     **dict.fromkeys(("node", "message", "member"), _TEXT),
     **dict.fromkeys(("fatal", "charged"), checked.FLAG),
-    "kind": checked.one_of("failure", "lost", "left", "scale", "setup"),
+    "kind": checked.one_of("failure", "lost", "left", "scale", "setup", "asked"),
     "group_rank": checked.WHOLE,
 }
 _SLOT = (_COUNT, _NAME, _COUNT, _COUNT, _COUNT, _COUNT)

@@ -19,6 +19,7 @@ from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
 from elasticrs.rendezvous.elastic.records import (
     Head,
     Slot,
+    cut,
     damage,
     encode,
     may_be_first,
@@ -31,7 +32,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.coordination import Entry, Reply
-    from elasticrs.rendezvous.elastic.messages import Cause, GroupEnded, StartFailed, WorkerFailed
+    from elasticrs.rendezvous.elastic.messages import (
+        AskForRound,
+        Cause,
+        GroupEnded,
+        StartFailed,
+        WorkerFailed,
+    )
     from elasticrs.rendezvous.elastic.state import Link, Member, Registration
 
 GONE = "the store no longer has this node's registration"
@@ -176,7 +183,7 @@ def age_reached(member: Member) -> None:
 
 def _is_planned(head: Head) -> bool:
     """True if a round ended though all of its members are well."""
-    return (head.end or {}).get("kind") in ("scale", "left")
+    return (head.end or {}).get("kind") in ("scale", "left", "asked")
 
 
 def _stop(member: Member, why: str, hung: Cause | None = None, *, planned: bool = False) -> None:
@@ -242,6 +249,14 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
         return
     _report_failure(member, event.cause)
     _stop(member, failure_of(event.cause, member.agent.node))
+
+
+def ask_for_round(member: Member, event: AskForRound) -> None:
+    """The workers here are well, and want another round: T2, unless somebody has ended this one already."""
+    workers = member.workers
+    if member.phase is Phase.RUN and workers is not None and member.runs(workers.round):
+        end = {"kind": "asked", "message": cut(event.reason, leaving.MAX_REASON)}
+        member.end_round(Purpose.NOTHING, end)
 
 
 def _report_failure(member: Member, cause: Cause | None) -> None:

@@ -60,7 +60,7 @@ class CheckpointUtil:
         return bool(found)
 
     @prof
-    def save_checkpoint(self, state: State, rank: int) -> None:
+    def save_checkpoint(self, state: State, rank: int) -> bool:
         """Write a checkpoint. All workers call it together, and all return when it is there.
 
         A disk that does not take it costs this checkpoint, not the job: a line says so.
@@ -68,7 +68,11 @@ class CheckpointUtil:
         Args:
             state: to write.
             rank: of this worker.
+
+        Returns:
+            False on rank 0 if it was not written.
         """
+        is_saved = True
         if rank == 0 and (manager := get_checkpoint_manager()) is not None:
             try:
                 _save(manager, state)
@@ -76,7 +80,9 @@ class CheckpointUtil:
                 if (of_disk := _of_the_disk(error)) is None:
                     raise
                 _log.warning("no checkpoint was written: %s", of_disk)
+                is_saved = False
         self._coordinator.barrier()
+        return is_saved
 
 
 def _of_the_disk(error: BaseException | None) -> OSError | None:

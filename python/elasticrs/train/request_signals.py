@@ -1,0 +1,121 @@
+"""SIGTERM and SIGUSR1 of a worker while it trains: somebody asks for a checkpoint.
+
+Python's SIGTERM ends a process at once, in the middle of a step. A worker that trains finishes its step
+instead, saves with the others, leaves the job in order, and then ends by the signal. With SIGUSR1 it stays.
+
+- **SIGNALS-1** a handler of the program, of whatever language, is left alone; ours are gone when the training
+  is over, and in children made by ``fork``.
+- **SIGNALS-2** a second SIGTERM ends the worker at once, and so does the first one where no round comes about
+  within :data:`MEETING_LIMIT`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+
+    from elasticrs.train.coordinator import Coordinator
+
+MEETING_LIMIT = 5.0
+"""Seconds without a round after which a worker that shall leave does not wait for the others any more: they
+may have been asked to leave, too, and never meet again.
+"""
+
+_TICK = 0.25
+_ASKING = (signal.SIGTERM, signal.SIGUSR1)
+
+_taken: set[int] = set()
+_of_thread = threading.local()
+
+
+class RequestSignals:
+    """Passes these signals on to a coordinator, as a context manager; in the main thread alone.
+
+    Args:
+        coordinator: is asked, if it takes requests.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._is_leaving = False
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._coordinator.takes_requests or threading.current_thread() is not threading.main_thread():
+            return
+        for signum in _ASKING:
+            if is_default(signum):
+                _taken.add(signum)
+                signal.signal(signum, self._ask)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        for signum in _ASKING:
+            # The program may have set one of its own meanwhile.
+            if signal.getsignal(signum) == self._ask:
+                signal.signal(signum, signal.SIG_DFL)
+                _taken.discard(signum)
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 -- of a handler
+        if signum == signal.SIGTERM:
+            if self._is_leaving:
+                self.end_process()
+            self._is_leaving = True
+            threading.Thread(target=self._watch_meeting, name="elasticrs-leaving", daemon=True).start()
+        self._coordinator.request(leave=signum == signal.SIGTERM)
+
+    def _watch_meeting(self) -> None:
+        left = MEETING_LIMIT
+        while left > 0:
+            if self._is_over.wait(_TICK):
+                return
+            left = MEETING_LIMIT if self._coordinator.has_round else left - _TICK
+        # The main thread handles it, and ends.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def end_process(self) -> None:
+        """End this process by SIGTERM, as it would have without us."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_default(signum: int) -> bool:
+    """True if nobody handles a signal: Python does not know of handlers that others have set."""
+    if signal.getsignal(signum) != signal.SIG_DFL:
+        return False
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+    return not caught >> (signum - 1) & 1
+
+
+def _before_fork() -> None:
+    # A signal to the child before it has put the handlers back would be lost: nobody would take it.
+    if _taken:
+        _of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _taken)
+
+
+def _after_fork() -> None:
+    mask = _of_thread.__dict__.pop("mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    while _taken:
+        signal.signal(_taken.pop(), signal.SIG_DFL)
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

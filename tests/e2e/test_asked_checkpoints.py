@@ -1,0 +1,150 @@
+"""An agent is asked for a checkpoint, or to stop: its workers of ``elasticrs.train`` save first."""
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.beyond_torchrun]
+
+STEPS = 60
+
+SCRIPT = """
+    import os, select, signal, sys, time
+    import torch.distributed as dist
+    from torch import ones
+    from elasticrs.train import AgentCoordinator, State, train
+    from elasticrs.train.checkpoint import FileSystemCheckpointManager, set_checkpoint_manager
+    from elasticrs.train.distributed import all_gather_return_max_long
+
+    STEPS, folder, may_end = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+    def say(what):
+        os.write(1, f"{what}\\n".encode())
+
+    class Count(State):
+        step = 0
+
+        def sync(self, world_size, rank):
+            _, self.step = all_gather_return_max_long(self.step)
+            self.rank = rank
+
+        def capture_snapshot(self):
+            return self.step
+
+        def apply_snapshot(self, snapshot):
+            self.step = snapshot
+
+    def step(state):
+        if state.step == STEPS:
+            raise StopIteration
+        dist.all_reduce(ones(1))
+        if not os.path.exists(may_end):
+            select.select([], [], [], 0.05)
+        state.step += 1
+        say(f"DONE rank={state.rank} step={state.step}")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] + str(state.step) == os.environ.get("HOLD"):
+            say(f"HOLDS pid={os.getpid()}")
+            signal.pause()
+        return state, None
+
+    if folder:
+        set_checkpoint_manager(FileSystemCheckpointManager(folder))
+    train(AgentCoordinator("gloo"), step, Count())
+    say("END")
+"""
+
+
+def steps_of(job, rank=r"\d"):
+    """The steps that have been done, by anybody or by one rank."""
+    return [int(each) for each in re.findall(rf"DONE rank={rank} step=(\d+)", job.stdout)]
+
+
+def test_an_agent_that_is_stopped_has_its_workers_save_and_the_next_run_goes_on_there(
+    launch, worker_script, tmp_path
+):
+    folder, may_end = tmp_path / "checkpoints", tmp_path / "may end"
+    options = (
+        *("--nproc-per-node=2", "--on-failure=replace", "--warm=torch"),
+        *(worker_script(SCRIPT), STEPS, folder, may_end),
+    )
+    options = [str(each) for each in options]
+    job = launch(*options)
+    job.wait_for_lines(r"step=5$", 2, "stdout")
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.wait() == 1
+    assert "END" not in job.stdout
+    # Both have ended at one step, and it is saved.
+    last = {max(steps_of(job, rank)) for rank in (0, 1)}
+    assert len(last) == 1
+    assert len(list(folder.iterdir())) == 1
+    may_end.touch()
+    again = launch(*options)
+    assert again.wait() == 0
+    assert sorted(steps_of(again, 0)) == list(range(last.pop() + 1, STEPS + 1))
+
+
+PROGRAM = """
+    import sys, threading
+    from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
+    from elasticrs.multiprocessing import DefaultLogsSpecs
+    from elasticrs.rendezvous import RendezvousParameters
+    from elasticrs.rendezvous.registry import get_rendezvous_handler
+
+    spec = WorkerSpec(
+        "default", 1, get_rendezvous_handler(RendezvousParameters("c10d", "", "job", 1, 1)),
+        entrypoint=sys.executable, args=tuple(sys.argv[2:]), max_restarts=1, on_failure="replace",
+        warm="torch",
+    )
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
+
+    def ask():
+        with open(sys.argv[1]) as asks:
+            for line in asks:
+                agent.request_checkpoint()
+                print("ASKED", flush=True)
+
+    threading.Thread(target=ask, daemon=True).start()
+    print("RESULT", agent.run().state.name, flush=True)
+    try:
+        agent.request_checkpoint()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_a_request_outlasts_the_worker_that_dies_before_it_could_save(launch, worker_script, tmp_path):
+    folder, may_end, asks = tmp_path / "checkpoints", tmp_path / "may end", tmp_path / "asks"
+    os.mkfifo(asks)
+    script, program = worker_script(SCRIPT), worker_script(PROGRAM, "program.py")
+    argv = [sys.executable, program, asks, script, str(STEPS), folder, may_end]
+    job = launch(argv=argv, env={"HOLD": "03"})
+    pid = int(job.wait_for_line(r"HOLDS pid=(\d+)", "stdout")[1])
+    with open(asks, "w") as to_the_agent:
+        for _ in range(2):
+            to_the_agent.write("ask\n")
+        to_the_agent.flush()
+        job.wait_for_lines("ASKED", 2, "stdout")
+        assert list(folder.iterdir()) == []
+        os.kill(pid, signal.SIGKILL)
+        job.wait_for_line(r"elasticrs: checkpoint saved [\d.]+ ms after it was asked for")
+        may_end.touch()
+        assert job.wait() == 0
+    assert "RESULT SUCCEEDED" in job.stdout
+    assert "no workers run that could be asked" in job.stdout
+    # One for both requests, of the first step of the next life.
+    assert len(list(folder.iterdir())) == 1
+    assert len(re.findall("checkpoint saved", job.stderr)) == 1
+
+
+def test_without_a_manager_the_agent_says_so(launch, worker_script, tmp_path):
+    may_end = tmp_path / "may end"
+    options = ("--nproc-per-node=1", "--on-failure=replace", "--warm=torch", worker_script(SCRIPT))
+    job = launch(*options, str(STEPS), "", may_end)
+    job.wait_for_line(r"step=3$", "stdout")
+    os.kill(job.pid, signal.SIGUSR1)
+    job.wait_for_line("a checkpoint is asked for, but set_checkpoint_manager was not called", "stderr")
+    may_end.touch()
+    assert job.wait() == 0

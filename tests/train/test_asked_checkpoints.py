@@ -1,0 +1,152 @@
+"""Checkpoints that somebody asks one worker for, and workers that are asked to leave."""
+
+import signal
+
+import pytest
+import torch
+
+from elasticrs.train.checkpoint import FileSystemCheckpointManager
+
+pytestmark = [pytest.mark.torch]
+
+FIXED = "min_workers=4&max_workers=4"
+FLEXIBLE = "min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0"
+NAMES = ("a", "b", "c", "d")
+SIZE = 400
+TOTAL = sum(range(SIZE))
+
+
+class Job:
+    """Trainers that save only when they are asked to, and take their time until they may end."""
+
+    def __init__(self, trainers, tmp_path, **order):
+        self.trainers, self.may_end = trainers, tmp_path / "may end"
+        self.folder = tmp_path / "checkpoints"
+        self.order = {"loop": "train", "size": SIZE, "checkpoints": str(self.folder), "savers": [], **order}
+
+    def start(self, *names, **order):
+        self.trainers.start(*names, **self.order, slow_until=str(self.may_end), **order)
+
+    def run(self, *names, **order):
+        """Start them, and wait until they have taken steps."""
+        self.start(*names, **order)
+        self.trainers.wait("stepped", len(names))
+
+    def saved(self):
+        """Steps, samples and sum of each checkpoint, the newest first."""
+        found = []
+        for each in FileSystemCheckpointManager(str(self.folder)).list_checkpoints():
+            with each.open_input_stream("default") as stream:
+                found.append(torch.load(stream, weights_only=False))
+        return found
+
+    def rank_of(self, name):
+        return self.trainers.of("met", name)[-1]["rank"]
+
+    def ends(self, *names):
+        """Let them finish: every sample was taken once, and nobody has done a step twice."""
+        self.may_end.touch()
+        job = self.trainers
+        job.wait_until(lambda: {told["name"] for told in job.of("finished")} >= set(names))
+        found = [job.of("finished", name)[0] for name in names]
+        for told in found:
+            assert (told["taken"], told["total"]) == (SIZE, TOTAL), told
+            assert len(told["done"]) == len(set(told["done"])), told
+        return found
+
+
+def test_one_worker_is_asked_and_all_save_once_at_one_step(trainers, tmp_path):
+    job = Job(trainers(FIXED), tmp_path)
+    job.run(*NAMES)
+    job.trainers.kill("b", signal.SIGUSR1)
+    met = job.trainers.wait("met", 4)
+    ((step, taken, _),) = job.saved()
+    # All go on from that step, in new groups, and the same processes.
+    assert {each["step"] for each in met} == {step}
+    assert taken == step * 20
+    for told in job.ends(*NAMES):
+        assert told["done"] == list(range(1, SIZE // 20 + 1))
+    assert len(job.saved()) == 1
+
+
+def test_requests_that_come_together_share_a_checkpoint(trainers, tmp_path):
+    job = Job(trainers(FIXED), tmp_path)
+    job.run(*NAMES)
+    for name in NAMES:
+        job.trainers.kill(name, signal.SIGUSR1)
+    job.trainers.wait("met", 4)
+    job.ends(*NAMES)
+    assert 1 <= len(job.saved()) <= 2, "the second one for who had the signal after the first"
+
+
+def test_without_a_manager_a_line_says_so_and_nothing_else_happens(trainers, tmp_path):
+    job = Job(trainers(FIXED), tmp_path, checkpoints=None)
+    job.run(*NAMES)
+    job.trainers.kill("c", signal.SIGUSR1)
+    job.ends(*NAMES)
+    assert len(job.trainers.of("met")) == 8, "at the start and at the end"
+    text = job.trainers.stderr.read_text()
+    assert text.count("a checkpoint is asked for, but set_checkpoint_manager was not called") == 1
+
+
+def test_a_request_is_not_lost_with_the_worker_that_dies_in_the_save(trainers, tmp_path):
+    job = Job(trainers(FLEXIBLE), tmp_path)
+    fault = {"in": "save", "at": 0, "do": "kill", "once": str(tmp_path / "has died")}
+    job.run(*NAMES, faults=[fault])
+    asked = next(name for name in NAMES if job.rank_of(name) != 0)
+    job.trainers.kill(asked, signal.SIGUSR1)
+    (dead,) = job.trainers.wait("does")
+    assert job.trainers.code(dead["name"]) == -signal.SIGKILL
+    left = [name for name in NAMES if name != dead["name"]]
+    job.trainers.wait("met", 3, world=3)
+    job.trainers.wait("met", 3, world=3)
+    assert len(job.saved()) == 1
+    job.ends(*left)
+
+
+def test_a_worker_that_gets_sigterm_saves_with_the_others_and_leaves_in_order(trainers, tmp_path):
+    job = Job(trainers(FLEXIBLE), tmp_path)
+    # Rank 0 serves what the others read: it must not be gone before.
+    job.run(*NAMES, reads_late=True)
+    leaving = next(name for name in NAMES if job.rank_of(name) == 0)
+    job.trainers.kill(leaving, signal.SIGTERM)
+    assert job.trainers.code(leaving) == -signal.SIGTERM
+    left = [name for name in NAMES if name != leaving]
+    met = job.trainers.wait("met", 3, world=3)
+    ((step, _, _),) = job.saved()
+    assert {each["step"] for each in met} == {step}
+    job.ends(*left)
+    assert "broken off" not in job.trainers.stderr.read_text()
+
+
+def test_all_are_asked_to_leave_and_the_next_run_goes_on_at_that_step(trainers, tmp_path):
+    job = Job(trainers(FIXED), tmp_path)
+    job.run(*NAMES)
+    for name in NAMES:
+        job.trainers.kill(name, signal.SIGTERM)
+    assert {job.trainers.code(name) for name in NAMES} == {-signal.SIGTERM}
+    ((step, _, _),) = job.saved()
+    assert step >= 2
+    again = [name * 2 for name in NAMES]
+    job.start(*again)
+    for told in job.ends(*again):
+        assert told["done"] == list(range(step + 1, SIZE // 20 + 1))
+
+
+def test_without_a_manager_a_worker_leaves_in_order_all_the_same(trainers, tmp_path):
+    job = Job(trainers(FLEXIBLE), tmp_path, checkpoints=None)
+    job.run(*NAMES)
+    job.trainers.kill("d", signal.SIGTERM)
+    assert job.trainers.code("d") == -signal.SIGTERM
+    job.ends("a", "b", "c")
+
+
+def test_who_shall_leave_does_not_wait_long_for_a_round(trainers, tmp_path):
+    job = Job(trainers(FIXED), tmp_path, meeting_limit=0.5)
+    job.run(*NAMES)
+    job.trainers.kill("d")
+    assert job.trainers.code("d") == -signal.SIGKILL
+    # The other three wait for a fourth, who never comes.
+    job.trainers.kill("a", signal.SIGTERM)
+    assert job.trainers.code("a") == -signal.SIGTERM
+    assert job.saved() == []

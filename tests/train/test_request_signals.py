@@ -1,0 +1,122 @@
+"""Who handles the signals that ask a worker for a checkpoint."""
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from helpers.procs import HANG
+
+from elasticrs.train import Coordinator
+from elasticrs.train.request_signals import RequestSignals, is_default
+
+
+class Asked(Coordinator):
+    """Takes requests, and does nothing else."""
+
+    takes_requests = True
+
+    def __init__(self):
+        self.requests = []
+
+    def request(self, *, leave):
+        self.requests.append(leave)
+
+    rendezvous_barrier = init_process_group = signal_training_done = None
+    should_rendezvous = should_stop_training = None
+
+    @property
+    def has_round(self):
+        return True
+
+
+Asked.__abstractmethods__ = frozenset()
+
+
+@pytest.fixture
+def defaults():
+    """Both signals as Python has them."""
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("defaults")
+def test_signals_are_taken_while_it_trains_and_given_back():
+    coordinator = Asked()
+    with RequestSignals(coordinator):
+        for signum in (signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(signum)
+    assert coordinator.requests == [False, True]
+    assert is_default(signal.SIGTERM)
+    assert is_default(signal.SIGUSR1)
+
+
+@pytest.mark.usefixtures("defaults")
+def test_handlers_of_the_program_stay():
+    coordinator, got = Asked(), []
+    signal.signal(signal.SIGTERM, lambda signum, _: got.append(signum))
+    with RequestSignals(coordinator):
+        signal.raise_signal(signal.SIGTERM)
+    assert (coordinator.requests, got) == ([], [signal.SIGTERM])
+
+
+@pytest.mark.usefixtures("defaults")
+def test_handlers_that_python_does_not_know_of_stay():
+    with open(os.devnull, "w") as sink:
+        faulthandler.register(signal.SIGUSR1, file=sink)
+        try:
+            with RequestSignals(coordinator := Asked()):
+                signal.raise_signal(signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert coordinator.requests == []
+
+
+@pytest.mark.usefixtures("defaults")
+def test_a_coordinator_without_requests_changes_no_handler():
+    coordinator = Asked()
+    coordinator.takes_requests = False
+    with RequestSignals(coordinator):
+        assert is_default(signal.SIGTERM)
+
+
+def run(program):
+    """What a program prints that takes the signals, and how it ends."""
+    begin = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from train.test_request_signals import Asked, RequestSignals
+"""
+    here = os.path.dirname(os.path.dirname(__file__))
+    command = [sys.executable, "-c", begin + textwrap.dedent(program), here]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    return done.stdout.split(), done.returncode
+
+
+def test_a_child_made_by_fork_ends_by_sigterm():
+    # At once: some of the signals come before the child has put its handlers back.
+    program = """
+    with RequestSignals(Asked()):
+        for _ in range(50):
+            pid = os.fork()
+            while not pid:
+                signal.pause()
+            os.kill(pid, signal.SIGTERM)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """
+    assert run(program) == ([str(-signal.SIGTERM)] * 50, 0)
+
+
+def test_a_second_sigterm_ends_a_worker_at_once():
+    program = """
+    with RequestSignals(Asked()):
+        signal.raise_signal(signal.SIGTERM)
+        print("goes on")
+        signal.raise_signal(signal.SIGTERM)
+    """
+    assert run(program) == (["goes", "on"], -signal.SIGTERM)

@@ -1,0 +1,151 @@
+"""The page that an agent shares with its workers of ``elasticrs.train``."""
+
+import os
+import re
+from contextlib import closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs import texts
+from elasticrs.agent.checkpoint_requests import CheckpointRequests
+from elasticrs.node_page import VARIABLE, AgentPage, page_of
+
+
+@pytest.fixture
+def page():
+    with closing(AgentPage(3)) as found:
+        yield found
+
+
+def worker(page, local_rank):
+    found = page_of({VARIABLE: page.variable, "LOCAL_RANK": str(local_rank)})
+    assert found is not None
+    return found
+
+
+def test_what_workers_say_of_themselves_is_known_by_their_place(page):
+    assert page.standings() == []
+    first, last = worker(page, 0), worker(page, 2)
+    last.place(5, 8, 3)
+    last.stepped(None)
+    last.stepped(2.5)
+    last.stepped(None)
+    own, other = page.standings()
+    assert (own.local_rank, own.pid, own.rank, own.steps, own.rate) == (0, os.getpid(), None, 0, None)
+    assert (other.local_rank, other.rank, other.world_size, other.round) == (2, 5, 8, 3)
+    assert (other.steps, other.rate) == (3, 2.5)
+    assert other.step_ns > 0
+    first.place(0, 8, 3)
+    assert page.standings()[0].rank == 0
+
+
+def test_another_worker_in_the_place_begins_anew(page):
+    worker(page, 1).stepped(9.0)
+    worker(page, 1)
+    (found,) = page.standings()
+    assert (found.steps, found.rate) == (0, None)
+
+
+def test_a_place_that_is_cleared_has_nobody(page):
+    worker(page, 0)
+    worker(page, 1).place(3, 4, 1)
+    page.clear(1)
+    assert [each.local_rank for each in page.standings()] == [0]
+
+
+def test_a_request_outlasts_the_worker_that_has_seen_it(page):
+    page.ask()
+    assert worker(page, 0).is_asked
+    again = worker(page, 0)
+    assert again.is_asked
+    again.serve(again.asked, "saved")
+    assert not again.is_asked
+    assert not worker(page, 1).is_asked, "it is served for all workers of the node"
+
+
+@given(st.lists(st.sampled_from(["ask", "begin", "end"]), max_size=30))
+def test_a_save_serves_what_was_asked_for_before_it_began(moves):
+    with closing(AgentPage(1)) as page:
+        own = worker(page, 0)
+        asked = served = 0
+        begun = None
+        for move in moves:
+            if move == "ask":
+                asked = page.ask()
+            elif move == "begin":
+                begun = own.asked
+            elif begun is not None:
+                own.serve(begun, "saved")
+                served, begun = max(served, begun), None
+            assert page.answer()[0] == served
+            assert own.is_asked == (asked > served)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"LOCAL_RANK": "0"},
+        {"LOCAL_RANK": "0", VARIABLE: "nonsense"},
+        {"LOCAL_RANK": "0", VARIABLE: f"1:/proc/{os.getpid()}/fd/999999"},
+        {"LOCAL_RANK": "0", VARIABLE: "1:/dev/null"},
+        {"LOCAL_RANK": "0", VARIABLE: f"1:{__file__}"},
+    ],
+)
+def test_what_is_no_page_is_not_taken_for_one(environ):
+    assert page_of(environ) is None
+
+
+def test_the_page_of_another_agent_or_for_fewer_workers_is_not_taken(page):
+    mark, _, path = page.variable.partition(":")
+    assert page_of({VARIABLE: f"{int(mark) + 1}:{path}", "LOCAL_RANK": "0"}) is None
+    assert page_of({VARIABLE: page.variable, "LOCAL_RANK": "3"}) is None
+
+
+@pytest.fixture
+def requests():
+    lines = []
+    with closing(CheckpointRequests(2, lines.append)) as found:
+        yield found, lines
+
+
+def test_requests_that_overlap_share_one_line(requests):
+    asking, lines = requests
+    own = worker(asking.page, 0)
+    asking.ask()
+    asking.ask()
+    assert asking.are_open
+    asking.look()
+    assert lines == []
+    own.serve(own.asked, "saved")
+    asking.look()
+    asking.look()
+    assert not asking.are_open
+    (line,) = lines
+    assert re.fullmatch(r"checkpoint saved [\d.]+ ms after it was asked for", line)
+
+
+def test_each_request_has_its_own_answer(requests):
+    asking, lines = requests
+    own = worker(asking.page, 1)
+    for result in ("failed", "no manager"):
+        asking.ask()
+        own.serve(own.asked, result)
+        asking.look()
+    assert lines == [texts.checkpoint_line("failed", 0), texts.checkpoint_line("no manager", 0)]
+
+
+def test_a_request_that_nobody_serves_is_told_of_once(requests, monkeypatch):
+    asking, lines = requests
+    monkeypatch.setattr("elasticrs.agent.checkpoint_requests.PATIENCE", 0.0)
+    asking.ask()
+    asking.look()
+    asking.look()
+    assert len(lines) == 1
+    assert "none of its workers takes part" in lines[0]
+    own = worker(asking.page, 0)
+    own.serve(own.asked, "saved")
+    asking.look()
+    assert len(lines) == 2
