@@ -45,6 +45,7 @@ class HealthObserver(Observer):
         self._state: _core.WorkersState = "INIT"
         self._attempt: Attempt | None = None
         self._ranks: dict[int, int] = {}
+        self._restarts = 0
         self._paused: set[int] = set()
         self._last_failure: dict[str, Any] | None = None
         self._failed_ns: int | None = None
@@ -69,9 +70,13 @@ class HealthObserver(Observer):
         """Somebody asks."""
         if not self._is_asked or fd != self._native.fd:
             return False
-        if self._attempt is not None and self._attempt.global_ranks() != self._ranks:
-            # Members of a rendezvous have others after each meeting.
-            self._publish(self._workers_now(self._attempt))
+        attempt = self._attempt
+        if attempt is not None and (attempt.global_ranks(), attempt.restarts) != (
+            self._ranks,
+            self._restarts,
+        ):
+            # Members of a rendezvous have other ranks after each meeting, and restarts of other nodes count.
+            self._publish(self._workers_now(attempt))
         self._server.answer(self._supervisor)
         if self._is_stale:
             self._publish()
@@ -192,7 +197,7 @@ class HealthObserver(Observer):
 
     def _status(self) -> dict[str, Any]:
         job, attempt = self._job, self._attempt
-        restarts = 0 if attempt is None else attempt.restarts
+        self._restarts = restarts = 0 if attempt is None else attempt.restarts
         shown = ("run_id", "role", "name", "nproc", "max_restarts")
         return {
             "schema": SCHEMA,

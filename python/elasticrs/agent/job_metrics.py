@@ -55,6 +55,11 @@ class MetricRecorder(Observer):
             self._failed_at = None
         self._state("healthy")
 
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
+        """How many restarts are left."""
+        self._restarts = attempt.restarts
+        self._state("healthy")
+
     def not_started(self) -> None:
         """Of the start."""
         took = time.monotonic() - self._starting_since
@@ -81,6 +86,9 @@ class MetricRecorder(Observer):
         _measured("SimpleElasticAgent.run", time.monotonic() - self._began, succeeded=has_run)
         if not has_run:
             return
+        if result.attempts:
+            # Those of other nodes, too, where workers are replaced.
+            self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
         left, most = self._job.max_restarts - self._restarts, self._job.max_restarts
         self._put("flakiness", 100 if is_failed else int(100.0 - 100.0 * (left + 1) / (most + 1)))

@@ -1,0 +1,117 @@
+"""What is told of workers that are replaced: the ranks of their last meeting, the restarts that are left."""
+
+import json
+import os
+import re
+import signal
+from types import SimpleNamespace
+
+import pytest
+from helpers import procs
+from helpers.http_client import get, get_json, port_of
+from helpers.schema import schemas
+
+from elasticrs.agent.attempt import Attempt, JobResult
+from elasticrs.agent.job_metrics import MetricRecorder
+from elasticrs.agent.state import Phase
+from elasticrs.metrics.api import add_sink, remove_sink
+
+pytestmark = pytest.mark.beyond_torchrun
+
+EVENT, INNER = schemas("events.md")
+(STATUS,) = schemas("metrics.md")
+
+WORKER = """
+    # Meets the others as elasticrs.train does: a node of two workers, whose ranks are not in order.
+    import os, signal
+    from elasticrs.train.place import tell
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
+    local, life = int(os.environ["LOCAL_RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    os.write(1, f"UP {local} {os.getpid()} {life}.\\n".encode())
+    while signal.sigwait([signal.SIGUSR1, signal.SIGUSR2]) == signal.SIGUSR2:
+        tell(1, 5 - local, 6)
+        os.write(1, f"MET {local}.\\n".encode())
+"""
+
+
+def status_with(port, expected):
+    """The status, once it and the metrics have these ranks: an answer serves for a moment."""
+
+    def look():
+        (code, status), (_, _, page) = get_json(port, "/status"), get(port, "/metrics")
+        assert code == 200
+        STATUS.validate(status)
+        told = {worker["local_rank"]: worker["rank"] for worker in status["workers"]}
+        return told, {int(local): int(rank) for rank, local in re.findall(SAMPLE, page)}, status
+
+    return procs.wait_until(look, lambda found: found[:2] == (expected, expected))[2]
+
+
+SAMPLE = r'worker_cpu_seconds_total\{rank="(-?\d+)",local_rank="(\d+)"\}'
+
+
+def test_all_name_the_rank_of_the_last_meeting(launch, worker_script, tmp_path):
+    events = tmp_path / "events"
+    job = launch(
+        *("--nproc-per-node=2", "--max-restarts=2", "--on-failure=replace", "--health-check-port=0"),
+        *(f"--event-log-handler=file:{events}", worker_script(WORKER)),
+    )
+    port = port_of(job)
+    pids = {int(up[1]): int(up[2]) for up in job.wait_for_lines(r"UP (\d) (\d+) 0\.", 2)}
+    while get_json(port, "/readyz")[0] != 200:
+        pass
+    status_with(port, {0: 0, 1: 1})
+    for local, pid in pids.items():
+        os.kill(pid, signal.SIGUSR2)
+        job.wait_for_line(rf"MET {local}\.")
+    status_with(port, {0: 5, 1: 4})
+    os.kill(pids[0], signal.SIGKILL)
+    new = int(job.wait_for_line(r"UP 0 (\d+) 1\.")[1])
+    job.wait_for_line(rf"rank 5 \(local_rank 0, pid {pids[0]}\) died by SIGKILL; .*replaced by pid {new}")
+    status = status_with(port, {0: 0, 1: 4})
+    assert (status["last_failure"]["rank"], status["restarts_left"]) == (5, 1)
+    for pid in (new, pids[1]):
+        os.kill(pid, signal.SIGUSR1)
+    assert job.wait() == 0, job.stderr
+    ends = [event["metadata"] for event in map(json.loads, events.read_text().splitlines())]
+    found = [(each["global_rank"], each["worker_id"]) for each in ends if each["state"] == "FAILED"]
+    assert found == [(5, str(pids[0]))]
+
+
+def test_the_report_tells_two_apart_that_had_a_rank_one_after_the_other(launch, worker_script):
+    script = worker_script("""
+        # Uses elasticrs.train
+        import os, signal
+        from elasticrs.train.place import tell
+        tell(1 + int(os.environ["LOCAL_RANK"]), 7, 8)
+        os.write(1, f"UP {os.environ['LOCAL_RANK']} {os.getpid()}.\\n".encode())
+        signal.pause()
+    """)
+    job = launch("--nproc-per-node=2", "--max-restarts=0", "--on-failure=replace", script)
+    pids = {int(up[1]): int(up[2]) for up in job.wait_for_lines(r"UP (\d) (\d+)\.", 2)}
+    os.kill(pids[0], signal.SIGKILL)
+    job.exits(1)
+    cause = job.stderr[job.stderr.index("Root Cause") :]
+    assert re.search(r"rank +: -1 \(local_rank: 0\)", cause)
+    assert f"(pid: {pids[0]})" in cause
+    assert "Stopped by elasticrs after the first failure: rank 7 " in job.stderr
+
+
+def test_torchs_metrics_know_the_restarts_that_were_charged():
+    values = {}
+
+    def keep(_, name, value):
+        values[name] = value
+
+    recorder = MetricRecorder(SimpleNamespace(role="r", max_restarts=3))
+    attempt = Attempt(1, 2, None)
+    add_sink(keep)
+    try:
+        recorder.replaced(attempt, Attempt(1, 1, None))
+        assert values == {"workers.r.remaining_restarts": 1, "workers.r.healthy": 1}
+        # One more, on another node.
+        attempt.restarts = 3
+        recorder.ended(JobResult(Phase.SUCCEEDED, 0, attempts=[attempt]), None)
+    finally:
+        remove_sink(keep)
+    assert (values["workers.r.run_success_with_retries"], values["workers.r.flakiness"]) == (1, 75)
