@@ -20,6 +20,9 @@ _log = logging.getLogger("elasticrs.train")
 KEY = "default"
 """The stream that a state is written to."""
 
+_MAX_REASON = 500
+"""Bytes of rank 0's error that the others tell."""
+
 
 class CheckpointUtil:
     """Saves and loads the states of a loop: rank 0 reads and writes, the others get the state by ``sync``.
@@ -45,18 +48,20 @@ class CheckpointUtil:
         Raises:
             CheckpointError: it cannot be used; on all workers.
         """
-        found, trouble = 0, None
+        found, trouble, reason = 0, None, b""
         if rank == 0 and (manager := get_checkpoint_manager()) is not None:
             try:
                 found = int(_load(manager, state))
             except Exception as error:
                 # The others are told before it is raised: they wait.
-                found, trouble = -1, error
+                trouble, reason = error, f"{type(error).__name__}: {error}".encode()[:_MAX_REASON]
+                found = -len(reason)
         found = self._coordinator.exchange([found])[0][0]
-        if trouble is not None:
-            raise trouble
         if found < 0:
-            raise CheckpointError("rank 0 cannot load the checkpoint; its own error says why")
+            told = self._coordinator.exchange(list(reason) or [0] * -found)[0]
+            raise trouble or CheckpointError(
+                f"rank 0 cannot load the checkpoint: {bytes(told).decode(errors='replace')}"
+            )
         return bool(found)
 
     @prof
