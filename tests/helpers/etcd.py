@@ -303,14 +303,22 @@ _ASK_FOR_VOTERS = """
 import sys
 from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Seat
-try:
-    listed = Gateway().members_at(Seat(sys.argv[1], 2379, 2380), 2)
-except (OSError, GatewayError):
-    sys.exit(0)
-print(*sorted(each.peer_urls[0] for each in listed if each.has_published and not each.is_learner))
+found = set()
+for name in sys.argv[1:]:
+    try:
+        listed = Gateway().members_at(Seat(name, 2379, 2380), 2)
+    except (OSError, GatewayError):
+        sys.exit(0)
+    voters = [each for each in listed if each.has_published and not each.is_learner]
+    found.add(tuple(sorted((each.peer_urls[0], each.id) for each in voters)))
+if len(found) == 1:
+    print(*(url for url, _ in found.pop()))
 """
 
 
-def hosted_voters(host: Host) -> list[str]:
-    """Where the voters of a cluster that agents host listen for each other, as the member on a host says."""
-    return host.run(sys.executable, "-c", _ASK_FOR_VOTERS, host.name).stdout.split()
+def hosted_voters(host: Host, *others: Host) -> list[str]:
+    """Where the voters of a cluster that agents host listen for each other, as the members on these hosts
+    say, the first of which asks; nothing if one does not answer, or says something else.
+    """
+    names = (each.name for each in (host, *others))
+    return host.run(sys.executable, "-c", _ASK_FOR_VOTERS, *names).stdout.split()

@@ -51,6 +51,7 @@ class Monkey:
         )
         self.agents = dict(zip(machines, self.job.start(*machines), strict=True))
         self.job.formed(*self.agents.values())
+        self.wait_for_members()
 
     # --- what befalls a node ---
 
@@ -128,17 +129,17 @@ class Monkey:
             chosen(machine)
             self.pause(self.chance.choice((0.0, 0.3, 3.0)))
 
-    def members(self):
-        """The voters as a random node lists them."""
-        return hosted_voters(self.chance.choice(self.machines))
-
-    def recovers(self):
-        """All members have their votes, and all nodes run a round that began after everything else."""
+    def wait_for_members(self):
+        """All have their votes, and answer: one that has just been killed is still listed."""
         expected = [f"http://{machine.name}:2380" for machine in self.machines]
         deadline = time.monotonic() + 2 * HANG
-        while (found := self.members()) != expected:
+        while (found := hosted_voters(*self.machines)) != expected:
             assert time.monotonic() < deadline, f"still {found} are members"
             self.pause(0.4)
+
+    def recovers(self):
+        """All nodes have their members, and run a round that began after everything else."""
+        self.wait_for_members()
         before = max(int(each.round) for each in self.seen())
         for left in reversed(range(TRIES)):
             # There may be none there yet.

@@ -3,11 +3,13 @@
 import os
 import signal
 import threading
+from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from helpers.etcd_fixtures import serving
 from helpers.nodes import FAIL, RANKS, READY, SUCCEED, Worker, finish
-from helpers.procs import reap_adopted, wait_until
+from helpers.procs import assert_gone, reap_adopted, wait_until
 
 from elasticrs.native_session import Server
 from elasticrs.rendezvous.etcd_server import find_free_port
@@ -237,6 +239,33 @@ def test_a_certificate_that_will_do(agent, etcd_tls):
     conf = f"lease_ttl=600,ca_cert={ca},ssl_cert={cert},ssl_cert_key={key}"
     one = agent(nnodes="1", endpoint=f"https://{etcd_tls.endpoint}", prefix=etcd_tls.prefix, conf=conf)
     finish([one], formed([one]))
+
+
+def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_path):
+    (tmp_path / "etcd").mkdir()
+    files = authority.issue("etcd")
+    for server in serving(tmp_path / "etcd", 1, files, "--client-cert-auth"):
+        endpoint = f"https://{server.endpoint}"
+        ca, cert, key = authority.issue("node")
+        conf = {"ca_cert": ca, "ssl_cert": cert, "ssl_cert_key": key}
+        given = ",".join(f"{name}={value}" for name, value in conf.items())
+        one = agent(nnodes="1", endpoint=endpoint, conf=f"lease_ttl=3,store_lost_timeout=1,{given}")
+        (worker,) = formed([one])
+        # etcd reads it anew for each connection.
+        authority.issue("etcd", not_after=datetime.now() - timedelta(days=1))
+        refused(
+            endpoint, "its certificate has expired, or this host's clock is wrong", join_timeout=1, **conf
+        )
+        # By now the lease would have ended if the connection had.
+        one.read_for(3)
+        assert (one.has_exited, one.stderr) == (False, "")
+        server.kill(0)
+        server.bring_back(0)
+        lost = one.wait_for_line("lost etcd at .*; the workers of round 1 are killed", "stderr")
+        assert "its certificate has expired" in lost[0]
+        one.exits(1)
+        assert len(one.stdout.splitlines()) == 1
+    assert_gone([worker.pid])
 
 
 @pytest.fixture

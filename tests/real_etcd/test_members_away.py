@@ -1,4 +1,4 @@
-"""Jobs whose etcd loses members: one of three, and most of them for a while or for good."""
+"""Jobs whose etcd loses members, one of three or most of them, for a while or for good, or has slow ones."""
 
 import os
 import signal
@@ -44,6 +44,24 @@ def test_one_member_of_three_is_not_missed(agents, etcd_cluster):
     second = workers(job, 2)
     assert {(each.round, each.restart) for each in second} == {("2", 1)}
     finish(job, second)
+
+
+def test_members_whose_disk_is_slow_stop_nobody(agents, etcd_cluster):
+    job, server = agents(), etcd_cluster.server
+    first = workers(job, 1)
+    # Each as long as a sync may take on a busy disk: one member, then all, as on one disk.
+    for chosen in ([server.leader()], [0, 1, 2]):
+        for seconds in (0.2, 0.5, 1.0):
+            for index in chosen:
+                server.stop(index)
+            job[0].read_for(seconds)
+            for index in chosen:
+                server.bring_back(index)
+            job[0].read_for(0.2)
+    finish(job, first)
+    for agent in job:
+        assert len(agent.stdout.splitlines()) == 1
+        assert "lost etcd" not in agent.stderr
 
 
 def test_nodes_join_again_when_most_members_come_back(agents, etcd_cluster):
