@@ -103,6 +103,12 @@ def test_mistakes_are_not_tried_again(error):
     assert found == [error]
 
 
+@pytest.mark.parametrize("code", [0, None])
+def test_a_program_that_ends_in_the_middle_has_not_succeeded(code):
+    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=once(SystemExit(code), 3)))
+    assert isinstance(found, NonRetryableException)
+
+
 def test_what_may_be_tried_again_can_be_chosen():
     def work(name, coordinator):
         return train_sum(coordinator, step=once(KeyError("x"), 3), retryable=(RuntimeError, KeyError))

@@ -193,10 +193,13 @@ class _Run:
                         if action is Action.RETURN:
                             return self._state
                         event = effects[action]() or event
-        except BaseException:
+        except BaseException as error:
             # Also an interrupt: whoever catches it goes on without the others. Those of a fork's parent stay.
             if self._forks == forked.count():
                 self._plain.leave()
+            if isinstance(error, SystemExit) and not error.code:
+                # A worker that ends with 0 has done all its work, for the agent, and the others would wait.
+                raise NonRetryableException("the program has ended in the middle of the training") from error
             raise
         finally:
             self._close_steps()
