@@ -37,15 +37,16 @@ UP = r"UP rank=(\d) pid=(\d+) group=(\d) life=(\d)"
 class Nodes:
     """Agents with two workers each, and who these are by the ranks that they began with."""
 
-    def __init__(self, start: Callable[[], Launched], folder: Path) -> None:
+    def __init__(self, start: Callable[..., Launched], folder: Path) -> None:
         self._start, self._folder = start, folder
         self.agents: list[Launched] = []
         self.pids: dict[int, int] = {}
         self._up: list[int] = []
         self._met: dict[int, int] = {}
 
-    def start(self) -> Launched:
-        self.agents.append(self._start())
+    def start(self, *options: str) -> Launched:
+        """One more agent, with other options."""
+        self.agents.append(self._start(*options))
         self._up.append(0)
         return self.agents[-1]
 
@@ -92,8 +93,8 @@ def nodes(launch, worker_script, tmp_path, either_store):
             settings += [f"etcd_prefix={where.prefix}", "protocol=http", "lease_ttl=2"]
         own = [f"--rdzv-conf={','.join(settings)}"] if settings else []
         common = (f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", *own)
-        how = ("--nproc-per-node=2", "--on-failure=replace", *common, *options, script)
-        return Nodes(lambda: launch(*how), tmp_path)
+        how = ("--nproc-per-node=2", "--on-failure=replace", *common, *options)
+        return Nodes(lambda *others: launch(*how, *others, script), tmp_path)
 
     return make
 
@@ -156,6 +157,18 @@ def test_one_budget_and_one_report(nodes):
     assert re.search(elsewhere.format(10, 1), other.stderr)
     assert re.search(elsewhere.format(13, 2), own.stderr)
     assert len(re.findall("replaced by", own.stderr + other.stderr)) == 2
+
+
+def test_options_that_differ_are_named(nodes):
+    job = nodes("--nnodes=1:2", "--max-restarts=1")
+    first = job.start()
+    job.up(first, 2)
+    for other in ("--on-failure=restart", "--max-restarts=2"):
+        late = job.start(other).exits(1)
+        name, _, value = other.removeprefix("--").replace("-", "_").partition("=")
+        assert re.search(rf"{name}={value}, but node \S+ \S+ started this job with {name}=", late.stderr)
+    job.finish()
+    first.exits(0)
 
 
 def test_workers_that_fail_before_all_have_met_again_cost_one(nodes):

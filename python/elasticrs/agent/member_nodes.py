@@ -207,7 +207,8 @@ class MemberNodes(SeveralNodes):
         ranks = begun.ranks.workers(NodeShare(job.role, job.nproc))
         self.plan = plan = Plan(ranks, begun.master_addr, begun.master_port, use_agent_store=True)
         workers = among_workers(self._rendezvous, job)
-        plan.variables = variables_of_members(workers, driver.meeting_point, driver.job)
+        name = f"{driver.meeting_point.job}#workers"
+        plan.variables = variables_of_members(workers, driver.meeting_point, name)
         plan.members, plan.places = self._members, self._places
         if self._planned is not None:
             self._planned(plan, partial(driver.meeting_point.open_shared_store, begun.round))

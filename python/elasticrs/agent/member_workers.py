@@ -119,9 +119,10 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, na
         scheme, endpoint = "etcd", rendezvous.endpoint
     given = {key: str(value) for key, value in rendezvous.config.items() if key not in _NOT_FOR_WORKERS}
     limits = {"min_workers": str(rendezvous.min_nodes), "max_workers": str(rendezvous.max_nodes)}
-    job = quote(name, safe="")
+    job = quote(rendezvous.run_id, safe="")
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**given, **limits})}",
+        "ELASTICRS_TRAIN_JOB": name,
         # Else NCCL's own watchdog ends a worker that has left a collective which was aborted.
         NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
     }

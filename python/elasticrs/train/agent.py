@@ -6,7 +6,7 @@ import os
 
 from elasticrs._worker import TOKEN_VARIABLE
 from elasticrs.node_page import page_of
-from elasticrs.train.meeting_url import MEMBER_VARIABLE
+from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE
 from elasticrs.train.p2p import CoordinatorP2P
 
 __all__ = ["AgentCoordinator"]
@@ -49,5 +49,7 @@ def agent_url() -> tuple[str, dict[str, str]]:
             f"{URL_VARIABLE} is not set: start the script with elasticrun --on-failure replace,"
             " or use CoordinatorP2P"
         )
-    renamed = {TOKEN_OF_URL_VARIABLE: TOKEN_VARIABLE, MEMBER_VARIABLE: MEMBER_VARIABLE}
+    renamed = {name: name for name in (MEMBER_VARIABLE, JOB_VARIABLE)} | {
+        TOKEN_OF_URL_VARIABLE: TOKEN_VARIABLE
+    }
     return url, {own: os.environ[name] for name, own in renamed.items() if name in os.environ}

@@ -35,6 +35,9 @@ shorter than an agent's: a worker that counts as lost by mistake costs the other
 MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
 """What the agent calls this worker, and the one in whose place it is, if it is in any."""
 
+JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
+"""The name of the workers' job in the store, where it is not that of the URL: the agents have that."""
+
 
 class MeetingPlace(Value):
     """What a URL says.
@@ -115,7 +118,9 @@ def parse(
             f"{source}: got {url!r}, expected a port other than 0, under which the others find it"
         )
     name, _, before = environ.get(MEMBER_VARIABLE, "").partition(" ")
-    rendezvous = rendezvous.replaced(member=name or None, replaces=before or None)
+    rendezvous = rendezvous.replaced(
+        member=name or None, replaces=before or None, job=environ.get(JOB_VARIABLE)
+    )
     return MeetingPlace(rendezvous, backend, stuck, notices)
 
 

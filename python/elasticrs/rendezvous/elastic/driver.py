@@ -53,11 +53,7 @@ class Driver:
         use_agent_store: this agent serves the workers' store where that falls to its node; otherwise the port
             is kept for rank 0, which hosts the store.
         home: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`, as for ``found``.
-        keeps_workers: those of this node stay when a round ends. They have the name of the job for a
-            rendezvous of their own.
-
-    Attributes:
-        job: the name of the job in the store.
+        keeps_workers: those of this node stay when a round ends.
 
     Raises:
         UsageError: an endpoint that makes no sense on this machine.
@@ -81,9 +77,6 @@ class Driver:
         self._role, self._nproc, self._max_restarts = role, nproc, max_restarts
         self._keeps_workers = keeps_workers
         self.meeting_point = MeetingPoint(rendezvous, supervisor, home, found)
-        self.job = self.meeting_point.job
-        if keeps_workers:
-            self.meeting_point.job += "#agents"
         self._member: Member | None = None
         self._timers = Timers()
         self._store_port: StorePort | None = None

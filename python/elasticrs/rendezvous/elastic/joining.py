@@ -81,6 +81,7 @@ def agreed(member: Member) -> dict[str, Any]:
     rendezvous, settings = member.rendezvous, member.settings
     return {
         "protocol": PROTOCOL,
+        "on_failure": "replace" if member.agent.keeps_workers else "restart",
         "backend": rendezvous.backend,
         "min_nodes": rendezvous.min_nodes,
         "max_nodes": rendezvous.max_nodes,

@@ -128,7 +128,7 @@ class MeetingPoint:
         self._found: hosting.Found = found
         self._hosting = found.hosting
         self._home = home
-        self.job = rendezvous.run_id
+        self.job = rendezvous.job or rendezvous.run_id
         """The name of the job in the store."""
         if home is not None:
             home.runs += 1

@@ -351,6 +351,7 @@ class Rendezvous(Value):
         member: how the names of this process's registrations begin; ``None``: any name.
         replaces: how those of another process began, of which nothing is left, as is known.
         clients: of the store, on each node.
+        job: the name of the job in the store; ``None``: the run id.
     """
 
     backend: str
@@ -368,6 +369,7 @@ class Rendezvous(Value):
     member: str | None = None
     replaces: str | None = None
     clients: int = 1
+    job: str | None = None
 
     @property
     def endpoint(self) -> str:
