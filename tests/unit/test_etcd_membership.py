@@ -17,6 +17,7 @@ from elasticrs.rendezvous.elastic.etcd_membership import (
     StartOver,
     View,
     Wait,
+    heirs,
     initial_cluster,
     label_of,
     learner_name,
@@ -125,6 +126,13 @@ def test_what_a_learner_lists_at_its_start_is_not_believed():
     assert next_step_out(View(seats(3), 0, LABEL, (known, None, STARTING))) == Wait()
     learner = (*ALL[1:], entry(0, 9, learner=True))
     assert next_step_out(View(seats(3), 0, LABEL, (STARTING, learner, learner))) == Remove(9)
+
+
+def test_who_has_just_got_its_vote_does_not_lead_yet():
+    # Its log is that of the others, but it has not carried out all of it.
+    assert heirs(View(seats(3), 0, LABEL, (ALL, ALL, STARTING))) == {1}
+    assert heirs(View(seats(3), 0, LABEL, (None, ALL, ALL))) == {1, 2}
+    assert heirs(View(seats(3), 0, LABEL, (ALL, None, STARTING))) == set()
 
 
 def test_where_most_are_hidden_no_cluster_is_made():

@@ -209,7 +209,7 @@ def next_step(view: View) -> Step:
     why = _mistake(view)
     if why is not None:
         return Refuse(why)
-    lists = [answer for answer in told(view) if any(entry.has_published for entry in answer)]
+    lists = [answer for answer in told(view).values() if any(entry.has_published for entry in answer)]
     if view.own is not None:
         return _of_learner(view.own, lists)
     if not lists:
@@ -246,7 +246,7 @@ def next_step_out(view: View) -> Remove | Out | Wait:
     if that still runs.
     """
     its_own = view.answers[view.mine]
-    lists = [its_own] if its_own and not _is_behind(view, its_own) else told(view)
+    lists = [its_own] if its_own and not _is_behind(view, its_own) else told(view).values()
     entries = {entry.id: entry for answer in lists for entry in answer}.values()
     if not any(entry.has_published for entry in entries):
         return Wait() if _mistake(view) is None else Out()
@@ -263,10 +263,10 @@ def next_step_out(view: View) -> Remove | Out | Wait:
 
 
 def heirs(view: View) -> set[int]:
-    """The voters of other seats that answer, by id."""
-    rest = _answering(view) - {view.mine}
-    listed = (entry for answer in told(view) for entry in answer if not entry.is_learner)
-    return {entry.id for entry in listed if _seat_of(view, entry) in rest}
+    """The voters of other seats that could lead at once, by id."""
+    known = told(view)
+    listed = (entry for answer in known.values() for entry in answer if not entry.is_learner)
+    return {entry.id for entry in listed if _seat_of(view, entry) in known}
 
 
 def others(view: View) -> dict[int, tuple[Entry, ...]]:
@@ -278,14 +278,13 @@ def others(view: View) -> dict[int, tuple[Entry, ...]]:
     }
 
 
-def told(view: View) -> list[tuple[Entry, ...]]:
+def told(view: View) -> dict[int, tuple[Entry, ...]]:
     """Those that tell of this job's cluster, be it late."""
-    found = others(view).items()
-    return [
-        answer
-        for index, answer in found
+    return {
+        index: answer
+        for index, answer in others(view).items()
         if _misfit(view, index, answer) is None and not _is_behind(view, answer)
-    ]
+    }
 
 
 def _answering(view: View) -> set[int]:
