@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 VARIABLE = "ELASTICRS_TRAIN_PAGE"
 
+RATE_INTERVAL = 1_000_000_000
+"""Nanoseconds between two rates that a worker tells: to know one may take long, on a GPU."""
+
 # By words of 8 bytes.
 _MARK, _ASKED, _SERVED, _RESULT, _SERVED_NS = range(5)
 _FIRST, _SPAN = 16, 8
@@ -142,6 +145,7 @@ class WorkerPage:
         for word in range(_SPAN):
             own[word] = 0
         own[_PID] = os.getpid()
+        self._steps = self._rate_due = 0
 
     @property
     def is_asked(self) -> bool:
@@ -167,13 +171,19 @@ class WorkerPage:
         own = self._own
         own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
 
-    def stepped(self, rate: float | None) -> None:
-        """Count a step, with the rate that it has told."""
+    def stepped(self) -> bool:
+        """Count a step; true if it is time for :meth:`tell_rate`."""
         own = self._own
-        own[_STEPS] += 1
-        own[_STEP_NS] = time.monotonic_ns()
-        if rate is not None:
-            self._rate[_RATE], own[_HAS_RATE] = rate, 1
+        self._steps = own[_STEPS] = self._steps + 1
+        now = own[_STEP_NS] = time.monotonic_ns()
+        if now < self._rate_due:
+            return False
+        self._rate_due = now + RATE_INTERVAL
+        return True
+
+    def tell_rate(self, rate: float | None) -> None:
+        """Tell how fast this worker is; ``None``: that is not known."""
+        self._rate[_RATE], self._own[_HAS_RATE] = rate or 0.0, int(rate is not None)
 
 
 def page_of(environ: Mapping[str, str]) -> WorkerPage | None:

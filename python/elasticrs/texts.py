@@ -95,6 +95,12 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left:
     )
 
 
+def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
+    """Say that a worker is slower than the others of its node, by what their steps tell of themselves."""
+    who = f"rank {rank} (pid {pid})"
+    return f"{who} has been slow for {seconds:g} s: its rate is {rate:.4g}, the median here {median:.4g}"
+
+
 def checkpoint_line(result: str, ns: int) -> str:
     """Say what has come of a checkpoint that was asked for.
 

@@ -52,6 +52,43 @@ def samples_of():
     return read
 
 
+RATES = """
+    # What elasticrs.train does.
+    import os, signal
+    from elasticrs.node_page import page_of
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    page, rank = page_of(os.environ), int(os.environ["LOCAL_RANK"])
+    page.place(rank, 3, 1)
+    page.stepped()
+    if rank < 2:
+        page.tell_rate(10.0 - rank)
+    os.write(1, f"here {os.getpid()}.\\n".encode())
+    signal.sigwait([signal.SIGUSR1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.beyond_torchrun
+def test_rates_of_workers_and_the_slowest_one(launch, worker_script, samples_of):
+    job = launch(
+        *("--nproc-per-node=3", "--health-check-port=0", "--on-failure=replace", worker_script(RATES)),
+    )
+    pids = [int(line[1]) for line in job.wait_for_lines(r"here (\d+)\.", 3)]
+    port = port_of(job)
+    status = status_of(port)
+    while status["slowest"] is None:
+        status = status_of(port)
+    assert status["slowest"] == {"rank": 1, "local_rank": 1, "rate": 9.0, "median": 9.5}
+    told = [each["training"] for each in status["workers"]]
+    assert told == [{"steps": 1, "rate": rate} for rate in (10.0, 9.0, None)]
+    sample = samples_of(port)
+    assert sample("metric_last", group="elasticrs.train", name="rate.1") == 9.0
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    assert job.wait() == 0
+    assert "slow" not in job.stderr
+
+
 def wait_ready(port):
     """Workers run before the agent is told so."""
     while get_json(port, "/readyz")[0] != 200:

@@ -1,9 +1,12 @@
 """A member without a network: what is refused, and what a child of it may do."""
 
 import os
+from contextlib import closing
 
 import pytest
 
+from elasticrs.node_page import VARIABLE, AgentPage, page_of
+from elasticrs.train import SimpleWorkerStats
 from elasticrs.train.agent import AgentCoordinator
 from elasticrs.train.by_hand import on_change
 from elasticrs.train.meeting_url import parse
@@ -54,6 +57,17 @@ def test_a_bad_url_of_the_agent_names_the_variable(monkeypatch):
     monkeypatch.setenv("ELASTICRS_TRAIN", "elasticrs://h:1/j")
     with pytest.raises(ValueError, match="ELASTICRS_TRAIN: min_workers is missing"):
         AgentCoordinator("gloo")
+
+
+def test_each_step_is_counted_for_the_agent_and_its_rate_is_told():
+    coordinator = CoordinatorP2P("gloo", URL, 3)
+    with closing(AgentPage(1)) as page:
+        coordinator._page = page_of({VARIABLE: page.variable, "LOCAL_RANK": "0"})
+        for stats in (SimpleWorkerStats(7.5), None, SimpleWorkerStats(8.0)):
+            coordinator.monitor_progress(None, stats)
+        (found,) = page.standings()
+        # A rate may take long to know, so not each is asked for.
+        assert (found.steps, found.rate) == (3, 7.5)
 
 
 def test_a_child_takes_no_part():

@@ -29,9 +29,8 @@ def test_what_workers_say_of_themselves_is_known_by_their_place(page):
     assert page.standings() == []
     first, last = worker(page, 0), worker(page, 2)
     last.place(5, 8, 3)
-    last.stepped(None)
-    last.stepped(2.5)
-    last.stepped(None)
+    assert [last.stepped() for _ in range(3)] == [True, False, False], "a rate each second is enough"
+    last.tell_rate(2.5)
     own, other = page.standings()
     assert (own.local_rank, own.pid, own.rank, own.steps, own.rate) == (0, os.getpid(), None, 0, None)
     assert (other.local_rank, other.rank, other.world_size, other.round) == (2, 5, 8, 3)
@@ -42,7 +41,7 @@ def test_what_workers_say_of_themselves_is_known_by_their_place(page):
 
 
 def test_another_worker_in_the_place_begins_anew(page):
-    worker(page, 1).stepped(9.0)
+    worker(page, 1).tell_rate(9.0)
     worker(page, 1)
     (found,) = page.standings()
     assert (found.steps, found.rate) == (0, None)

@@ -11,11 +11,12 @@ import time
 from typing import TYPE_CHECKING
 
 from elasticrs.agent.observer import Observer
+from elasticrs.agent.pace import slowest
 from elasticrs.agent.state import AnnounceRestart, Phase, Start, Stop
 from elasticrs.metrics.api import add_sink, remove_sink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from elasticrs import _core
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from elasticrs.agent.health_check_server import HealthCheckServer
     from elasticrs.agent.state import Action
     from elasticrs.config import JobConfig
+    from elasticrs.node_page import Standing
     from elasticrs.plan import Plan
 
 SCHEMA = 1
@@ -50,6 +52,7 @@ class HealthObserver(Observer):
         self._last_failure: dict[str, Any] | None = None
         self._failed_ns: int | None = None
         self._counted = 0
+        self._standings: dict[int, Standing] = {}
         self._is_uncharged = False
         self._is_stale = self._is_hang_counted = False
         self._publish()
@@ -187,6 +190,14 @@ class HealthObserver(Observer):
             "round": attempt.round,
         }
 
+    def training(self, standings: Sequence[Standing]) -> None:
+        """Rates, and who is the slowest."""
+        self._standings = {each.local_rank: each for each in standings}
+        for each in standings:
+            if each.rate is not None:
+                self._native.put("elasticrs.train", f"rate.{each.local_rank}", each.rate)
+        self._publish()
+
     def _enter_state(self, state: _core.WorkersState) -> None:
         self._state = state
         self._publish()
@@ -212,6 +223,7 @@ class HealthObserver(Observer):
             "restarts_left": job.max_restarts - restarts,
             "group": None if attempt is None else _group(attempt),
             "workers": [] if attempt is None else self._workers(attempt),
+            "slowest": _slowest(list(self._standings.values())),
             "last_failure": self._last_failure,
         }
 
@@ -219,6 +231,10 @@ class HealthObserver(Observer):
         """Global rank, local rank and pid of each worker."""
         self._ranks = attempt.global_ranks()
         return [(rank, local_rank, attempt.pids[local_rank]) for local_rank, rank in self._ranks.items()]
+
+    def _training(self, local_rank: int, pid: int) -> dict[str, Any] | None:
+        said = self._standings.get(local_rank)
+        return None if said is None or said.pid != pid else {"steps": said.steps, "rate": said.rate}
 
     def _workers(self, attempt: Attempt) -> list[dict[str, Any]]:
         shown = []
@@ -232,8 +248,17 @@ class HealthObserver(Observer):
                 "pid": pid,
                 "state": state if exited is None else "EXITED",
                 "exitcode": None if exited is None else exited.exitcode,
+                "training": self._training(ranks.local_rank, pid),
             })  # fmt: skip
         return shown
+
+
+def _slowest(standings: Sequence[Standing]) -> dict[str, Any] | None:
+    found = slowest(standings)
+    if found is None:
+        return None
+    worker, median = found
+    return {"rank": worker.rank, "local_rank": worker.local_rank, "rate": worker.rate, "median": median}
 
 
 def _group(attempt: Attempt) -> dict[str, Any]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from elasticrs.agent.checkpoint_requests import CheckpointRequests
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.observer import Observer
+    from elasticrs.agent.pace import Pace
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.agent.sleepers import Sleepers
     from elasticrs.config import JobConfig
@@ -74,6 +75,7 @@ class Agent:
         self._requests = StopRequests()
         self._sleepers: Sleepers | None = None
         self.checkpoints: CheckpointRequests | None = None
+        self._pace: Pace | None = None
         self._error: Exception | None = None
         if job.uninterruptible_state_timeout > 0:
             from elasticrs.agent.sleepers import Sleepers
@@ -155,6 +157,8 @@ class Agent:
                 left = min(left, self._sleepers.interval)
             if self.checkpoints is not None:
                 left = min(left, self.checkpoints.look())
+            if self._pace is not None:
+                self._pace.look()
             if not self._tracker.wait(left):
                 self._take_signals(self._tracker.supervisor)
                 self._actions.extend(self._decisions.look_around())
@@ -164,9 +168,12 @@ class Agent:
     def _open_checkpoints(self) -> None:
         if self._job.on_failure == "replace":
             from elasticrs.agent.checkpoint_requests import CheckpointRequests
+            from elasticrs.agent.pace import Pace
 
             self.checkpoints = CheckpointRequests(self._job.nproc, self._console.say)
             self._tracker.supervisor.watch_fd(self.checkpoints.fd)
+            page, observers = self.checkpoints.page, self._tracker.observers
+            self._pace = Pace(page, self._console.say, observers.training)
 
     def _close_checkpoints(self) -> None:
         checkpoints, self.checkpoints = self.checkpoints, None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt, JobResult
     from elasticrs.agent.state import Action
+    from elasticrs.node_page import Standing
     from elasticrs.plan import Plan
 
 
@@ -59,6 +60,9 @@ class Observer:
 
     def paused(self, local_rank: int, is_paused: bool) -> None:
         """Somebody has stopped a worker by a signal, or it continues."""
+
+    def training(self, standings: Sequence[Standing]) -> None:
+        """What workers of ``elasticrs.train`` say of themselves; every few seconds."""
 
     def over(self, attempt: Attempt, outcome: str) -> None:
         """Nothing of an attempt is left.

@@ -283,6 +283,9 @@ class CoordinatorP2P(Coordinator):
         That is two messages to the store in a thousand steps, some 0.3 µs a step, and none on the way of the
         step's own collectives.
         """
+        page = self._page
+        if page is not None and page.stepped() and worker_stats is not None:
+            page.tell_rate(worker_stats.get_progress_rate())
         self.monitor_progress_step += 1
         if self.monitor_progress_step < MONITOR_PROGRESS_FREQ:
             return

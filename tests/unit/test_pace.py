@@ -1,0 +1,90 @@
+"""Which worker is said to be slow, and when."""
+
+from statistics import median
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.agent import pace
+from elasticrs.agent.pace import FIRST, INTERVAL, SPAN, THRESHOLD, Pace, slowest, step
+from elasticrs.node_page import Standing
+
+
+def standing(local_rank, rate, pid=None):
+    return Standing(local_rank, pid or 100 + local_rank, local_rank, 4, 1, 5, 1, rate)
+
+
+def of(*rates):
+    return [standing(local_rank, rate) for local_rank, rate in enumerate(rates)]
+
+
+rates = st.lists(st.none() | st.floats(0.1, 1000), max_size=8)
+
+
+@given(rates)
+def test_the_slowest_has_the_lowest_rate(found):
+    told = [each for each in found if each is not None]
+    result = slowest(of(*found))
+    if len(told) < 2:
+        assert result is None
+    else:
+        worker, middle = result
+        assert worker.rate == min(told)
+        assert middle == median(told)
+
+
+@given(st.lists(rates, max_size=40))
+def test_who_is_told_of_was_slow_at_every_look_and_is_told_of_once(looks):
+    watch, past, told = FIRST, [], set()
+    for number, found in enumerate(looks):
+        standings = of(*found)
+        watch, news = step(watch, standings, number * INTERVAL)
+        known = [each.rate for each in standings if each.rate is not None]
+        limit = THRESHOLD * median(known) if len(known) > 1 else 0
+        slow = {each.pid for each in standings if each.rate is not None and each.rate < limit}
+        past.append(slow)
+        told &= slow
+        span = int(SPAN / INTERVAL) + 1
+        long = set.intersection(*past[-span:]) if len(past) >= span else set()
+        assert {each.pid for each in news} == long - told
+        told |= long
+
+
+def test_a_slow_worker_is_told_of_after_a_while_and_again_when_it_was_well_meanwhile():
+    slow, well = of(10, 10, 10, 7), of(10, 10, 10, 9)
+    watch, told = FIRST, []
+    now = 0.0
+    for standings, looks in ((slow, 20), (well, 1), (slow, 12), (slow, 1)):
+        for _ in range(looks):
+            watch, news = step(watch, standings, now)
+            told += [(now, each.local_rank) for each in news]
+            now += INTERVAL
+    assert told == [(60.0, 3), (165.0, 3)]
+
+
+def test_another_process_in_the_place_is_watched_anew():
+    watch, _ = step(FIRST, of(10, 10, 1), 0.0)
+    again = [*of(10, 10), standing(2, 1, pid=999)]
+    _, news = step(watch, again, SPAN)
+    assert news == []
+
+
+class Page:
+    def __init__(self, *looks):
+        self.looks = list(looks)
+
+    def standings(self):
+        return self.looks.pop(0)
+
+
+def test_a_look_is_told_and_comes_when_it_is_time(monkeypatch):
+    clock, lines, told = [0.0], [], []
+    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
+    page = Page([], *[of(10, 10, 5)] * 13)
+    watched = Pace(page, lines.append, told.append)
+    for moment in (1.0, 2.0, *(6.0 + INTERVAL * each for each in range(13))):
+        clock[0] = moment
+        watched.look()
+    assert page.looks == []
+    assert told == [of(10, 10, 5)] * 13
+    assert lines == ["rank 2 (pid 102) has been slow for 60 s: its rate is 5, the median here 10"]
