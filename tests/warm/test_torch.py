@@ -143,3 +143,20 @@ def test_a_compiled_function(launch, tmp_path, worker_script):
     outcome = job.compare(*command, argued={r"[\d.]+/facts/warm": "tells them apart"})
     assert outcome.code == 0, outcome.stderr
     assert all(each.facts["warm"] for each in outcome.workers.values()), outcome.stderr
+
+
+def test_steps_of_an_optimizer_are_signs_of_life(launch, worker_script):
+    """The optimizers were imported before the worker had its page."""
+    script = worker_script("""
+        import os, signal, torch
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(5):
+            weight.sum().backward()
+            optimizer.step()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            signal.pause()
+        os._exit(0)
+    """)
+    job = launch("--warm=torch", "--hang-timeout=3", "--max-restarts=1", script).exits(0, timeout=TIMEOUT)
+    assert "stopped at step 4" in job.stderr

@@ -219,7 +219,11 @@ def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if "ELASTICRS_HEARTBEAT" in os.environ and os.environ.get("ELASTICRS_AUTO_HEARTBEAT") != "0":
-        sys.meta_path.insert(0, _OptimizerImport())  # type: ignore[arg-type]
+        # A fork of the warm nursery may have it from there.
+        if _OptimizerImport.name in sys.modules:
+            _beat_with_steps(sys.modules[_OptimizerImport.name])
+        else:
+            sys.meta_path.insert(0, _OptimizerImport())  # type: ignore[arg-type]
     del sys.modules["sitecustomize"]
     failed = True
     try:
